@@ -1,0 +1,75 @@
+"""The contract of a training engine: what an algorithm may ask of one model on one set of devices.
+
+Every rank runs an engine (SPMD). An engine knows nothing of algorithms: it is given a `LossFn` that turns its forward
+outputs into per-token losses, and multiplies them by `batch.loss_weights` (whose denominator is already that of the
+whole optimizer step), so the gradient does not depend on how the batch was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hone.types import Batch, LossFn, Metrics, ModelOutput
+
+
+class BaseEngine(Protocol):
+    """One model that can be trained and asked; two model types: `language_model` and `value_model`."""
+
+    model_type: str  # "language_model": logprobs and entropy; "value_model": one scalar per token
+
+    def initialize(self) -> None:
+        """Build or load the model, optimizer and schedule. Called once, before anything else."""
+
+    def train_batch(self, batch: Batch, loss: LossFn) -> Metrics:
+        """One optimizer step on a mini-batch: `forward_backward`, `optimizer_step`, `lr_scheduler_step`."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Metrics:
+        """Accumulate gradients of sum(loss values * batch.loss_weights) over micro-batches cut by the token budget."""
+
+    def optimizer_step(self) -> Metrics:
+        """Clip, step and clear gradients. A non-finite gradient norm skips the step and says so in the metrics."""
+
+    def lr_scheduler_step(self) -> Metrics:
+        """Advance the learning-rate schedule by one optimizer step."""
+
+    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
+        """Forward without gradients, in the batch's own order. `needs` names outputs beyond the plain one."""
+
+    def train_mode(self) -> AbstractContextManager[None]:
+        """Model, gradients and optimizer state on the device for the duration."""
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Model on the device, dropout off, for the duration."""
+
+    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
+        """Every weight under its Hugging Face name (tied heads included), and the adapter's config if it is one."""
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move parts of the engine between its device and CPU memory."""
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Weights, optimizer and schedule as safetensors and JSON into an existing folder; never pickle."""
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Restore what `save_checkpoint` wrote, bit for bit."""
+
+    def export_hf(self, folder: Path) -> None:
+        """A folder that `transformers.AutoModelForCausalLM.from_pretrained` loads."""
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """The model without its adapter for the duration (reference log-probs of a LoRA policy)."""
+
+    @property
+    def data_parallel_rank(self) -> int: ...
+
+    @property
+    def data_parallel_size(self) -> int: ...
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this rank's results are the ones to keep (one rank of each model-parallel group)."""
