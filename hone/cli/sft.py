@@ -1,0 +1,22 @@
+"""`hone sft`: supervised fine-tuning from a run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hone.cli.running import report_run
+from hone.config import load
+from hone.trainers.launch import run_supervised
+from hone.trainers.settings import SupervisedRunConfig
+
+
+def sft(
+    recipe: Annotated[Path, typer.Argument(help="run file (YAML)")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as run.steps=10")] = None,
+) -> None:
+    """Fine-tune a model on worked answers. The same run.dir continues the same run."""
+    loaded = load(SupervisedRunConfig, recipe, overrides)
+    report_run(Path(loaded.config.run.dir), lambda: run_supervised(loaded))

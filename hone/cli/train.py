@@ -1,0 +1,22 @@
+"""`hone train`: reinforcement learning from a run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hone.cli.running import report_run
+from hone.config import load
+from hone.trainers.launch import run_policy
+from hone.trainers.settings import PolicyRunConfig
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="run file (YAML)")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as run.steps=10")] = None,
+) -> None:
+    """Train a policy with reinforcement learning. The same run.dir continues the same run."""
+    loaded = load(PolicyRunConfig, recipe, overrides)
+    report_run(Path(loaded.config.run.dir), lambda: run_policy(loaded))

@@ -1,0 +1,18 @@
+"""Settings of the episode loop."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from hone.config import Choice, Config, FromRegistry, setting
+from hone.envs import ENVS
+
+
+class EpisodeConfig(Config):
+    """How one prompt is played out."""
+
+    env: Annotated[Choice, FromRegistry(ENVS)] = setting(
+        meaning="the environment an episode runs in", factory=lambda: Choice(name="chat")
+    )
+    max_turns: int = setting(8, "completions in one episode at most", unit="turns", ge=1)
+    timeout_s: float = setting(600.0, "deadline of one episode, its wait for a rollout slot included", unit="s", gt=0)

@@ -1,0 +1,181 @@
+"""The loop that every trainer shares: resume, step, evaluate, write down, save; and end well however it ends.
+
+    resume --> [ step --> evaluate? --> log --> save? ]* --> finish
+                 |                                 ^
+                 `-- an error or a second Ctrl-C: the state after the last whole step is saved first, if it is intact
+
+A first Ctrl-C (or SIGTERM) lets the current step end, saves, and leaves with `Interrupted`; a second one leaves at
+once. The loop waits for nothing by itself: deadlines belong to the parts it calls.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hone.tracking.hub import Tracking
+from hone.trainers.checkpoints import Checkpoint, CheckpointStore, PartWriter
+from hone.trainers.randomness import load_random_state, save_random_state
+from hone.trainers.recorder import Recorder
+from hone.trainers.settings import CheckpointConfig
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and did, with everything up to `step` saved."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped after step {step}, which is saved")
+        self.step = step
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run writes, and by what means."""
+
+    folder: Path
+    tracking: Tracking
+    recorder: Recorder
+
+
+class Trainer(ABC):
+    """Runs steps 1 to `steps` over parts that it was given; subclasses say what a step is."""
+
+    def __init__(self, steps: int, checkpoint: CheckpointConfig, place: Place) -> None:
+        self.steps = steps
+        self.folder = place.folder
+        self.tracking = place.tracking
+        self.recorder = place.recorder
+        self._save_every = checkpoint.every_steps
+        self.store = CheckpointStore(place.folder / "checkpoints", checkpoint.keep, checkpoint.keep_best)
+        self._interrupts = 0
+        self._intact = True  # whether weights are those at the end of the step that `_settled` describes
+        self._settled: dict[str, Any] = {}
+        self._saved_step = -1
+        self._written_step = -1
+        self._score: float | None = None
+
+    @abstractmethod
+    def step(self, step: int) -> None:
+        """One training step."""
+
+    @abstractmethod
+    def evaluate(self, step: int) -> Mapping[str, float]:
+        """Held-out figures after `step` (0: before training); empty when none is due."""
+
+    @abstractmethod
+    def parts(self) -> Mapping[str, PartWriter]:
+        """What writes each folder of a checkpoint."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """The trainer's own JSON-compatible state: positions, counts, controllers."""
+
+    @abstractmethod
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take back what `parts` and `state` wrote."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """After the last step: export and report."""
+
+    def score_of(self, figures: Mapping[str, float]) -> float | None:
+        """The evaluation figure that the best checkpoint is chosen by; None if there is none."""
+        return None
+
+    def run(self) -> None:
+        """Train to the last step. Raises Interrupted when asked to stop; any other error after saving what is whole."""
+        with self._signals():
+            step = self.resume()
+            try:
+                if step == 0:
+                    self._settle(0)
+                    self._write(0, self.evaluate(0))
+                    self.save(0)
+                while step < self.steps:
+                    with self.recorder.timer.step():
+                        self.step(step + 1)
+                    step += 1
+                    self._settle(step)
+                    self._write(step, self.evaluate(step))
+                    if step % self._save_every == 0 or step == self.steps:
+                        self.save(step)
+                    if self._interrupts:
+                        raise Interrupted(step)
+            except BaseException:
+                self._save_what_is_whole(step)
+                raise
+        self.finish()
+
+    def resume(self) -> int:
+        """Continue from the newest checkpoint; returns the step it was taken after, 0 for a fresh run."""
+        self.store.prepare()
+        checkpoint = self.store.latest()
+        if checkpoint is None:
+            self.tracking.begin(0)
+            return 0
+        self.restore(checkpoint)
+        load_random_state(checkpoint.part("random"))
+        self._score = checkpoint.score
+        self._saved_step = self._written_step = checkpoint.step
+        self._settle(checkpoint.step)
+        self.tracking.begin(checkpoint.step)
+        self.tracking.message(f"continuing from {checkpoint.folder}")
+        return checkpoint.step
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of `step`, the step that has just ended."""
+        if step == self._saved_step:
+            return
+        with self.recorder.phase("save_checkpoint"):
+            parts = {**self.parts(), "random": save_random_state}
+            self.store.save(step, parts, self._settled, self._score)
+        self._saved_step = step
+
+    def update_begins(self) -> None:
+        """Subclasses call this before the first weight of a step changes: from here on only whole steps are saved."""
+        self._intact = False
+
+    def _settle(self, step: int) -> None:
+        self._settled = self.state()
+        self._intact = True
+
+    def _write(self, step: int, figures: Mapping[str, float]) -> None:
+        score = self.score_of(figures)
+        self._score = score if score is not None else self._score
+        self.tracking.log(step, {**self.recorder.drain(), **figures})
+        self._written_step = step
+
+    def _save_what_is_whole(self, step: int) -> None:
+        if not self._intact or not self._settled or step == self._saved_step:
+            return
+        if self._written_step != step:  # stopped during its evaluation: the step's other figures are kept
+            self._write(step, {})
+        self.save(step)
+        self.tracking.message(f"saved the state after step {step}")
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn the first SIGINT or SIGTERM into a request, the second into an exception."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+            self.tracking.message("stopping: the current step ends and is saved first; again to stop at once")
+
+        previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

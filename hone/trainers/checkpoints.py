@@ -1,0 +1,203 @@
+"""Checkpoints that are whole or absent: written beside, sealed by a manifest, then renamed into place.
+
+    checkpoints/.step_00000050.partial/   <- parts write their files here; every file is flushed to disk
+        actor/ critic/ state.json
+        manifest.json                     <- last: size and SHA-256 of every file
+    checkpoints/step_00000050/            <- one rename makes it visible
+
+A process killed at any moment leaves either the old set of checkpoints or the new one. What a kill leaves behind
+(`.partial` folders) is removed when the next run starts. Nothing here is pickled: tensors are safetensors, the rest is
+JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+FORMAT = 1
+
+PartWriter = Callable[[Path], None]
+"""Writes one part (an engine's state, say) into an existing, empty folder."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message names the folder and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One sealed checkpoint: where it is, the step it was taken after, and the trainer's own state."""
+
+    folder: Path
+    step: int
+    state: Mapping[str, Any]
+    score: float | None  # what `best` compares; None if nothing was evaluated by then
+
+    def part(self, name: str) -> Path:
+        return self.folder / name
+
+
+class CheckpointStore:
+    """The checkpoints of one run: the last `keep`, and the best one by an evaluation's score."""
+
+    def __init__(self, folder: Path, keep: int, keep_best: bool = True) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._keep_best = keep_best
+
+    def prepare(self) -> None:
+        """Create the folder and clear away what an interrupted save left."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for partial in self._folder.glob(".*.partial"):
+            shutil.rmtree(partial)
+
+    def save(
+        self, step: int, parts: Mapping[str, PartWriter], state: Mapping[str, Any], score: float | None = None
+    ) -> Path:
+        """Write, seal and publish the checkpoint of `step`, then remove those that are no longer kept.
+
+        Raises CheckpointError if the disk has too little room (the last checkpoint's size, and a tenth more).
+        """
+        self._require_room(step)
+        partial = self._folder / f".step_{step:08d}.partial"
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        try:
+            for name, write in parts.items():
+                (partial / name).mkdir()
+                write(partial / name)
+            _write_json(partial / STATE, {"format": FORMAT, "step": step, "score": score, "state": state})
+            _write_json(partial / MANIFEST, {"format": FORMAT, "files": _fingerprints(partial)})
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"cannot write the checkpoint of step {step} into {self._folder}: {error}; earlier ones stand"
+            ) from error
+        final = self._folder / f"step_{step:08d}"
+        if final.exists():
+            shutil.rmtree(final)
+        _sync_folder(partial)
+        partial.rename(final)
+        _sync_folder(self._folder)
+        self._remove_old()
+        return final
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint, verified byte by byte; None if there is none.
+
+        Raises CheckpointError for a damaged one, naming the earlier one that would be continued from without it.
+        """
+        folders = self._published()
+        return self.read(folders[-1]) if folders else None
+
+    def read(self, folder: Path) -> Checkpoint:
+        """One verified checkpoint."""
+        problem = damage(folder)
+        if problem:
+            earlier = [f.name for f in self._published() if f.name < folder.name]
+            way_out = f"continue from {earlier[-1]}" if earlier else "start from the beginning"
+            raise CheckpointError(f"checkpoint {folder} is damaged: {problem}; remove it to {way_out}")
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        return Checkpoint(folder, content["step"], content["state"], content["score"])
+
+    def best(self) -> Path | None:
+        """The published checkpoint with the highest score; the earliest of equals."""
+        scored = [(score, folder) for folder in self._published() if (score := _score(folder)) is not None]
+        return max(scored, key=lambda pair: (pair[0], -_step(pair[1])))[1] if scored else None
+
+    def _published(self) -> list[Path]:
+        return sorted(f for f in self._folder.glob("step_*") if f.is_dir()) if self._folder.is_dir() else []
+
+    def _remove_old(self) -> None:
+        kept = set(self._published()[-self._keep :])
+        best = self.best() if self._keep_best else None
+        for folder in self._published():
+            if folder not in kept and folder != best:
+                # Unpublish first: a kill in the middle of rmtree must not leave a damaged checkpoint under its name.
+                doomed = folder.with_name(f".{folder.name}.partial")
+                folder.rename(doomed)
+                shutil.rmtree(doomed)
+
+    def _require_room(self, step: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        published = self._published()
+        if not published:
+            return
+        needed = int(1.1 * sum(f.stat().st_size for f in published[-1].rglob("*") if f.is_file()))
+        free = shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise CheckpointError(
+                f"no room for the checkpoint of step {step}: {self._folder} has {free / 2**20:.0f} MiB free, "
+                f"it takes about {needed / 2**20:.0f} MiB; {published[-1].name} stands"
+            )
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a checkpoint folder, empty if nothing: missing, truncated or changed files."""
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        return f"{MANIFEST} is missing"
+    try:
+        files: dict[str, dict[str, Any]] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written"
+        if _sha256(path) != expected["sha256"]:
+            return f"{name} is not what was written (its SHA-256 differs)"
+    return ""
+
+
+def _fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        found[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _score(folder: Path) -> float | None:
+    try:
+        found = json.loads((folder / STATE).read_text(encoding="utf-8"))["score"]
+    except (OSError, json.JSONDecodeError, KeyError):
+        return None  # a damaged checkpoint is nobody's best; reading it to resume says what is wrong
+    return float(found) if found is not None else None
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))

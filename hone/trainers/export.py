@@ -1,0 +1,62 @@
+"""Exports: the weights of a run's checkpoint as a folder that transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from hone.config import ConfigError, build
+from hone.config import Config as Settings
+from hone.models.settings import ModelConfig
+from hone.trainers.checkpoints import Checkpoint, CheckpointStore
+from hone.trainers.settings import PolicyRunConfig, SupervisedRunConfig
+from hone.workers.train import TrainSpec, TrainWorker
+
+
+def read_run(folder: Path) -> PolicyRunConfig | SupervisedRunConfig:
+    """The settings of the run in `folder`. Raises ConfigError if there is no run."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not a run folder: it has no config.yaml")
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    kinds: dict[str, type[Settings]] = {"rl": PolicyRunConfig, "sft": SupervisedRunConfig}
+    return build(kinds[data.get("kind", "rl")], data, str(path))  # type: ignore[return-value]
+
+
+def base_model(folder: Path, config: PolicyRunConfig | SupervisedRunConfig) -> ModelConfig:
+    """The folder whose architecture and tokenizer the run's weights have."""
+    if config.model.build is None:
+        return config.model
+    return ModelConfig(path=str(folder / "model"), dtype=config.model.dtype)
+
+
+def choose(folder: Path, which: str) -> Checkpoint:
+    """The checkpoint that `latest`, `best` or a step number names. Raises ConfigError listing what there is."""
+    store = CheckpointStore(folder / "checkpoints", keep=1)
+    latest = store.latest()
+    if latest is None:
+        raise ConfigError(f"{folder} has no checkpoint yet")
+    if which == "latest":
+        return latest
+    chosen = store.best() if which == "best" else folder / "checkpoints" / f"step_{int(which):08d}"
+    if chosen is None or not chosen.is_dir():
+        there = ", ".join(sorted(f.name for f in (folder / "checkpoints").glob("step_*")))
+        raise ConfigError(f"{folder} has no checkpoint {which!r} (there is: {there})")
+    return store.read(chosen)
+
+
+def export_checkpoint(folder: Path, output: Path, which: str = "latest") -> Path:
+    """Write a checkpoint's policy to `output`, which must not exist yet; returns the checkpoint's folder."""
+    if output.exists():
+        raise ConfigError(f"{output} exists already; name a new folder")
+    if which not in ("latest", "best") and not which.isdigit():
+        raise ConfigError(f"--checkpoint should be latest, best or a step number, found {which!r}")
+    config = read_run(folder)
+    checkpoint = choose(folder, which)
+    role, engine = ("actor", config.actor) if isinstance(config, PolicyRunConfig) else ("model", config.engine)
+    worker = TrainWorker(TrainSpec(base_model(folder, config), engine, total_steps=config.run.steps))
+    worker.initialize()
+    worker.load_checkpoint(checkpoint.part(role))
+    worker.export_hf(output)
+    return checkpoint.folder

@@ -1,0 +1,124 @@
+"""Runs a whole run: folder, settings, model, warm start, training, report.
+
+claim folder -> write config.yaml -> model folder -> warm start (once) -> assemble -> every setting read? -> run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hone.config import Config, Loaded, count_as_read, plain, require_all_read
+from hone.data.stream import make_renderer
+from hone.models.settings import ModelConfig
+from hone.models.tokenizer import load_tokenizer
+from hone.tracking.base import RunInfo
+from hone.tracking.hub import Tracking
+from hone.tracking.metrics import Timer
+from hone.tracking.settings import TrackingConfig
+from hone.trainers.assembly import (
+    Language,
+    PolicyAssembly,
+    assemble_supervised,
+    local_model,
+    prepare_process,
+)
+from hone.trainers.base import Place
+from hone.trainers.folder import claim, write_config
+from hone.trainers.randomness import seed_everything
+from hone.trainers.recorder import Recorder
+from hone.trainers.settings import (
+    CheckpointConfig,
+    PolicyRunConfig,
+    RunConfig,
+    SupervisedRunConfig,
+    WarmStartConfig,
+)
+
+WARM_START = "warm_start"
+
+
+def run_policy(loaded: Loaded[PolicyRunConfig]) -> Path:
+    """Train a policy to the end of its run file, or further from where its folder stands; returns the run folder."""
+    config = loaded.config
+    folder = Path(config.run.dir)
+    with claim(folder):
+        changes = _prepare(config, folder)
+        model = local_model(config.model, folder / "model")
+        language = Language(make_renderer(config.data, load_tokenizer(model)))
+        if config.warm_start is not None:
+            model = _warm_started(config, config.warm_start, model, language)
+        with _place(folder, config.run.steps, config.tracking, config, language) as place:
+            _introduce(config, place, changes)
+            assembly = PolicyAssembly(config, model, language, place)
+            try:
+                trainer = assembly.trainer()
+                require_all_read(loaded)
+                trainer.run()
+            finally:
+                assembly.close()
+    return folder
+
+
+def run_supervised(loaded: Loaded[SupervisedRunConfig]) -> Path:
+    """Fine-tune a model to the end of its run file; returns the run folder."""
+    config = loaded.config
+    folder = Path(config.run.dir)
+    with claim(folder):
+        changes = _prepare(config, folder)
+        model = local_model(config.model, folder / "model")
+        language = Language(make_renderer(config.data, load_tokenizer(model)))
+        with _place(folder, config.run.steps, config.tracking, config, language) as place:
+            _introduce(config, place, changes)
+            trainer = assemble_supervised(config, model, language, place)
+            require_all_read(loaded)
+            trainer.run()
+    return folder
+
+
+def _warm_started(
+    config: PolicyRunConfig, warm: WarmStartConfig, model: ModelConfig, language: Language
+) -> ModelConfig:
+    """The model after its supervised steps: a run of its own in `warm_start/`, done once, continued if it was cut."""
+    folder = Path(config.run.dir) / WARM_START
+    supervised = SupervisedRunConfig(
+        run=RunConfig(dir=str(folder), steps=warm.steps, seed=config.run.seed),
+        model=model,
+        data=warm.data,
+        samples_per_step=warm.samples_per_step,
+        engine=warm.engine,
+        checkpoint=CheckpointConfig(every_steps=max(warm.steps, 1), keep=1, keep_best=False),
+        tracking=config.tracking,
+        runtime=config.runtime,
+    )
+    export = folder / "export"
+    if (export / "config.json").is_file():
+        count_as_read(warm)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _place(folder, warm.steps, config.tracking, supervised, language) as place:
+            assemble_supervised(supervised, model, language, place).run()
+    return ModelConfig(path=str(export), dtype=config.model.dtype)
+
+
+@contextmanager
+def _place(folder: Path, steps: int, tracking: TrackingConfig, config: Config, language: Language) -> Iterator[Place]:
+    """Where a run writes and how it is timed; the trackers are closed however it ends."""
+    info = RunInfo(run_dir=folder, total_steps=steps, config=plain(config))
+    decode = language.renderer.decode
+    with Tracking(tracking, info, lambda ids: decode(ids, keep_special=True)) as hub:
+        yield Place(folder, hub, Recorder(Timer(hub.phase)))
+
+
+def _prepare(config: PolicyRunConfig | SupervisedRunConfig, folder: Path) -> list[str]:
+    """Set this process up and write the settings down; returns the keys that differ from when the run began."""
+    prepare_process(config.runtime)
+    seed_everything(config.run.seed)
+    return write_config(folder, config)
+
+
+def _introduce(config: PolicyRunConfig | SupervisedRunConfig, place: Place, changes: list[str]) -> None:
+    place.tracking.message(f"{config.kind} run in {place.folder}: {config.run.steps} steps, seed {config.run.seed}")
+    if changes:
+        place.tracking.message(f"settings that differ from when this run began: {', '.join(changes)}")

@@ -1,0 +1,77 @@
+"""Plays prompts through environments, the rollout engine and the rewards, and times who was waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hone.envs.episode import EpisodeRunner, Play
+from hone.rewards.rubric import Rubric
+from hone.trainers.loop import EventLoop
+from hone.trainers.recorder import Recorder
+from hone.types import Completion, Metric, Metrics, Prompt, SamplingParams, Status, TrajectoryGroup
+from hone.workers.handles import RolloutHandle
+
+
+class Player:
+    """Turns prompts into scored groups; training and evaluation share one."""
+
+    def __init__(
+        self, runner: EpisodeRunner, rollout: RolloutHandle, rubric: Rubric, loop: EventLoop, recorder: Recorder
+    ) -> None:
+        self._runner = runner
+        self._rollout = rollout
+        self._loop = loop
+        self._recorder = recorder
+        self._score = rubric.score
+        self._last_token = 0.0
+
+    def play(self, prompts: Sequence[Prompt], play: Play) -> list[TrajectoryGroup]:
+        """The scored groups of `prompts`, in order. Generation is the time until the last token, reward what is left.
+
+        Raises whatever ends the rollout engine; a failing reward or environment ends in a trajectory's status.
+        """
+        with self._recorder.phase("generate"):
+            groups = self._loop.run(self._runner.run(prompts, replace(play, generate=self._generate), self._score))
+            self._recorder.timer.move(time.perf_counter() - self._last_token, "reward")
+        return groups
+
+    async def _generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
+        completion = await self._rollout.generate(request_id, token_ids, sampling)
+        self._last_token = time.perf_counter()
+        return completion
+
+
+def describe(groups: Sequence[TrajectoryGroup]) -> Metrics:
+    """What a step's trajectories look like: rewards, lengths, and how each of them ended."""
+    every = [one for group in groups for one in group.trajectories]
+    usable = [one for one in every if one.status.trainable]
+    metrics: Metrics = {f"rollout/status/{status}": Metric.sum(0) for status in Status}
+    for one in every:
+        name = f"rollout/status/{one.status}"
+        metrics[name] = metrics[name].merge(Metric.sum(1))
+    metrics["rollout/trajectories"] = Metric.sum(len(every))
+    if not usable:
+        return metrics
+    lengths = [one.response_length for one in usable]
+    rewards = [one.reward for one in usable]
+    count = len(usable)
+    metrics |= {
+        "reward/mean": Metric.mean(sum(rewards) / count, count),
+        "reward/max": Metric.max(max(rewards)),
+        "reward/min": Metric.min(min(rewards)),
+        "rollout/response_length": Metric.mean(sum(lengths) / count, count),
+        "rollout/response_length_max": Metric.max(max(lengths)),
+        "rollout/truncated_fraction": Metric.mean(sum(one.status is Status.TRUNCATED for one in usable) / count, count),
+        "rollout/zero_variance_fraction": Metric.mean(_zero_variance(groups), len(groups)),
+    }
+    for name in sorted({name for one in usable for name in one.components}):
+        found = [one.components[name] for one in usable if name in one.components]
+        metrics[f"reward/{name}"] = Metric.mean(sum(found) / len(found), len(found))
+    return metrics
+
+
+def _zero_variance(groups: Sequence[TrajectoryGroup]) -> float:
+    """The share of groups whose members all have one reward: they teach a group-relative estimator nothing."""
+    return sum(len({one.reward for one in group.trainable}) <= 1 for group in groups) / len(groups)

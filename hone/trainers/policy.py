@@ -1,0 +1,165 @@
+"""Reinforcement learning of a policy: GRPO, PPO and their family are this loop with other parts.
+
+    prompts --take--> episodes (environment <-> rollout engine) --> rewards --> keep? --> pack      collect
+                                                                                            |
+       rollout <--sync weights-- actor, critic <--train-- mini-batches <-- advantages <-- forwards   update
+
+One thread runs both halves in turn; inside `collect` everything happens on one event loop (`trainers.loop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hone.algorithms.algorithm import Algorithm
+from hone.data.packing import minibatches, pack, select
+from hone.data.stream import PromptStream
+from hone.envs.episode import Play
+from hone.trainers.base import Place, Trainer
+from hone.trainers.checkpoints import Checkpoint, PartWriter
+from hone.trainers.evaluation import Evaluator
+from hone.trainers.gallery import Gallery
+from hone.trainers.ledger import PromptLedger
+from hone.trainers.playing import Player, describe
+from hone.trainers.settings import PolicyRunConfig
+from hone.types import Batch, LossFn, Prompt, TrajectoryGroup
+from hone.workers.handles import RolloutHandle, TrainHandle
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyParts:
+    """Everything a policy trainer is wired from (`trainers.assembly` builds it)."""
+
+    prompts: PromptStream
+    player: Player
+    play: Play
+    rollout: RolloutHandle
+    algorithm: Algorithm
+    actor: TrainHandle
+    critic: TrainHandle | None
+    reference: TrainHandle | None
+    evaluator: Evaluator
+    gallery: Gallery
+
+
+class PolicyTrainer(Trainer):
+    """Collects trajectories with the current weights, updates on them, and sends the new weights."""
+
+    def __init__(self, config: PolicyRunConfig, parts: PolicyParts, place: Place) -> None:
+        super().__init__(config.run.steps, config.checkpoint, place)
+        self.prompts = parts.prompts
+        self.player = parts.player
+        self.play = parts.play
+        self.rollout = parts.rollout
+        self.algorithm = parts.algorithm
+        self.actor = parts.actor
+        self.critic = parts.critic
+        self.reference = parts.reference
+        self.evaluator = parts.evaluator
+        self.gallery = parts.gallery
+        self.ledger = PromptLedger()
+        self.prompts_per_step = config.update.prompts_per_step
+        self.minibatches = config.update.minibatches
+        self.epochs = config.update.epochs
+        self.critic_warmup_steps = config.critic.warmup_steps if config.critic else 0
+        self.seed = config.run.seed
+
+    # ------------------------------------------------------------------------------------------------- the step
+
+    def step(self, step: int) -> None:
+        self.update(self.collect(step), version=step)
+
+    def collect(self, step: int) -> Batch:
+        """Prompts -> episodes -> rewards -> filters -> one packed batch of trainable trajectories."""
+        kept: list[TrajectoryGroup] = []
+        played: list[TrajectoryGroup] = []
+        for _ in range(self.algorithm.max_draws):
+            prompts = self.draw(self.prompts_per_step - len(kept))
+            groups = self.algorithm.shape(self.player.play(prompts, self.play.at(step)))
+            played += self.settle(groups)
+            kept = [group for group in played if group.trainable]
+            if len(kept) == self.prompts_per_step:
+                break
+        batch = pack(kept)
+        self.gallery.show(step, played, batch, self.actor)
+        return batch
+
+    def update(self, batch: Batch, version: int) -> None:
+        """Forwards -> advantages -> train -> weight sync."""
+        if self.algorithm.needs_old_logprobs:
+            batch = batch.with_(old_logprobs=self.actor.infer_batch(batch))
+        if self.reference:
+            batch = batch.with_(ref_logprobs=self.reference.infer_batch(batch))
+        if self.critic:
+            batch = batch.with_(values=self.critic.infer_batch(batch))
+        batch = self.algorithm.advantages(batch)
+        self.recorder.record(self.algorithm.measure(batch))
+        self.update_begins()
+        for minibatch in self.cut(batch, version):
+            for model, loss in self.learners(version):
+                model.train_batch(minibatch, loss)
+        self.recorder.record(self.rollout.sync_from(self.actor, version))
+        self.ledger.trained_all_finished()
+
+    # ------------------------------------------------------------------------------------------------ its parts
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next prompts of the stream, entered into the ledger as in flight."""
+        prompts = self.prompts.take(count)
+        self.ledger.drawn(prompt.draw for prompt in prompts)
+        return prompts
+
+    def settle(self, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """The groups worth training on, then the others with their trajectories marked; these leave the ledger."""
+        self.recorder.record(describe(groups))
+        self.ledger.finished(group.prompt.draw for group in groups)
+        kept, dropped = self.algorithm.keep(groups)
+        for one in dropped:
+            self.ledger.dropped([one.group.prompt.draw], one.reason)
+        return [*kept, *(one.group for one in dropped)]
+
+    def cut(self, batch: Batch, step: int) -> Iterator[Batch]:
+        """The mini-batches of every epoch, each with the loss weights of its whole optimizer step."""
+        for epoch in range(self.epochs):
+            for indices in minibatches(batch, self.minibatches, epoch, self.seed + step):
+                yield self.algorithm.weigh(select(batch, indices))
+
+    def learners(self, step: int) -> Iterator[tuple[TrainHandle, LossFn]]:
+        """Who learns in this step, and from which loss."""
+        if self.critic:
+            yield self.critic, self.algorithm.value_objective()
+        if step > self.critic_warmup_steps:
+            yield self.actor, self.algorithm.policy_objective()
+
+    # --------------------------------------------------------------------------------- around the step (base.py)
+
+    def evaluate(self, step: int) -> Mapping[str, float]:
+        return self.evaluator.run(step) if self.evaluator.due(step, self.steps) else {}
+
+    def score_of(self, figures: Mapping[str, float]) -> float | None:
+        return self.evaluator.score(figures)
+
+    def parts(self) -> Mapping[str, PartWriter]:
+        roles = [role for role in (self.actor, self.critic) if role]
+        return {role.role: role.save_checkpoint for role in roles}
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "prompts": self.prompts.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+        }
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        for role in (self.actor, self.critic):
+            if role:
+                role.load_checkpoint(checkpoint.part(role.role))
+        self.prompts.load_state_dict(checkpoint.state["prompts"])
+        self.ledger.load_state_dict(checkpoint.state["ledger"])
+        self.algorithm.load_state_dict(checkpoint.state["algorithm"])
+        self.rollout.sync_from(self.actor, checkpoint.step)
+
+    def finish(self) -> None:
+        self.actor.export_hf(self.folder / "export")

@@ -1,0 +1,35 @@
+"""Starts the rollout engine that a run file names, in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from hone.config import Choice
+from hone.models.loading import DTYPES, check_model_source
+from hone.models.settings import ModelConfig
+from hone.platforms.base import current_platform
+from hone.rollout import ROLLOUT_ENGINES
+from hone.rollout.base import RolloutEngine
+
+
+def start_rollout(choice: Choice, model: ModelConfig, compute_dtype: str, tokenizer: Any) -> RolloutEngine:
+    """An engine of the model's architecture without weights: the first weight sync fills it.
+
+    `compute_dtype` is the trainer's: an engine whose own dtype is `auto` generates in it, so that both sides compute
+    alike. Raises ModelError for a model that cannot be used.
+    """
+    check_model_source(model)
+    config = AutoConfig.from_pretrained(
+        model.path, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
+    )
+    config.dtype = DTYPES[compute_dtype]
+    engine: RolloutEngine = ROLLOUT_ENGINES.get(choice.name)(choice, config, tokenizer, current_platform().device)
+    return engine
+
+
+def served_dtype(engine: Any) -> torch.dtype:
+    """The floating-point dtype that the engine stores its weights in."""
+    return next(dtype for dtype, _ in engine.expected_weights().values() if dtype.is_floating_point)

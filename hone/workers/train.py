@@ -1,0 +1,67 @@
+"""Hosts one training engine, and gives it losses: the only place where algorithms and engines meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hone.engines.base import BaseEngine
+from hone.engines.registry import EngineRegistry
+from hone.engines.settings import EngineConfig
+from hone.models.settings import ModelConfig
+from hone.platforms.base import current_platform
+from hone.types import Batch, LossFn, Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSpec:
+    """What a train worker hosts: which model, as which model type, and how it is trained."""
+
+    model: ModelConfig
+    engine: EngineConfig
+    model_type: str = "language_model"
+    temperature: float = 1.0  # of the rollouts: log-probs are those of the distribution that was sampled
+    total_steps: int = 0  # optimizer steps of the whole run, for the schedule; 0: a model that is never trained
+
+
+class TrainWorker:
+    """One rank of an actor, a critic or a reference model."""
+
+    def __init__(self, spec: TrainSpec) -> None:
+        self._model_type = spec.model_type
+        self.engine: BaseEngine = EngineRegistry.create(spec, current_platform())
+
+    def initialize(self) -> None:
+        self.engine.initialize()
+
+    def train_batch(self, batch: Batch, loss: LossFn) -> Metrics:
+        """One optimizer step on a mini-batch that carries its `loss_weights`."""
+        with self.engine.train_mode():
+            return self.engine.train_batch(batch, loss)
+
+    def infer_batch(self, batch: Batch) -> torch.Tensor:
+        """Log-probs (language model) or values (value model) of every token, [T] float32."""
+        with self.engine.eval_mode():
+            output = self.engine.infer_batch(batch)
+        found = output.values if self._model_type == "value_model" else output.logprobs
+        if found is None:
+            raise TypeError(f"the engine of a {self._model_type} returned neither log-probs nor values")
+        return found
+
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight under its Hugging Face name, floating-point ones in `dtype`."""
+        stream, _ = self.engine.get_per_tensor_param()
+        for name, tensor in stream:
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def save_checkpoint(self, folder: Path) -> None:
+        self.engine.save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        self.engine.load_checkpoint(folder)
+
+    def export_hf(self, folder: Path) -> None:
+        self.engine.export_hf(folder)

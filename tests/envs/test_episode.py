@@ -1,0 +1,169 @@
+"""The episode loop: append-only tokens, masks, seeds, deadlines and failures that are not rewards."""
+
+import asyncio
+
+import pytest
+
+from hone.config import Choice
+from hone.envs.base import StepResult
+from hone.envs.chat import ChatEnv
+from hone.envs.episode import EpisodeRunner, Play, Speech, request_seed
+from hone.envs.settings import EpisodeConfig
+from hone.types import Completion, Prompt, SamplingParams, Status, StopReason
+
+SPEECH = Speech(
+    decode=lambda ids: "".join(chr(96 + i) for i in ids),
+    continue_with=lambda ids, messages: [90 + len(message["content"]) for message in messages],
+)
+
+
+class Engine:
+    """A real, tiny `generate`: answers with two tokens made of the seed, records what it was asked."""
+
+    def __init__(self, reason=StopReason.STOP, delay_s=0.0):
+        self.asked = []
+        self.reason = reason
+        self.delay_s = delay_s
+
+    async def generate(self, request_id, token_ids, sampling):
+        self.asked.append((request_id, token_ids, sampling))
+        await asyncio.sleep(self.delay_s)
+        return Completion(request_id, (sampling.seed % 9 + 1, 2), (-0.5, -0.25), (3, 3), self.reason)
+
+
+def prompt(draw=0, ids=(7, 8)):
+    return Prompt(f"set/{draw}", ids, ({"role": "user", "content": "?"},), "a", "set", draw=draw)
+
+
+async def unscored(group):
+    return group
+
+
+def run(engine, prompts, make_env=ChatEnv, samples=2, score=unscored, **settings):
+    runner = EpisodeRunner(EpisodeConfig(**settings), make_env, SPEECH)
+    play = Play(engine.generate, SamplingParams(max_tokens=6), seed=1, step=4, samples=samples)
+    return asyncio.run(runner.run(prompts, play, score))
+
+
+def test_a_single_turn_is_prompt_then_completion():
+    engine = Engine()
+    (group,) = run(engine, [prompt(draw=5)])
+    one = group.trajectories[1]
+    seed = request_seed(1, 4, 5, 1, 0)
+    assert one.token_ids == (7, 8, seed % 9 + 1, 2)
+    assert one.loss_mask == (0, 0, 1, 1)
+    assert one.rollout_logprobs == (0.0, 0.0, -0.5, -0.25)
+    assert one.weight_versions == (-1, -1, 3, 3)
+    assert (one.prompt_length, one.sample, one.episode, one.status) == (2, 1, 1, Status.OK)
+    assert [request for request, _, _ in engine.asked] == ["4/5/0/0", "4/5/1/0"]
+
+
+def test_seeds_differ_between_samples_prompts_steps_and_turns_and_do_not_change():
+    seeds = {
+        request_seed(0, step, draw, sample, turn)
+        for step in range(4)
+        for draw in range(4)
+        for sample in range(4)
+        for turn in range(4)
+    }
+    assert len(seeds) == 256
+    assert request_seed(0, 1, 2, 3, 4) == 8268827065130101739
+
+
+class TwoTurns:
+    """Asks once more, with a message of 5 characters, then ends."""
+
+    def __init__(self, prompt, sample):
+        self.prompt, self.turn, self.closed = prompt, 0, 0
+
+    async def start(self):
+        return self.prompt.token_ids
+
+    async def step(self, completion, text):
+        self.turn += 1
+        return StepResult(done=self.turn == 2, messages=({"role": "user", "content": "again"},))
+
+    async def close(self):
+        self.closed += 1
+
+
+def test_turns_append_and_never_rewrite():
+    engine = Engine()
+    (group,) = run(engine, [prompt()], TwoTurns, samples=1)
+    (one,) = group.trajectories
+    first, second = (request_seed(1, 4, 0, 0, turn) % 9 + 1 for turn in (0, 1))
+    assert one.token_ids == (7, 8, first, 2, 95, second, 2)
+    assert one.loss_mask == (0, 0, 1, 1, 0, 1, 1)
+    assert engine.asked[1][1] == one.token_ids[:5]  # the second request extends the first, token for token
+    assert engine.asked[1][2].max_tokens == 4  # what is left of the response budget
+    assert one.turns == 2
+
+
+def test_max_turns_and_the_token_budget_truncate():
+    (group,) = run(Engine(), [prompt()], TwoTurns, samples=1, max_turns=1)
+    assert group.trajectories[0].status is Status.TRUNCATED
+    (group,) = run(Engine(StopReason.LENGTH), [prompt()], samples=1)
+    assert group.trajectories[0].status is Status.TRUNCATED
+
+
+class Broken(TwoTurns):
+    async def step(self, completion, text):
+        raise ConnectionError("the sandbox is gone")
+
+
+def test_an_environment_that_raises_is_a_failure_with_its_reason_and_harms_nobody_else():
+    made = []
+
+    def make(prompt, sample):
+        made.append(Broken(prompt, sample) if sample == 0 else TwoTurns(prompt, sample))
+        return made[-1]
+
+    (group,) = run(Engine(), [prompt()], make)
+    broken, fine = group.trajectories
+    assert broken.status is Status.ENV_FAILED
+    assert broken.error == "ConnectionError: the sandbox is gone"
+    assert fine.status is Status.OK
+    assert group.trainable == (fine,)
+    assert [env.closed for env in made] == [1, 1]
+
+
+def test_a_late_episode_ends_and_says_whom_it_waited_for():
+    (group,) = run(Engine(delay_s=30), [prompt()], samples=1, timeout_s=0.05)
+    (one,) = group.trajectories
+    assert one.status is Status.ENGINE_FAILED
+    assert one.error == "set/0: no end after 0.05 s; waited for the rollout engine"
+
+
+def test_an_aborted_completion_is_not_trained_on():
+    (group,) = run(Engine(StopReason.ABORTED), [prompt()], samples=1)
+    assert group.trajectories[0].status is Status.ENGINE_FAILED
+
+
+def test_an_engine_that_raises_ends_the_run():
+    class Dead(Engine):
+        async def generate(self, request_id, token_ids, sampling):
+            raise RuntimeError("the engine died")
+
+    with pytest.RaisesGroup(pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="the engine died"))):
+        run(Dead(), [prompt()], samples=1)
+
+
+def test_groups_are_scored_as_they_finish_and_come_back_in_order():
+    scored = []
+
+    async def score(group):
+        scored.append(group.prompt.draw)
+        await asyncio.sleep(0.02 if group.prompt.draw == 0 else 0)
+        return group
+
+    groups = run(Engine(), [prompt(0), prompt(1)], score=score)
+    assert [group.prompt.draw for group in groups] == [0, 1]
+    assert sorted(scored) == [0, 1]
+
+
+def test_an_unknown_environment_names_those_there_are():
+    from hone.config import ConfigError, build
+
+    with pytest.raises(ConfigError, match="unknown environment 'chta'; did you mean 'chat'"):
+        build(EpisodeConfig, {"env": "chta"}, "recipe.yaml")
+    assert EpisodeConfig().env == Choice(name="chat")

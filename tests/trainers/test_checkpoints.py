@@ -1,0 +1,128 @@
+"""Checkpoints are whole or absent."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+
+import pytest
+
+from hone.trainers.checkpoints import CheckpointError, CheckpointStore, damage
+
+
+def writer(text):
+    return lambda folder: (folder / "weights.txt").write_text(text)
+
+
+def test_the_newest_checkpoint_is_read_back_with_its_state(tmp_path):
+    store = CheckpointStore(tmp_path, keep=3)
+    store.prepare()
+    assert store.latest() is None
+    store.save(1, {"actor": writer("one")}, {"position": 10})
+    store.save(2, {"actor": writer("two")}, {"position": 20}, score=0.5)
+    found = store.latest()
+    assert (found.step, found.state, found.score) == (2, {"position": 20}, 0.5)
+    assert (found.part("actor") / "weights.txt").read_text() == "two"
+
+
+def test_the_last_n_and_the_best_are_kept(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step, score in ((1, 0.1), (2, 0.9), (3, 0.9), (4, None), (5, 0.3)):
+        store.save(step, {"actor": writer(str(step))}, {}, score)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["step_00000002", "step_00000004", "step_00000005"]
+    assert store.best().name == "step_00000002"  # the earliest of equals
+
+
+def test_best_is_not_kept_when_not_asked_for(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1, keep_best=False)
+    for step, score in ((1, 0.9), (2, 0.1)):
+        store.save(step, {"actor": writer(str(step))}, {}, score)
+    assert [f.name for f in tmp_path.iterdir()] == ["step_00000002"]
+
+
+@pytest.mark.parametrize("harm", ["truncate", "change", "remove", "no manifest", "torn manifest"])
+def test_a_damaged_checkpoint_is_refused_and_says_the_way_out(tmp_path, harm):
+    store = CheckpointStore(tmp_path, keep=3)
+    store.save(1, {"actor": writer("first")}, {})
+    folder = store.save(2, {"actor": writer("second")}, {})
+    victim = folder / "actor" / "weights.txt"
+    if harm == "truncate":
+        victim.write_text("sec")
+    elif harm == "change":
+        victim.write_text("sEcond")
+    elif harm == "remove":
+        victim.unlink()
+    elif harm == "no manifest":
+        (folder / "manifest.json").unlink()
+    else:
+        (folder / "manifest.json").write_text('{"files": {')
+    with pytest.raises(CheckpointError, match=r"step_00000002 is damaged.*remove it to continue from step_00000001"):
+        store.latest()
+
+
+def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(1, {"actor": writer("first")}, {"position": 1})
+
+    def out_of_space(folder):
+        (folder / "weights.txt").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="step 2.*No space left on device; earlier ones stand"):
+        store.save(2, {"actor": out_of_space}, {})
+    assert store.latest().step == 1
+    assert [f.name for f in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_too_little_room_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(1, {"actor": writer("x" * 1000)}, {})
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 10, 500))
+    with pytest.raises(CheckpointError, match="no room for the checkpoint of step 2"):
+        store.save(2, {"actor": writer("y")}, {})
+    assert [f.name for f in tmp_path.iterdir()] == ["step_00000001"]
+
+
+SAVER = """
+import sys
+from pathlib import Path
+from hone.trainers.checkpoints import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]), keep=2)
+store.prepare()
+step = 0
+while True:
+    step += 1
+    text = str(step) * 200_000
+    store.save(step, {"actor": lambda folder: (folder / "weights.txt").write_text(text)}, {"step": step})
+    print(step, flush=True)
+"""
+
+
+def test_kill_9_during_saves_always_leaves_a_whole_checkpoint(tmp_path):
+    for attempt in range(6):
+        folder = tmp_path / str(attempt)
+        process = subprocess.Popen([sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3):
+            last = int(process.stdout.readline())
+        time.sleep(0.0007 * attempt)  # different moments of the fourth save
+        os.kill(process.pid, signal.SIGKILL)
+        rest = process.communicate(timeout=10)[0].split()
+        said = int(rest[-1]) if rest else last
+        store = CheckpointStore(folder, keep=2)
+        store.prepare()
+        found = store.latest()
+        assert found.step in (said, said + 1)
+        assert found.state == {"step": found.step}
+        assert (found.part("actor") / "weights.txt").read_text() == str(found.step) * 200_000
+        assert not list(folder.glob(".*"))
+
+
+def test_the_manifest_covers_every_file(tmp_path):
+    folder = CheckpointStore(tmp_path, keep=1).save(1, {"a": writer("x"), "b": writer("y")}, {})
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    assert set(files) == {"a/weights.txt", "b/weights.txt", "state.json"}
+    assert damage(folder) == ""
