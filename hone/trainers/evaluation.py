@@ -46,6 +46,7 @@ class Evaluator:
         figures: dict[str, float] = {}
         for one in self._sets:
             groups = self._player.play(one.prompts, self._play)
+            self._player.metrics()  # what an evaluation counts is not the step's
             self._tracking.evaluated(step, one.name, groups)
             figures |= {f"eval/{one.name}/{key}": value for key, value in self._reduce(groups).items()}
         return figures

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from hone.config import ConfigError, build
 from hone.config import Config as Settings
+from hone.config import ConfigError, build
 from hone.models.settings import ModelConfig
 from hone.trainers.checkpoints import Checkpoint, CheckpointStore
 from hone.trainers.settings import PolicyRunConfig, SupervisedRunConfig

@@ -17,8 +17,8 @@ from hone.tracking.base import RunInfo
 from hone.tracking.hub import Tracking
 from hone.tracking.metrics import Timer
 from hone.tracking.settings import TrackingConfig
+from hone.trainers.answering import Answering, Language
 from hone.trainers.assembly import (
-    Language,
     PolicyAssembly,
     assemble_supervised,
     local_model,
@@ -51,13 +51,13 @@ def run_policy(loaded: Loaded[PolicyRunConfig]) -> Path:
             model = _warm_started(config, config.warm_start, model, language)
         with _place(folder, config.run.steps, config.tracking, config, language) as place:
             _introduce(config, place, changes)
-            assembly = PolicyAssembly(config, model, language, place)
+            answering = Answering(config, model, language, place)
             try:
-                trainer = assembly.trainer()
+                trainer = PolicyAssembly(config, model, language, place).trainer(answering)
                 require_all_read(loaded)
                 trainer.run()
             finally:
-                assembly.close()
+                answering.close()
     return folder
 
 

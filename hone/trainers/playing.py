@@ -24,7 +24,7 @@ class Player:
         self._rollout = rollout
         self._loop = loop
         self._recorder = recorder
-        self._score = rubric.score
+        self._rubric = rubric
         self._last_token = 0.0
 
     def play(self, prompts: Sequence[Prompt], play: Play) -> list[TrajectoryGroup]:
@@ -33,9 +33,15 @@ class Player:
         Raises whatever ends the rollout engine; a failing reward or environment ends in a trajectory's status.
         """
         with self._recorder.phase("generate"):
-            groups = self._loop.run(self._runner.run(prompts, replace(play, generate=self._generate), self._score))
+            groups = self._loop.run(
+                self._runner.run(prompts, replace(play, generate=self._generate), self._rubric.score)
+            )
             self._recorder.timer.move(time.perf_counter() - self._last_token, "reward")
         return groups
+
+    def metrics(self) -> Metrics:
+        """What the rollout engine and the rewards count, since the last call."""
+        return {**self._rollout.metrics(), **self._rubric.metrics()}
 
     async def _generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
         completion = await self._rollout.generate(request_id, token_ids, sampling)

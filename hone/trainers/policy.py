@@ -16,16 +16,15 @@ from typing import Any
 from hone.algorithms.algorithm import Algorithm
 from hone.data.packing import minibatches, pack, select
 from hone.data.stream import PromptStream
-from hone.envs.episode import Play
+from hone.trainers.answering import Answering
 from hone.trainers.base import Place, Trainer
 from hone.trainers.checkpoints import Checkpoint, PartWriter
-from hone.trainers.evaluation import Evaluator
 from hone.trainers.gallery import Gallery
 from hone.trainers.ledger import PromptLedger
-from hone.trainers.playing import Player, describe
+from hone.trainers.playing import describe
 from hone.trainers.settings import PolicyRunConfig
-from hone.types import Batch, LossFn, Prompt, TrajectoryGroup
-from hone.workers.handles import RolloutHandle, TrainHandle
+from hone.types import Batch, LossFn, Metric, Prompt, TrajectoryGroup
+from hone.workers.handles import TrainHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +32,11 @@ class PolicyParts:
     """Everything a policy trainer is wired from (`trainers.assembly` builds it)."""
 
     prompts: PromptStream
-    player: Player
-    play: Play
-    rollout: RolloutHandle
+    answering: Answering
     algorithm: Algorithm
     actor: TrainHandle
     critic: TrainHandle | None
     reference: TrainHandle | None
-    evaluator: Evaluator
     gallery: Gallery
 
 
@@ -50,14 +46,14 @@ class PolicyTrainer(Trainer):
     def __init__(self, config: PolicyRunConfig, parts: PolicyParts, place: Place) -> None:
         super().__init__(config.run.steps, config.checkpoint, place)
         self.prompts = parts.prompts
-        self.player = parts.player
-        self.play = parts.play
-        self.rollout = parts.rollout
+        self.player = parts.answering.player
+        self.play = parts.answering.play
+        self.rollout = parts.answering.rollout
         self.algorithm = parts.algorithm
         self.actor = parts.actor
         self.critic = parts.critic
         self.reference = parts.reference
-        self.evaluator = parts.evaluator
+        self.evaluator = parts.answering.evaluator()
         self.gallery = parts.gallery
         self.ledger = PromptLedger()
         self.prompts_per_step = config.update.prompts_per_step
@@ -82,7 +78,8 @@ class PolicyTrainer(Trainer):
             kept = [group for group in played if group.trainable]
             if len(kept) == self.prompts_per_step:
                 break
-        batch = pack(kept)
+        batch = pack(played)  # dropped groups have nothing trainable left
+        self.recorder.tokens(batch.num_tokens)
         self.gallery.show(step, played, batch, self.actor)
         return batch
 
@@ -109,11 +106,18 @@ class PolicyTrainer(Trainer):
         """The next prompts of the stream, entered into the ledger as in flight."""
         prompts = self.prompts.take(count)
         self.ledger.drawn(prompt.draw for prompt in prompts)
+        self.recorder.record(
+            {
+                "rollout/epoch": Metric.max(self.prompts.epoch),
+                "rollout/prompts_too_long": Metric.max(sum(self.prompts.dropped.values())),
+            }
+        )
         return prompts
 
     def settle(self, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """The groups worth training on, then the others with their trajectories marked; these leave the ledger."""
         self.recorder.record(describe(groups))
+        self.recorder.record(self.player.metrics())
         self.ledger.finished(group.prompt.draw for group in groups)
         kept, dropped = self.algorithm.keep(groups)
         for one in dropped:

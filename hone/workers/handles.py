@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from hone.rollout.base import RolloutEngine
-from hone.runtime.base import WorkerGroup
+from hone.runtime.base import PhaseFn, WorkerGroup
 from hone.types import Batch, Completion, LossFn, Metrics, SamplingParams
 from hone.weights.local import sync
 
@@ -53,17 +53,20 @@ class TrainHandle:
 class RolloutHandle:
     """The rollout role: generation for episodes, and the receiving end of the weight sync."""
 
-    def __init__(self, engine: RolloutEngine, dtype: torch.dtype, run: RunFn) -> None:
+    def __init__(self, engine: RolloutEngine, dtype: torch.dtype, run: RunFn, phase: PhaseFn) -> None:
         self._engine = engine
         self._dtype = dtype
         self._run = run
+        self._phase = phase
 
     async def generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
         return await self._engine.generate(request_id, token_ids, sampling)
 
     def sync_from(self, actor: TrainHandle, version: int) -> Metrics:
         """Send the actor's weights as `version`; returns only when their arrival is proven."""
-        return self._run(sync(actor.weights(self._dtype), self._engine.update_weights, version))
+        with self._phase("weight_sync"):
+            metrics: Metrics = self._run(sync(actor.weights(self._dtype), self._engine.update_weights, version))
+        return metrics
 
     @property
     def weight_version(self) -> int:

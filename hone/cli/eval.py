@@ -1,0 +1,46 @@
+"""`hone eval`: the evaluation sets of a run file, asked of any model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hone.config import ConfigError, load
+from hone.models.settings import ModelConfig
+from hone.trainers.asking import evaluate_model
+from hone.trainers.settings import PolicyRunConfig
+
+
+def eval(
+    recipe: Annotated[Path, typer.Argument(help="run file (YAML) with evaluation.sets")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as evaluation.samples=4")] = None,
+    model: Annotated[str, typer.Option(help="folder or hub name; default: the run's export")] = "",
+    output: Annotated[Path | None, typer.Option(help="also write the figures here, as JSON")] = None,
+) -> None:
+    """Evaluate a model on the held-out sets of a run file."""
+    config = load(PolicyRunConfig, recipe, overrides or []).config
+    if not config.evaluation.sets:
+        raise ConfigError(f"{recipe}: evaluation.sets is empty: there is nothing to evaluate on")
+    figures = evaluate_model(config, _model(config, model))
+    table = Table("figure", "value")
+    for name, value in figures.items():
+        table.add_row(name.removeprefix("eval/"), f"{value:.4f}")
+    Console().print(table)
+    if output is not None:
+        output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def _model(config: PolicyRunConfig, model: str) -> ModelConfig:
+    if model:
+        return ModelConfig(path=model, dtype=config.model.dtype)
+    export = Path(config.run.dir) / "export"
+    if (export / "config.json").is_file():
+        return ModelConfig(path=str(export), dtype=config.model.dtype)
+    if config.model.build is not None:
+        raise ConfigError(f"run.dir {config.run.dir} has no export yet: train first, or name a model with --model")
+    return config.model

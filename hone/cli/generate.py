@@ -1,0 +1,68 @@
+"""`hone generate`: answers of a model to prompts from the command line or a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from hone.config import ConfigError
+from hone.data.settings import DatasetConfig
+from hone.data.sources import open_rows
+from hone.models.settings import ModelConfig
+from hone.rollout.settings import RolloutConfig, SamplingConfig
+from hone.trainers.asking import Questions, generate_answers
+from hone.types import Message
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="folder or hub name")],
+    prompt: Annotated[list[str] | None, typer.Option(help="a question; may be repeated")] = None,
+    source: Annotated[Path | None, typer.Option("--input", help="rows with 'prompt' or 'messages'")] = None,
+    target: Annotated[Path | None, typer.Option("--output", help="rows with 'responses' (.jsonl)")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="answers to each prompt")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy")] = 1.0,
+    max_response_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 512,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "bfloat16",
+) -> None:
+    """Generate answers with the built-in engine."""
+    rows = _rows(prompt or [], source)
+    sampling = SamplingConfig(max_response_tokens=max_response_tokens, temperature=temperature)
+    questions = Questions(
+        [_messages(row, i) for i, row in enumerate(rows)], RolloutConfig(sampling=sampling), samples, seed
+    )
+    answers = generate_answers(ModelConfig(path=model), questions, compute_dtype)
+    if target is not None:
+        lines = [
+            json.dumps({**row, "responses": found}, ensure_ascii=False)
+            for row, found in zip(rows, answers, strict=True)
+        ]
+        target.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return
+    console = Console()
+    for row, found in zip(rows, answers, strict=True):
+        console.print(f"[bold]{escape(str(row.get('prompt', row.get('messages'))))}[/]", soft_wrap=True)
+        for answer in found:
+            console.print(escape(answer), soft_wrap=True)
+
+
+def _rows(prompts: list[str], source: Path | None) -> list[dict[str, Any]]:
+    if bool(prompts) == (source is not None):
+        raise ConfigError("give either --prompt or --input")
+    if source is None:
+        return [{"prompt": text} for text in prompts]
+    rows = open_rows(DatasetConfig(path=str(source)), "--input")
+    return [dict(rows[index]) for index in range(len(rows))]
+
+
+def _messages(row: dict[str, Any], index: int) -> list[Message]:
+    if row.get("messages"):
+        return list(row["messages"])
+    if isinstance(row.get("prompt"), str):
+        return [Message(role="user", content=row["prompt"])]
+    raise ConfigError(f"row {index} has neither 'prompt' nor 'messages' (it has: {', '.join(row)})")
