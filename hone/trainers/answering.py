@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hone.config import ConfigError
 from hone.data.rendering import Renderer
 from hone.data.settings import DatasetConfig
 from hone.data.stream import read_prompts
@@ -43,8 +44,12 @@ class Language:
 
 
 def place_role(role: str, spec: TrainSpec, runtime: RuntimeConfig, recorder: Recorder) -> TrainHandle:
-    """One model on the devices of the run, ready to be trained or asked."""
-    group = RUNTIMES.get(runtime.backend.name)(role, TrainWorker(spec), recorder.phase)
+    """One model on the devices of the run, ready to be trained or asked. Raises ConfigError if its settings clash."""
+    try:
+        worker = TrainWorker(spec)
+    except ValueError as error:
+        raise ConfigError(f"{role}: {error}") from error
+    group = RUNTIMES.get(runtime.backend.name)(role, worker, recorder.phase)
     handle = TrainHandle(group, recorder.record)
     handle.initialize()
     return handle

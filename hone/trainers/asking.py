@@ -35,7 +35,7 @@ def evaluate_model(config: PolicyRunConfig, model: ModelConfig) -> dict[str, flo
     """The figures of a run file's evaluation sets for one model, under `eval/<set>/`."""
     prepare_process(config.runtime)
     language = Language(make_renderer(config.data, load_tokenizer(model)))
-    place = _quiet_place(Path(config.run.dir), language)
+    place = quiet_place(Path(config.run.dir), language)
     answering = Answering(config, model, language, place)
     try:
         policy = place_role("policy", TrainSpec(model, config.actor), config.runtime, place.recorder)
@@ -88,7 +88,7 @@ async def _ask(rollout: RolloutHandle, renderer: Renderer, questions: Questions)
     return [list(answers) for answers in await asyncio.gather(*asked)]
 
 
-def _quiet_place(folder: Path, language: Language) -> Place:
+def quiet_place(folder: Path, language: Language) -> Place:
     """A place without trackers: nothing is written, messages go to standard error."""
     decode = language.renderer.decode
     hub = Tracking(TrackingConfig(trackers=()), RunInfo(run_dir=folder), lambda ids: decode(ids, keep_special=True))

@@ -8,7 +8,7 @@ data ------------> prompt stream ------------------------------'
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.objective import SftObjective
 from hone.config import ConfigError, count_as_read
 from hone.data.packing import Sample
-from hone.data.rendering import Renderer
 from hone.data.settings import DatasetConfig
 from hone.data.stream import PromptStream, SampleStream, read_samples
 from hone.models.loading import load_language_model
@@ -70,13 +69,13 @@ class PolicyAssembly:
     def trainer(self, answering: Answering) -> PolicyTrainer:
         """The trainer, with weight version 0 served. Raises ConfigError if parts do not fit each other."""
         config = self._config
-        algorithm = Algorithm(config.algorithm, self._steps_per_batch, config.rollout.sampling.max_response_tokens)
-        self._require_fields(algorithm)
+        algorithm = self._algorithm()
+        prompts = PromptStream(config.data, self._language.renderer, config.run.seed)
         actor = self._actor()
         answering.rollout.sync_from(actor, version=0)
         per_step = config.tracking.rollouts_per_step
         parts = PolicyParts(
-            prompts=PromptStream(config.data, self._language.renderer, config.run.seed),
+            prompts=prompts,
             answering=answering,
             algorithm=algorithm,
             actor=actor,
@@ -85,6 +84,15 @@ class PolicyAssembly:
             gallery=Gallery(self._place.tracking, None if per_step == "all" else per_step),
         )
         return PolicyTrainer(config, parts, self._place)
+
+    def _algorithm(self) -> Algorithm:
+        config = self._config
+        try:
+            algorithm = Algorithm(config.algorithm, self._steps_per_batch, config.rollout.sampling.max_response_tokens)
+        except ValueError as error:
+            raise ConfigError(f"algorithm: {error}") from error
+        self._require_fields(algorithm)
+        return algorithm
 
     def _require_fields(self, algorithm: Algorithm) -> None:
         """Raise ConfigError if the algorithm reads something that no part of this run produces."""
@@ -131,21 +139,26 @@ class PolicyAssembly:
 
 
 def assemble_supervised(
-    config: SupervisedRunConfig, model: ModelConfig, language: Language, place: Place
+    config: SupervisedRunConfig, model: ModelConfig, language: Language, place: Place, data_key: str = "data"
 ) -> SupervisedTrainer:
-    """A supervised trainer with its model loaded and its data opened."""
+    """A supervised trainer with its data opened and its model loaded; `data_key` is where the data is set."""
+    samples = SampleStream(config.data, language.renderer, config.run.seed, data_key)
+    held_out = {name: _held_out(name, one, language, place) for name, one in config.evaluation_sets.items()}
     spec = TrainSpec(model, config.engine, total_steps=config.run.steps)
     parts = SupervisedParts(
-        samples=SampleStream(config.data, language.renderer, config.run.seed),
+        samples=samples,
         model=place_role("model", spec, config.runtime, place.recorder),
         loss=SftObjective(),
         aggregation=config.aggregation,
-        held_out=_held_out(config.evaluation_sets, language.renderer),
+        held_out=held_out,
         samples_per_step=config.samples_per_step,
         evaluate_every=config.evaluation_every_steps,
     )
     return SupervisedTrainer(config.run.steps, config.checkpoint, parts, place)
 
 
-def _held_out(sets: Mapping[str, DatasetConfig], renderer: Renderer) -> dict[str, Sequence[Sample]]:
-    return {name: read_samples(name, one, renderer, f"evaluation_sets.{name}")[0] for name, one in sets.items()}
+def _held_out(name: str, config: DatasetConfig, language: Language, place: Place) -> Sequence[Sample]:
+    samples, dropped = read_samples(name, config, language.renderer, f"evaluation_sets.{name}")
+    if dropped:
+        place.tracking.message(f"evaluation set {name}: {dropped} samples are too long and were dropped")
+    return samples

@@ -18,6 +18,7 @@ from hone.tracking.hub import Tracking
 from hone.tracking.metrics import Timer
 from hone.tracking.settings import TrackingConfig
 from hone.trainers.answering import Answering, Language
+from hone.trainers.asking import quiet_place
 from hone.trainers.assembly import (
     PolicyAssembly,
     assemble_supervised,
@@ -48,7 +49,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig]) -> Path:
         model = local_model(config.model, folder / "model")
         language = Language(make_renderer(config.data, load_tokenizer(model)))
         if config.warm_start is not None:
-            model = _warm_started(config, config.warm_start, model, language)
+            model = _warm_started(loaded, config.warm_start, model, language)
         with _place(folder, config.run.steps, config.tracking, config, language) as place:
             _introduce(config, place, changes)
             answering = Answering(config, model, language, place)
@@ -78,9 +79,10 @@ def run_supervised(loaded: Loaded[SupervisedRunConfig]) -> Path:
 
 
 def _warm_started(
-    config: PolicyRunConfig, warm: WarmStartConfig, model: ModelConfig, language: Language
+    loaded: Loaded[PolicyRunConfig], warm: WarmStartConfig, model: ModelConfig, language: Language
 ) -> ModelConfig:
     """The model after its supervised steps: a run of its own in `warm_start/`, done once, continued if it was cut."""
+    config = loaded.config
     folder = Path(config.run.dir) / WARM_START
     supervised = SupervisedRunConfig(
         run=RunConfig(dir=str(folder), steps=warm.steps, seed=config.run.seed),
@@ -88,7 +90,7 @@ def _warm_started(
         data=warm.data,
         samples_per_step=warm.samples_per_step,
         engine=warm.engine,
-        checkpoint=CheckpointConfig(every_steps=max(warm.steps, 1), keep=1, keep_best=False),
+        checkpoint=CheckpointConfig(every_steps=warm.steps, keep=1, keep_best=False),
         tracking=config.tracking,
         runtime=config.runtime,
     )
@@ -96,10 +98,25 @@ def _warm_started(
     if (export / "config.json").is_file():
         count_as_read(warm)
     else:
+        _require_fitting(loaded, supervised, language)
         folder.mkdir(parents=True, exist_ok=True)
         with _place(folder, warm.steps, config.tracking, supervised, language) as place:
-            assemble_supervised(supervised, model, language, place).run()
+            assemble_supervised(supervised, model, language, place, "warm_start.data").run()
     return ModelConfig(path=str(export), dtype=config.model.dtype)
+
+
+def _require_fitting(loaded: Loaded[PolicyRunConfig], supervised: SupervisedRunConfig, language: Language) -> None:
+    """Put the whole run together once before its warm start: what does not fit should not be found out after it."""
+    config = loaded.config
+    place = quiet_place(Path(config.run.dir), language)
+    assemble_supervised(supervised, supervised.model, language, place, "warm_start.data")
+    answering = Answering(config, supervised.model, language, place)
+    try:
+        PolicyAssembly(config, supervised.model, language, place).trainer(answering)
+        place.tracking.message(f"{config.kind} run in {place.folder}: {supervised.run.steps} supervised steps first")
+        require_all_read(loaded)
+    finally:
+        answering.close()
 
 
 @contextmanager

@@ -1,0 +1,84 @@
+"""Settings of data sets: where rows come from, and how a row becomes a prompt. No torch in here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import SerializeAsAny, model_validator
+
+from hone.config import Choice, Config, FromRegistry, setting
+from hone.data import SOURCES
+
+Column = Literal["prompt", "messages", "ground_truth", "data_source", "completion"]
+
+
+class HfSettings(Choice):
+    """The `datasets` library: `path` is a folder, or a name on the Hugging Face hub."""
+
+    name: str = "hf"
+    subset: str | None = setting(None, "configuration of the data set, such as main")
+    split: str = setting("train", "which split")
+    revision: str | None = setting(None, "branch, tag or commit on the hub; null: its main branch")
+
+
+class ReasoningGymSettings(Choice):
+    """One task of the reasoning-gym package: problems made on demand, with a verifier of their own."""
+
+    name: str = "reasoning_gym"
+    task: str = setting(meaning="name of the task, such as number_sorting")
+    size: int = setting(100_000, "how many different problems", unit="rows", ge=1)
+    seed: int = setting(0, "of the problems; another seed gives other problems")
+    options: dict[str, Any] = setting(factory=dict, meaning="the task's own options, such as max_numbers")
+
+
+class PythonSettings(Choice):
+    """A Python function `(seed, size, **options) -> rows`, each a mapping."""
+
+    name: str = "python"
+    function: str = setting(meaning="'package.module:name' or 'path/to/file.py:name'")
+    size: int = setting(100_000, "how many rows to take at most", unit="rows", ge=1)
+    seed: int = setting(0, "given to the function")
+    options: dict[str, Any] = setting(factory=dict, meaning="further arguments of the function")
+
+
+class DatasetConfig(Config):
+    """One data set: its rows, and how each becomes a prompt (or, for supervised training, a sample)."""
+
+    path: str = setting("", "file (.jsonl, .parquet), several by a pattern such as data/*.jsonl, or see the source")
+    source: Annotated[SerializeAsAny[Choice] | None, FromRegistry(SOURCES)] = setting(
+        None, "where rows come from; null: the path's suffix says it"
+    )
+    columns: dict[Column, str] = setting(
+        factory=dict, meaning="the data set's own name of a column, such as {ground_truth: solution}"
+    )
+    system_prompt: str = setting("", "first message of every prompt that has no system message of its own")
+    prompt_template: str = setting("", "Jinja2 over a row's columns: the user's message")
+    ground_truth_template: str = setting("", "Jinja2 over a row's columns: what the reward compares with")
+    answer_template: str = setting("", "Jinja2 over a row's columns: the answer to learn in supervised training")
+    max_prompt_tokens: int | None = setting(
+        None, "rows with longer prompts are dropped and counted", unit="tokens", ge=1
+    )
+    max_sample_tokens: int | None = setting(
+        None, "longer supervised samples are dropped and counted", unit="tokens", ge=2
+    )
+    skip_rows: int = setting(0, "leave out the first rows", unit="rows", ge=0)
+    max_rows: int | None = setting(None, "use this many rows at most", unit="rows", ge=1)
+    weight: float = setting(1.0, "share of the draws, relative to the other sets of a mixture", gt=0)
+
+
+class DataConfig(Config):
+    """What is trained on: one set, or several mixed by weight, and how messages are rendered."""
+
+    train: DatasetConfig = setting(meaning="the training set")
+    mix: dict[str, DatasetConfig] = setting(factory=dict, meaning="more training sets by name, mixed in by weight")
+    shuffle: bool = setting(True, "a new order in every epoch; false: the order of the file")
+    chat_template: str = setting("", "Jinja2 chat template, or a file of one; default: the tokenizer's own")
+    chat_options: dict[str, Any] = setting(
+        factory=dict, meaning="variables for the chat template, such as {enable_thinking: false}"
+    )
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> DataConfig:
+        if "train" in self.mix:
+            raise ValueError("a set of mix may not be called 'train': that is the name of the first set")
+        return self

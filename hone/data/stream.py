@@ -1,0 +1,317 @@
+"""Streams: the training sets as an endless, shuffled, resumable supply of prompts or samples.
+
+    set "train" --order of epoch 0, 1, 2 ...--> row --read, render, filter by length--\\
+    set "more"  --order of epoch 0, 1, ...  --> row --------------------------------->  the set that is most behind
+                                                                                         its share --> take(n)
+
+The order of a set's rows depends on (seed, set, epoch) only, and which set is drawn from only on how much each has
+given, so the position of a stream is a handful of integers, and a resumed stream goes on with the very next row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hone.data.columns import PromptReader, RowReader, SampleReader
+from hone.data.files import GROUPS_IN_MEMORY
+from hone.data.packing import Sample
+from hone.data.rendering import Renderer, RenderingError
+from hone.data.settings import DataConfig, DatasetConfig
+from hone.data.sources import DataError
+from hone.types import Prompt
+
+T = TypeVar("T", covariant=True)
+
+
+class TooLong(Exception):
+    """A row has more tokens than its set allows: it is dropped and counted."""
+
+    def __init__(self, tokens: int, limit: str) -> None:
+        self.tokens = tokens
+        self.limit = limit
+
+
+class Maker(Protocol[T]):
+    """Makes one item of a data set from a row; raises TooLong for a row that is to be dropped."""
+
+    @property
+    def reader(self) -> RowReader: ...
+
+    def make(self, index: int) -> T: ...
+
+
+class PromptMaker:
+    """Rows of one set as prompts."""
+
+    def __init__(self, name: str, config: DatasetConfig, renderer: Renderer, key: str) -> None:
+        self.reader = PromptReader(name, config, key)
+        self._renderer = renderer
+        self._limit = config.max_prompt_tokens
+
+    def make(self, index: int) -> Prompt:
+        """The prompt of a row, with draw number 0. Raises TooLong."""
+        reader, row = self.reader, self.reader.row(index)
+        messages = reader.messages(row, index)
+        try:
+            token_ids = self._renderer.render_prompt(messages)
+        except RenderingError as error:
+            raise DataError(f"{reader.rows.where(index)}: {error}") from error
+        if self._limit is not None and len(token_ids) > self._limit:
+            raise TooLong(len(token_ids), f"max_prompt_tokens={self._limit}")
+        if not token_ids:
+            raise DataError(f"{reader.rows.where(index)}: the prompt has no tokens")
+        return Prompt(
+            prompt_id=f"{reader.name}/{index}",
+            token_ids=token_ids,
+            messages=messages,
+            ground_truth=reader.ground_truth(row, index),
+            data_source=reader.data_source(row),
+            row=reader.rest(row),
+        )
+
+
+class SampleMaker:
+    """Rows of one set as supervised samples."""
+
+    def __init__(self, name: str, config: DatasetConfig, renderer: Renderer, key: str) -> None:
+        self.reader = SampleReader(name, config, key)
+        self._renderer = renderer
+        self._limit = config.max_sample_tokens
+
+    def make(self, index: int) -> Sample:
+        """The sample of a row. Raises TooLong."""
+        reader = self.reader
+        messages = reader.conversation(reader.row(index), index)
+        try:
+            token_ids, loss_mask = self._renderer.render_sample(messages)
+        except RenderingError as error:
+            raise DataError(f"{reader.rows.where(index)}: {error}") from error
+        if self._limit is not None and len(token_ids) > self._limit:
+            raise TooLong(len(token_ids), f"max_sample_tokens={self._limit}")
+        return Sample(token_ids, loss_mask, reader.name)
+
+
+class _Set(Generic[T]):
+    """One data set and the position in it."""
+
+    def __init__(self, maker: Maker[T], weight: float, order_seed: int | None) -> None:
+        self.maker = maker
+        self.weight = weight
+        self._order_seed = order_seed  # None: the order of the file
+        self._order: npt.NDArray[np.int64] | None = None
+        self.epoch = 0
+        self.position = 0  # in the order of this epoch
+        self.taken = 0  # items given, all epochs
+        self.dropped = 0  # rows too long, counted in the first epoch only: later ones drop the same rows again
+        with suppress(TooLong):
+            maker.make(maker.reader.first)  # so that a wrong column or template is found before training starts
+
+    @property
+    def size(self) -> int:
+        return len(self.maker.reader)
+
+    def next(self) -> T:
+        """The next item; goes on to the next epoch by itself. Raises DataError if every row is too long."""
+        shortest: TooLong | None = None
+        for _ in range(2 * self.size):  # two epochs' worth has a whole epoch in it, wherever it begins
+            try:
+                item = self.maker.make(self._advance())
+            except TooLong as error:
+                self.dropped += self.epoch == 0
+                shortest = min(shortest or error, error, key=lambda one: one.tokens)
+            else:
+                self.taken += 1
+                return item
+        assert shortest is not None
+        raise _all_too_long(self.maker.reader, self.size, shortest)
+
+    def _advance(self) -> int:
+        if self.position == self.size:
+            self.epoch, self.position, self._order = self.epoch + 1, 0, None
+        if self._order is None:
+            self._order = row_order(self.maker.reader, self._order_seed, self.epoch)
+        self.position += 1
+        return int(self._order[self.position - 1])
+
+    def state(self) -> dict[str, int]:
+        names = ("epoch", "position", "taken", "dropped")
+        return {"rows": self.size} | {name: getattr(self, name) for name in names}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        if state["rows"] != self.size:
+            reader = self.maker.reader
+            raise DataError(
+                f"{reader.key}: {reader.rows.place} now gives {self.size} rows, but the run that is continued had "
+                f"{state['rows']}: the position in the data would be wrong"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self.taken, self.dropped = state["taken"], state["dropped"]
+        self._order = None
+
+
+def row_order(reader: RowReader, seed: int | None, epoch: int) -> npt.NDArray[np.int64]:
+    """The numbers of a set's rows in the order of one epoch; `seed=None` is the order of the file.
+
+    Rows that are cheap to read are shuffled freely. Where rows are read in blocks (row groups of Parquet), the blocks
+    are shuffled, and then the rows of each few blocks that are in memory together.
+    """
+    if seed is None:
+        return np.arange(reader.first, reader.last)
+    rng = np.random.default_rng([seed, epoch])
+    blocks = _blocks(reader)
+    if len(blocks) > GROUPS_IN_MEMORY:
+        blocks = [blocks[i] for i in rng.permutation(len(blocks))]
+    windows = [blocks[i : i + GROUPS_IN_MEMORY] for i in range(0, len(blocks), GROUPS_IN_MEMORY)]
+    return np.concatenate([rng.permutation(np.concatenate([np.arange(a, b) for a, b in part])) for part in windows])
+
+
+def _blocks(reader: RowReader) -> list[tuple[int, int]]:
+    """(first, last + 1) of each block, without what `skip_rows` and `max_rows` leave out."""
+    sizes = reader.rows.blocks or [len(reader.rows)]
+    edges = itertools.pairwise([0, *itertools.accumulate(sizes)])
+    clipped = [(max(a, reader.first), min(b, reader.last)) for a, b in edges]
+    return [(a, b) for a, b in clipped if a < b]
+
+
+def _all_too_long(reader: RowReader, size: int, shortest: TooLong) -> DataError:
+    return DataError(
+        f"{reader.key}: every one of the {size} rows of {reader.rows.place} is longer than {shortest.limit}; the "
+        f"shortest has {shortest.tokens} tokens"
+    )
+
+
+class _Stream(Generic[T]):
+    """The sets of a mixture, drawn from by weight."""
+
+    def __init__(self, makers: Mapping[str, Maker[T]], config: DataConfig, seed: int) -> None:
+        shuffle = config.shuffle
+        self._seed = seed
+        self._shuffle = shuffle
+        self._sets: dict[str, _Set[T]] = {}
+        for name, maker in makers.items():
+            weight = config.mix.get(name, config.train).weight if config.mix else 1.0
+            self._sets[name] = _Set(maker, weight, _order_seed(seed, name) if shuffle else None)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all sets together, before any is dropped."""
+        return sum(one.size for one in self._sets.values())
+
+    @property
+    def epoch(self) -> int:
+        """How often every row has been drawn at least."""
+        return min(one.epoch + (one.position == one.size) for one in self._sets.values())
+
+    @property
+    def taken(self) -> dict[str, int]:
+        """Items given so far, by set."""
+        return {name: one.taken for name, one in self._sets.items()}
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Different rows found too long so far, by set."""
+        return {name: one.dropped for name, one in self._sets.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as JSON-compatible data."""
+        sets = {name: one.state() for name, one in self._sets.items()}
+        return {"seed": self._seed, "shuffle": self._shuffle, "sets": sets}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises DataError if the data, their order or the sets are others."""
+        for name, now in (("seed", self._seed), ("shuffle", self._shuffle), ("sets", list(self._sets))):
+            before = list(state[name]) if name == "sets" else state[name]
+            if before != now:
+                raise DataError(f"data: the run that is continued had {name} {before}, this one has {now}")
+        for name, one in self._sets.items():
+            one.restore(state["sets"][name])
+
+    def _items(self) -> Iterator[T]:
+        while True:
+            total = 1 + sum(one.taken for one in self._sets.values())
+            weights = sum(one.weight for one in self._sets.values())
+            yield max(self._sets.values(), key=lambda one: one.weight * total / weights - one.taken).next()
+
+
+class PromptStream(_Stream[Prompt]):
+    """The prompts of a run, numbered in the order in which they are drawn.
+
+    >>> stream = PromptStream(config.data, renderer, seed=config.run.seed)            # doctest: +SKIP
+    >>> [prompt.draw for prompt in stream.take(3)]                                    # doctest: +SKIP
+    [0, 1, 2]
+    """
+
+    def __init__(self, config: DataConfig, renderer: Renderer, seed: int, key: str = "data") -> None:
+        """`key` is where `config` stands in the run file. Raises DataError for data that cannot be used."""
+        super().__init__({n: PromptMaker(n, c, renderer, k) for n, c, k in _named(config, key)}, config, seed)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; `draw` numbers go on without a gap."""
+        first = sum(self.taken.values())
+        items = itertools.islice(self._items(), count)
+        return [replace(prompt, draw=first + number) for number, prompt in enumerate(items)]
+
+
+class SampleStream(_Stream[Sample]):
+    """The supervised samples of a run."""
+
+    def __init__(self, config: DataConfig, renderer: Renderer, seed: int, key: str = "data") -> None:
+        """`key` is where `config` stands in the run file. Raises DataError for data that cannot be used."""
+        super().__init__({n: SampleMaker(n, c, renderer, k) for n, c, k in _named(config, key)}, config, seed)
+
+    def take(self, count: int) -> list[Sample]:
+        """The next `count` samples."""
+        return list(itertools.islice(self._items(), count))
+
+
+def make_renderer(config: DataConfig, tokenizer: Any) -> Renderer:
+    """The renderer that a run's data settings ask for."""
+    return Renderer(tokenizer, config.chat_template, config.chat_options)
+
+
+def read_prompts(name: str, config: DatasetConfig, renderer: Renderer, key: str) -> tuple[list[Prompt], int]:
+    """Every prompt of a held-out set in the order of the file, and how many rows were too long.
+
+    Raises DataError if all of them are.
+    """
+    prompts, dropped = _read_all(PromptMaker(name, config, renderer, key))
+    return [replace(prompt, draw=number) for number, prompt in enumerate(prompts)], dropped
+
+
+def read_samples(name: str, config: DatasetConfig, renderer: Renderer, key: str) -> tuple[list[Sample], int]:
+    """Every sample of a held-out set in the order of the file, and how many rows were too long.
+
+    Raises DataError if all of them are.
+    """
+    return _read_all(SampleMaker(name, config, renderer, key))
+
+
+def _read_all(maker: Maker[T]) -> tuple[list[T], int]:
+    reader, items, shortest = maker.reader, [], None
+    for index in range(reader.first, reader.last):
+        try:
+            items.append(maker.make(index))
+        except TooLong as error:
+            shortest = min(shortest or error, error, key=lambda one: one.tokens)
+    if not items and shortest is not None:
+        raise _all_too_long(reader, len(reader), shortest)
+    return items, len(reader) - len(items)
+
+
+def _named(config: DataConfig, key: str) -> Iterator[tuple[str, DatasetConfig, str]]:
+    yield "train", config.train, f"{key}.train"
+    for name, one in config.mix.items():
+        yield name, one, f"{key}.mix.{name}"
+
+
+def _order_seed(seed: int, name: str) -> int:
+    """A set's own seed, so that two sets of the same size are not shuffled alike."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")

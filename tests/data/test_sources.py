@@ -1,0 +1,197 @@
+"""Sources: the same rows whatever holds them, and one clear sentence for what cannot be read."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hone.config import ConfigError
+from hone.data import SOURCES
+from hone.data.files import GROUPS_IN_MEMORY
+from hone.data.sources import DataError, open_rows
+
+ROWS = [{"prompt": f"What is {n} + {n}?", "ground_truth": 2 * n, "extra": {"n": [n, n]}} for n in range(25)]
+
+
+def list_of(config):
+    rows = open_rows(config)
+    return [rows[i] for i in range(len(rows))]
+
+
+def rows_from_function(seed, size, start=0):
+    for n in range(start, start + size + 5):
+        yield {"prompt": f"{seed}/{n}"}
+
+
+def test_jsonl_and_parquet_give_the_same_rows_in_any_order(tmp_path, dataset, write_jsonl, write_parquet):
+    for path in (write_jsonl(tmp_path / "rows.jsonl", ROWS), write_parquet(tmp_path / "rows.parquet", ROWS)):
+        rows = open_rows(dataset(path=path))
+        assert len(rows) == 25
+        assert [rows[i] for i in (24, 0, 7, 13, 7, 1)] == [ROWS[i] for i in (24, 0, 7, 13, 7, 1)]
+        with pytest.raises(IndexError):
+            rows[25]
+
+
+def test_several_files_are_one_set_in_the_order_of_their_names(tmp_path, dataset, write_jsonl, write_parquet):
+    for write, suffix in ((write_jsonl, "jsonl"), (write_parquet, "parquet")):
+        for name, part in (("c", ROWS[13:]), ("a", ROWS[:9]), ("d", []), ("b", ROWS[9:13])):
+            write(tmp_path / f"{name}.{suffix}", part)
+        rows = open_rows(dataset(path=tmp_path / f"*.{suffix}"))
+        assert [rows[i] for i in range(len(rows))] == ROWS
+        assert rows.where(11).endswith({"jsonl": "b.jsonl line 3", "parquet": "b.parquet row 2"}[suffix])
+
+
+def test_parquet_keeps_few_row_groups_in_memory(tmp_path, dataset, write_parquet):
+    rows = open_rows(dataset(path=write_parquet(tmp_path / "rows.parquet", ROWS)))
+    assert rows.blocks == [3] * 8 + [1]
+    for index in range(25):
+        rows[index]
+    assert len(rows._cache) == GROUPS_IN_MEMORY
+
+
+def test_jsonl_skips_empty_lines_and_counts_lines_as_an_editor_does(tmp_path, dataset):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\n   \n{"prompt": "b\xc3\xa9"}')
+    rows = open_rows(dataset(path=path))
+    assert [rows[i]["prompt"] for i in range(len(rows))] == ["a", "bé"]
+    assert rows.where(1) == f"{path} line 4"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1}\n{"a": 2', "line 2 should be one JSON object, found '{\"a\": 2'"),
+        ('{"a": 1}\n[1, 2]\n', r"line 2 should be one JSON object, found '\[1, 2\]'"),
+        ("prompt,answer\n", "line 1 should be one JSON object"),
+        ('{"a": 1}\n\n{"a": }\n', "line 3 is not valid JSON: Expecting value"),
+        ("", "has no rows"),
+        ("\n \n", "has no rows"),
+    ],
+)
+def test_a_malformed_jsonl_file_names_the_line(tmp_path, text, said, dataset):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=rf"bad\.jsonl {said}"):
+        list_of(dataset(path=path))
+
+
+def test_what_is_not_there_is_a_clear_error(tmp_path, dataset, write_jsonl):
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    (tmp_path / "table.csv").write_text("a,b\n")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
+    (tmp_path / "folder.jsonl").mkdir()
+    cases = [
+        ({"path": tmp_path / "trian.jsonl"}, r"no file .*trian\.jsonl; did you mean .*train\.jsonl\?"),
+        ({"path": tmp_path / "*.parquet5", "source": "parquet"}, r"no file .*\*\.parquet5"),
+        ({"path": "openai/gsm8k"}, r"data\.train\.path: no file or folder openai/gsm8k; .*source=hf"),
+        ({"path": tmp_path / "table.csv"}, r"table\.csv should end in \.jsonl or \.ndjson or \.parquet"),
+        ({"path": tmp_path / "broken.parquet"}, r"broken\.parquet is not a readable Parquet file"),
+        ({"path": tmp_path / "folder.jsonl", "source": "jsonl"}, "should be a file, but is a folder"),
+        ({}, "data.train: set path to a file, or source to one of hf, jsonl, parquet, python, reasoning_gym"),
+        ({"source": "jsonl"}, "needs a path"),
+    ]
+    for settings, said in cases:
+        with pytest.raises(DataError, match=said):
+            open_rows(dataset(**settings))
+    with pytest.raises(ConfigError, match="unknown data source 'josnl'; did you mean 'jsonl'"):
+        dataset(source="josnl")
+
+
+def test_a_python_function_gives_rows(tmp_path, dataset):
+    file = tmp_path / "rows.py"
+    file.write_text("def make(seed, size):\n    return [{'prompt': str(seed + n)} for n in range(size)]\nnumber = 3\n")
+    rows = open_rows(dataset(source={"name": "python", "function": f"{file}:make", "size": 4, "seed": 10}))
+    assert [rows[i]["prompt"] for i in range(len(rows))] == ["10", "11", "12", "13"]
+    settings = {"name": "python", "function": f"{__file__}:rows_from_function", "size": 3, "options": {"start": 7}}
+    rows = open_rows(dataset(source=settings))
+    assert [rows[i]["prompt"] for i in range(len(rows))] == ["0/7", "0/8", "0/9"]
+    for function, said in (
+        (f"{file}:maek", "did you mean 'make'"),
+        (f"{file}:number", "is not a function but a int"),
+        ("no_such_module_at_all:make", "No module named"),
+    ):
+        with pytest.raises(DataError, match=said):
+            open_rows(dataset(source={"name": "python", "function": function}))
+
+
+def test_a_row_that_is_not_a_mapping_is_a_clear_error(tmp_path, dataset):
+    file = tmp_path / "wrong.py"
+    file.write_text("def make(seed, size):\n    return ['text'] * size\ndef one(seed, size):\n    return 7\n")
+    rows = open_rows(dataset(source={"name": "python", "function": f"{file}:make", "size": 4}))
+    with pytest.raises(DataError, match=r"wrong\.py:make row 2 should be a mapping of columns, found str"):
+        rows[2]
+    with pytest.raises(DataError, match="should give rows, but gave a int"):
+        open_rows(dataset(source={"name": "python", "function": f"{file}:one"}))
+
+
+def test_reasoning_gym_rows_can_be_scored_by_its_own_verifier(dataset):
+    factory = pytest.importorskip("reasoning_gym").factory
+    settings = {"name": "reasoning_gym", "task": "number_sorting", "size": 50, "seed": 3}
+    rows = open_rows(dataset(source={**settings, "options": {"min_numbers": 3, "max_numbers": 3}}))
+    row = rows[7]
+    assert len(rows) == 50
+    assert len(row["metadata"]["original_numbers"]) == 3
+    assert row == rows[7]
+    assert factory.get_score_answer_fn(row["task"])(answer=row["answer"], entry=row["entry"]) == 1.0
+    other = open_rows(dataset(source={**settings, "seed": 4}))
+    assert other[7]["question"] != row["question"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"task": "number_sortin"}, "unknown reasoning_gym task 'number_sortin'; did you mean 'number_sorting'"),
+        ({"task": "number_sorting", "options": {"max_number": 3}}, "unknown option .* did you mean 'max_numbers'"),
+        ({"task": "number_sorting", "options": {"min_numbers": 9, "max_numbers": 3}}, "max_numbers must be >= min_num"),
+    ],
+)
+def test_a_wrong_task_or_option_is_a_clear_error(settings, said, dataset):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(DataError, match=said):
+        open_rows(dataset(source={"name": "reasoning_gym", **settings}))
+
+
+def test_hugging_face_folders(tmp_path, dataset):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    whole = datasets.Dataset.from_list(ROWS)
+    whole.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"test": whole}).save_to_disk(tmp_path / "dict")
+    rows = open_rows(dataset(path=tmp_path / "saved"))  # a folder needs no source
+    assert rows[24] == ROWS[24]
+    rows = open_rows(dataset(path=tmp_path / "dict", source={"name": "hf", "split": "test"}))
+    assert len(rows) == 25
+    assert rows[3] == ROWS[3]
+    with pytest.raises(DataError, match=r"no split 'train' \(there is: test\)"):
+        open_rows(dataset(path=tmp_path / "dict"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"datasets cannot load .*empty"):
+        open_rows(dataset(path=tmp_path / "empty"))
+    with pytest.raises(DataError, match="source hf needs path"):
+        open_rows(dataset(source="hf"))
+
+
+def test_a_missing_library_is_a_clear_error():
+    code = (
+        "import sys; sys.modules['reasoning_gym'] = None\n"
+        "from hone.config import build\nfrom hone.data.settings import DatasetConfig\n"
+        "from hone.data.sources import DataError, open_rows\n"
+        "config = build(DatasetConfig, {'source': {'name': 'reasoning_gym', 'task': 'countdown'}}, 'x')\n"
+        "try:\n    open_rows(config)\nexcept DataError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "source reasoning_gym needs the package reasoning-gym" in done.stdout
+
+
+def test_settings_import_nothing_heavy():
+    code = (
+        "import sys\nimport hone.data, hone.data.settings\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pyarrow', 'datasets', 'jinja2', 'reasoning_gym'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_source_can_be_imported_here():
+    assert set(SOURCES.probe().values()) == {""}

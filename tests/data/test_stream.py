@@ -1,0 +1,262 @@
+"""Streams: every row once an epoch, the same order for one seed, and a resumed stream goes on with the next row."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hone.config import Loaded, build, forget_reads, unread, walk
+from hone.data.files import GROUPS_IN_MEMORY
+from hone.data.packing import pack_samples
+from hone.data.settings import DataConfig
+from hone.data.sources import DataError
+from hone.data.stream import PromptStream, SampleStream, make_renderer, read_prompts, read_samples
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def renderer(make_tokenizer):
+    return make_renderer(build(DataConfig, {"train": {}, "chat_template": CHATML}, "run.yaml"), make_tokenizer())
+
+
+@pytest.fixture
+def numbers(tmp_path, write_jsonl):
+    """A file of `count` rows, the prompt of row n being n letters."""
+
+    def write(count, name="numbers"):
+        rows = [{"prompt": "x" * n, "ground_truth": n, "level": n % 3} for n in range(count)]
+        return write_jsonl(tmp_path / f"{name}.jsonl", rows)
+
+    return write
+
+
+def row_of(prompt):
+    return int(prompt.prompt_id.split("/")[1])
+
+
+def test_an_epoch_has_every_row_once_in_an_order_of_its_own(numbers, data, renderer):
+    stream = PromptStream(data({"path": numbers(11)}), renderer, seed=1)
+    epochs = [[row_of(p) for p in stream.take(11)] for _ in range(3)]
+    assert [sorted(one) for one in epochs] == [list(range(11))] * 3
+    assert len({tuple(one) for one in [*epochs, list(range(11))]}) == 4
+    assert stream.rows == 11
+    assert stream.epoch == 3
+
+
+def test_prompts_carry_what_rewards_and_the_ledger_need(gsm8k, data, renderer):
+    stream = PromptStream(data(gsm8k, shuffle=False), renderer, seed=1)
+    first, second = stream.take(1) + stream.take(1)
+    assert (first.prompt_id, first.draw) == ("train/0", 0)
+    assert (second.prompt_id, second.draw) == ("train/1", 1)
+    assert second.ground_truth == "2"
+    assert second.data_source == "train"
+    assert second.row["question"] == "What is 1 + 1?"
+    assert second.messages == ({"role": "user", "content": "What is 1 + 1?"},)
+    text = "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+    assert renderer.decode(second.token_ids, keep_special=True) == text
+
+
+def test_the_seed_decides_the_order(numbers, data, renderer):
+    path = numbers(30)
+    orders = [
+        tuple(row_of(p) for p in PromptStream(data({"path": path}), renderer, seed).take(30)) for seed in (1, 1, 2)
+    ]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 60), st.integers(1, 20), st.booleans(), st.booleans())
+def test_a_resumed_stream_goes_on_with_the_next_row(numbers, data, renderer, before, after, shuffle, mixed):
+    mix = {"more": {"path": str(numbers(5, "more")), "weight": 2}} if mixed else {}
+    config = data({"path": numbers(9), "max_prompt_tokens": 11}, mix=mix, shuffle=shuffle)
+    whole = PromptStream(config, renderer, seed=3)
+    whole.take(before)
+    state = json.loads(json.dumps(whole.state_dict()))
+    resumed = PromptStream(config, renderer, seed=3)
+    resumed.take(2)
+    resumed.load_state_dict(state)
+    assert resumed.take(after) == whole.take(after)
+    assert resumed.state_dict() == whole.state_dict()
+    assert resumed.dropped == whole.dropped
+
+
+def test_long_prompts_are_dropped_and_counted_once(numbers, data, renderer):
+    path = numbers(10)
+    fixed = len(renderer.render_prompt([{"role": "user", "content": ""}]))
+    stream = PromptStream(data({"path": path, "max_prompt_tokens": fixed + 6}), renderer, seed=1)
+    lengths = [len(renderer.render_prompt([{"role": "user", "content": "x" * n}])) for n in range(10)]
+    kept = [n for n in range(10) if lengths[n] <= fixed + 6]
+    assert 0 < len(kept) < 10
+    prompts = stream.take(3 * len(kept))
+    assert sorted(row_of(p) for p in prompts) == sorted(kept * 3)
+    assert [p.draw for p in prompts] == list(range(len(prompts)))
+    assert stream.dropped == {"train": 10 - len(kept)}
+    assert stream.taken == {"train": 3 * len(kept)}
+
+
+def test_one_row_that_fits_is_found_wherever_it_is(numbers, data, renderer):
+    fixed = len(renderer.render_prompt([{"role": "user", "content": ""}]))
+    stream = PromptStream(data({"path": numbers(6), "max_prompt_tokens": fixed}), renderer, seed=1)
+    assert {p.prompt_id for p in stream.take(40)} == {"train/0"}
+
+
+def test_if_every_prompt_is_too_long_that_is_an_error(numbers, data, renderer):
+    stream = PromptStream(data({"path": numbers(6), "max_prompt_tokens": 2}), renderer, seed=1)
+    said = (
+        r"data\.train: every one of the 6 rows of .*numbers\.jsonl is longer than max_prompt_tokens=2; the shortest has"
+    )
+    with pytest.raises(DataError, match=said):
+        stream.take(1)
+    with pytest.raises(DataError, match=r"data\.evaluation: every one of the 6 rows"):
+        read_prompts("test", data({"path": numbers(6), "max_prompt_tokens": 2}).train, renderer, "data.evaluation")
+
+
+def test_a_mixture_gives_each_set_its_share_in_every_batch(numbers, data, renderer):
+    train = {"path": numbers(50), "weight": 3}
+    mix = {"a": {"path": str(numbers(7, "a")), "weight": 1}, "b": {"path": str(numbers(9, "b")), "weight": 2}}
+    stream = PromptStream(data(train, mix=mix), renderer, seed=1)
+    for batch in range(1, 9):
+        prompts = stream.take(6)
+        assert sorted(p.prompt_id.split("/")[0] for p in prompts) == ["a", "b", "b", "train", "train", "train"]
+        assert stream.taken == {"train": 3 * batch, "a": batch, "b": 2 * batch}
+    assert stream.rows == 66
+    assert stream.epoch == 0
+    assert stream.state_dict()["sets"]["b"]["epoch"] == 1
+
+
+def test_two_sets_of_one_size_are_shuffled_differently(numbers, data, renderer):
+    config = data({"path": numbers(20)}, mix={"again": {"path": str(numbers(20))}})
+    prompts = PromptStream(config, renderer, seed=1).take(40)
+    orders = [[row_of(p) for p in prompts if p.prompt_id.startswith(name)] for name in ("train", "again")]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(20))
+    assert orders[0] != orders[1]
+
+
+def test_parquet_is_shuffled_by_windows_of_row_groups(tmp_path, write_parquet, data, renderer):
+    rows = [{"prompt": str(n)} for n in range(60)]
+    path = write_parquet(tmp_path / "rows.parquet", rows, row_group_size=5)
+    stream = PromptStream(data({"path": path, "skip_rows": 3, "max_rows": 51}), renderer, seed=1)
+    order = [row_of(p) for p in stream.take(51)]
+    assert sorted(order) == list(range(3, 54))
+    groups = [n // 5 for n in order]
+    loads = sum(group not in groups[max(0, at - 5 * GROUPS_IN_MEMORY) : at] for at, group in enumerate(groups))
+    assert loads <= 12  # each of the row groups is read about once, not once for each row
+    assert groups != sorted(groups)
+    assert set(groups[:17]) != {0, 1, 2, 3}  # the first four row groups hold 17 rows of the range
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: state["sets"]["train"].update(rows=8), "now gives 9 rows, but the run that is continued had 8"),
+        (lambda state: state.update(seed=5), "had seed 5, this one has 3"),
+        (lambda state: state.update(shuffle=False), "had shuffle False, this one has True"),
+        (lambda state: state["sets"].update(more={}), r"had sets \['train', 'more'\], this one has \['train'\]"),
+    ],
+)
+def test_a_state_of_other_data_is_refused(numbers, data, renderer, change, said):
+    stream = PromptStream(data({"path": numbers(9)}), renderer, seed=3)
+    state = stream.state_dict()
+    change(state)
+    with pytest.raises(DataError, match=said):
+        stream.load_state_dict(state)
+
+
+def test_samples_are_packed_for_supervised_steps(gsm8k, data, renderer):
+    config = data({**gsm8k, "answer_template": "{{ answer }}"}, shuffle=False)
+    stream = SampleStream(config, renderer, seed=1)
+    samples = stream.take(2)
+    text = "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\nIt is <<1+1=2>>2.\n#### 2<|im_end|>"
+    assert renderer.decode(samples[1].token_ids, keep_special=True) == text
+    learnt = [token for token, one in zip(samples[1].token_ids, samples[1].loss_mask, strict=True) if one]
+    assert renderer.decode(learnt, keep_special=True) == "It is <<1+1=2>>2.\n#### 2<|im_end|>"
+    assert samples[1].source == "train"
+    assert pack_samples(samples).num_sequences == 2
+    state = stream.state_dict()
+    resumed = SampleStream(config, renderer, seed=1)
+    resumed.load_state_dict(state)
+    assert resumed.take(9) == stream.take(9)
+    assert stream.epoch == 1
+
+
+def test_long_samples_are_dropped_and_counted(numbers, tmp_path, write_jsonl, data, renderer):
+    rows = [{"prompt": "a", "completion": "x" * n} for n in range(1, 30)]
+    path = write_jsonl(tmp_path / "samples.jsonl", rows)
+    stream = SampleStream(data({"path": path, "max_sample_tokens": 16}), renderer, seed=1)
+    assert max(len(sample.token_ids) for sample in stream.take(40)) == 16
+    assert 0 < stream.dropped["train"] < 29
+    samples, dropped = read_samples("test", data({"path": path, "max_sample_tokens": 16}).train, renderer, "test")
+    assert dropped == stream.dropped["train"]
+    assert len(samples) == 29 - dropped
+
+
+def test_held_out_prompts_come_in_the_order_of_the_file(numbers, data, renderer):
+    fixed = len(renderer.render_prompt([{"role": "user", "content": "xxxx"}]))
+    config = data({"path": numbers(8), "max_prompt_tokens": fixed}).train
+    prompts, dropped = read_prompts("test", config, renderer, "evaluation.sets.test")
+    assert [p.prompt_id for p in prompts] == [f"test/{n}" for n in range(len(prompts))]
+    assert [p.draw for p in prompts] == list(range(len(prompts)))
+    assert len(prompts) + dropped == 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
+            "line 1: the last mes",
+        ),
+        ([{"question": "a"}], r"line 1 has no column 'prompt' or 'messages' \(columns: question\)"),
+    ],
+)
+def test_rows_that_are_no_prompts_name_their_line(tmp_path, write_jsonl, data, renderer, rows, said):
+    config = data({"path": write_jsonl(tmp_path / "rows.jsonl", rows)})
+    with pytest.raises(DataError, match=said):
+        PromptStream(config, renderer, seed=1)
+
+
+def test_a_prompt_without_tokens_is_a_clear_error(tmp_path, write_jsonl, data, make_tokenizer):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": ""}])
+    plain = make_renderer(data({"path": path}), make_tokenizer())
+    with pytest.raises(DataError, match=r"rows\.jsonl line 1: the prompt has no tokens"):
+        PromptStream(data({"path": path}), plain, seed=1)
+
+
+def test_rows_that_fail_later_name_their_line_too(tmp_path, write_jsonl, data, renderer):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b"}, {"prompt": None}])
+    stream = PromptStream(data({"path": path}, shuffle=False), renderer, seed=1)
+    with pytest.raises(DataError, match=r"rows\.jsonl line 3 has no column 'prompt'"):
+        stream.take(3)
+
+
+def test_a_missing_file_or_column_is_found_before_training(numbers, data, renderer):
+    with pytest.raises(DataError, match=r"warm_start\.data\.train: no file .*nubmers\.jsonl; did you mean"):
+        SampleStream(data({"path": str(numbers(3)).replace("numbers", "nubmers")}), renderer, 0, "warm_start.data")
+    with pytest.raises(
+        DataError, match=r"data\.mix\.more\.columns\.prompt: unknown column .* 'promt'; did you mean 'prompt'"
+    ):
+        PromptStream(
+            data({"path": numbers(3)}, mix={"more": {"path": str(numbers(3)), "columns": {"prompt": "promt"}}}),
+            renderer,
+            0,
+        )
+
+
+def test_settings_that_a_stream_does_not_use_count_as_unread(numbers, data, renderer):
+    given = {"path": str(numbers(3)), "answer_template": "{{ a }}", "weight": 2.0, "system_prompt": "s", "max_rows": 2}
+    config = data(given)
+    forget_reads(config)
+    PromptStream(config, renderer, seed=0)
+    provenance = {key: "run.yaml" if key.removeprefix("train.") in given else "default" for key, _ in walk(config)}
+    assert unread(Loaded(config, provenance)) == ["train.answer_template", "train.weight"]
+
+
+def test_the_name_train_is_taken(data):
+    with pytest.raises(ValueError, match="may not be called 'train'"):
+        data({}, mix={"train": {"path": "a.jsonl"}})
