@@ -1,0 +1,44 @@
+"""Exact match: the answer is the ground truth, after the normalisation that is asked for."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from hone.rewards.extraction import between_tags
+
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def exact_match(
+    response: str,
+    ground_truth: Any,
+    row: Mapping[str, Any],
+    tag: str = "",
+    ignore_case: bool = False,
+    ignore_punctuation: bool = False,
+    collapse_spaces: bool = False,
+) -> float:
+    """1.0 if the response equals the ground truth (or one of a list of them), else 0.0. Outer spaces never count.
+
+    `tag`: only what stands between the last <tag> and </tag> is the answer; without such a pair it is wrong.
+
+    >>> exact_match("So: <answer>The  Moon</answer>", "the moon", {}, "answer", ignore_case=True, collapse_spaces=True)
+    1.0
+    """
+    accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    if not accepted or any(answer is None or isinstance(answer, list | dict) for answer in accepted):
+        raise ValueError(f"the ground truth should be text, a number or a list of them, found {ground_truth!r}")
+    answer = between_tags(response, tag) if tag else response
+    if answer is None:
+        return 0.0
+
+    def normal(text: str) -> str:
+        text = text.casefold() if ignore_case else text
+        text = text.translate(PUNCTUATION) if ignore_punctuation else text
+        text = re.sub(r"\s+", " ", text) if collapse_spaces else text
+        return text.strip()
+
+    return float(normal(answer) in {normal(str(truth)) for truth in accepted})

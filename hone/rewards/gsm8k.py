@@ -1,0 +1,37 @@
+"""GSM8K: the final number of a solution, compared exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any, Literal
+
+from hone.rewards.extraction import MARKER, last_number, marked_number
+
+
+def gsm8k(
+    response: str, ground_truth: Any, row: Mapping[str, Any], extraction: Literal["strict", "flexible"] = "flexible"
+) -> float:
+    """1.0 if the response ends at the right number, else 0.0.
+
+    `strict` reads the number after the last '####' and nothing else; `flexible` falls back to the last number of the
+    text. Numbers are compared as decimals: 1,000 equals $1000.00. The ground truth is a number, or a solution that
+    ends with '#### number' as in the data set (https://github.com/openai/grade-school-math).
+
+    >>> gsm8k("It is 72 clips.", "48+24=72\\n#### 72", {}), gsm8k("It is 72 clips.", 72, {}, extraction="strict")
+    (1.0, 0.0)
+    """
+    expected = _expected(ground_truth)
+    found = marked_number(response)
+    if found is None and extraction == "flexible":
+        found = last_number(response)
+    return float(found == expected)
+
+
+def _expected(ground_truth: Any) -> Decimal:
+    text = str(ground_truth)
+    marked = text if MARKER in text else f"{MARKER} {text}"
+    number = marked_number(marked)
+    if number is None or isinstance(ground_truth, bool):
+        raise ValueError(f"the ground truth {text[-80:]!r} is neither a number nor a solution with '#### number'")
+    return number

@@ -1,0 +1,46 @@
+"""Reasoning Gym: a generated problem judged by its own task's verifier (https://github.com/open-thought/reasoning-gym)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reasoning_gym import get_score_answer_fn
+from reasoning_gym.factory import DATASETS
+
+from hone.registry import unknown
+from hone.rewards.extraction import between_tags
+
+
+def reasoning_gym(response: str, ground_truth: Any, row: Mapping[str, Any], tag: str = "") -> float:
+    """The score that the task's verifier gives the answer, usually 0.0 or 1.0; some tasks give part marks.
+
+    The row holds `task` and `entry`, as the data source `reasoning_gym` makes them, or is an entry itself (`question`,
+    `answer`, `metadata` with `source_dataset`). `tag`: only what stands between the last <tag> and </tag> is the
+    answer; without such a pair the verifier is given no answer.
+    """
+    task, entry = _problem(row)
+    answer = between_tags(response, tag) if tag else response
+    return float(_verifier(task)(None if answer is None else answer.strip(), entry))
+
+
+def _problem(row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    stored = row.get("entry")
+    entry = stored if isinstance(stored, Mapping) else row
+    metadata = entry.get("metadata")
+    task = row.get("task") or (metadata.get("source_dataset") if isinstance(metadata, Mapping) else None)
+    if not isinstance(task, str) or "answer" not in entry:
+        raise ValueError(
+            "the row holds no problem of Reasoning Gym: expected columns 'task' and 'entry', or those of an entry "
+            f"('question', 'answer', 'metadata' with 'source_dataset'); it has: {', '.join(row)}"
+        )
+    return task, entry
+
+
+@functools.cache
+def _verifier(task: str) -> Callable[[str | None, Mapping[str, Any]], float]:
+    if task not in DATASETS:
+        raise ValueError(unknown("Reasoning Gym task", task, list(DATASETS)))
+    verifier: Callable[[str | None, Mapping[str, Any]], float] = get_score_answer_fn(task)
+    return verifier

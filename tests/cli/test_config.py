@@ -1,0 +1,147 @@
+"""`hone config`: the resolved file, explanations, the schema; kinds of runs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hone.cli.config import schema_of
+from hone.cli.main import main
+from hone.cli.recipe import load_recipe
+from hone.composition import from_yaml
+from hone.config import ConfigError, dump, load
+from hone.trainers.settings import PolicyRunConfig, SupervisedRunConfig
+
+RL = """
+run: {dir: runs/x, steps: 3}
+model: {path: some/model}
+data: {train: {path: prompts.jsonl}}
+reward: {components: {exact: {reward: exact_match}}}
+update: {prompts_per_step: 4}
+"""
+SFT = """
+kind: sft
+run: {dir: runs/y, steps: 3}
+model: {path: some/model}
+data: {train: {path: samples.jsonl}}
+samples_per_step: 4
+"""
+
+
+@pytest.fixture
+def rl(tmp_path: Path) -> Path:
+    path = tmp_path / "rl.yaml"
+    path.write_text(RL)
+    return path
+
+
+@pytest.fixture
+def sft(tmp_path: Path) -> Path:
+    path = tmp_path / "sft.yaml"
+    path.write_text(SFT)
+    return path
+
+
+def shown(capsys, *arguments: str) -> str:
+    assert main(["config", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_what_is_shown_is_yaml_that_gives_the_same_settings(capsys, rl, tmp_path):
+    text = shown(capsys, str(rl), "run.steps=9", "actor.optimizer.lr=1e-5")
+    (tmp_path / "again.yaml").write_text(text)
+    first = load(PolicyRunConfig, rl, ["run.steps=9", "actor.optimizer.lr=1e-5"]).config
+    assert load(PolicyRunConfig, tmp_path / "again.yaml").config == first
+    assert from_yaml(text) == from_yaml(dump(first))
+
+
+def test_each_line_that_is_not_a_default_says_what_set_it(capsys, rl):
+    lines = shown(capsys, str(rl), "run.steps=9").splitlines()
+    assert "  steps: 9  # command line" in lines
+    assert f"  dir: runs/x  # {rl}" in lines
+    assert "  seed: 0" in lines
+    assert sum("#" in line for line in lines) == 6
+
+
+def test_long_values_stay_on_their_line(capsys, rl):
+    text = "x " * 200
+    assert f"system_prompt: '{text}'" in shown(capsys, str(rl), f"data.train.system_prompt='{text}'")
+
+
+def test_explain_prints_everything_known_of_a_key(capsys, rl):
+    text = shown(capsys, str(rl), "run.steps=9", "--explain", "run.steps")
+    assert [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in text.splitlines()] == [
+        ["run.steps"],
+        ["meaning", "training steps of the whole run, resumed parts included"],
+        ["type", "int >= 1, in steps"],
+        ["default", "required"],
+        ["value", "9"],
+        ["set by", "command line"],
+    ]
+
+
+def test_explain_of_a_section_prints_every_key(capsys, rl):
+    text = shown(capsys, str(rl), "--explain", "run")
+    assert [line for line in text.splitlines() if line and not line.startswith(" ")] == [
+        "run.dir",
+        "run.steps",
+        "run.seed",
+    ]
+
+
+def test_explain_of_an_unknown_key(capsys, rl):
+    assert main(["config", str(rl), "--explain", "run.step"]) == 2
+    assert capsys.readouterr().err.startswith("error: no key 'run.step'; near: run.steps")
+
+
+def test_a_wrong_override_is_one_line(capsys, rl):
+    assert main(["config", str(rl), "run.stesp=1"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: command line: unknown key 'run.stesp'; did you mean 'run.steps'?")
+
+
+def test_the_kind_chooses_the_settings(rl, sft):
+    assert isinstance(load_recipe(rl).config, PolicyRunConfig)
+    assert isinstance(load_recipe(sft).config, SupervisedRunConfig)
+    assert isinstance(load_recipe(sft, kind="sft").config, SupervisedRunConfig)
+
+
+def test_a_file_of_another_kind_names_the_command_for_it(sft):
+    with pytest.raises(ConfigError, match=r"sft\.yaml has kind: sft; run it with `hone sft`"):
+        load_recipe(sft, kind="rl")
+
+
+def test_a_file_that_names_no_kind_is_what_the_command_runs(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(SFT.replace("kind: sft\n", ""))
+    assert isinstance(load_recipe(path, kind="sft").config, SupervisedRunConfig)
+
+
+def test_an_unknown_kind(rl):
+    with pytest.raises(
+        ConfigError, match=r"command line: unknown kind 'slf'; did you mean 'sft'\? \(there is: rl, sft\)"
+    ):
+        load_recipe(rl, ["kind=slf"])
+
+
+def test_the_schema_tells_the_kinds_apart(capsys, rl, sft):
+    whole = json.loads(shown(capsys, "--schema"))
+    assert whole["if"]["properties"]["kind"] == {"const": "sft"}
+    assert "samples_per_step" in whole["then"]["properties"]
+    assert "update" in whole["else"]["properties"]
+    assert "update" in schema_of(rl)["properties"]
+    assert "samples_per_step" in schema_of(sft)["properties"]
+
+
+def test_every_reference_in_the_schema_leads_somewhere():
+    described = schema_of(None)
+    names = set(re.findall(r'"#/\$defs/([^"]+)"', json.dumps(described)))
+    assert names == set(described["$defs"])
+
+
+def test_the_schema_lists_what_the_registries_hold(rl):
+    described = schema_of(rl)
+    algorithm = described["$defs"][described["properties"]["algorithm"]["$ref"].removeprefix("#/$defs/")]
+    assert {"grpo", "gae", "rloo"} <= set(algorithm["properties"]["advantage"]["anyOf"][0]["enum"])

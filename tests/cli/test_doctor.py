@@ -1,0 +1,68 @@
+"""`hone doctor` on this very machine, and with things that are broken."""
+
+import os
+import subprocess
+import sys
+
+import torch
+
+from hone.cli.doctor import examine
+from hone.cli.main import main
+
+
+def findings() -> dict[tuple[str, str], list]:
+    found: dict[tuple[str, str], list] = {}
+    for finding in examine():
+        found.setdefault((finding.section, finding.name), []).append(finding)
+    return found
+
+
+def test_it_says_what_is_installed_and_what_is_not():
+    found = findings()
+    assert found["software", "torch"][0].detail == torch.__version__
+    assert found["software", "Python"][0].ok
+    assert found["optional packages", "reasoning-gym"][0].ok is not None
+    for (section, _), lines in found.items():
+        for line in lines:
+            assert line.detail or section == "parts"
+            assert "\n" not in line.detail
+
+
+def test_the_cpu_is_always_a_platform():
+    found = findings()
+    assert found["platforms", "cpu"][0].ok
+    cuda = found["platforms", "cuda"][0]
+    assert cuda.ok is torch.cuda.is_available()
+    assert cuda.detail
+
+
+def test_every_kind_of_part_is_examined():
+    kinds = {name for section, name in findings() if section == "parts"}
+    assert {"advantages", "losses", "sources", "rewards", "engines", "rollout", "trackers"} <= kinds
+
+
+def test_it_prints_every_section_and_succeeds(capsys):
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    headings = [line.strip() for line in lines if not line.startswith(" ")]
+    assert headings == ["machine", "software", "optional packages", "platforms", "parts", "plug-ins"]
+
+
+def test_broken_parts_and_plugins_are_named_with_their_reason(tmp_path):
+    (tmp_path / "odd_plugin.py").write_text(
+        "from hone.rewards import REWARDS\nREWARDS.register('theirs', 'package_that_is_not_there:fn')\n"
+    )
+    (tmp_path / "dead_plugin.py").write_text("raise RuntimeError('driver too old')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {"PYTHONPATH": path, "HONE_USE_EXTERNAL_MODULES": "odd_plugin,dead_plugin", "COLUMNS": "300"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hone", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0
+    assert "reward 'theirs' (package_that_is_not_there:fn) cannot be loaded: No module named" in done.stdout
+    assert "RuntimeError: driver too old" in done.stdout
+    assert done.stderr == "warning: plug-in dead_plugin failed to load: RuntimeError: driver too old\n"

@@ -1,0 +1,179 @@
+"""The `hone` command from outside: help, exit codes, one line per error, plug-in warnings, Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hone.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, RunFailed, report
+from hone.cli.main import COMMANDS, main
+from hone.composition import ConfigError
+from hone.models.errors import ModelError
+from hone.registry import CannotLoad, UnknownName
+
+HONE = [sys.executable, "-m", "hone"]
+
+
+def hone(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "COLUMNS": "200", **environment}
+    return subprocess.run([*HONE, *arguments], capture_output=True, text=True, timeout=120, env=variables)
+
+
+def test_help_names_every_command():
+    done = hone("--help")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for name, command in COMMANDS.items():
+        assert f" {name} " in done.stdout
+        assert command.summary in done.stdout
+
+
+def test_without_arguments_the_help_is_shown(capsys):
+    assert main([]) == 0
+    assert "Usage: hone" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("hone 0.")
+
+
+def test_the_installed_command_is_this_one():
+    from importlib.metadata import entry_points
+
+    (point,) = entry_points(group="console_scripts", name="hone")
+    assert point.value == "hone.cli.main:run"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian"], "error: unknown command 'trian'; did you mean 'train'? (there is: config, doctor, eval,"),
+        (["config", "--explan", "x"], "error: No such option: --explan"),
+        (["config", "gone.yaml"], "error: no run file gone.yaml"),
+        (["config"], "error: name a run file: hone config RECIPE"),
+        (["list", "rewrads"], "error: unknown kind 'rewrads'; did you mean 'rewards'?"),
+        (["--nonsense"], "error: No such option: --nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, expected):
+    done = hone(*arguments)
+    assert done.returncode == EXIT_BAD_INPUT
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(expected)
+
+
+def test_the_traceback_is_shown_on_request():
+    done = hone("config", "gone.yaml", HONE_TRACEBACK="1")
+    assert done.returncode == EXIT_BAD_INPUT
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("error: no run file gone.yaml")
+    assert rest[0] == "Traceback (most recent call last):"
+
+
+def test_a_command_whose_module_is_broken_says_so(tmp_path, capsys, monkeypatch):
+    from hone.cli import main as module
+
+    monkeypatch.setitem(module.COMMANDS, "train", module.Command("hone.cli.no_such_module:train", "gone"))
+    assert main(["train"]) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error == "error: the command 'train' cannot be loaded here: No module named 'hone.cli.no_such_module'\n"
+
+
+def test_a_broken_plugin_is_warned_about_and_stops_nothing(tmp_path):
+    (tmp_path / "broken_plugin.py").write_text("raise OSError('no such device')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = hone("list", "rewards", PYTHONPATH=path, HONE_USE_EXTERNAL_MODULES="broken_plugin")
+    assert done.returncode == 0
+    assert done.stderr == "warning: plug-in broken_plugin failed to load: OSError: no such device\n"
+    assert "exact_match" in done.stdout
+    assert hone("list", "--help", PYTHONPATH=path, HONE_USE_EXTERNAL_MODULES="broken_plugin").stderr == ""
+
+
+@pytest.mark.parametrize("stated", [ConfigError, UnknownName, CannotLoad, ModelError])
+def test_what_the_person_can_mend_is_bad_input(stated, capsys):
+    assert report(stated("this is\nwrong")) == EXIT_BAD_INPUT
+    assert capsys.readouterr().err == "error: this is wrong\n"
+
+
+def test_a_file_error_names_the_file(tmp_path, capsys):
+    with pytest.raises(FileNotFoundError) as caught:
+        (tmp_path / "gone").read_text()
+    assert report(caught.value) == EXIT_BAD_INPUT
+    assert capsys.readouterr().err == f"error: {tmp_path}/gone: No such file or directory\n"
+
+
+def test_a_failed_run_names_its_folder_and_keeps_the_traceback(tmp_path, capsys):
+    def fail():
+        try:
+            raise ZeroDivisionError("by\nzero")
+        except ZeroDivisionError as error:
+            raise RunFailed(tmp_path, error) from error
+
+    with pytest.raises(RunFailed) as caught:
+        fail()
+    assert report(caught.value, "train") == EXIT_FAILED
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "error: the run failed: ZeroDivisionError: by zero"
+    assert second == f"the run is in {tmp_path}; the traceback is in {tmp_path}/failure.txt"
+    assert "ZeroDivisionError" in (tmp_path / "failure.txt").read_text()
+
+
+def test_where_the_run_folder_cannot_be_written_the_traceback_is_shown(tmp_path, capsys):
+    assert report(RunFailed(tmp_path / "gone", ValueError("x"))) == EXIT_FAILED
+    shown = capsys.readouterr().err
+    assert "RunFailed: ValueError: x" in shown
+    assert "cannot be written (No such file or directory)" in shown
+
+
+def test_what_nobody_can_mend_shows_its_traceback(capsys):
+    assert report(KeyError("inner")) == EXIT_FAILED
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: KeyError: 'inner'")
+
+
+def test_an_interrupted_run_says_how_to_go_on(capsys):
+    assert report(KeyboardInterrupt(), "train") == EXIT_INTERRUPTED
+    shown = capsys.readouterr().err
+    assert shown == "interrupted: the last checkpoint stands, and the same command continues from it\n"
+    assert report(KeyboardInterrupt(), "list") == EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_ctrl_c_in_a_running_command(tmp_path):
+    """A plug-in that takes for ever to load stands for any moment outside a run."""
+    ready = tmp_path / "ready"
+    (tmp_path / "slow_plugin.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(ready)!r}).touch()\ntime.sleep(60)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "HONE_USE_EXTERNAL_MODULES": "slow_plugin"}
+    process = subprocess.Popen([*HONE, "list"], stderr=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 60
+    while not ready.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == EXIT_INTERRUPTED
+    assert error == "interrupted\n"
+
+
+def test_a_closed_pipe_is_no_traceback():
+    command = f"{' '.join(HONE)} list | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert done.stdout == "advantages\n"
+
+
+def test_every_command_exists():
+    """Each target names a function, and its own help is shown."""
+    for name, command in COMMANDS.items():
+        module, _, function = command.target.partition(":")
+        path = Path(__file__).parents[2] / (module.replace(".", "/") + ".py")
+        assert path.is_file(), name
+        assert f"def {function}(" in path.read_text()

@@ -1,0 +1,105 @@
+"""Reward functions of all tempers, as a user might write them. Referenced by the tests as file.py:function."""
+
+import asyncio
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+
+
+def number(response, ground_truth, row):
+    return float(row["n"])
+
+
+def length(response, ground_truth, row, scale: float = 1.0):
+    return len(response) * scale
+
+
+def parts(response, ground_truth, row):
+    return {"reward": 0.5, "format": 1, "length": len(response)}
+
+
+def noisy(response, ground_truth, row):
+    print("I print", response, flush=True)
+    os.write(1, b"\x00\x00\x00\x02{}")
+    print(sys.stdin.read())
+    return 1
+
+
+def drawn(response, ground_truth, row):
+    return random.random() + sum(ord(letter) for letter in "".join({"alpha", "beta", "gamma", row["word"]})[:3])
+
+
+def temper(response, ground_truth, row):
+    """Does what the response says."""
+    if response == "raise":
+        raise RuntimeError("no verdict\non two lines")
+    if response == "nan":
+        return float("nan")
+    if response == "inf":
+        return {"reward": 1.0, "part": float("-inf")}
+    if response == "none":
+        return None
+    if response == "text":
+        return "1.0"
+    if response == "keyless":
+        return {"score": 1.0}
+    if response == "exit":
+        sys.exit("leaving")
+    if response == "die":
+        print("goodbye", file=sys.stderr)
+        os._exit(3)
+    if response == "sleep":
+        time.sleep(600)
+    if response == "spin":
+        re.match(r"(a+)+$", "a" * 64 + "b")  # holds the interpreter's lock for ever
+    if response == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        with open(row["pid_file"], "w") as file:
+            file.write(str(child.pid))
+        child.wait()
+    return 1.0
+
+
+everybody = asyncio.Barrier(2)
+
+
+async def waiting(response, ground_truth, row):
+    await asyncio.sleep(0)
+    return float(row["n"])
+
+
+async def meeting(response, ground_truth, row):
+    """Ends when another call is waiting too."""
+    async with everybody:
+        return float(row["n"])
+
+
+async def async_temper(response, ground_truth, row):
+    if response == "sleep":
+        await asyncio.sleep(600)
+    if response == "block":
+        time.sleep(600)
+    if response == "stubborn":
+        while True:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                continue
+    await asyncio.sleep(0.01)
+    return temper(response, ground_truth, row)
+
+
+class Judge:
+    async def __call__(self, response, ground_truth, row):
+        await asyncio.sleep(0)
+        return 0.25
+
+
+judge = Judge()
+
+
+def hidden_coroutine(response, ground_truth, row):
+    return judge(response, ground_truth, row)
