@@ -1,0 +1,253 @@
+"""The contract of a platform, the registry of platforms, and the choice of one.
+
+    HONE_PLATFORM set --> that platform, or an error that says why not
+    else              --> of all registered platforms that are available here, the one with the highest priority
+
+A vendor's package adds its hardware without a change in hone:
+
+    @PlatformRegistry.register(platform="my_vendor")
+    class MyPlatform(PlatformBase):
+        device, vendor = "npu", "my_vendor"
+        ...
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from hone.config import ConfigError
+from hone.platforms import PLATFORMS
+from hone.registry import CannotLoad, load_plugins, unknown
+
+PLATFORM_VARIABLE = "HONE_PLATFORM"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """Memory of one device, in bytes."""
+
+    total: int
+    free: int  # for anybody
+    allocated: int  # by this process, in tensors
+    reserved: int  # by this process, caches included
+    peak: int  # most that was allocated since `reset_peak_memory`
+
+
+class PlatformBase(ABC):
+    """One kind of device. The defaults go through torch's own module for the device (`torch.cuda`, `torch.npu` ...).
+
+    A platform whose torch module has the usual functions sets the class attributes and writes `why_unavailable`; one
+    that differs overrides the methods that differ.
+    """
+
+    name: ClassVar[str]  # in the registry; `PlatformRegistry.register` sets it
+    device: ClassVar[str]  # torch's name of the device type: "cuda", "npu", "cpu"
+    vendor: ClassVar[str]  # with `device`, what an engine is registered for: "nvidia", "amd"
+    priority: ClassVar[int] = 10  # of several available platforms, the highest is taken; `cpu` has 0
+    collectives_backend: ClassVar[str]  # for torch.distributed: "nccl", "gloo", "hccl"
+    visible_devices_variable: ClassVar[str]  # environment variable that hides devices from a process; "" if none
+    ray_resource: ClassVar[str] = "GPU"  # what Ray calls a device of this kind
+    supports_ipc: ClassVar[bool] = False  # whether another process can open a tensor's device memory
+
+    @abstractmethod
+    def why_unavailable(self) -> str:
+        """Empty if this process can compute on the platform, else the reason why not, for a person."""
+
+    @property
+    def available(self) -> bool:
+        return not self.why_unavailable()
+
+    # -------------------------------------------------------------------------------------------------- devices
+
+    def device_count(self) -> int:
+        """Devices that this process sees."""
+        return int(self._module.device_count())
+
+    def torch_device(self, index: int = 0) -> torch.device:
+        return torch.device(self.device, index)
+
+    def set_device(self, index: int) -> None:
+        """Make device `index` the current one of this thread."""
+        self._module.set_device(index)
+
+    def device_name(self, index: int = 0) -> str:
+        """What the maker calls the device."""
+        return str(self._module.get_device_name(index))
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the current device is done."""
+        self._module.synchronize()
+
+    def new_stream(self) -> Any:
+        """A queue of work beside the default one; None where the platform has only one."""
+        return self._module.Stream()
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Queue the block's work on a stream from `new_stream`."""
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
+
+    # --------------------------------------------------------------------------------------------------- memory
+
+    def memory(self, index: int = 0) -> MemoryFacts:
+        """Facts about one device's memory, in bytes."""
+        free, total = self._module.mem_get_info(index)
+        return MemoryFacts(
+            total=int(total),
+            free=int(free),
+            allocated=int(self._module.memory_allocated(index)),
+            reserved=int(self._module.memory_reserved(index)),
+            peak=int(self._module.max_memory_allocated(index)),
+        )
+
+    def reset_peak_memory(self, index: int = 0) -> None:
+        self._module.reset_peak_memory_stats(index)
+
+    def empty_cache(self) -> None:
+        """Give cached, unused device memory back to the system."""
+        self._module.empty_cache()
+
+    # --------------------------------------------------------------------------------------------------- random
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's generators: of the CPU, and of all devices of this platform."""
+        torch.manual_seed(seed)  # does the devices' too
+        self._module.manual_seed_all(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """The state of every torch generator, by device name: uint8 tensors in CPU memory that own their storage."""
+        states = {"cpu": torch.get_rng_state().clone()}
+        for index in range(self.device_count()):
+            states[str(self.torch_device(index))] = self._module.get_rng_state(index).cpu().clone()
+        return states
+
+    def set_rng_state(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `rng_state` gave. Raises ValueError if it was taken with other devices."""
+        expected = ["cpu", *(str(self.torch_device(index)) for index in range(self.device_count()))]
+        if sorted(states) != sorted(expected):
+            raise ValueError(f"random states of {sorted(states)}, but this process has {sorted(expected)}")
+        torch.set_rng_state(states["cpu"])
+        for index in range(self.device_count()):
+            self._module.set_rng_state(states[str(self.torch_device(index))], index)
+
+    # ------------------------------------------------------------------------------------------ other processes
+
+    def visible_devices(self, indices: Sequence[int]) -> dict[str, str]:
+        """The environment that shows a new process only these of the devices that this process sees.
+
+        Raises ValueError for a device that is hidden from this process.
+        """
+        if not self.visible_devices_variable:
+            return {}
+        now = [entry for entry in os.environ.get(self.visible_devices_variable, "").split(",") if entry]
+        beyond = [index for index in indices if now and index >= len(now)]
+        if beyond:
+            shown = f"{self.visible_devices_variable}={','.join(now)}"
+            raise ValueError(f"device {beyond[0]} was asked for, but {shown} shows {len(now)}")
+        chosen = [now[index] if now else str(index) for index in indices]
+        return {self.visible_devices_variable: ",".join(chosen)}
+
+    def rollout_environment(self, indices: Sequence[int]) -> dict[str, str]:
+        """Environment variables for a rollout server that runs on these devices."""
+        return self.visible_devices(indices)
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.device)
+
+
+P = TypeVar("P", bound=type[PlatformBase])
+
+
+class PlatformRegistry:
+    """The platforms there are, and which of them are available here."""
+
+    @staticmethod
+    def register(*, platform: str) -> Callable[[P], P]:
+        """Class decorator: make a `PlatformBase` subclass known under a name."""
+
+        def add(cls: P) -> P:
+            if not (isinstance(cls, type) and issubclass(cls, PlatformBase)):
+                raise TypeError(f"platform {platform!r}: {cls!r} is not a subclass of PlatformBase")
+            missing = [name for name in REQUIRED if not hasattr(cls, name)]
+            if missing:
+                raise TypeError(f"platform {platform!r}: {cls.__name__} does not set {', '.join(missing)}")
+            PLATFORMS.register(platform, cls)
+            cls.name = platform
+            return cls
+
+        return add
+
+    @staticmethod
+    def probe() -> dict[str, str]:
+        """Every platform, plug-ins included: empty if it is available here, else the reason why not."""
+        load_plugins()
+        return {name: PlatformRegistry._probe_one(name)[1] for name in PLATFORMS}
+
+    @staticmethod
+    def choose(name: str = "") -> PlatformBase:
+        """The named platform, or without a name the available one of highest priority.
+
+        Raises ConfigError: unknown or unavailable name (with every platform and its reason), or a tie.
+        """
+        plugins = load_plugins()
+        found: dict[str, PlatformBase] = {}
+        reasons: dict[str, str] = {}
+        for known in PLATFORMS:
+            platform, reasons[known] = PlatformRegistry._probe_one(known)
+            if platform is not None and not reasons[known]:
+                found[known] = platform
+        if name:
+            return _named(name, found, reasons, plugins)
+        best = max(platform.priority for platform in found.values())
+        first, *others = [known for known, platform in found.items() if platform.priority == best]
+        if others:
+            raise ConfigError(
+                f"several platforms are available here: {', '.join([first, *others])}; set {PLATFORM_VARIABLE} to one"
+            )
+        return found[first]
+
+    @staticmethod
+    def _probe_one(name: str) -> tuple[PlatformBase | None, str]:
+        try:
+            platform: PlatformBase = PLATFORMS.get(name)()
+            return platform, platform.why_unavailable()
+        except CannotLoad as error:
+            return None, str(error)
+        except Exception as error:  # noqa: BLE001  a plug-in's probe is foreign code; its failure is the reason shown
+            return None, f"its probe failed: {type(error).__name__}: {error}"
+
+
+REQUIRED = ("device", "vendor", "collectives_backend", "visible_devices_variable")
+
+
+def _named(
+    name: str, found: Mapping[str, PlatformBase], reasons: Mapping[str, str], plugins: Mapping[str, str]
+) -> PlatformBase:
+    if name in found:
+        return found[name]
+    if name in reasons:
+        problem = f"platform {name!r} is not available: {reasons[name]}"
+    else:
+        problem = unknown("platform", name, list(reasons))
+    also = [f"{other}: {reason or 'available'}" for other, reason in reasons.items() if other != name]
+    broken = [f"plug-in {plugin} failed: {reason}" for plugin, reason in plugins.items() if reason]
+    raise ConfigError(f"{PLATFORM_VARIABLE}={name}: {problem}; {'; '.join([*also, *broken])}")
+
+
+def current_platform() -> PlatformBase:
+    """The platform of this process: `HONE_PLATFORM`, or what probing finds. Chosen once for each value."""
+    return _chosen(os.environ.get(PLATFORM_VARIABLE, ""))
+
+
+@functools.cache
+def _chosen(name: str) -> PlatformBase:
+    return PlatformRegistry.choose(name)

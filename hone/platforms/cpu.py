@@ -1,0 +1,121 @@
+"""The CPU: always there, one device, gloo for collectives, shared memory instead of device IPC."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.platforms.base import MemoryFacts, PlatformBase
+
+MEMINFO = Path("/proc/meminfo")
+STATM = Path("/proc/self/statm")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class CpuPlatform(PlatformBase):
+    """One device, index 0, that is the whole machine (or what a container may use of it)."""
+
+    name = "cpu"
+    device = "cpu"
+    vendor = "generic"
+    priority = 0
+    collectives_backend = "gloo"
+    visible_devices_variable = ""
+    ray_resource = "CPU"
+    supports_ipc = False
+
+    def why_unavailable(self) -> str:
+        return ""
+
+    def device_count(self) -> int:
+        return 1
+
+    def torch_device(self, index: int = 0) -> torch.device:
+        return torch.device("cpu")
+
+    def set_device(self, index: int) -> None:
+        if index != 0:
+            raise ValueError(f"the CPU is one device with index 0, found {index}")
+
+    def device_name(self, index: int = 0) -> str:
+        return f"{_model()}, {os.cpu_count()} cores"
+
+    def synchronize(self) -> None:
+        """Nothing is queued on a CPU."""
+
+    def new_stream(self) -> Any:
+        return None
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def memory(self, index: int = 0) -> MemoryFacts:
+        """The machine's memory, or the container's limit; allocated and reserved are this process's resident size."""
+        total, free = _machine_memory()
+        resident = _resident()
+        return MemoryFacts(total=total, free=free, allocated=resident, reserved=resident, peak=_peak_resident())
+
+    def reset_peak_memory(self, index: int = 0) -> None:
+        """The system keeps the peak of a process's whole life: it cannot be reset."""
+
+    def empty_cache(self) -> None:
+        """torch keeps no cache of CPU memory."""
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {"cpu": torch.get_rng_state().clone()}
+
+    def set_rng_state(self, states: Mapping[str, torch.Tensor]) -> None:
+        if sorted(states) != ["cpu"]:
+            raise ValueError(f"random states of {sorted(states)}, but this process has ['cpu']")
+        torch.set_rng_state(states["cpu"])
+
+    def rollout_environment(self, indices: Sequence[int]) -> dict[str, str]:
+        """One thread: with more, every parallel region stalls while anything else uses a core."""
+        return {"OMP_NUM_THREADS": "1"}
+
+
+def _model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _machine_memory() -> tuple[int, int]:
+    """Total and free bytes: of the machine, or of the container's limit where that is lower."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = total
+    if MEMINFO.is_file():
+        fields = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="ascii").splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = _read_number(CGROUP / "memory.max"), _read_number(CGROUP / "memory.current")
+    if limit is not None and limit < total:
+        total, free = limit, max(0, min(free, limit - (used or 0)))
+    return total, free
+
+
+def _read_number(path: Path) -> int | None:
+    text = path.read_text(encoding="ascii").strip() if path.is_file() else ""
+    return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _resident() -> int:
+    if STATM.is_file():
+        return int(STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return _peak_resident()
+
+
+def _peak_resident() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,53 @@
+"""GPUs that torch calls `cuda`: NVIDIA's, and AMD's through ROCm (`torch.version.hip` tells which)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hone.platforms.base import PlatformBase
+
+
+class CudaPlatform(PlatformBase):
+    """NVIDIA GPUs."""
+
+    name = "cuda"
+    device = "cuda"
+    vendor = "nvidia"
+    collectives_backend = "nccl"
+    visible_devices_variable = "CUDA_VISIBLE_DEVICES"
+    ray_resource = "GPU"
+    supports_ipc = True
+
+    def why_unavailable(self) -> str:
+        if torch.version.hip is not None:
+            return f"torch {torch.__version__} is built for ROCm {torch.version.hip}"
+        if torch.version.cuda is None:
+            return f"torch {torch.__version__} is built without CUDA"
+        if not torch.cuda.is_available():
+            return f"torch {torch.__version__} finds no usable NVIDIA GPU (driver missing or too old, or all hidden)"
+        return ""
+
+    def rollout_environment(self, indices: Sequence[int]) -> dict[str, str]:
+        """The visible devices, in the order of the bus, so that an index means the same GPU in every process."""
+        return {**self.visible_devices(indices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+class RocmPlatform(PlatformBase):
+    """AMD GPUs: torch's `cuda` functions, RCCL under the name nccl, another variable for visible devices."""
+
+    name = "rocm"
+    device = "cuda"
+    vendor = "amd"
+    collectives_backend = "nccl"
+    visible_devices_variable = "HIP_VISIBLE_DEVICES"
+    ray_resource = "GPU"
+    supports_ipc = True
+
+    def why_unavailable(self) -> str:
+        if torch.version.hip is None:
+            return f"torch {torch.__version__} is built without ROCm"
+        if not torch.cuda.is_available():
+            return f"torch {torch.__version__} finds no usable AMD GPU (driver missing, or all hidden)"
+        return ""

@@ -1,0 +1,230 @@
+"""The contract of a platform, probing, and the choice between platforms."""
+
+import pytest
+import torch
+
+from hone.config import ConfigError
+from hone.platforms import PLATFORMS
+from hone.platforms.base import PlatformBase, PlatformRegistry, current_platform
+from hone.platforms.cpu import CpuPlatform
+from hone.platforms.cuda import CudaPlatform, RocmPlatform
+from hone.registry import Registry
+
+
+@pytest.fixture
+def platforms(monkeypatch):
+    """A registry of its own for a test that adds platforms; it begins with the CPU."""
+    registry = Registry("platform", {"cpu": "hone.platforms.cpu:CpuPlatform"})
+    monkeypatch.setattr("hone.platforms.base.PLATFORMS", registry)
+    return registry
+
+
+def make(name, why="", priority=10, **attributes):
+    body = {"device": "xpu", "vendor": name, "collectives_backend": "gloo", "visible_devices_variable": "TOY_DEVICES"}
+    body |= {"priority": priority, "why_unavailable": lambda self: why} | attributes
+    return PlatformRegistry.register(platform=name)(type(name.title(), (PlatformBase,), body))
+
+
+def test_the_cpu_is_always_available():
+    cpu = CpuPlatform()
+    assert cpu.available
+    assert (cpu.name, cpu.device, cpu.collectives_backend, cpu.ray_resource) == ("cpu", "cpu", "gloo", "CPU")
+    assert not cpu.supports_ipc
+    assert cpu.device_count() == 1
+    assert cpu.torch_device() == torch.device("cpu")
+    assert "cores" in cpu.device_name()
+    assert cpu.visible_devices([0]) == {}
+    assert cpu.rollout_environment([0]) == {"OMP_NUM_THREADS": "1"}
+    cpu.synchronize()
+    cpu.empty_cache()
+    cpu.reset_peak_memory()
+    cpu.set_device(0)
+    with cpu.stream(cpu.new_stream()):
+        torch.ones(1)
+    with pytest.raises(ValueError, match="index 0, found 1"):
+        cpu.set_device(1)
+
+
+def test_cpu_memory_facts_are_bytes_of_this_machine():
+    before = CpuPlatform().memory()
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    after = CpuPlatform().memory()
+    assert 2**28 < after.free <= after.total < 2**50
+    assert 60 * 2**20 < after.allocated - before.allocated < 200 * 2**20
+    assert after.peak >= after.allocated - 2**20
+    del block
+
+
+def test_random_state_can_be_taken_and_put_back():
+    cpu = CpuPlatform()
+    cpu.seed(3)
+    state = cpu.rng_state()
+    first = torch.rand(4)
+    second = torch.rand(4)
+    cpu.set_rng_state(state)
+    assert torch.equal(torch.rand(4), first)
+    assert torch.equal(torch.rand(4), second)  # the state that was taken did not move on with the generator
+    cpu.set_rng_state(state)
+    assert torch.equal(torch.rand(4), first)
+    cpu.seed(3)
+    assert torch.equal(torch.rand(4), first)
+    with pytest.raises(ValueError, match=r"random states of \['cpu', 'cuda:0'\]"):
+        cpu.set_rng_state({**state, "cuda:0": state["cpu"]})
+
+
+class FakeDevices:
+    """Two devices, as torch's module for a device type presents them: the generators and the memory."""
+
+    def __init__(self):
+        self.generators = [torch.Generator(), torch.Generator()]
+
+    def device_count(self):
+        return 2
+
+    def manual_seed_all(self, seed):
+        for index, generator in enumerate(self.generators):
+            generator.manual_seed(seed + index)
+
+    def get_rng_state(self, index):
+        return self.generators[index].get_state()
+
+    def set_rng_state(self, state, index):
+        self.generators[index].set_state(state)
+
+    def mem_get_info(self, index):
+        return 10 + index, 100
+
+    def memory_allocated(self, index):
+        return 40
+
+    def memory_reserved(self, index):
+        return 50
+
+    def max_memory_allocated(self, index):
+        return 60
+
+
+def test_the_defaults_go_through_torchs_module_of_the_device(platforms):
+    devices = FakeDevices()
+    toy = make("toy", _module=devices)()
+    assert toy.name == "toy"
+    assert toy.torch_device(1) == torch.device("xpu:1")
+    memory = toy.memory(1)
+    assert (memory.free, memory.total, memory.allocated, memory.reserved, memory.peak) == (11, 100, 40, 50, 60)
+    toy.seed(5)
+    state = toy.rng_state()
+    assert sorted(state) == ["cpu", "xpu:0", "xpu:1"]
+    first = [torch.rand(2, generator=generator) for generator in devices.generators]
+    toy.set_rng_state(state)
+    assert all(torch.equal(torch.rand(2, generator=g), f) for g, f in zip(devices.generators, first, strict=True))
+
+
+def test_visible_devices_are_numbered_as_this_process_sees_them(monkeypatch):
+    cuda = CudaPlatform()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert cuda.visible_devices([0, 2]) == {"CUDA_VISIBLE_DEVICES": "0,2"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-ab,6")
+    assert cuda.visible_devices([2, 1]) == {"CUDA_VISIBLE_DEVICES": "6,GPU-ab"}
+    assert cuda.rollout_environment([0]) == {"CUDA_VISIBLE_DEVICES": "4", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    with pytest.raises(ValueError, match="device 3 was asked for, but CUDA_VISIBLE_DEVICES=4,GPU-ab,6 shows 3"):
+        cuda.visible_devices([3])
+    assert RocmPlatform().visible_devices([1]) == {"HIP_VISIBLE_DEVICES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("hip", "cuda", "usable", "nvidia", "amd"),
+    [
+        (None, None, False, "built without CUDA", "built without ROCm"),
+        (None, "13.0", False, "no usable NVIDIA GPU", "built without ROCm"),
+        (None, "13.0", True, "", "built without ROCm"),
+        ("7.1", None, False, "built for ROCm 7.1", "no usable AMD GPU"),
+        ("7.1", None, True, "built for ROCm 7.1", ""),
+    ],
+)
+def test_the_build_of_torch_tells_nvidia_from_amd(monkeypatch, hip, cuda, usable, nvidia, amd):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    for platform, reason in ((CudaPlatform(), nvidia), (RocmPlatform(), amd)):
+        assert platform.available == (reason == "")
+        assert reason in platform.why_unavailable()
+
+
+def test_the_available_platform_of_highest_priority_is_taken(platforms):
+    make("absent", why="no such card here", priority=90)
+    assert PlatformRegistry.choose().name == "cpu"
+    make("modest", priority=5)
+    assert PlatformRegistry.choose().name == "modest"
+    make("strong", priority=20)
+    assert PlatformRegistry.choose().name == "strong"
+    assert PlatformRegistry.choose("modest").name == "modest"
+    make("equal", priority=20)
+    with pytest.raises(ConfigError, match="several platforms are available here: equal, strong; set HONE_PLATFORM"):
+        PlatformRegistry.choose()
+
+
+def test_a_wrong_name_lists_what_there_is_and_why_not(platforms):
+    def breaks(self):
+        raise OSError("driver speaks another version")
+
+    make("absent", why="no such card here")
+    make("broken", why_unavailable=breaks)
+    platforms.register("lost", "no_such_module:Platform")
+    with pytest.raises(ConfigError) as unavailable:
+        PlatformRegistry.choose("absent")
+    with pytest.raises(ConfigError) as unknown:
+        PlatformRegistry.choose("absnt")
+    assert "HONE_PLATFORM=absent: platform 'absent' is not available: no such card here" in str(unavailable.value)
+    assert "unknown platform 'absnt'; did you mean 'absent'?" in str(unknown.value)
+    for message in (str(unavailable.value), str(unknown.value)):
+        assert "cpu: available" in message
+        assert "broken: its probe failed: OSError: driver speaks another version" in message
+        assert "lost: platform 'lost' (no_such_module:Platform) cannot be loaded" in message
+        assert "\n" not in message
+    assert PlatformRegistry.probe()["cpu"] == ""
+    assert PlatformRegistry.choose().name == "cpu"  # what is broken stops nobody else
+
+
+def test_what_is_registered_is_checked(platforms):
+    with pytest.raises(TypeError, match="is not a subclass of PlatformBase"):
+        PlatformRegistry.register(platform="toy")(dict)
+    with pytest.raises(TypeError, match="does not set device, vendor"):
+        PlatformRegistry.register(platform="toy")(type("Bare", (PlatformBase,), {}))
+    make("toy")
+    with pytest.raises(ValueError, match="'toy' is already registered"):
+        make("toy")
+
+
+def test_the_environment_chooses(monkeypatch):
+    monkeypatch.setenv("HONE_PLATFORM", "cpu")
+    assert current_platform().name == "cpu"
+    assert current_platform() is current_platform()
+    monkeypatch.setenv("HONE_PLATFORM", "gpu")
+    with pytest.raises(ConfigError, match="HONE_PLATFORM=gpu: unknown platform 'gpu'"):
+        current_platform()
+    monkeypatch.delenv("HONE_PLATFORM")
+    assert current_platform().available
+    assert list(PLATFORMS) == ["cpu", "cuda", "rocm"]
+
+
+@pytest.mark.gpu
+def test_a_real_gpu():
+    platform = next((p for p in (CudaPlatform(), RocmPlatform()) if p.available), None)
+    if platform is None:
+        pytest.skip(CudaPlatform().why_unavailable())
+    device = platform.torch_device(0)
+    platform.set_device(0)
+    platform.seed(7)
+    state = platform.rng_state()
+    platform.reset_peak_memory()
+    with platform.stream(platform.new_stream()):
+        first = torch.rand(1 << 20, device=device)
+    platform.synchronize()
+    memory = platform.memory()
+    assert memory.peak >= memory.allocated >= 4 << 20
+    assert memory.reserved >= memory.allocated
+    assert memory.free < memory.total
+    platform.set_rng_state(state)
+    assert torch.equal(torch.rand(1 << 20, device=device), first)
+    platform.empty_cache()
+    assert platform.device_name()
