@@ -13,6 +13,7 @@ from hone.config import Config, Loaded, count_as_read, plain, require_all_read
 from hone.data.stream import make_renderer
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
+from hone.platforms.base import current_platform
 from hone.tracking.base import RunInfo
 from hone.tracking.hub import Tracking
 from hone.tracking.metrics import Timer
@@ -136,6 +137,10 @@ def _prepare(config: PolicyRunConfig | SupervisedRunConfig, folder: Path) -> lis
 
 
 def _introduce(config: PolicyRunConfig | SupervisedRunConfig, place: Place, changes: list[str]) -> None:
-    place.tracking.message(f"{config.kind} run in {place.folder}: {config.run.steps} steps, seed {config.run.seed}")
+    platform = current_platform()
+    place.tracking.message(
+        f"{config.kind} run in {place.folder}: {config.run.steps} steps, seed {config.run.seed}, "
+        f"on {platform.name} ({platform.device_name()})"
+    )
     if changes:
         place.tracking.message(f"settings that differ from when this run began: {', '.join(changes)}")

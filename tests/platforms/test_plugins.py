@@ -7,6 +7,8 @@ import textwrap
 
 import pytest
 
+from tests.trainers.tiny import recipe
+
 PLATFORM = """
     from hone.platforms.base import PlatformRegistry
     from hone.platforms.cpu import CpuPlatform
@@ -105,6 +107,16 @@ def test_an_installed_plug_in_is_found_and_trains_on_its_device(installed):
     assert probed.startswith("toy {")  # found without being named, too
     assert "'toy': ''" in plugins
     assert "'torn': 'RuntimeError: torn off'" in plugins  # reported, and in nobody's way
+
+
+def test_a_whole_run_trains_on_the_platform_that_the_plug_in_brings(installed, tmp_path):
+    command = [sys.executable, "-m", "hone", "train", str(recipe(tmp_path)), "run.steps=2", "evaluation.every_steps=0"]
+    environment = {**os.environ, "PYTHONPATH": str(installed), "TOY_CARD": "1", "HONE_PLATFORM": "toy"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "on toy (toy card 0)" in done.stderr
+    assert "warning: plug-in torn failed to load: RuntimeError: torn off" in done.stderr
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
 def test_without_its_hardware_the_plug_in_is_named_with_its_reason(installed):
