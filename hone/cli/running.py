@@ -23,6 +23,7 @@ def report_run(folder: Path, run: Callable[[], Path]) -> None:
     try:
         run()
     except Interrupted as stop:
+        build_report(folder)
         console.print(f"[yellow]{escape(str(stop))}[/]; the same command continues from there", soft_wrap=True)
         raise KeyboardInterrupt from stop
     except BAD_INPUT:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hone.tracking.base import TrackingError
 from hone.tracking.hub import Tracking
 from hone.trainers.checkpoints import Checkpoint, CheckpointStore, PartWriter
 from hone.trainers.randomness import load_random_state, save_random_state
@@ -108,6 +109,8 @@ class Trainer(ABC):
                         self.save(step)
                     if self._interrupts:
                         raise Interrupted(step)
+            except TrackingError:  # the record cannot be written: a checkpoint ahead of it would leave a gap in it
+                raise
             except BaseException:
                 self._save_what_is_whole(step)
                 raise
@@ -133,6 +136,7 @@ class Trainer(ABC):
         """Write the checkpoint of `step`, the step that has just ended."""
         if step == self._saved_step:
             return
+        self.tracking.flush()  # the record must reach at least as far as the checkpoint
         with self.recorder.phase("save_checkpoint"):
             parts = {**self.parts(), "random": save_random_state}
             self.store.save(step, parts, self._settled, self._score)

@@ -140,7 +140,10 @@ class PolicyTrainer(Trainer):
     # --------------------------------------------------------------------------------- around the step (base.py)
 
     def evaluate(self, step: int) -> Mapping[str, float]:
-        return self.evaluator.run(step) if self.evaluator.due(step, self.steps) else {}
+        if not self.evaluator.due(step, self.steps):
+            return {}
+        with self.recorder.phase("evaluate"):
+            return self.evaluator.run(step)
 
     def score_of(self, figures: Mapping[str, float]) -> float | None:
         return self.evaluator.score(figures)

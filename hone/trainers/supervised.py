@@ -64,7 +64,8 @@ class SupervisedTrainer(Trainer):
         due = step in (0, self.steps) or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
         if not due:
             return {}
-        return {f"eval/{name}/loss": self._mean_loss(samples) for name, samples in self.held_out.items()}
+        with self.recorder.phase("evaluate"):
+            return {f"eval/{name}/loss": self._mean_loss(samples) for name, samples in self.held_out.items()}
 
     def score_of(self, figures: Mapping[str, float]) -> float | None:
         """Lower loss is better: the first held-out set's, negated."""

@@ -1,0 +1,40 @@
+"""Weights & Biases, by its own library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from uuid import uuid4
+
+from hone.tracking.base import RunInfo, Tracker, keep_id, known_id
+from hone.tracking.settings import WandbSettings
+
+try:
+    import wandb
+except ImportError as error:
+    raise ImportError(f"it needs the package wandb: pip install 'hone-rl[wandb]' ({error})") from error
+
+
+class WandbTracker(Tracker):
+    """Scalars and settings. Files lie in `<run folder>/wandb`; a resumed run continues the same W&B run.
+
+    W&B takes no step twice: steps that a resumed run repeats keep their first values, which are the same ones.
+    """
+
+    def __init__(self, settings: WandbSettings, run: RunInfo) -> None:
+        self._run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            name=run.name,
+            id=known_id(run, "wandb") or keep_id(run, "wandb", uuid4().hex),
+            resume="allow",
+            dir=str(run.run_dir),
+            config=dict(run.config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self.where = self._run.url or str(self._run.dir)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,265 @@
+"""The hub: everyone is told, a broken tracker is switched off and seen to be, the record is not."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from hone.config import ConfigError, build
+from hone.registry import Entry
+from hone.tracking import TRACKERS
+from hone.tracking.base import RunInfo, Tracker, TrackingError
+from hone.tracking.hub import RUN_FILE, Tracking
+from hone.tracking.jsonl import METRICS_FILE, ROLLOUTS_FILE, read_metrics
+from hone.tracking.settings import TrackingConfig
+from hone.types import Status
+
+from .conftest import decode
+
+
+class Recording(Tracker):
+    """Keeps what it is told."""
+
+    seen = []  # noqa: RUF012 (emptied by each test)
+
+    def __init__(self, settings, run):
+        self.where = "memory"
+        self.seen.clear()
+
+    def log(self, step, values):
+        self.seen.append((step, dict(values)))
+
+    def rollouts(self, step, records):
+        self.seen.append((step, [record["response"] for record in records]))
+
+    def close(self):
+        self.seen.append("closed")
+
+
+class Broken(Tracker):
+    """Works for two steps."""
+
+    def __init__(self, settings, run):
+        pass
+
+    def log(self, step, values):
+        if step >= 2:
+            raise ConnectionError("no route\nto host")
+
+
+class Unstartable(Tracker):
+    def __init__(self, settings, run):
+        raise PermissionError("not logged in")
+
+
+class Stuck(Tracker):
+    """Never comes back from its first step, until the test is over."""
+
+    free = threading.Event()
+
+    def __init__(self, settings, run):
+        self.free.clear()
+
+    def log(self, step, values):
+        self.free.wait(30)
+
+
+class BrokenConsole(Broken):
+    own_thread = False
+
+    def message(self, text):
+        raise BrokenPipeError("nobody reads")
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts a Tracking with the trackers named, at the step given; everything is closed afterwards."""
+    for cls in (Recording, Broken, Unstartable, Stuck):
+        monkeypatch.setitem(TRACKERS._entries, cls.__name__.lower(), Entry(cls))
+    opened = []
+
+    def make(*trackers, at=0, **settings):
+        config = build(TrackingConfig, {"trackers": list(trackers), **settings}, source="test")
+        hub = Tracking(config, RunInfo(tmp_path, total_steps=9), decode)
+        opened.append(hub)
+        hub.begin(at)
+        return hub
+
+    yield make
+    Stuck.free.set()
+    for hub in opened:
+        hub.close()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened within 10 s"
+        time.sleep(0.005)
+
+
+def test_a_step_and_its_rollouts_reach_every_tracker(start, tmp_path, group, lines):
+    hub = start("jsonl", "recording")
+    hub.rollouts(1, [group((3,), (4,))], {(0, 1): (0.0, 0.0, -0.75)})
+    hub.evaluated(1, "held_out", [group((5, 6))])
+    hub.log(1, {"reward/mean": 0.5})
+    hub.close()
+    assert Recording.seen == [(1, [" 3", " 1"]), (1, ["\n</script>"]), (1, {"reward/mean": 0.5}), "closed"]
+    assert lines(tmp_path / METRICS_FILE) == [{"step": 1, "reward/mean": 0.5}]
+    first, second, third = lines(tmp_path / ROLLOUTS_FILE)
+    assert (first["step"], first["set"], first["logprob_gap"]) == (1, None, None)
+    assert (second["response"], second["logprob_gap"]) == (" 1", [-0.25])
+    assert (third["set"], third["tokens"]) == ("held_out", ["\n", "</script>"])
+
+
+@pytest.mark.parametrize(("setting", "kept"), [(0, []), (2, [0, 3]), ("all", [0, 1, 2, 3])])
+def test_as_many_rollouts_as_the_settings_say(start, tmp_path, group, lines, setting, kept):
+    hub = start("jsonl", rollouts_per_step=setting)
+    hub.rollouts(1, [group((3,), (4,), (5,), (6,), status=Status.TRUNCATED)])
+    assert [record["sample"] for record in lines(tmp_path / ROLLOUTS_FILE)] == kept
+
+
+def test_a_step_is_logged_once(start):
+    hub = start("jsonl")
+    hub.log(1, {})
+    with pytest.raises(ValueError, match="step 1 was logged after step 1"):
+        hub.log(1, {})
+
+
+def test_resuming_continues_after_the_step_of_the_checkpoint(start, tmp_path, lines, capsys):
+    hub = start("jsonl")
+    for step in range(5):
+        hub.log(step, {"reward/mean": float(step)})
+    hub.close()
+    hub = start("jsonl", at=2)
+    with pytest.raises(ValueError, match="step 2 was logged after step 2"):
+        hub.log(2, {})
+    hub.log(3, {"reward/mean": 30.0})
+    assert [step["reward/mean"] for step in lines(tmp_path / METRICS_FILE)] == [0.0, 1.0, 2.0, 30.0]
+    assert capsys.readouterr().err == ""
+    assert json.loads((tmp_path / RUN_FILE).read_text())["resumed_from"] == 2
+
+
+def test_a_record_that_ends_too_early_is_said(start, capsys):
+    hub = start("jsonl")
+    hub.log(0, {})
+    hub.close()
+    start("jsonl", at=4)
+    assert "ends at step 0, the run continues after step 4: the steps between are missing" in capsys.readouterr().err
+
+
+def test_a_tracker_that_breaks_is_switched_off_said_and_counted(start, tmp_path, capsys):
+    hub = start("jsonl", "broken", "recording")
+    for step in range(1, 4):
+        hub.log(step, {"reward/mean": 0.5})
+    wait_for(lambda: hub._trackers.get("broken") is None or hub._trackers["broken"]._error is not None)
+    hub.log(4, {})
+    hub.log(5, {})
+    hub.close()
+    said = capsys.readouterr().err
+    assert said.count("tracker 'broken' failed: ConnectionError: no route to host; it is switched off") == 1
+    last = read_metrics(tmp_path)[-1]
+    assert (last["step"], last["perf/trackers_failed"]) == (5, 1.0)
+    assert [entry[0] for entry in Recording.seen[:-1]] == [1, 2, 3, 4, 5]
+
+
+def test_a_tracker_that_does_not_answer_is_switched_off(start, tmp_path, capsys):
+    hub = start("jsonl", "stuck", timeout_s=0.05)
+    hub.log(1, {})
+    time.sleep(0.1)
+    hub.log(2, {})
+    hub.log(3, {})
+    assert "tracker 'stuck' has not answered for 0.05 s; it is switched off" in capsys.readouterr().err
+    assert read_metrics(tmp_path)[-1]["perf/trackers_failed"] == 1.0
+
+
+def test_closing_waits_no_longer_than_the_deadline(start, capsys):
+    hub = start("jsonl", "stuck", timeout_s=0.05)
+    hub.log(1, {})
+    hub.close()
+    assert "tracker 'stuck' did not finish within 0.05 s" in capsys.readouterr().err
+
+
+def test_a_tracker_that_does_not_start_is_an_error_only_where_the_run_starts(start, capsys):
+    with pytest.raises(TrackingError, match="tracker 'unstartable' failed: PermissionError: not logged in"):
+        start("jsonl", "unstartable")
+    hub = start("jsonl", "unstartable", at=3)
+    hub.log(4, {})
+    assert "tracker 'unstartable' failed: PermissionError: not logged in; it is switched off" in capsys.readouterr().err
+
+
+def test_a_console_that_is_gone_stops_nothing(start, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(TRACKERS._entries, "console", Entry(BrokenConsole))
+    hub = start("jsonl", "console")
+    hub.log(1, {})
+    hub.log(2, {})
+    hub.message("on")
+    hub.log(3, {})
+    assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3]
+    assert capsys.readouterr().err.splitlines() == [
+        "tracker 'console' failed: ConnectionError: no route to host; it is switched off, the run goes on",
+        "on",
+    ]
+
+
+def test_a_record_that_cannot_be_written_ends_the_run(start, tmp_path):
+    hub = start("jsonl", "recording")
+    os.close(hub._trackers["jsonl"]._metrics._fd)
+    with pytest.raises(TrackingError, match=r"cannot write .*metrics\.jsonl: Bad file descriptor; the run stops"):
+        hub.log(1, {})
+    hub._trackers.pop("jsonl")
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "tensorboard"])
+def test_a_missing_library_is_said_at_the_start(name, monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, f"hone.tracking.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)  # what Python itself uses for "cannot be imported"
+    for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    config = build(TrackingConfig, {"trackers": [name]}, source="test")
+    with pytest.raises(ConfigError, match=rf"tracker '{name}' .*pip install 'hone-rl\[{name}\]'"):
+        Tracking(config, RunInfo(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trackers": ["consol"]}, "unknown tracker 'consol'; did you mean 'console'?"),
+        ({"trackers": ["jsonl", "jsonl"]}, "jsonl is named more than once"),
+        ({"rollouts_per_step": -1}, "rollouts_per_step"),
+        ({"trackers": [{"name": "wandb", "projct": "x"}]}, "did you mean 'trackers.0.project'?"),
+    ],
+)
+def test_settings_that_cannot_be_meant(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        build(TrackingConfig, settings, source="test")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(None, "finished"), (KeyboardInterrupt(), "interrupted"), (OSError("disk\ngone"), "failed: OSError: disk gone")],
+)
+def test_the_end_of_a_run_is_written_down(start, tmp_path, error, outcome):
+    hub = start("jsonl")
+    if error is None:
+        with hub:
+            assert json.loads((tmp_path / RUN_FILE).read_text())["outcome"] is None
+    else:
+        with pytest.raises(type(error)), hub:
+            raise error
+    facts = json.loads((tmp_path / RUN_FILE).read_text())
+    assert (facts["outcome"], facts["total_steps"]) == (outcome, 9)
+    assert facts["trackers"] == {"jsonl": str(tmp_path / METRICS_FILE)}
+
+
+def test_settings_and_hub_import_nothing_heavy():
+    code = (
+        "import sys, hone.tracking.settings, hone.tracking.hub, hone.tracking.report;"
+        "print([n for n in ('torch', 'numpy', 'transformers', 'tensorboard', 'wandb', 'mlflow') if n in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

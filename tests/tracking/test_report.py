@@ -1,0 +1,203 @@
+"""The report as a file: what is in it for any state of a run folder, and that nothing can break out of it."""
+
+import json
+import math
+import re
+
+import pytest
+
+from hone.config import ConfigError
+from hone.tracking import rundata
+from hone.tracking.charts import charts, step_phases
+from hone.tracking.report import REPORT_FILE, build_report
+from hone.tracking.rundata import curves, read_run
+
+EVIL = "</script><script>window.evil = 1</script><img src=x onerror=alert(1)> & \u2028"
+
+
+def embedded(page):
+    """The data inside a page."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.S)
+    return json.loads(text)
+
+
+def write_metrics(folder, steps):
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+
+
+def rollout(step, **changes):
+    base = {
+        "step": step, "set": None, "prompt_id": "sort/1", "sample": 0, "status": "ok", "stop_reason": "stop",
+        "reward": 1.0, "components": {"exact_match": 1.0}, "error": "", "prompt": "Sort: 3 1", "response": "1 3",
+        "ground_truth": "1 3", "response_length": 2, "weight_versions": [[step - 1, 2]], "tokens": ["1", " 3"],
+        "rollout_logprobs": [-0.5, -0.25], "logprob_gap": [1e-5, None],
+    }  # fmt: skip
+    return {**base, **changes}
+
+
+def write_rollouts(folder, records):
+    folder.mkdir(exist_ok=True)
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def build(folder):
+    path = build_report(folder)
+    assert path == folder / REPORT_FILE
+    page = path.read_text(encoding="utf-8")
+    assert "@@" not in page
+    return page
+
+
+def test_a_page_loads_nothing_and_carries_its_data(tmp_path):
+    write_metrics(tmp_path, [{"step": 0, "eval/test/exact_match": 0.1}, {"step": 1, "reward/mean": 0.3}])
+    page = build(tmp_path)
+    assert not re.findall(r"(?:src|href)=\"(?!#)|https?://(?!www\.w3\.org/2000/svg)|@import|url\(", page)
+    assert "default-src 'none'" in page
+    assert embedded(page)["series"]["reward/mean"] == {"axis": 1, "values": [0.3]}
+    assert embedded(page)["axes"] == [[0], [1]]
+
+
+def test_text_from_models_and_data_sets_cannot_leave_its_place(tmp_path):
+    write_metrics(tmp_path, [{"step": 1, f"reward/{EVIL}": 0.5}])
+    write_rollouts(tmp_path, [rollout(1, prompt=EVIL, response=EVIL, tokens=[EVIL], status=EVIL, error=EVIL)])
+    (tmp_path / "config.yaml").write_text(f"model:\n  path: '{EVIL}'\n")
+    (tmp_path / "run.json").write_text(json.dumps({"outcome": EVIL, "platform": EVIL}))
+    page = build(tmp_path)
+    assert page.count("<script>") == 2
+    assert page.count("</script>") == 3
+    assert "<img" not in page
+    assert embedded(page)["rollouts"][0]["response"] == EVIL
+
+
+@pytest.mark.parametrize("present", ["metrics.jsonl", "config.yaml", "run.json"])
+def test_a_folder_with_little_in_it_has_a_page(tmp_path, present):
+    content = {"metrics.jsonl": '{"step": 0}\n', "config.yaml": "run:\n  seed: 5\n", "run.json": "{}"}
+    (tmp_path / present).write_text(content[present])
+    page = build(tmp_path)
+    missing = [name for name in (*content, "rollouts.jsonl") if name != present]
+    assert all(f"There is no {name}" in page for name in missing)
+    assert ("<dt>Seed</dt><dd>5</dd>" in page) is (present == "config.yaml")
+
+
+def test_a_folder_that_is_no_run_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"no run folder .*nowhere"):
+        build_report(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"is not a run folder: it has no metrics\.jsonl, config\.yaml or run\.json"):
+        build_report(tmp_path)
+
+
+def test_a_run_that_is_still_written_and_damaged_lines(tmp_path):
+    write_metrics(tmp_path, [{"step": 1, "train/kl": "NaN"}, {"step": 2, "train/kl": "Infinity"}])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('[1]\nnot json\n{"step": 3, "train/kl": 0.5}\n{"step": 4, "tra')
+    write_rollouts(tmp_path, [rollout(1), {"step": 1}])
+    with (tmp_path / "rollouts.jsonl").open("a") as file:
+        file.write('oops\n{"step": 2, "respo')
+    (tmp_path / "config.yaml").write_text("a: [1\n")
+    (tmp_path / "run.json").write_text("[]")
+    page = build(tmp_path)
+    assert "in progress" in page
+    assert "Lines of metrics.jsonl that could not be read and were left out: 2." in page
+    assert "Lines of rollouts.jsonl that could not be read and were left out: 1." in page
+    assert "marked in their charts: 2 of the values" in page
+    assert "run.json is not a JSON object" in page
+    data = embedded(page)
+    assert data["series"]["train/kl"]["values"] == ["NaN", "Infinity", 0.5]
+    assert [row["response"] for row in data["rollouts"]] == ["1 3", ""]
+
+
+def test_what_became_of_the_run_is_said(tmp_path):
+    write_metrics(tmp_path, [{"step": 5}])
+    for facts, said in (
+        ({"total_steps": 5}, "finished"),
+        ({"total_steps": 9}, "in progress"),
+        ({"total_steps": 9, "outcome": "interrupted"}, "interrupted"),
+        ({"total_steps": 9, "outcome": "failed: OSError: disk"}, "failed: OSError: disk"),
+    ):
+        (tmp_path / "run.json").write_text(json.dumps(facts))
+        assert re.search(rf'class="badge [a-z]*">{said}<', build(tmp_path))
+
+
+def test_headlines_say_where_a_run_began_and_where_it_is(tmp_path):
+    steps = [{"step": i, "reward/mean": i / 4, "rollout/response_length": 20.0 - i, "perf/step_s": 2.0,
+              "perf/driver_s": 0.05, "perf/tokens_per_s": 1000.0 + i} for i in range(1, 4)]  # fmt: skip
+    steps[0] |= {"eval/a/exact_match": 0.5, "eval/b/exact_match": 0.25}
+    steps[2] |= {"eval/a/exact_match": 0.25, "eval/b/exact_match": 0.75}
+    write_metrics(tmp_path, steps)
+    page = build(tmp_path)
+    tiles = dict(re.findall(r'title="([^"]*)">[^<]*</div><div class="value">(.*?)</div></div>', page))
+    tiles = {title: re.sub(r"<[^>]*>", " ", text).split() for title, text in tiles.items()}
+    assert tiles["Reward"] == ["0.750", "+0.500", "from", "0.250"]
+    assert tiles["Exact match, a"] == ["0.250", "-0.250", "from", "0.500"]
+    assert tiles["Exact match, b"] == ["0.750", "+0.500", "from", "0.250"]
+    assert tiles["Response length"] == ["17.0", "-2.0", "from", "19.0"]
+    assert tiles["Time"][:2] == ["6", "s"]
+    assert tiles["Tokens per second"] == ["1,002", "driver", "overhead", "2.5", "%"]
+
+
+def test_every_metric_is_in_one_chart():
+    names = [
+        "reward/mean", "reward/max", "reward/format", "eval/a/exact_match", "eval/b/exact_match", "eval/a/best@4",
+        "eval/b/best@4", "rollout/response_length", "rollout/status/ok", "rollout/status/env_failed", "train/kl",
+        "train/entropy", "train/grad_norm", "train/lr", "correction/kl", "correction/k3", "critic/value_loss",
+        "weights/bytes", "perf/step_s", "perf/generate_s", "perf/reward_s", "perf/pack_s", "perf/driver_s",
+        "perf/evaluate_s", "perf/save_checkpoint_s", "perf/driver_fraction", "perf/weight_sync_gb_per_s", "mine", "x/y",
+    ]  # fmt: skip
+    made = charts(names)
+    placed = [name for chart in made for name in chart.series]
+    assert sorted(placed) == sorted(names)
+    by_title = {chart.title: chart for chart in made}
+    assert by_title["Exact match"].series == {"eval/a/exact_match": "a", "eval/b/exact_match": "b"}
+    assert by_title["best@4"].series == {"eval/a/best@4": "a", "eval/b/best@4": "b"}
+    assert by_title["status"].series == {"rollout/status/env_failed": "env_failed", "rollout/status/ok": "ok"}
+    assert by_title["Where a step's time goes"].series == {
+        "perf/generate_s": "generate", "perf/reward_s": "reward", "perf/pack_s": "pack",
+    }  # fmt: skip
+    assert {chart.section for chart in made if {"mine", "x/y"} & set(chart.series)} == {"Other"}
+    assert step_phases(["perf/generate_s"]) == []
+
+
+def test_a_long_curve_keeps_its_extremes(tmp_path):
+    steps = [{"step": i, "train/kl": math.sin(i / 50)} for i in range(6001)]
+    steps[1234]["train/kl"] = 77.0
+    steps[4321]["train/kl"] = -77.0
+    steps[3000]["train/kl"] = "NaN"
+    write_metrics(tmp_path, steps)
+    axes, series = curves(read_run(tmp_path))
+    values = series["train/kl"]["values"]
+    assert len(values) <= rundata.MAX_POINTS + 4
+    assert series["train/kl"]["of"] == 6001
+    kept = dict(zip(axes[series["train/kl"]["axis"]], values, strict=True))
+    assert (kept[1234], kept[4321], kept[3000]) == (77.0, -77.0, "NaN")
+    assert {0, 6000} <= set(kept)
+
+
+def test_more_rollouts_than_a_page_holds_are_thinned_evenly_and_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(rundata, "MAX_ROWS", 40)
+    write_metrics(tmp_path, [{"step": 1}])
+    write_rollouts(tmp_path, [rollout(step, sample=i) for step in range(20) for i in range(1 if step < 10 else 50)])
+    page = build(tmp_path)
+    rows = embedded(page)["rollouts"]
+    assert "40 of 510 rollouts are on this page, spread evenly over the steps" in page
+    counts = [sum(row["step"] == step for row in rows) for step in range(20)]
+    assert counts == [1] * 10 + [3] * 10
+    assert [row["id"] for row in rows if row["step"] == 19] == ["sort/1 #0", "sort/1 #24", "sort/1 #49"]
+
+
+def test_long_rollouts_are_cut_and_big_ones_are_fewer(tmp_path, monkeypatch):
+    monkeypatch.setattr(rundata, "MAX_TOKENS", 100)
+    monkeypatch.setattr(rundata, "MAX_BYTES", 100_000)
+    big = {"tokens": ["x"] * 5000, "rollout_logprobs": [-1.0] * 5000, "logprob_gap": None, "prompt": "p" * 30_000}
+    write_metrics(tmp_path, [{"step": 1}])
+    write_rollouts(tmp_path, [rollout(step, **big) for step in range(60)])
+    rows = embedded(build(tmp_path))["rollouts"]
+    assert 15 <= len(rows) <= 100_000 // (100 * 45)
+    assert (len(rows[0]["tokens"]), len(rows[0]["logprobs"]), rows[0]["hidden"]) == (100, 100, 4900)
+    assert rows[0]["prompt"].endswith("... (10,000 characters more)")
+
+
+def test_a_run_inside_the_run_is_pointed_at(tmp_path):
+    write_metrics(tmp_path, [{"step": 1}])
+    write_metrics(tmp_path / "warm_start", [{"step": 1}])
+    assert "warm_start/ is a run of its own, with a page of its own" in build(tmp_path)

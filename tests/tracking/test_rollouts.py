@@ -1,0 +1,84 @@
+"""Lines of rollouts.jsonl: what they say of a trajectory, and which trajectories get one."""
+
+import math
+
+import pytest
+
+from hone.tracking.rollouts import TokenTexts, places_to_keep, rollout_record, spread
+from hone.types import Status
+
+from .conftest import decode
+
+
+def test_a_record_tells_the_answer_token_by_token(group):
+    record = rollout_record(group((5,), (3, 4, 8)), 1, TokenTexts(decode), (0.0, 0.0, -0.5, -1.25, -1.5))
+    assert record == {
+        "prompt_id": "sort/1",
+        "draw": 4,
+        "sample": 1,
+        "status": "ok",
+        "stop_reason": "stop",
+        "reward": 0.25,
+        "components": {"exact_match": 1.0},
+        "error": "",
+        "prompt": "Sort:",
+        "response": " 3 1<|end|>",
+        "ground_truth": [1, 3],
+        "response_length": 3,
+        "turns": 1,
+        "weight_versions": [[7, 2], [8, 1]],
+        "prompt_token_ids": [1, 2],
+        "token_ids": [3, 4, 8],
+        "tokens": [" 3", " 1", "<|end|>"],
+        "rollout_logprobs": [-0.5, -1.0, -1.5],
+        "logprob_gap": [0.0, -0.25, 0.0],
+    }
+
+
+def test_observed_tokens_have_no_logprob(group):
+    made = group((3, 5, 4))
+    trajectory = made.trajectories[0].with_(loss_mask=(0, 0, 1, 0, 1), weight_versions=(-1, -1, 7, -1, 8))
+    record = rollout_record(type(made)(made.prompt, (trajectory,)), 0, TokenTexts(decode), (0.0,) * 5)
+    assert record["rollout_logprobs"] == [-0.5, None, -1.5]
+    assert record["logprob_gap"] == [0.5, None, 1.5]
+    assert record["weight_versions"] == [[7, 1], [8, 1]]
+
+
+def test_a_failed_trajectory_has_no_reward(group):
+    record = rollout_record(group((3,), status=Status.REWARD_FAILED), 0, TokenTexts(decode))
+    assert record["reward"] is None
+    assert record["logprob_gap"] is None
+
+
+def test_logprobs_that_are_not_finite_stay_so(group):
+    made = group((3,))
+    trajectory = made.trajectories[0].with_(rollout_logprobs=(0.0, 0.0, -math.inf))
+    record = rollout_record(type(made)(made.prompt, (trajectory,)), 0, TokenTexts(decode))
+    assert record["rollout_logprobs"] == [-math.inf]
+
+
+def test_trainer_logprobs_of_another_length_are_an_error(group):
+    with pytest.raises(ValueError, match="sort/1 sample 0: 2 trainer log-probs for 3 tokens"):
+        rollout_record(group((3,)), 0, TokenTexts(decode), (0.0, 0.0))
+
+
+def test_each_token_is_decoded_once():
+    asked = []
+
+    def counting(ids):
+        asked.append(tuple(ids))
+        return decode(ids)
+
+    texts = TokenTexts(counting)
+    assert texts((3, 4, 3)) == [" 3", " 1", " 3"]
+    assert texts((4,)) == [" 1"]
+    assert asked == [(3,), (4,)]
+
+
+def test_what_is_kept_is_spread_over_the_step(group):
+    groups = [group((3,), (4,)), group((3,), (4,), (5,))]
+    assert places_to_keep(groups, 3) == [(0, 0), (1, 0), (1, 2)]
+    assert places_to_keep(groups, None) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    assert places_to_keep(groups, 0) == []
+    assert [spread(5, keep) for keep in (1, 2, 9)] == [[0], [0, 4], [0, 1, 2, 3, 4]]
+    assert all(len(set(spread(total, keep))) == min(total, keep) for total in range(30) for keep in range(30))

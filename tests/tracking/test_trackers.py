@@ -1,0 +1,136 @@
+"""Trackers of other libraries, for real and offline: a run writes, is resumed, and its numbers are read back.
+
+Each runs in a process of its own, as in a training run: these libraries keep threads, services and global state.
+"""
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+
+RUN = """
+import sys
+from pathlib import Path
+from hone.config import build
+from hone.tracking.base import RunInfo
+from hone.tracking.hub import Tracking
+from hone.tracking.settings import TrackingConfig
+
+folder, choice, stops = Path(sys.argv[1]), eval(sys.argv[2]), [int(step) for step in sys.argv[3:]]
+config = build(TrackingConfig, {"trackers": ["jsonl", choice], "timeout_s": 60}, source="test")
+at = 0
+for stop in stops:  # each stop is a launch that continues from the step before its own last one
+    with Tracking(config, RunInfo(folder, config={"run": {"seed": 3}, "lists": [1, 2]})) as hub:
+        hub.begin(at)
+        for step in range(at + 1 if at else 0, stop + 1):
+            hub.log(step, {"reward/mean": step / 8, "eval/sort/mean@4": 0.5, "train/kl": float("nan")})
+        print(hub.places())
+    at = stop - 1
+"""
+
+
+def launch(folder, choice, *stops, then="", **environment):
+    """Runs the launches, then `then` in the same process; returns what was printed. No tracker may be switched off."""
+    env = {**os.environ, **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN + then, str(folder), repr(choice), *map(str, stops)],
+        capture_output=True, text=True, timeout=120, env=env, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "switched off" not in done.stderr
+    return done.stdout
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = launch(tmp_path / "run", "tensorboard", 4, 6)
+    assert str(tmp_path / "run" / "tensorboard") in out
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), purge_orphaned_data=True)
+    events.Reload()
+    assert events.Tags()["scalars"] == ["reward/mean", "eval/sort/mean@4", "train/kl"]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(step, step / 8) for step in range(7)]
+    assert math.isnan(events.Scalars("train/kl")[0].value)
+
+
+def wandb_records(path):
+    """The records of an offline run's file: LevelDB's log format around protocol buffers."""
+    from wandb.proto import wandb_internal_pb2
+
+    raw, position, buffer = path.read_bytes(), 7, b""
+    while position + 7 <= len(raw):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", raw[position : position + 7])
+        buffer += raw[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # whole, or the last piece
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(buffer)
+            yield record
+            buffer = b""
+
+
+def test_wandb(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    folder = tmp_path / "run"
+    offline = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_CACHE_DIR": str(tmp_path / "cache"),
+               "WANDB_CONFIG_DIR": str(tmp_path / "config"), "WANDB_DATA_DIR": str(tmp_path / "data")}  # fmt: skip
+    launch(folder, {"name": "wandb", "project": "sorting"}, 4, 6, **offline)
+    files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    mark = (folder / "tracking" / "wandb.id").read_text().strip()
+    logged = []
+    for path in files:
+        records = list(wandb_records(path))
+        (run,) = [record.run for record in records if record.HasField("run")]
+        assert (run.run_id, run.project, run.display_name) == (mark, "sorting", "run")
+        settings = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert settings["run"] == {"seed": 3}
+        for record in records:
+            if record.HasField("history"):
+                items = {item.nested_key[0] or item.key: item.value_json for item in record.history.item}
+                logged.append((int(items["_step"]), json.loads(items["reward/mean"]), items["train/kl"]))
+    assert logged == [(step, step / 8, "NaN") for step in (0, 1, 2, 3, 4, 4, 5, 6)]
+
+
+def test_mlflow(tmp_path):
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    choice = {"name": "mlflow", "uri": f"file://{tmp_path / 'store'}", "experiment": "sorting"}
+    read = """
+import json
+from mlflow.tracking import MlflowClient
+client = MlflowClient(choice["uri"])
+(run,) = client.search_runs([client.get_experiment_by_name("sorting").experiment_id])
+points = lambda name: [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)]
+history = {name: points(name) for name in run.data.metrics}
+print(json.dumps([run.info.run_name, run.info.status, run.data.params, history]))
+"""
+    out = launch(tmp_path / "run", choice, 4, 6, then=read, MLFLOW_ALLOW_FILE_STORE="true")
+    name, status, params, history = json.loads(out.splitlines()[-1])
+    assert (name, status) == ("run", "FINISHED")
+    assert params == {"run.seed": "3", "lists": "[1, 2]"}
+    assert sorted(map(tuple, history["reward/mean"])) == [(step, step / 8) for step in (0, 1, 2, 3, 4, 4, 5, 6)]
+    assert {value for _, value in history["eval/sort/mean_4"]} == {0.5}
+    assert len(history["train/kl"]) == 8
+
+
+def test_trackio(tmp_path):
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    env = {"TRACKIO_DIR": str(tmp_path / "store"), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    read = """
+import json
+from trackio.sqlite_storage import SQLiteStorage
+(name,) = SQLiteStorage.get_runs("sorting")
+print(json.dumps([name, [[row["step"], row["reward/mean"]] for row in SQLiteStorage.get_logs("sorting", name)]]))
+"""
+    out = launch(tmp_path / "run", {"name": "trackio", "project": "sorting"}, 4, 6, then=read, **env)
+    name, rows = json.loads(out.splitlines()[-1])
+    assert name.startswith("run-")
+    assert sorted(map(tuple, rows)) == [(step, step / 8) for step in (0, 1, 2, 3, 4, 4, 5, 6)]
