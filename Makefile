@@ -1,0 +1,86 @@
+# hone: `make quickstart` trains a language model from scratch; `make help` lists the rest.
+# Any Python 3.11 to 3.13 will do; another one than the first found: make PYTHON=python3.12 ...
+# ARGS is passed on: make quickstart ARGS="run.steps=10", make test ARGS="tests/data -x".
+
+VENV := .venv
+DOCS_VENV := .venv-docs
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c '$(FITS)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test check docs bench clean install
+
+help:
+	@echo "make quickstart   install what is pinned into $(VENV), train a small model with RL, show the result"
+	@echo "make test         the whole test suite"
+	@echo "make check        style, types, architecture"
+	@echo "make docs         the documentation as a site, in site/"
+	@echo "make bench        measurements, in an environment of their own"
+	@echo "make install      only what quickstart installs"
+	@echo "make clean        remove everything that make made; runs/ stays"
+
+quickstart: $(VENV)/.base
+	$(VENV)/bin/hone train recipes/quickstart/grpo.yaml $(ARGS)
+
+test: $(VENV)/.test
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(VENV)/.check
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest -q tests/architecture
+
+docs: $(DOCS_VENV)/.docs
+	$(DOCS_VENV)/bin/sphinx-build --fail-on-warning --keep-going --quiet docs site
+	@echo "open site/index.html"
+
+bench: $(VENV)/.base
+	$(VENV)/bin/python benchmarks/run.py $(ARGS)
+
+install: $(VENV)/.base
+
+clean:
+	rm -rf $(VENV) $(DOCS_VENV) .venv-bench site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find hone tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------------------------------------------- environments
+# Each stamp is newer than the lock file it was made from; a second call installs nothing.
+
+# torch comes first, with whatever its build for this machine needs (CUDA libraries, or nothing); the rest is pinned.
+$(VENV)/.base: requirements/base.lock requirements/compiled.lock pyproject.toml
+	@$(call make-venv,$(VENV))
+	@echo "installing requirements/base.lock into $(VENV) (a minute or two, once)"
+	@$(PIP) install --constraint requirements/base.lock torch
+	@$(PIP) install --no-deps --requirement requirements/base.lock
+	@$(PIP) install --no-deps --requirement requirements/compiled.lock >$(VENV)/compiled.log 2>&1 || \
+		echo "note: pycosat was not built (see $(VENV)/compiled.log): reasoning-gym's logic puzzles are not available"
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base requirements/test.lock
+	@echo "installing requirements/test.lock"
+	@$(PIP) install --no-deps --requirement requirements/test.lock
+	@touch $@
+
+$(VENV)/.check: $(VENV)/.test requirements/check.lock
+	@echo "installing requirements/check.lock"
+	@$(PIP) install --no-deps --requirement requirements/check.lock
+	@touch $@
+
+$(DOCS_VENV)/.docs: requirements/docs.lock
+	@$(call make-venv,$(DOCS_VENV))
+	@$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $<
+	@touch $@
+
+define make-venv
+	if [ -z "$(PYTHON)" ]; then \
+		echo "no Python 3.11, 3.12 or 3.13 was found: install one, or name it: make PYTHON=/path/to/python ..." >&2; exit 1; fi; \
+	if ! $(PYTHON) -c '$(FITS)'; then \
+		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), and hone needs Python 3.11, 3.12 or 3.13" >&2; exit 1; fi; \
+	if ! $(PYTHON) -m venv $(1); then \
+		echo "$(PYTHON) -m venv failed: on Debian and Ubuntu, apt-get install python3-venv" >&2; exit 1; fi
+endef

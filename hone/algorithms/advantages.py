@@ -1,0 +1,194 @@
+"""Advantage estimators: how much better than expected each sampled token was.
+
+Each takes a batch and its own settings and returns `Advantages`. Rewards come as `batch.token_rewards` [T] (the
+sequence's reward on its last loss token, minus the KL penalty where that is part of the reward) or, if that is not
+filled, `batch.rewards` [N]. Group statistics count an episode once, and every trajectory of it gets its advantage.
+In a group of one the mean is 0 and the deviation 1, so that A = r (grpo, rloo and the other group estimators).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.groups import EPSILON, Episodes, sequence_rewards
+from hone.algorithms.segments import Grid, discounted_sum, on_last_loss_token, reward_to_go, spread, whiten
+from hone.algorithms.settings import (
+    AdvantageSettings,
+    GaeSettings,
+    GdpoSettings,
+    GpgAdvantageSettings,
+    GrpoPassKSettings,
+    GrpoSettings,
+    ReinforcePpSettings,
+)
+from hone.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """What an estimator returns; both are 0 where the loss mask is."""
+
+    advantages: Tensor  # [T]
+    returns: Tensor | None = None  # [T], what the critic should predict; None without a critic
+
+
+def token_rewards(batch: Batch) -> Tensor:
+    """The rewards on tokens, [T]: those of the batch, or each sequence's reward on its last loss token."""
+    if batch.token_rewards is not None:
+        return batch.token_rewards
+    return on_last_loss_token(sequence_rewards(batch), batch.loss_mask, batch.cu_seqlens)
+
+
+def gae(batch: Batch, settings: GaeSettings) -> Advantages:
+    """Generalised advantage estimation (arXiv 1506.02438); tokens with mask 0 are stepped over.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, where t + 1 is the next loss token;
+    nothing follows the last one. Returns are A + V before whitening. `length_adaptive_alpha` is VAPO's lambda,
+    1 - 1 / (alpha l) (arXiv 2504.05118). Raises ValueError without `batch.values`.
+    """
+    if batch.values is None:
+        raise ValueError("gae needs Batch.values, the critic's prediction before each token")
+    mask, grid = batch.loss_mask, Grid.of(batch.loss_mask, batch.cu_seqlens)
+    values = grid.gather(batch.values)
+    following = torch.nn.functional.pad(values, (0, 1))[:, 1:]
+    delta = grid.gather(token_rewards(batch)) + settings.gamma * following - values
+    lam: Tensor | float = settings.lam
+    if settings.length_adaptive_alpha is not None:
+        steps = torch.bincount(grid.rows, minlength=grid.shape[0]).clamp(min=1)
+        lam = (1 - 1 / (settings.length_adaptive_alpha * steps)).clamp(min=0).to(values.dtype)
+    advantages = discounted_sum(delta, settings.gamma * lam)
+    for_critic = advantages
+    if settings.critic_lam is not None:
+        for_critic = discounted_sum(delta, settings.gamma * settings.critic_lam)
+    return Advantages(
+        advantages=whiten(grid.scatter(advantages, len(mask)), mask),
+        returns=grid.scatter(for_critic + values, len(mask)),
+    )
+
+
+def grpo(batch: Batch, settings: GrpoSettings) -> Advantages:
+    """(r - mean of the group) / (std of the group + 1e-6), arXiv 2402.03300.
+
+    `scale_by: none` divides by nothing (Dr.GRPO, arXiv 2503.20783); `batch` by the standard deviation of all episodes.
+    """
+    rewards = sequence_rewards(batch)
+    episodes = Episodes.of(batch, rewards)
+    return _on_tokens(batch, episodes, _normalised(episodes, episodes.rewards, settings.scale_by))
+
+
+def grpo_pass_k(batch: Batch, settings: GrpoPassKSettings) -> Advantages:
+    """Only the best of a group gets an advantage: its lead over the second, arXiv 2503.19595.
+
+    With `scale`, divided by (std of the group + 1e-6). A group of one has no second: 0.
+    """
+    episodes = Episodes.of(batch, sequence_rewards(batch))
+    order = torch.argsort(episodes.rewards, descending=True, stable=True)
+    order = order[torch.argsort(episodes.group[order], stable=True)]
+    sizes = torch.bincount(episodes.group, minlength=episodes.num_groups)
+    first = sizes.cumsum(0) - sizes
+    best, second = order[first[sizes > 1]], order[first[sizes > 1] + 1]
+    lead = torch.zeros_like(episodes.rewards)
+    lead[best] = episodes.rewards[best] - episodes.rewards[second]
+    if settings.scale:
+        lead = lead / (episodes.std(episodes.rewards) + EPSILON)
+    return _on_tokens(batch, episodes, lead)
+
+
+def gdpo(batch: Batch, settings: GdpoSettings) -> Advantages:
+    """grpo for each reward component on its own, weighted sum, whitened over the batch, arXiv 2601.05242.
+
+    Raises ValueError for a component that the batch does not have.
+    """
+    total: Tensor | None = None
+    for name, weight in settings.weights.items():
+        if name not in batch.components:
+            raise ValueError(f"gdpo: no reward component {name!r} (there is: {', '.join(sorted(batch.components))})")
+        episodes = Episodes.of(batch, batch.components[name])
+        part = weight * _normalised(episodes, episodes.rewards, "group")
+        total = part if total is None else total + part
+    assert total is not None  # the settings demand at least one weight
+    return _whitened(batch, episodes, total)
+
+
+def rloo(batch: Batch, settings: AdvantageSettings) -> Advantages:
+    """n/(n-1) (r - mean of the group): the mean of the others is the baseline, arXiv 2402.14740."""
+    episodes = Episodes.of(batch, sequence_rewards(batch))
+    factor = episodes.size / (episodes.size - 1).clamp(min=1)
+    return _on_tokens(batch, episodes, factor * (episodes.rewards - episodes.mean(episodes.rewards)))
+
+
+def reinforce_pp(batch: Batch, settings: ReinforcePpSettings) -> Advantages:
+    """Discounted reward-to-go, whitened over the batch; no group and no critic, arXiv 2501.03262."""
+    returns = reward_to_go(token_rewards(batch), batch.loss_mask, batch.cu_seqlens, settings.gamma)
+    return Advantages(whiten(returns, batch.loss_mask))
+
+
+def reinforce_pp_baseline(batch: Batch, settings: AdvantageSettings) -> Advantages:
+    """r - mean of the group on every token, whitened over the batch, arXiv 2501.03262."""
+    episodes = Episodes.of(batch, sequence_rewards(batch))
+    return _whitened(batch, episodes, episodes.rewards - episodes.mean(episodes.rewards))
+
+
+def remax(batch: Batch, settings: AdvantageSettings) -> Advantages:
+    """Reward-to-go minus the reward of one greedy answer to the same prompt, arXiv 2310.10505.
+
+    Reads `batch.components["greedy_reward"]` [N]; raises ValueError without it.
+    """
+    if "greedy_reward" not in batch.components:
+        raise ValueError('remax needs Batch.components["greedy_reward"], the reward of one greedy answer per prompt')
+    returns = reward_to_go(token_rewards(batch), batch.loss_mask, batch.cu_seqlens)
+    baseline = spread(batch.components["greedy_reward"].to(returns.dtype), batch.cu_seqlens)
+    return Advantages(torch.where(batch.loss_mask, returns - baseline, 0))
+
+
+def opo(batch: Batch, settings: AdvantageSettings) -> Advantages:
+    """r - sum(length r) / sum(length) within the group, the optimal baseline, arXiv 2505.23585."""
+    episodes = Episodes.of(batch, sequence_rewards(batch))
+    total = episodes.group_sum(episodes.lengths).clamp(min=1)
+    baseline = episodes.group_sum(episodes.lengths * episodes.rewards) / total
+    return _on_tokens(batch, episodes, episodes.rewards - torch.where(episodes.alone, 0, baseline))
+
+
+def gpg(batch: Batch, settings: GpgAdvantageSettings) -> Advantages:
+    """alpha (r - mean of the group) / f_norm, alpha = episodes / episodes with a reward, arXiv 2504.02546."""
+    episodes = Episodes.of(batch, sequence_rewards(batch))
+    alpha = len(episodes.rewards) / (episodes.rewards != 0).sum().clamp(min=1)
+    return _on_tokens(batch, episodes, alpha * (episodes.rewards - episodes.mean(episodes.rewards)) / settings.f_norm)
+
+
+def max_rl(batch: Batch, settings: AdvantageSettings) -> Advantages:
+    """(r - mean of the group) / (mean of the group + 1e-6), for binary rewards, arXiv 2602.02710.
+
+    A group of one gives A = r.
+    """
+    episodes = Episodes.of(batch, sequence_rewards(batch))
+    mean = episodes.mean(episodes.rewards)
+    scaled = (episodes.rewards - mean) / (mean + EPSILON)
+    return _on_tokens(batch, episodes, torch.where(episodes.alone, episodes.rewards, scaled))
+
+
+def _normalised(episodes: Episodes, rewards: Tensor, scale_by: str) -> Tensor:
+    """Rewards against their group's mean over the chosen deviation, [E]."""
+    centred = rewards - episodes.mean(rewards)
+    if scale_by == "none":
+        return centred
+    if scale_by == "group":
+        return torch.where(episodes.alone, centred, centred / (episodes.std(rewards) + EPSILON))
+    deviation = rewards.std() if len(rewards) > 1 else torch.ones_like(rewards).squeeze()
+    return torch.where(episodes.alone, centred, centred / (deviation + EPSILON))
+
+
+def _on_tokens(batch: Batch, episodes: Episodes, per_episode: Tensor) -> Advantages:
+    return Advantages(episodes.on_tokens(per_episode, batch, _dtype(batch)))
+
+
+def _whitened(batch: Batch, episodes: Episodes, per_episode: Tensor) -> Advantages:
+    spread_out = episodes.on_tokens(per_episode, batch, torch.float64)
+    return Advantages(whiten(spread_out, batch.loss_mask).to(_dtype(batch)))
+
+
+def _dtype(batch: Batch) -> torch.dtype:
+    return torch.float32 if batch.rewards is None else batch.rewards.dtype

@@ -1,0 +1,143 @@
+"""Rollout correction: the policy that generated is not exactly the one being trained.
+
+Kernels, precision and staleness make the rollout engine's log-probs `roll` differ from the trainer's `old`. The gap is
+always measured; importance weights and rejection rules act on it if asked to. R = exp(old - roll), per token.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.kl import LOG_RATIO_LIMIT
+from hone.algorithms.segments import (
+    loss_token_counts,
+    masked_mean,
+    sequence_extreme,
+    sequence_mean,
+    sequence_sum,
+    spread,
+)
+from hone.algorithms.settings import CorrectionSettings, RejectionSettings
+from hone.types import Metric, Metrics
+
+DEFAULT_BAND = (0.5, 2.0)  # for the metric `correction/outside_band` if no band is set
+
+
+def importance_weights(
+    old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor, settings: CorrectionSettings
+) -> Tensor:
+    """Weights of the token losses, [T], detached, 1 where nothing is known against a token and 0 outside the mask.
+
+    `token`: R; `sequence`: the product of R over the sequence, on all of its tokens. `truncate: c` is min(., c) (TIS),
+    `band: [lo, hi]` gives 0 outside (IcePop, arXiv 2510.18855). Normalisation is not done here: it needs the whole
+    batch (`normalized`).
+    """
+    log_ratio = _log_ratio(old.detach(), rollout, mask)
+    if settings.weights == "sequence":
+        log_ratio = spread(sequence_sum(log_ratio, cu_seqlens), cu_seqlens)
+    weights = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if settings.truncate is not None:
+        weights = weights.clamp(max=settings.truncate)
+    if settings.band is not None:
+        low, high = settings.band
+        weights = torch.where((weights >= low) & (weights <= high), weights, 0)
+    return torch.where(mask, weights, 0)
+
+
+def normalized(weights: Tensor, mask: Tensor) -> Tensor:
+    """Weights divided by their mean over the batch's loss tokens."""
+    return weights / masked_mean(weights, mask).clamp(min=1e-8)
+
+
+def accepted(old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor, rules: list[RejectionSettings]) -> Tensor:
+    """Which loss tokens all rules keep, [T] bool; a rule on sequences keeps or drops all tokens of one."""
+    log_ratio = _log_ratio(old, rollout, mask)
+    kept = mask
+    for rule in rules:
+        kept = kept & _keeps(rule, log_ratio, mask, cu_seqlens)
+    return kept
+
+
+def _keeps(rule: RejectionSettings, log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """k1 is bounded through the ratio: log(low) <= log R <= log(high); its mean is the geometric mean of R."""
+    if rule.statistic == "k1":
+        statistic = log_ratio
+        low = -math.inf if rule.low is None else math.log(rule.low)
+        high = math.inf if rule.high is None else math.log(rule.high)
+    else:
+        statistic = _divergence(rule.statistic, log_ratio)
+        low, high = -math.inf, math.inf if rule.high is None else rule.high
+    match rule.level:
+        case "token":
+            return (statistic >= low) & (statistic <= high)
+        case "sequence_sum":
+            total = sequence_sum(torch.where(mask, statistic, 0), cu_seqlens)
+            smallest = largest = total
+        case "sequence_mean":
+            smallest = largest = sequence_mean(statistic, mask, cu_seqlens)
+        case "sequence_max":
+            smallest = sequence_extreme(statistic, mask, cu_seqlens, largest=False)
+            largest = sequence_extreme(statistic, mask, cu_seqlens)
+    return spread((smallest >= low) & (largest <= high), cu_seqlens)
+
+
+def _divergence(kind: str, log_ratio: Tensor) -> Tensor:
+    """KL(rollout, trainer) per token of a rollout sample: never negative."""
+    if kind == "k2":
+        return 0.5 * log_ratio.square()
+    return log_ratio.exp() - log_ratio - 1
+
+
+def _log_ratio(old: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, old - rollout, 0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def mismatch_tokens(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """The part of the gap that is a plain mean over tokens, each [T]: for a loss whose `old` is the current policy."""
+    log_ratio = _log_ratio(old.detach(), rollout, mask)
+    ratio = log_ratio.exp()
+    return {
+        "correction/kl": -log_ratio,
+        "correction/k3": ratio - log_ratio - 1,
+        "correction/mean_abs_difference": log_ratio.abs(),
+    }
+
+
+def mismatch(
+    old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor, band: tuple[float, float] | None = None
+) -> Metrics:
+    """How far the rollout's policy is from the trainer's, over the loss tokens of a batch.
+
+    kl and k3 estimate KL(rollout, trainer) in nats per token; chi2 is the chi-squared divergence per token and per
+    sequence; ess is the effective sample size as a share of the tokens; perplexities are means over sequences.
+    Empty if the batch has no loss token.
+    """
+    tokens = int(mask.sum())
+    if not tokens:
+        return {}
+    log_ratio = _log_ratio(old, rollout, mask).double()
+    ratio = log_ratio[mask].exp()
+    counts = loss_token_counts(mask, cu_seqlens)
+    rows = counts > 0
+    sums = sequence_sum(log_ratio, cu_seqlens)[rows].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    trainer, roll = (sequence_mean(x.double(), mask, cu_seqlens)[rows] for x in (old, rollout))
+    low, high = band or DEFAULT_BAND
+    outside = (ratio < low) | (ratio > high)
+    means = {name: values.double()[mask].mean() for name, values in mismatch_tokens(old, rollout, mask).items()}
+    means |= {
+        "correction/chi2_token": ratio.square().mean() - 1,
+        "correction/ess": ratio.sum().square() / (tokens * ratio.square().sum()),
+        "correction/outside_band": outside.double().mean(),
+    }
+    per_sequence = {
+        "correction/chi2_sequence": (2 * sums).exp().mean() - 1,
+        "correction/trainer_perplexity": (-trainer).exp().mean(),
+        "correction/rollout_perplexity": (-roll).exp().mean(),
+        "correction/log_perplexity_difference": (roll - trainer).mean(),
+    }
+    metrics = {name: Metric.mean(value.item(), tokens) for name, value in means.items()}
+    metrics |= {name: Metric.mean(value.item(), int(rows.sum())) for name, value in per_sequence.items()}
+    return metrics | {"correction/max_abs_difference": Metric.max(log_ratio.abs().max().item())}

@@ -1,0 +1,142 @@
+"""Objectives: what an engine is given as loss. Callables (ModelOutput, Batch) -> LossOutput.
+
+Each has `needs`, the outputs of the forward that it reads beyond the model type's plain one, and returns a loss and
+metrics per token; the engine multiplies the loss with `batch.loss_weights` and averages the metrics over loss tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms import POLICY_LOSSES
+from hone.algorithms.correction import importance_weights, mismatch_tokens
+from hone.algorithms.kl import kl_penalty
+from hone.algorithms.losses import LossInputs
+from hone.algorithms.settings import AlgorithmConfig, ValueLossSettings
+from hone.types import Batch, LossOutput, ModelOutput
+
+# Per-token tensors that `Algorithm` puts into `Batch.extras` for the objectives.
+IS_WEIGHTS = "is_weights"  # importance weights, where they need the whole batch
+SELECTED = "selected"  # tokens that the loss's own rule picked over the mini-batch
+POSITIVE = "positive_nll"  # factor of -log p on the tokens of rewarded trajectories
+FULL_KL = "full_kl"  # of ModelOutput.extras: exact KL to the reference, by an engine that can compute it
+
+
+class PolicyObjective:
+    """Policy loss + KL to the reference (where it belongs to the loss) - entropy bonus.
+
+    The ratio is taken against `batch.old_logprobs`, or, where the batch has none, against the current policy itself:
+    with one optimizer step per batch both are the same numbers.
+    """
+
+    def __init__(self, settings: AlgorithmConfig) -> None:
+        self._loss: Callable[[LossInputs, Any], LossOutput] = POLICY_LOSSES.get(settings.loss.name)
+        self._settings = settings.loss
+        self._selects = bool(getattr(settings.loss, "selection", ""))
+        self._correction = settings.correction
+        self._entropy_coef = settings.entropy_coef
+        self._nll_coef = settings.positive_nll_coef
+        in_loss = settings.kl.where == "in_loss"
+        self._kl_coef = settings.kl.coef if in_loss else 0.0
+        self._kl_kind = settings.kl.kind
+        full = {FULL_KL} if self._kl_coef and self._kl_kind == "full" else set()
+        self.needs: frozenset[str] = frozenset({"entropy"} | full)
+
+    def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
+        """Raises ValueError if batch or output lack a field that these settings need."""
+        lp = present(output.logprobs, "ModelOutput.logprobs")
+        mask = batch.loss_mask
+        old = lp.detach() if batch.old_logprobs is None else batch.old_logprobs
+        inputs = LossInputs(
+            lp=lp,
+            old=old,
+            advantages=present(batch.advantages, "Batch.advantages"),
+            mask=mask,
+            cu_seqlens=batch.cu_seqlens,
+            is_weights=self._is_weights(old, batch),
+            selected=_extra(batch, SELECTED) if self._selects else None,
+        )
+        policy = self._loss(inputs, self._settings)
+        values, metrics = policy.values, dict(policy.metrics)
+        if self._kl_coef:
+            penalty = torch.where(mask, self._penalty(lp, output, batch), 0)
+            values = values + self._kl_coef * penalty
+            metrics["train/kl_loss"] = penalty.detach()
+        if self._entropy_coef:
+            values = values - self._entropy_coef * present(output.entropy, "ModelOutput.entropy")
+        if self._nll_coef:
+            values = values - self._nll_coef * _extra(batch, POSITIVE) * lp
+        if output.entropy is not None:
+            metrics["train/entropy"] = output.entropy.detach()
+        if batch.old_logprobs is None and batch.rollout_logprobs is not None:
+            metrics |= mismatch_tokens(lp, batch.rollout_logprobs, mask)
+        return LossOutput(torch.where(mask, values, 0), metrics)
+
+    def _penalty(self, lp: Tensor, output: ModelOutput, batch: Batch) -> Tensor:
+        if self._kl_kind == "full":
+            return present(output.extras.get(FULL_KL), f"ModelOutput.extras[{FULL_KL!r}]")
+        return kl_penalty(lp, present(batch.ref_logprobs, "Batch.ref_logprobs"), self._kl_kind)
+
+    def _is_weights(self, old: Tensor, batch: Batch) -> Tensor | None:
+        if self._correction.weights is None:
+            return None
+        if IS_WEIGHTS in batch.extras:
+            return batch.extras[IS_WEIGHTS]
+        rollout = present(batch.rollout_logprobs, "Batch.rollout_logprobs")
+        return importance_weights(old, rollout, batch.loss_mask, batch.cu_seqlens, self._correction)
+
+
+class ValueObjective:
+    """0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2), the critic's clipped regression, arXiv 1707.06347."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, settings: ValueLossSettings) -> None:
+        self._clip = settings.clip
+
+    def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
+        values = present(output.values, "ModelOutput.values")
+        returns = present(batch.returns, "Batch.returns")
+        error = (values - returns).square()
+        clipped = torch.zeros_like(batch.loss_mask)
+        if self._clip is not None:
+            old = present(batch.values, "Batch.values")
+            near = (values.clamp(old - self._clip, old + self._clip) - returns).square()
+            clipped = near > error
+            error = torch.maximum(error, near)
+        loss = torch.where(batch.loss_mask, 0.5 * error, 0)
+        metrics = {
+            "critic/value_loss": loss.detach(),
+            "critic/clip_fraction": clipped.to(values.dtype),
+            "critic/value": values.detach(),
+            "critic/return": returns,
+        }
+        return LossOutput(loss, metrics)
+
+
+class SftObjective:
+    """-log p of every loss token: supervised fine-tuning."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
+        lp = present(output.logprobs, "ModelOutput.logprobs")
+        loss = torch.where(batch.loss_mask, -lp, 0)
+        return LossOutput(loss, {"train/nll": loss.detach()})
+
+
+def present(value: Tensor | None, name: str) -> Tensor:
+    """The value, or ValueError naming the field that is missing."""
+    if value is None:
+        raise ValueError(f"{name} is missing, and this objective needs it")
+    return value
+
+
+def _extra(batch: Batch, name: str) -> Tensor:
+    if name not in batch.extras:
+        raise ValueError(f"Batch.extras[{name!r}] is missing: pass the mini-batch through Algorithm.weigh first")
+    return batch.extras[name]

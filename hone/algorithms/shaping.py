@@ -1,0 +1,131 @@
+"""Which groups are trained on, and what is added to their rewards: plain functions of trajectories, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from hone.algorithms.settings import DynamicSamplingSettings, OverlongSettings
+from hone.registry import unknown
+from hone.types import Status, Trajectory, TrajectoryGroup
+
+OVERLONG = "overlong_penalty"
+
+
+class Dropped(NamedTuple):
+    """A group that is not trained on, and why; its trainable trajectories now have status `filtered`."""
+
+    group: TrajectoryGroup
+    reason: str
+
+
+def overlong_penalty(tokens: int, max_response_tokens: int, settings: OverlongSettings) -> float:
+    """DAPO's soft punishment: 0 up to the buffer, then falling linearly to -factor at the limit, arXiv 2503.14476."""
+    expected = max_response_tokens - settings.buffer_tokens
+    return min(-(tokens - expected) / settings.buffer_tokens * settings.factor, 0.0)
+
+
+def check_buffer(max_response_tokens: int, settings: OverlongSettings) -> None:
+    """Raise ValueError if the buffer is longer than the response may be."""
+    if settings.buffer_tokens > max_response_tokens:
+        raise ValueError(
+            f"overlong.buffer_tokens ({settings.buffer_tokens}) is more than the longest response "
+            f"({max_response_tokens} tokens)"
+        )
+
+
+def punish_overlong(
+    groups: Iterable[TrajectoryGroup], max_response_tokens: int, settings: OverlongSettings
+) -> list[TrajectoryGroup]:
+    """Add the overlong penalty to every trainable trajectory's reward and note it among its components.
+
+    Raises ValueError if the buffer is longer than the response may be.
+    """
+    check_buffer(max_response_tokens, settings)
+
+    def shaped(one: Trajectory) -> Trajectory:
+        if not one.status.trainable:
+            return one
+        penalty = overlong_penalty(one.response_length, max_response_tokens, settings)
+        return one.with_(reward=one.reward + penalty, components={**one.components, OVERLONG: penalty})
+
+    return [replace(group, trajectories=tuple(map(shaped, group.trajectories))) for group in groups]
+
+
+def split_trainable(
+    groups: Iterable[TrajectoryGroup], settings: DynamicSamplingSettings | None
+) -> tuple[list[TrajectoryGroup], list[Dropped]]:
+    """Sort groups into those to train on and those dropped, each of the latter with its reason.
+
+    A group without a single trainable token is always dropped; with dynamic sampling also one whose metric is the same
+    for all of its trainable trajectories (arXiv 2503.14476, section 3.2). Order is kept.
+    Raises ValueError if a trajectory lacks the metric.
+    """
+    kept: list[TrajectoryGroup] = []
+    dropped: list[Dropped] = []
+    for group in groups:
+        reason = _reason(group, settings)
+        if reason:
+            dropped.append(Dropped(_filtered(group, reason), reason))
+        else:
+            kept.append(group)
+    return kept, dropped
+
+
+def _reason(group: TrajectoryGroup, settings: DynamicSamplingSettings | None) -> str:
+    if not group.trainable:
+        return "no trainable trajectory: " + _statuses(group.trajectories)
+    if not any(one.response_length for one in group.trainable):
+        return "no trainable trajectory has a generated token"
+    if settings is None:
+        return ""
+    values = [metric_of(one, settings.metric) for one in group.trainable]
+    if max(values) - min(values) > 1e-9 * max(1.0, abs(values[0])):
+        return ""
+    return f"{settings.metric} is {values[0]:g} for all {len(values)} trajectories"
+
+
+def metric_of(trajectory: Trajectory, metric: str) -> float:
+    """The reward before any overlong penalty, or the named component. Raises ValueError with the nearest name.
+
+    Without the penalty, because answers that are all wrong teach nothing else than to be wrong in fewer tokens.
+    """
+    if metric == "reward":
+        return trajectory.reward - trajectory.components.get(OVERLONG, 0.0)
+    if metric not in trajectory.components:
+        known = ["reward", *trajectory.components]
+        raise ValueError(f"prompt {trajectory.prompt_id}: {unknown('dynamic_sampling.metric', metric, known)}")
+    return trajectory.components[metric]
+
+
+def _statuses(trajectories: Sequence[Trajectory]) -> str:
+    seen = sorted({str(one.status) for one in trajectories})
+    return ", ".join(f"{sum(one.status == s for one in trajectories)} {s}" for s in seen) or "the group is empty"
+
+
+def _filtered(group: TrajectoryGroup, reason: str) -> TrajectoryGroup:
+    """Failures keep their own status: filtering must not hide them."""
+    marked = (
+        one.with_(status=Status.FILTERED, error=reason) if one.status.trainable else one for one in group.trajectories
+    )
+    return replace(group, trajectories=tuple(marked))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHistory:
+    """How often in a row a prompt's last groups had no variance, to skip such prompts before rollout (GRESO).
+
+    Source: arXiv 2506.02177.
+    """
+
+    streaks: dict[str, int]
+
+    def observe(self, prompt_id: str, has_variance: bool) -> PromptHistory:
+        """The history after one more group of this prompt."""
+        streak = 0 if has_variance else self.streaks.get(prompt_id, 0) + 1
+        return PromptHistory({**self.streaks, prompt_id: streak})
+
+    def skip_probability(self, prompt_id: str, explore: float) -> float:
+        """1 - explore^streak: a prompt never loses its chance to come back."""
+        return 1.0 - explore ** self.streaks.get(prompt_id, 0)

@@ -1,0 +1,65 @@
+"""The optimal token baseline: one baseline per position, weighted by how much each trajectory moves the gradient.
+
+Source: arXiv 2602.07078. With s_t = 1 - 2 pi_t + sum pi^2 (the squared norm of the logit gradient of token t) and
+W_t = s_1 + ... + s_t, the baseline of position t in a group is B_t = sum G_t W_t / sum W_t over the trajectories that
+reach it, and A_t = G_t - B_t. Where only one trajectory is left there is nothing to compare with, and B_t = 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.advantages import Advantages, token_rewards
+from hone.algorithms.segments import Grid, discounted_sum, sequence_extreme, sequence_ids
+from hone.algorithms.settings import AdvantageSettings
+from hone.types import Batch
+
+
+def optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> Advantages:
+    """A_t = G_t - B_t, where t counts every token from the first generated one on (observations too).
+
+    An episode of several trajectories counts as the mean of them: each weighs 1 / their number.
+    Reads `old_logprobs` and `extras["sum_pi_squared"]`; raises ValueError without them.
+    """
+    tokens = torch.arange(len(batch.loss_mask), device=batch.loss_mask.device)
+    ids = sequence_ids(batch.cu_seqlens)
+    first = sequence_extreme(tokens.double(), batch.loss_mask, batch.cu_seqlens, largest=False)[ids]
+    last = sequence_extreme(tokens.double(), batch.loss_mask, batch.cu_seqlens)[ids]
+    return _advantages(batch, Grid.of((tokens >= first) & (tokens <= last), batch.cu_seqlens))
+
+
+def tir_optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> Advantages:
+    """The same for tool-integrated reasoning: t counts generated tokens only."""
+    return _advantages(batch, Grid.of(batch.loss_mask, batch.cu_seqlens))
+
+
+def _advantages(batch: Batch, grid: Grid) -> Advantages:
+    mask = grid.gather(batch.loss_mask)
+    returns = discounted_sum(grid.gather(token_rewards(batch).double()), 1.0)
+    weights = (grid.gather(_energy(batch)) * mask).cumsum(1) * mask * _episode_share(batch)[:, None]
+    groups, group = torch.unique(batch.group_index, return_inverse=True)
+    there = grid.gather(torch.ones_like(batch.loss_mask)).double()
+    sums = torch.zeros(len(groups), grid.shape[1], dtype=torch.float64, device=mask.device)
+    baseline = sums.index_add(0, group, returns * weights) / sums.index_add(0, group, weights).clamp(min=1e-8)
+    left = sums.index_add(0, group, there)
+    baseline = torch.where(left > 1, baseline, 0)[group]
+    dtype = batch.rewards.dtype if batch.rewards is not None else torch.float32
+    advantages = grid.scatter(torch.where(mask, returns - baseline, 0), len(batch.loss_mask))
+    return Advantages(advantages.to(dtype))
+
+
+def _energy(batch: Batch) -> Tensor:
+    """s_t, times the squared importance weight where the loss uses weights, [T] float64."""
+    if batch.old_logprobs is None or "sum_pi_squared" not in batch.extras:
+        raise ValueError('the optimal token baseline needs Batch.old_logprobs and Batch.extras["sum_pi_squared"]')
+    energy = 1 - 2 * batch.old_logprobs.double().exp() + batch.extras["sum_pi_squared"].double()
+    weights = batch.extras.get("is_weights")
+    return energy if weights is None else energy * weights.double().square()
+
+
+def _episode_share(batch: Batch) -> Tensor:
+    """1 / number of trajectories of the sequence's episode, [N] float64."""
+    _, episode, times = torch.unique(batch.episode_index, return_inverse=True, return_counts=True)
+    share: Tensor = 1 / times[episode].double()
+    return share

@@ -1,0 +1,274 @@
+"""The trainer's door: what a run needs, what happens to a batch, and what survives a restart."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from hone.algorithms import ADVANTAGES, POLICY_LOSSES
+from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.objective import PolicyObjective, ValueObjective
+from hone.algorithms.presets import PRESETS
+from hone.algorithms.settings import (
+    AlgorithmConfig,
+    CorrectionSettings,
+    DynamicSamplingSettings,
+    GaeSettings,
+    GrpoSettings,
+    GspoSettings,
+    KlCovSettings,
+    KlSettings,
+    OptimalTokenBaselineSettings,
+    OverlongSettings,
+    ReinforcePpSettings,
+    RejectionSettings,
+    ResampleSettings,
+    RlooSettings,
+)
+from hone.types import ModelOutput, Prompt, StopReason, Trajectory, TrajectoryGroup
+
+IN_REWARD = KlSettings(where="in_reward", coef=0.1, kind="k1")
+
+
+def algorithm(steps=1, limit=None, **keys):
+    return Algorithm(AlgorithmConfig(**keys), steps, limit)
+
+
+@pytest.fixture
+def batch(batches):
+    """Two answers to one prompt, of 2 and 1 tokens, rewarded 1 and 0."""
+    return batches.build(
+        [[0, 1, 1], [0, 1]],
+        rewards=[1.0, 0.0],
+        old_logprobs=[0, -1.0, -2.0, 0, -1.5],
+        ref_logprobs=[0, -1.5, -2.0, 0, -1.0],
+        rollout_logprobs=[0, -1.0, -2.0 - math.log(2), 0, -1.5 + math.log(4)],
+    )
+
+
+# ------------------------------------------------------------------------------------------------ what a run needs
+
+
+@pytest.mark.parametrize(
+    ("steps", "keys", "needed"),
+    [
+        (1, {}, False),
+        (2, {}, True),
+        (1, {"kl": KlSettings(coef=0.1)}, False),
+        (1, {"kl": IN_REWARD}, True),
+        (1, {"loss": KlCovSettings()}, True),
+        (1, {"advantage": OptimalTokenBaselineSettings()}, True),
+        (1, {"correction": CorrectionSettings(weights="token")}, False),
+        (1, {"correction": CorrectionSettings(weights="token", normalize=True)}, True),
+        (1, {"correction": CorrectionSettings(rejections=[RejectionSettings(high=2.0)])}, True),
+        (8, {"correction": CorrectionSettings(old="rollout")}, False),
+    ],
+)
+def test_old_log_probs_are_computed_only_where_they_are_needed(steps, keys, needed):
+    assert algorithm(steps, **keys).needs_old_logprobs is needed
+
+
+def test_reference_and_critic_are_loaded_only_where_they_are_needed():
+    assert not algorithm().needs_reference
+    assert algorithm(kl=KlSettings(coef=0.1)).needs_reference
+    assert not algorithm().needs_values
+    assert algorithm(advantage=GaeSettings()).needs_values
+    assert isinstance(algorithm(advantage=GaeSettings()).value_objective(), ValueObjective)
+    with pytest.raises(ValueError, match="grpo has no critic"):
+        algorithm().value_objective()
+
+
+def test_required_fields_are_data():
+    assert algorithm().required_fields == {"rewards"}
+    assert algorithm(2, kl=KlSettings(coef=0.1)).required_fields == {"rewards", "old_logprobs", "ref_logprobs"}
+    assert algorithm(advantage=GaeSettings()).required_fields == {"rewards", "values"}
+    assert algorithm(correction=CorrectionSettings(old="rollout")).required_fields == {"rewards", "rollout_logprobs"}
+    optimal = algorithm(advantage=OptimalTokenBaselineSettings())
+    assert optimal.required_fields == {"rewards", "old_logprobs", "extras.sum_pi_squared"}
+    assert optimal.infer_needs == {"sum_pi_squared"}
+
+
+def test_a_missing_field_is_named(batch):
+    for keys, name in (
+        ({"kl": IN_REWARD}, "ref_logprobs"),
+        ({"correction": CorrectionSettings(old="rollout")}, "rollout_logprobs"),
+        ({"correction": CorrectionSettings(weights="token")}, "rollout_logprobs"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            algorithm(**keys).advantages(batch.with_(**{name: None}))
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="max_response_tokens"):
+        algorithm(overlong=OverlongSettings(buffer_tokens=4))
+    with pytest.raises(ValueError, match=r"buffer_tokens \(4\).*3 tokens"):
+        algorithm(limit=3, overlong=OverlongSettings(buffer_tokens=4))
+    with pytest.raises(ValueError, match="at least 1"):
+        algorithm(0)
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_presets_can_be_built(preset):
+    built = algorithm(4, 8192, preset=preset)
+    assert built.name == preset
+    assert isinstance(built.policy_objective(), PolicyObjective)
+
+
+# -------------------------------------------------------------------------------------------------------- batches
+
+
+def test_advantages_are_filled(batch, close):
+    done = algorithm(advantage=RlooSettings()).advantages(batch)
+    close(done.token_rewards, [0, 0, 1.0, 0, 0])
+    close(done.advantages, [0, 1.0, 1.0, 0, -1.0])
+    assert done.returns is None
+    assert torch.equal(done.loss_mask, batch.loss_mask)
+
+
+def test_kl_in_reward_is_subtracted_per_token(batch, close):
+    done = algorithm(advantage=RlooSettings(), kl=IN_REWARD).advantages(batch)
+    close(done.token_rewards, [0, -0.05, 1.0, 0, 0.05])
+    close(done.advantages, [0, 0.9, 0.9, 0, -0.9])
+
+
+def test_rewards_given_per_token_are_kept(batch, close):
+    process = torch.tensor([0, 0.5, 0.25, 0, 1.0]).double()
+    done = algorithm(advantage=ReinforcePpSettings(), kl=IN_REWARD).advantages(batch.with_(token_rewards=process))
+    close(done.token_rewards, [0, 0.45, 0.25, 0, 1.05])
+
+
+def test_the_kl_coefficient_adapts_and_survives_a_restart(batch):
+    keys = {"kl": KlSettings(where="in_reward", kind="k2", coef=0.1, target=0.01, horizon=20)}
+    first = algorithm(**keys)
+    done = first.advantages(batch)
+    assert done.token_rewards[1].item() == pytest.approx(-0.1 * 0.125)  # the coefficient before it moved
+    assert first.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 20))
+    second = algorithm(**keys)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.advantages(batch).token_rewards[1].item() == pytest.approx(-0.102 * 0.125)
+    assert second.kl_coef == pytest.approx(0.102 * 1.02)
+
+
+def test_old_log_probs_may_be_those_of_the_rollout(batch):
+    done = algorithm(4, correction=CorrectionSettings(old="rollout")).advantages(batch.with_(old_logprobs=None))
+    assert torch.equal(done.old_logprobs, batch.rollout_logprobs)
+
+
+def test_weights_are_computed_once_where_old_log_probs_are_known(batch, close):
+    correction = CorrectionSettings(weights="token", normalize=True)
+    close(algorithm(correction=correction).advantages(batch).extras["is_weights"], [0, 12 / 13, 24 / 13, 0, 3 / 13])
+    plain = algorithm(correction=CorrectionSettings(weights="token"))
+    assert "is_weights" not in plain.advantages(batch.with_(old_logprobs=None)).extras
+
+
+def test_rejected_tokens_leave_the_loss_but_not_the_baseline(batch, close):
+    rules = CorrectionSettings(rejections=[RejectionSettings(low=0.5, high=1.5)])
+    chosen = algorithm(advantage=RlooSettings(), correction=rules)
+    done = chosen.advantages(batch)
+    close(done.advantages, [0, 1.0, 1.0, 0, -1.0])
+    close(done.loss_mask.double(), [0, 1, 0, 0, 0])  # ratios 1, 2 and 0.25
+    close(chosen.weigh(done).loss_weights, [0, 1, 0, 0, 0])
+    assert chosen.measure(done)["correction/rejected"].value == pytest.approx(2 / 3)
+
+
+def test_weigh_uses_the_losss_own_aggregation_unless_told(batch, close):
+    close(algorithm().weigh(batch).loss_weights, [0, 1 / 3, 1 / 3, 0, 1 / 3])
+    close(algorithm(loss=GspoSettings()).weigh(batch).loss_weights, [0, 0.25, 0.25, 0, 0.5])
+    told = algorithm(loss=GspoSettings(), aggregation={"mode": "token_sum"})
+    close(told.weigh(batch).loss_weights, [0, 1, 1, 0, 1])
+
+
+def test_positive_examples_are_averaged_over_their_own_tokens(batch, close):
+    chosen = algorithm(positive_nll_coef=0.1)
+    weighed = chosen.weigh(chosen.advantages(batch))
+    assert (weighed.extras["positive_nll"] * weighed.loss_weights).sum().item() == pytest.approx(1.0)
+    zero = weighed.with_(advantages=torch.zeros(5))
+    values = chosen.policy_objective()(ModelOutput(logprobs=torch.tensor([0, -1.0, -3.0, 0, -7.0])), zero).values
+    assert (values * weighed.loss_weights).sum().item() == pytest.approx(0.1 * 2.0)  # mean of 1 and 3
+
+
+def test_resampled_trajectories_count_as_often_as_they_were_drawn(batch):
+    """Rewards 1 and 0 with power 1: the second is never drawn, the first twice."""
+    chosen = algorithm(resample=ResampleSettings())
+    weighed = chosen.weigh(chosen.advantages(batch))
+    assert weighed.loss_weights.tolist() == [0, 0.5, 0.5, 0, 0]
+    assert weighed.advantages[4] != 0  # its advantage stays its own
+
+
+def test_measure_says_what_is_known(batch):
+    chosen = algorithm(2, advantage=GaeSettings(), kl=KlSettings(coef=0.1, kind="k1"))
+    done = chosen.advantages(batch.with_(values=torch.tensor([0, 0.5, 1.0, 0, 0.0]).double()))
+    metrics = chosen.measure(done)
+    assert metrics["train/reference_kl"].value == pytest.approx(0.0)  # 0.5, 0, -0.5
+    assert metrics["train/kl_coef"].value == 0.1
+    assert metrics["correction/max_abs_difference"].value == pytest.approx(math.log(4))
+    # returns 1, 1, 0 and errors 0.5, 0, 0: 1 - (1/12) / (1/3)
+    assert metrics["critic/explained_variance"].value == pytest.approx(0.75)
+    nothing = algorithm().measure(batch.with_(old_logprobs=None))
+    assert nothing == {}
+    given = algorithm().measure(batch.with_(old_logprobs=None), logprobs=batch.old_logprobs)
+    assert given["correction/max_abs_difference"].value == pytest.approx(math.log(4))
+
+
+def test_covariance_losses_pick_over_the_whole_mini_batch(batch):
+    chosen = algorithm(loss=KlCovSettings())
+    weighed = chosen.weigh(chosen.advantages(batch))
+    # A = 0.7071, 0.7071, -0.7071 and old = -1, -2, -1.5: covariances 0.236, -0.236, 0; one token at least
+    assert weighed.extras["selected"].tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("loss", list(POLICY_LOSSES))
+@pytest.mark.parametrize("advantage", list(ADVANTAGES))
+def test_every_estimator_works_with_every_loss(batches, batch, advantage, loss):
+    """From rewards to a finite gradient through the public calls only."""
+    keys = {"weights": {"a": 1.0}} if advantage == "gdpo" else {}
+    chosen = algorithm(
+        2, advantage=ADVANTAGES.settings(advantage)(**keys), loss=POLICY_LOSSES.settings(loss)(), entropy_coef=0.01
+    )
+    full = batch.with_(
+        values=torch.zeros(5),
+        components={"a": torch.tensor([1.0, 0.0]), "greedy_reward": torch.tensor([0.5, 0.5])},
+        extras={"sum_pi_squared": torch.full((5,), 0.5)},
+    )
+    weighed = chosen.weigh(chosen.advantages(full))
+    lp = torch.tensor([0, -1.1, -1.9, 0, -1.4], requires_grad=True)
+    output = ModelOutput(logprobs=lp, entropy=torch.ones(5))
+    (chosen.policy_objective()(output, weighed).values * weighed.loss_weights).sum().backward()
+    assert torch.isfinite(lp.grad).all()
+    assert (lp.grad[weighed.loss_mask] != 0).any()
+    assert (lp.grad[~weighed.loss_mask] == 0).all()
+
+
+# -------------------------------------------------------------------------------------------------- trajectories
+
+
+def test_groups_are_shaped_and_kept():
+    def trajectory(sample, reward):
+        return Trajectory(
+            prompt_id="a/1",
+            sample=sample,
+            token_ids=(1, 2, 3),
+            prompt_length=1,
+            loss_mask=(0, 1, 1),
+            rollout_logprobs=(0.0, 0.0, 0.0),
+            weight_versions=(-1, 0, 0),
+            response="",
+            reward=reward,
+            stop_reason=StopReason.STOP,
+        )
+
+    def group(*rewards):
+        return TrajectoryGroup(
+            Prompt("a/1", (1,), (), None, "a"), tuple(trajectory(i, r) for i, r in enumerate(rewards))
+        )
+
+    chosen = algorithm(
+        limit=2, overlong=OverlongSettings(buffer_tokens=1), dynamic_sampling=DynamicSamplingSettings(max_draws=3)
+    )
+    assert chosen.max_draws == 3
+    assert algorithm().max_draws == 1
+    kept, dropped = chosen.keep(chosen.shape([group(1.0, 0.0), group(1.0, 1.0)]))
+    assert [one.reward for one in kept[0].trajectories] == [0.0, -1.0]
+    assert dropped[0].reason == "reward is 1 for all 2 trajectories"
+    assert algorithm(advantage=GrpoSettings()).shape([group(1.0)])[0].trajectories[0].reward == 1.0

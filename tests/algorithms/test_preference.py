@@ -1,0 +1,203 @@
+"""Preference and reward-model losses by hand, and the objectives that place them on packed pairs."""
+
+import math
+
+import pytest
+import torch
+
+from hone.algorithms import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
+from hone.algorithms.preference import (
+    Answers,
+    Pairs,
+    PreferenceObjective,
+    RewardModelObjective,
+    kto,
+    kto_baseline,
+    pair_rows,
+)
+from hone.algorithms.preference_settings import (
+    BradleyTerrySettings,
+    CdpoSettings,
+    DpoSettings,
+    HingeSettings,
+    IpoSettings,
+    KtoSettings,
+    OrpoSettings,
+    ProcessSettings,
+    RobustSettings,
+    SimpoSettings,
+)
+from hone.types import ModelOutput
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def answers(lp, ref, lengths):
+    return Answers(*(torch.tensor(x, dtype=torch.float64) for x in (lp, ref, lengths)))
+
+
+# margins: (-2 + 3) - (-6 + 4) = 3 and (-1 + 1) - (-1 + 2) = -1
+PAIRS = Pairs(chosen=answers([-2.0, -1.0], [-3.0, -1.0], [2, 1]), rejected=answers([-6.0, -1.0], [-4.0, -2.0], [4, 2]))
+ODDS = math.log(math.exp(-1.0) / (1 - math.exp(-1.0))) - math.log(math.exp(-1.5) / (1 - math.exp(-1.5)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (DpoSettings(beta=0.5), [-math.log(sigmoid(1.5)), -math.log(sigmoid(-0.5))]),
+        (IpoSettings(beta=0.5), [(0.5 + 0.5 - 1) ** 2, (0 - 0.5 - 1) ** 2]),
+        (HingeSettings(beta=0.5), [0.0, 1.5]),
+        (
+            CdpoSettings(beta=0.5, label_smoothing=0.25),
+            [-0.75 * math.log(sigmoid(s)) - 0.25 * math.log(sigmoid(-s)) for s in (1.5, -0.5)],
+        ),
+        (
+            RobustSettings(beta=0.5, label_smoothing=0.25),
+            [(-0.75 * math.log(sigmoid(s)) + 0.25 * math.log(sigmoid(-s))) / 0.5 for s in (1.5, -0.5)],
+        ),
+        (SimpoSettings(beta=2.0, margin=0.5), [-math.log(sigmoid(2 * 0.5 - 0.5)), -math.log(sigmoid(-2 * 0.5 - 0.5))]),
+        (OrpoSettings(beta=0.1), [1.0 - 0.1 * math.log(sigmoid(ODDS)), None]),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_losses_of_pairs(settings, expected, close):
+    found = PREFERENCE_LOSSES.get(settings.name)(PAIRS, settings)
+    for value, number in zip(found, expected, strict=True):
+        if number is not None:
+            close(value, number)
+
+
+def test_robust_is_dpo_once_flipped_labels_are_averaged(close):
+    """With flips of probability e, the mean of robust over both labels is dpo of the true one."""
+    flipped = Pairs(PAIRS.rejected, PAIRS.chosen)
+    settings = RobustSettings(label_smoothing=0.2)
+    robust = PREFERENCE_LOSSES.get("robust")
+    mean = 0.8 * robust(PAIRS, settings) + 0.2 * robust(flipped, settings)
+    close(mean, PREFERENCE_LOSSES.get("dpo")(PAIRS, DpoSettings()).tolist())
+
+
+def test_orpo_stays_finite_where_the_answer_is_certain():
+    sure = answers([0.0], [0.0], [1]).lp.requires_grad_()
+    pairs = Pairs(Answers(sure, torch.zeros(1), torch.ones(1)), answers([-1.0], [0.0], [1]))
+    loss = PREFERENCE_LOSSES.get("orpo")(pairs, OrpoSettings())
+    (gradient,) = torch.autograd.grad(loss.sum(), sure)
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(gradient).all()
+
+
+def test_kto(close):
+    judged = answers([-2.0, -2.0], [-3.0, -3.0], [1, 1])
+    settings = KtoSettings(beta=0.5, desirable=2.0, undesirable=3.0)
+    found = kto(judged, torch.tensor([True, False]), torch.tensor([0.5, 0.5]).double(), settings)
+    close(found, [2 * (1 - sigmoid(0.25)), 3 * (1 - sigmoid(-0.25))])
+
+
+def test_the_kto_baseline_is_never_negative(close):
+    close(kto_baseline(torch.tensor([1.0, 0.0])), 0.5)
+    close(kto_baseline(torch.tensor([-1.0, 0.0])), 0.0)
+
+
+def test_every_registered_loss_is_in_these_tests():
+    assert set(PREFERENCE_LOSSES) == {"dpo", "ipo", "hinge", "cdpo", "robust", "simpo", "orpo", "kto"}
+    assert set(REWARD_MODEL_LOSSES) == {"bradley_terry", "process"}
+    for registry in (PREFERENCE_LOSSES, REWARD_MODEL_LOSSES):
+        assert all(registry.settings(name)().name == name for name in registry)
+
+
+# ------------------------------------------------------------------------------------------------------ objectives
+
+
+@pytest.fixture
+def packed(batches):
+    """PAIRS packed: rejected 0, chosen 1, chosen 0, rejected 1."""
+    return batches.build(
+        [[0, 1, 1, 1, 1], [0, 1], [0, 1, 1], [0, 1, 1]],
+        groups=[7, 9, 7, 9],
+        rewards=[0.0, 1.0, 1.0, 0.0],
+        ref_logprobs=[0, -1, -1, -1, -1, 0, -1, 0, -1, -2, 0, -1, -1],
+    )
+
+
+LP = [0, -3.0, -1.0, -1.0, -1.0, 0, -1.0, 0, -1.5, -0.5, 0, -0.5, -0.5]
+
+
+def test_preference_objective_places_a_pairs_loss_on_both_ends(packed, close):
+    objective = PreferenceObjective(DpoSettings(beta=0.5))
+    lp = torch.tensor(LP, dtype=torch.float64, requires_grad=True)
+    result = objective(ModelOutput(logprobs=lp), packed)
+    first, second = -math.log(sigmoid(1.5)), -math.log(sigmoid(-0.5))
+    close(result.values, [0, 0, 0, 0, first, 0, second, 0, 0, first, 0, 0, second])
+    close(result.metrics["train/preference_accuracy"][[1, 6, 8, 11]], [1, 0, 1, 0])
+    close(result.metrics["train/preference_margin"][[1, 6, 8, 11]], [3, -1, 3, -1])
+    weighted = result.values.sum() / 4  # seq_mean_token_sum
+    close(weighted, (first + second) / 2)
+    (gradient,) = torch.autograd.grad(weighted, lp)
+    assert gradient[1] > 0 > gradient[8]  # rejected goes down, chosen goes up
+    assert objective.whole_groups
+
+
+def test_preference_gradient_does_not_depend_on_micro_batches_of_whole_pairs(packed, batches):
+    objective = PreferenceObjective(IpoSettings())
+    lp = torch.tensor(LP, dtype=torch.float64, requires_grad=True)
+    (whole,) = torch.autograd.grad(objective(ModelOutput(logprobs=lp), packed).values.sum(), lp)
+    parts = torch.zeros(len(LP), dtype=torch.float64)
+    for rows in ([2, 0], [1, 3]):
+        output = ModelOutput(logprobs=lp[batches.positions(packed, rows)])
+        parts += torch.autograd.grad(objective(output, batches.take(packed, rows)).values.sum(), lp)[0]
+    torch.testing.assert_close(parts, whole, atol=1e-12, rtol=0)
+
+
+def test_half_a_pair_is_refused(packed, batches):
+    objective = PreferenceObjective(DpoSettings())
+    with pytest.raises(ValueError, match="1 chosen and 0 rejected in 1 groups"):
+        objective(ModelOutput(logprobs=torch.zeros(2)), batches.take(packed, [1]))
+    with pytest.raises(ValueError, match="one chosen and one rejected"):
+        pair_rows(torch.tensor([0, 0, 0, 0]), torch.tensor([True, False, True, False]))
+
+
+def test_losses_without_reference_do_not_ask_for_one(packed):
+    bare = packed.with_(ref_logprobs=None)
+    output = ModelOutput(logprobs=torch.tensor(LP))
+    for settings in (SimpoSettings(), OrpoSettings()):
+        assert not settings.needs_reference
+        PreferenceObjective(settings)(output, bare)
+    with pytest.raises(ValueError, match=r"Batch\.ref_logprobs"):
+        PreferenceObjective(DpoSettings())(output, bare)
+
+
+def test_kto_objective_judges_single_answers(packed, close):
+    objective = PreferenceObjective(KtoSettings(beta=0.5))
+    assert not objective.whole_groups
+    output = ModelOutput(logprobs=torch.tensor(LP, dtype=torch.float64))
+    with pytest.raises(ValueError, match="kto_baseline"):
+        objective(output, packed)
+    with_baseline = packed.with_(extras={"kto_baseline": torch.full((13,), 0.5).double()})
+    # log-ratios -2 (bad), 0, 1 (good), 1 (bad)
+    expected = [1 - sigmoid(1.25), 1 - sigmoid(-0.25), 1 - sigmoid(0.25), 1 - sigmoid(-0.25)]
+    close(objective(output, with_baseline).values[[4, 6, 9, 12]], expected)
+
+
+def test_bradley_terry_scores_the_last_loss_token(packed, close):
+    objective = RewardModelObjective(BradleyTerrySettings(centring=0.1))
+    values = torch.zeros(13, dtype=torch.float64)
+    values[[4, 6, 9, 12]] = torch.tensor([1.0, 0.5, 3.0, 2.0]).double()
+    result = objective(ModelOutput(values=values), packed)
+    first, second = -math.log(sigmoid(2.0)) + 1.6, -math.log(sigmoid(-1.5)) + 0.625
+    close(result.values[[4, 6, 9, 12]], [first, second, first, second])
+    close(result.metrics["train/preference_accuracy"][[4, 6]], [1, 0])
+    margin = REWARD_MODEL_LOSSES.get("bradley_terry")(
+        torch.tensor([3.0]), torch.tensor([1.0]), BradleyTerrySettings(), margin=torch.tensor([2.0])
+    )
+    close(margin, [math.log(2.0)])
+
+
+def test_process_reward_model_is_judged_per_token(batches, close):
+    batch = batches.build([[0, 1, 0, 1]], extras={"labels": torch.tensor([0, 1.0, 0, 0.0])})
+    objective = RewardModelObjective(ProcessSettings())
+    result = objective(ModelOutput(values=torch.tensor([9.0, 2.0, 9.0, 1.0]).double()), batch)
+    close(result.values, [0, -math.log(sigmoid(2.0)), 0, -math.log(sigmoid(-1.0))])
+    close(result.metrics["train/preference_accuracy"][[1, 3]], [1, 0])
+    with pytest.raises(ValueError, match="labels"):
+        objective(ModelOutput(values=torch.zeros(4)), batch.with_(extras={}))

@@ -1,0 +1,129 @@
+"""Settings: presets, contradictions, and that every key is used by somebody."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from hone.algorithms import ADVANTAGES, POLICY_LOSSES
+from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.presets import PRESETS
+from hone.algorithms.settings import AlgorithmConfig, CispoSettings, GrpoSettings, GspoSettings, PpoSettings
+from hone.config import ConfigError, build, load, require_all_read
+from hone.registry import resolve
+
+
+def built(**data):
+    return build(AlgorithmConfig, data, "run.yaml", "algorithm")
+
+
+def test_settings_are_free_of_torch():
+    code = "import sys, hone.algorithms.settings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("registry", [ADVANTAGES, POLICY_LOSSES], ids=lambda r: r.kind)
+def test_every_entry_loads_and_its_settings_carry_its_name(registry):
+    assert set(registry.probe().values()) == {""}
+    for name in registry:
+        assert registry.settings(name).model_fields["name"].default == name
+        assert registry.get(name).__name__ == name
+
+
+def test_selections_exist():
+    for name in POLICY_LOSSES:
+        selection = POLICY_LOSSES.settings(name)().selection
+        assert not selection or callable(resolve(selection))
+
+
+def test_the_default_is_grpo_with_ppo_clipping():
+    assert AlgorithmConfig().advantage == GrpoSettings()
+    assert AlgorithmConfig().loss == PpoSettings()
+
+
+def test_a_preset_fills_what_is_not_set():
+    config = built(preset="dapo", loss={"name": "ppo", "clip_high": 0.5})
+    assert config.loss == PpoSettings(clip_high=0.5)
+    assert built(preset="dapo", loss={"clip_low": 0.1}).loss == PpoSettings(clip_low=0.1, clip_high=0.28)
+    assert built(preset="gspo", loss={"clip_high": 0.3}).loss == GspoSettings(clip_high=0.3)
+    assert built(preset="dapo", loss="cispo").loss == CispoSettings()
+    assert built(preset="dapo", overlong=None).overlong is None
+    assert config.overlong.buffer_tokens == 4096
+    assert config.dynamic_sampling.metric == "reward"
+    assert config.aggregation.mode == "token_mean"
+
+
+def test_presets_are_the_same_from_python_and_from_a_file():
+    for name in PRESETS:
+        assert AlgorithmConfig(preset=name) == built(preset=name)
+
+
+def test_a_resolved_preset_reads_back_as_itself():
+    config = AlgorithmConfig(preset="vapo")
+    data = yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json", serialize_as_any=True)))
+    assert built(**data) == config
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'dapo'"):
+        built(preset="dappo")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"loss": "pppo"}, "did you mean 'ppo'"),
+        ({"loss": {"name": "ppo", "clip": 0.1}}, r"algorithm\.loss\.clip'"),
+        ({"advantage": {"name": "gdpo"}}, r"weights is required"),
+        ({"kl": {"coef": 0.1, "target": 0.1}}, "set both or neither"),
+        ({"kl": {"coef": 0.1, "target": 0.1, "horizon": 100}}, "in_reward"),
+        ({"kl": {"kind": "full", "where": "in_reward"}}, "in_loss"),
+        ({"aggregation": {"mode": "seq_mean_token_sum_norm"}}, "norm_tokens"),
+        ({"aggregation": {"norm_tokens": 10}}, "norm_tokens"),
+        ({"correction": {"truncate": 2.0}}, "set weights"),
+        ({"correction": {"weights": "token", "truncate": 2.0, "band": [0.5, 2.0]}}, "exclude each other"),
+        ({"correction": {"weights": "token", "band": [2.0, 0.5]}}, "low < high"),
+        ({"correction": {"old": "rollout", "weights": "token"}}, "the ratio itself"),
+        ({"correction": {"rejections": [{"statistic": "k1"}]}}, "low or high"),
+        ({"correction": {"rejections": [{"statistic": "k3", "low": 0.1}]}}, "not k3"),
+        ({"resample": {"scheme": "mostly_best", "power": 2.0}}, "mostly_best"),
+        ({"loss": {"name": "ppo", "dual_clip": 0.5}}, "greater than 1"),
+    ],
+)
+def test_contradictions_are_one_clear_line(data, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        built(**data)
+    assert "\n" not in str(caught.value)
+
+
+EVERYTHING = {
+    "gae": "{advantage: {name: gae, lam: 0.9}, value_loss: {clip: 0.1}}",
+    "kl": "{kl: {coef: 0.1, where: in_reward, target: 0.1, horizon: 10}, entropy_coef: 0.1}",
+    "dapo": "{preset: dapo, overlong: {buffer_tokens: 5}, dynamic_sampling: {max_draws: 2}, resample: {power: 2.0}}",
+    "correction": "{correction: {weights: token, band: [0.5, 2], rejections: [{high: 2.0}]}, positive_nll_coef: 0.1}",
+    "norm": "{aggregation: {mode: seq_mean_token_sum_norm, norm_tokens: 9}, loss: {name: kl_cov, share: 0.1}}",
+}
+
+
+@pytest.mark.parametrize("text", list(EVERYTHING.values()), ids=list(EVERYTHING))
+def test_the_constructor_reads_every_key(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    loaded = load(AlgorithmConfig, path)
+    Algorithm(loaded.config, 1, max_response_tokens=100)
+    require_all_read(loaded)
+
+
+def test_a_critic_setting_without_a_critic_is_an_unused_key(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("value_loss: {clip: 0.1}")
+    loaded = load(AlgorithmConfig, path)
+    Algorithm(loaded.config, 1)
+    with pytest.raises(ConfigError, match=r"value_loss\.clip"):
+        require_all_read(loaded)
+
+
+def test_presets_only_use_keys_that_exist():
+    for name, keys in PRESETS.items():
+        assert set(keys) < set(AlgorithmConfig.model_fields), name
