@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from hone.data.reasoning_gym_patches import load_package
 from hone.data.settings import DatasetConfig, ReasoningGymSettings
 from hone.data.sources import DataError, Row
 from hone.registry import unknown
@@ -43,7 +44,7 @@ def open_task(config: DatasetConfig) -> TaskRows:
     settings = config.source
     assert isinstance(settings, ReasoningGymSettings)
     try:
-        from reasoning_gym import factory
+        factory = load_package().factory
     except ImportError as error:
         raise DataError(f"source reasoning_gym needs the package reasoning-gym: {error}") from error
     task = settings.task

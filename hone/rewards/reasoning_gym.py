@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reasoning_gym import get_score_answer_fn
-from reasoning_gym.factory import DATASETS
-
+from hone.data.reasoning_gym_patches import load_package
 from hone.registry import unknown
 from hone.rewards.extraction import between_tags
+
+PACKAGE = load_package()
 
 
 def reasoning_gym(response: str, ground_truth: Any, row: Mapping[str, Any], tag: str = "") -> float:
@@ -40,7 +40,7 @@ def _problem(row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 @functools.cache
 def _verifier(task: str) -> Callable[[str | None, Mapping[str, Any]], float]:
-    if task not in DATASETS:
-        raise ValueError(unknown("Reasoning Gym task", task, list(DATASETS)))
-    verifier: Callable[[str | None, Mapping[str, Any]], float] = get_score_answer_fn(task)
+    if task not in PACKAGE.factory.DATASETS:
+        raise ValueError(unknown("Reasoning Gym task", task, list(PACKAGE.factory.DATASETS)))
+    verifier: Callable[[str | None, Mapping[str, Any]], float] = PACKAGE.get_score_answer_fn(task)
     return verifier

@@ -19,7 +19,7 @@ from hone.config import ConfigError, count_as_read
 from hone.data.packing import Sample
 from hone.data.settings import DatasetConfig
 from hone.data.stream import PromptStream, SampleStream, read_samples
-from hone.models.loading import load_language_model
+from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.runtime.settings import RuntimeConfig
@@ -41,7 +41,8 @@ def local_model(model: ModelConfig, folder: Path) -> ModelConfig:
         count_as_read(model.build)
     else:
         partial = folder.with_name(f".{folder.name}.partial")
-        load_language_model(model).save_pretrained(partial)
+        with without_progress_bars():
+            load_language_model(model).save_pretrained(partial)
         load_tokenizer(model).save_pretrained(partial)
         partial.rename(folder)
     return ModelConfig(path=str(folder), dtype=model.dtype)
@@ -97,9 +98,10 @@ class PolicyAssembly:
     def _require_fields(self, algorithm: Algorithm) -> None:
         """Raise ConfigError if the algorithm reads something that no part of this run produces."""
         config = self._config
-        produced = {"rewards", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values"}
+        produced = {"rewards", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "extras.sum_pi_squared"}
         produced |= {f"components.{name}" for name in config.reward.components}
-        missing = sorted(algorithm.required_fields - produced)
+        outputs = {"entropy", "sum_pi_squared"}  # what an engine's forward can give beyond log-probs
+        missing = sorted((algorithm.required_fields - produced) | (algorithm.policy_objective().needs - outputs))
         if missing:
             raise ConfigError(
                 f"algorithm {algorithm.name}: needs {', '.join(missing)}, which no part of this run produces "
@@ -118,9 +120,11 @@ class PolicyAssembly:
         return self._config.run.steps * self._steps_per_batch
 
     def _actor(self) -> TrainHandle:
-        spec = TrainSpec(
-            self._model, self._config.actor, temperature=self._temperature, total_steps=self._optimizer_steps
-        )
+        config = self._config
+        steps = self._optimizer_steps
+        if config.critic is not None:  # its schedule begins when it does
+            steps = max(1, steps - config.critic.warmup_steps * self._steps_per_batch)
+        spec = TrainSpec(self._model, config.actor, temperature=self._temperature, total_steps=steps)
         return self._role("actor", spec)
 
     def _reference(self) -> TrainHandle:

@@ -32,8 +32,10 @@ class Gallery:
         logprobs: dict[Place, list[float]] = {}
         if chosen:
             part = select(batch, [packed[place] for place in chosen])
-            values = actor.infer_batch(part).split(part.lengths.tolist())
-            logprobs = {place: one.tolist() for place, one in zip(chosen, values, strict=True)}
+            found = actor.infer_batch(part).logprobs
+            assert found is not None  # an actor is a language model
+            split = found.split(part.lengths.tolist())
+            logprobs = {place: one.tolist() for place, one in zip(chosen, split, strict=True)}
         self._tracking.rollouts(step, played, logprobs)
 
 

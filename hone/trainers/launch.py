@@ -103,6 +103,7 @@ def _warm_started(
         folder.mkdir(parents=True, exist_ok=True)
         with _place(folder, warm.steps, config.tracking, supervised, language) as place:
             assemble_supervised(supervised, model, language, place, "warm_start.data").run()
+        seed_everything(config.run.seed)  # what follows is the same whether these steps ran now or before
     return ModelConfig(path=str(export), dtype=config.model.dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,6 +34,7 @@ class Player:
         Raises whatever ends the rollout engine; a failing reward or environment ends in a trajectory's status.
         """
         with self._recorder.phase("generate"):
+            self._last_token = time.perf_counter()  # if nothing is generated, all of it is waiting
             groups = self._loop.run(
                 self._runner.run(prompts, replace(play, generate=self._generate), self._rubric.score)
             )
@@ -49,15 +51,17 @@ class Player:
         return completion
 
 
+def count_statuses(groups: Sequence[TrajectoryGroup]) -> Metrics:
+    """What became of a step's trajectories: how many have each status."""
+    counts = Counter(one.status for group in groups for one in group.trajectories)
+    return {f"rollout/status/{status}": Metric.sum(counts[status]) for status in Status}
+
+
 def describe(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """What a step's trajectories look like: rewards, lengths, and how each of them ended."""
+    """What a step's trajectories look like before any is filtered out: rewards and lengths."""
     every = [one for group in groups for one in group.trajectories]
     usable = [one for one in every if one.status.trainable]
-    metrics: Metrics = {f"rollout/status/{status}": Metric.sum(0) for status in Status}
-    for one in every:
-        name = f"rollout/status/{one.status}"
-        metrics[name] = metrics[name].merge(Metric.sum(1))
-    metrics["rollout/trajectories"] = Metric.sum(len(every))
+    metrics: Metrics = {"rollout/trajectories": Metric.sum(len(every))}
     if not usable:
         return metrics
     lengths = [one.response_length for one in usable]

@@ -21,7 +21,7 @@ from hone.trainers.base import Place, Trainer
 from hone.trainers.checkpoints import Checkpoint, PartWriter
 from hone.trainers.gallery import Gallery
 from hone.trainers.ledger import PromptLedger
-from hone.trainers.playing import describe
+from hone.trainers.playing import count_statuses, describe
 from hone.trainers.settings import PolicyRunConfig
 from hone.types import Batch, LossFn, Metric, Prompt, TrajectoryGroup
 from hone.workers.handles import TrainHandle
@@ -86,11 +86,12 @@ class PolicyTrainer(Trainer):
     def update(self, batch: Batch, version: int) -> None:
         """Forwards -> advantages -> train -> weight sync."""
         if self.algorithm.needs_old_logprobs:
-            batch = batch.with_(old_logprobs=self.actor.infer_batch(batch))
+            output = self.actor.infer_batch(batch, self.algorithm.infer_needs)
+            batch = batch.with_(old_logprobs=output.logprobs, extras={**batch.extras, **output.extras})
         if self.reference:
-            batch = batch.with_(ref_logprobs=self.reference.infer_batch(batch))
+            batch = batch.with_(ref_logprobs=self.reference.infer_batch(batch).logprobs)
         if self.critic:
-            batch = batch.with_(values=self.critic.infer_batch(batch))
+            batch = batch.with_(values=self.critic.infer_batch(batch).values)
         batch = self.algorithm.advantages(batch)
         self.recorder.record(self.algorithm.measure(batch))
         self.update_begins()
@@ -122,7 +123,9 @@ class PolicyTrainer(Trainer):
         kept, dropped = self.algorithm.keep(groups)
         for one in dropped:
             self.ledger.dropped([one.group.prompt.draw], one.reason)
-        return [*kept, *(one.group for one in dropped)]
+        settled = [*kept, *(one.group for one in dropped)]
+        self.recorder.record({**count_statuses(settled), "rollout/groups_dropped": Metric.sum(len(dropped))})
+        return settled
 
     def cut(self, batch: Batch, step: int) -> Iterator[Batch]:
         """The mini-batches of every epoch, each with the loss weights of its whole optimizer step."""

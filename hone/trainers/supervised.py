@@ -13,6 +13,7 @@ import torch
 
 from hone.algorithms.aggregation import loss_weights
 from hone.algorithms.settings import AggregationSettings
+from hone.config import count_as_read
 from hone.data.packing import Sample, pack_samples
 from hone.data.stream import SampleStream
 from hone.trainers.base import Place, Trainer
@@ -43,6 +44,7 @@ class SupervisedTrainer(Trainer):
         self.samples = parts.samples
         self.model = parts.model
         self.loss = parts.loss
+        count_as_read(parts.aggregation)  # read anew in every step
         self.aggregation = parts.aggregation
         self.held_out = parts.held_out
         self.samples_per_step = parts.samples_per_step
@@ -89,5 +91,6 @@ class SupervisedTrainer(Trainer):
     def _mean_loss(self, samples: Sequence[Sample]) -> float:
         """Mean negative log-likelihood per masked token, in nats."""
         batch = pack_samples(samples)
-        logprobs = self.model.infer_batch(batch)
+        logprobs = self.model.infer_batch(batch).logprobs
+        assert logprobs is not None
         return float(-torch.where(batch.loss_mask, logprobs, 0.0).sum() / batch.loss_mask.sum())

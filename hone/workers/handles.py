@@ -10,12 +10,15 @@ import torch
 
 from hone.rollout.base import RolloutEngine
 from hone.runtime.base import PhaseFn, WorkerGroup
-from hone.types import Batch, Completion, LossFn, Metrics, SamplingParams
+from hone.types import Batch, Completion, LossFn, Metrics, ModelOutput, SamplingParams
 from hone.weights.local import sync
 
 R = TypeVar("R")
 RecordFn = Callable[[Metrics], None]
 RunFn = Callable[[Coroutine[Any, Any, Any]], Any]
+
+OWN_METRICS = ("critic",)
+"""Roles that learn beside the policy: their loss, learning rate and gradient norm are not merged with the policy's."""
 
 
 class TrainHandle:
@@ -30,12 +33,16 @@ class TrainHandle:
         self._group.call("initialize")
 
     def train_batch(self, batch: Batch, loss: LossFn) -> None:
-        """One optimizer step; its metrics are recorded."""
-        self._record(self._group.call("train_batch", batch, loss))
+        """One optimizer step; its metrics are recorded, the critic's `train/...` under `critic/...`."""
+        metrics: Metrics = self._group.call("train_batch", batch, loss)
+        if self.role in OWN_METRICS:
+            metrics = {name.replace("train/", f"{self.role}/", 1): metric for name, metric in metrics.items()}
+        self._record(metrics)
 
-    def infer_batch(self, batch: Batch) -> torch.Tensor:
-        """Log-probs or values of every token, [T] float32."""
-        return self._group.call("infer_batch", batch)
+    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
+        """Log-probs or values of every token, and what `needs` names; each [T]."""
+        output: ModelOutput = self._group.call("infer_batch", batch, needs)
+        return output
 
     def weights(self, dtype: torch.dtype) -> Any:
         return self._group.call("weights", dtype)

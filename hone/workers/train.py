@@ -13,7 +13,7 @@ from hone.engines.registry import EngineRegistry
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
 from hone.platforms.base import current_platform
-from hone.types import Batch, LossFn, Metrics
+from hone.types import Batch, LossFn, Metrics, ModelOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,6 @@ class TrainWorker:
     """One rank of an actor, a critic or a reference model."""
 
     def __init__(self, spec: TrainSpec) -> None:
-        self._model_type = spec.model_type
         self.engine: BaseEngine = EngineRegistry.create(spec, current_platform())
 
     def initialize(self) -> None:
@@ -42,14 +41,10 @@ class TrainWorker:
         with self.engine.train_mode():
             return self.engine.train_batch(batch, loss)
 
-    def infer_batch(self, batch: Batch) -> torch.Tensor:
-        """Log-probs (language model) or values (value model) of every token, [T] float32."""
+    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
+        """Log-probs (language model) or values (value model) of every token, and what `needs` names; each [T]."""
         with self.engine.eval_mode():
-            output = self.engine.infer_batch(batch)
-        found = output.values if self._model_type == "value_model" else output.logprobs
-        if found is None:
-            raise TypeError(f"the engine of a {self._model_type} returned neither log-probs nor values")
-        return found
+            return self.engine.infer_batch(batch, needs)
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight under its Hugging Face name, floating-point ones in `dtype`."""
