@@ -1,0 +1,57 @@
+"""Settings of a model: where it comes from, or how it is built."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from hone.config import Config, setting
+
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII
+DType = Literal["float32", "bfloat16", "float64"]
+
+
+class BuildConfig(Config):
+    """A model made on the spot with random weights, and a tokenizer of single characters."""
+
+    architecture: str = setting("qwen3", "model type as transformers names it: qwen3, llama, qwen3_moe ...")
+    hidden_size: int = setting(128, "width of the residual stream", ge=1)
+    layers: int = setting(4, "number of decoder layers", ge=1)
+    heads: int = setting(4, "query heads", ge=1)
+    kv_heads: int | None = setting(None, "key and value heads; null: as many as query heads", ge=1)
+    head_size: int | None = setting(None, "width of one head; null: hidden_size / heads", ge=1)
+    mlp_size: int = setting(384, "width of the MLP's inner layer", ge=1)
+    max_positions: int = setting(1024, "longest sequence", unit="tokens", ge=1)
+    tie_embeddings: bool = setting(True, "one matrix for the token embeddings and the output head")
+    characters: str = setting(CHARACTERS, "the alphabet: one token for each character")
+    options: dict[str, Any] = setting(
+        factory=dict, meaning="other settings of the architecture's transformers config, such as num_experts"
+    )
+    seed: int = setting(0, "of the random weights")
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> BuildConfig:
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"heads={self.heads} should be a multiple of kv_heads={self.kv_heads}")
+        if self.head_size is None and self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size={self.hidden_size} should be a multiple of heads={self.heads}")
+        return self
+
+
+class ModelConfig(Config):
+    """A causal language model in the Hugging Face format: exactly one of `path` and `build`."""
+
+    path: str | None = setting(None, "folder, or name on the Hugging Face hub")
+    build: BuildConfig | None = setting(None, "make a model with random weights instead")
+    revision: str | None = setting(None, "branch, tag or commit on the hub; null: its main branch")
+    tokenizer: str | None = setting(None, "folder or hub name of the tokenizer; null: the model's own")
+    trust_remote_code: bool = setting(False, "run Python code that comes with the model")
+    dtype: DType = setting("float32", "of the stored weights, which the optimizer updates")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.build is None):
+            found = "neither" if self.path is None else "both"
+            raise ValueError(f"exactly one of path and build should be set, found {found}")
+        return self

@@ -1,0 +1,80 @@
+"""Tokenizers: a model's own, or one of single characters for models that are built on the spot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hone.models.errors import ModelError
+from hone.models.settings import BuildConfig, ModelConfig
+from hone.models.source import check_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+ROLES = ("system", "user", "assistant", "tool")
+SPECIAL_TOKENS = (PAD, BOS, EOS, UNKNOWN, *(f"<{role}>" for role in ROLES))
+
+# Each message is its role's token and its text; what the assistant says ends with <eos>. Rendering one more message
+# only ever appends, so a conversation never has to be encoded again.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model: its own, the one that `tokenizer` names, or one built from the alphabet.
+
+    Raises ModelError naming the key and what is wrong with it.
+    """
+    source = model.tokenizer or model.path
+    if source is None:
+        assert model.build is not None
+        return build_tokenizer(model.build)
+    key = "model.tokenizer" if model.tokenizer else "model.path"
+    revision = None if model.tokenizer else model.revision
+    config = check_source(source, key, "tokenizer_config.json", model.trust_remote_code, revision)
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, revision=revision or "main", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"{key} {source!r} has no usable tokenizer: {_first_line(error)}") from error
+    if loaded.eos_token_id is None:
+        raise ModelError(f"{key} {source!r} has a tokenizer without an end-of-sequence token (found {sorted(config)})")
+    return loaded
+
+
+def build_tokenizer(build: BuildConfig) -> PreTrainedTokenizerFast:
+    """One token for each character of the alphabet, the special tokens before them, and a chat template.
+
+    Encoding adds nothing to the text; other characters become <unk>. Raises ModelError for an unusable alphabet.
+    """
+    repeated = sorted({c for c in build.characters if build.characters.count(c) > 1})
+    if not build.characters or repeated:
+        raise ModelError(f"model.build.characters should hold each character once, found {repeated or 'none'}")
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *build.characters))}
+    backend: Any = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        extra_special_tokens=[f"<{role}>" for role in ROLES],
+        model_max_length=build.max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,152 @@
+"""The digest of weights: what it must not care about, and everything that it must notice."""
+
+import itertools
+from hashlib import blake2b
+
+import pytest
+import torch
+
+from hone.models.digest import digest_tensors
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool]
+
+
+def make(dtype, *shape):
+    return torch.randint(0, 2, shape).to(dtype) if dtype == torch.bool else (20 * torch.randn(shape)).to(dtype)
+
+
+def one(tensor, name="w"):
+    return digest_tensors([(name, tensor)])
+
+
+def test_does_not_depend_on_order_strides_or_offset():
+    a, b = torch.randn(40, 30), torch.randn(7)
+    expected = digest_tensors([("a", a), ("b", b)])
+    assert digest_tensors([("b", b.clone()), ("a", a)]) == expected
+    assert digest_tensors([("a", a.T.contiguous().T), ("b", torch.stack([b, b], 1)[:, 1])]) == expected
+    shifted = torch.zeros(1 + a.numel())
+    shifted[1:] = a.flatten()
+    assert digest_tensors([("a", shifted[1:].view(40, 30)), ("b", b)]) == expected
+    assert len(expected) == 32
+
+
+def test_notices_names_dtypes_and_shapes():
+    w = torch.zeros(6, 4, dtype=torch.int32)
+    kinds = [w, w.view(4, 6), w.flatten(), w.view(torch.float32), w[:5], torch.zeros(6, 5, dtype=torch.int32)]
+    assert len({one(tensor) for tensor in kinds}) == len(kinds)
+    assert one(w, "w") != one(w, "v")
+    assert digest_tensors([("a", w), ("b", w + 1)]) != digest_tensors([("a", w + 1), ("b", w)])
+
+
+def test_notices_a_tensor_that_is_not_there_and_empty_ones():
+    w, empty = torch.randn(3), torch.zeros(0, 4)
+    found = [digest_tensors(x) for x in ([], [("w", w)], [("e", empty)], [("w", w), ("e", empty)], [("e", empty.T)])]
+    assert len(set(found)) == 5
+
+
+def test_a_name_that_comes_twice_is_an_error():
+    with pytest.raises(ValueError, match="'w' comes twice"):
+        digest_tensors([("w", torch.zeros(1)), ("w", torch.zeros(1))])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 300])
+def test_notices_every_single_bit(dtype, size):
+    w = make(dtype, size)
+    seen = {one(w)}
+    raw = w.view(torch.uint8)
+    bits = range(8) if dtype != torch.bool else range(1)
+    places = list(itertools.product(range(raw.numel()), bits))
+    for byte, bit in places[:: max(1, len(places) // 150)]:
+        raw[byte] ^= 1 << bit
+        seen.add(one(w))
+        raw[byte] ^= 1 << bit
+    assert len(seen) == 1 + len(places[:: max(1, len(places) // 150)])
+
+
+def test_notices_bits_in_every_block_of_a_large_tensor():
+    w = torch.randn(200_003)  # several blocks of 65,536 float32, and an odd tail
+    seen = {one(w)}
+    for place in (0, 65_535, 65_536, 131_071, 150_000, 200_001, 200_002):
+        for bit in (0, 12, 31):
+            w.view(torch.int32)[place] ^= torch.tensor(1 << bit).to(torch.int32) if bit < 31 else torch.tensor(-(2**31))
+            seen.add(one(w))
+            w.view(torch.int32)[place] ^= torch.tensor(1 << bit).to(torch.int32) if bit < 31 else torch.tensor(-(2**31))
+    assert len(seen) == 22
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:-1])
+def test_notices_swapped_elements(dtype):
+    """Also values that differ in their sign bit alone, which a plain weighted sum modulo 2**64 can miss."""
+    w = make(dtype, 140_000)
+    w[5], w[70_003], w[6], w[7], w[8], w[136_000] = 3, -3, 1, 2, 4, -4
+    expected = one(w)
+    for i, j in ((5, 70_003), (6, 7), (8, 136_000), (5, 8)):
+        swapped = w.clone()
+        swapped[i], swapped[j] = w[j], w[i]
+        assert one(swapped) != expected
+    rolled = w.view(torch.uint8).roll(65_536 * 4).view(dtype)  # whole blocks in another order
+    assert one(rolled) != expected
+
+
+def test_notices_words_swapped_that_differ_in_the_top_bit():
+    w = torch.randint(0, 2**62, (64,))
+    expected = one(w)
+    for i, j in itertools.combinations(range(0, 64, 7), 2):
+        pair = w.clone()
+        pair[i] = w[j] ^ torch.tensor(-(2**63))
+        other = pair.clone()
+        other[i], other[j] = pair[j], pair[i]
+        assert len({one(pair), one(other), expected}) == 3
+
+
+def test_notices_signed_zeros_and_payloads_of_nan():
+    assert one(torch.tensor([0.0])) != one(torch.tensor([-0.0]))
+    quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32).chunk(2)
+    assert quiet.isnan().all()
+    assert other.isnan().all()
+    assert one(quiet) != one(other)
+    assert one(quiet) == one(quiet.clone())
+
+
+def in_plain_python(name, tensor):
+    """The definition once more, in Python integers: 64-bit words, keyed, mixed, summed per block of 32,768."""
+    first, second, whole = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 2**64 - 1
+
+    def shifted(x, by):  # arithmetic
+        return ((x - 2**64 if x >> 63 else x) >> by) & whole
+
+    def key(place):
+        x = (place + 1) * first & whole
+        for multiplier in (second, first):
+            x = ((x ^ (shifted(x, 30) & 0x3FFFFFFFF)) * multiplier) & whole
+        return x
+
+    raw = bytes(tensor.flatten().view(torch.uint8).tolist())
+    raw += bytes(-len(raw) % 8)
+    words = [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)]
+    sums = b""
+    for start in range(0, len(words), 32_768):
+        linear = mixed = 0
+        for place, word in enumerate(words[start : start + 32_768]):
+            x = (word ^ key(place)) * first & whole
+            linear += x
+            x = (x ^ shifted(x, 31)) * second & whole
+            mixed += x ^ shifted(x, 29)
+        sums += (linear & whole).to_bytes(8, "little") + (mixed & whole).to_bytes(8, "little")
+    header = f"{name}\0{str(tensor.dtype)[6:]}\0{tuple(tensor.shape)}\0".encode()
+    return blake2b(blake2b(header + sums, digest_size=16).digest(), digest_size=16).hexdigest()
+
+
+def test_is_what_its_definition_says():
+    """Receipts outlive a release, and a sender may be another program: the value itself is part of the contract."""
+    for tensor in (torch.randn(3, 5), make(torch.bfloat16, 77), make(torch.int8, 13), torch.randn(33_000 * 2)):
+        assert one(tensor, "model.w") == in_plain_python("model.w", tensor)
+    w = torch.arange(100_000, dtype=torch.int32).view(100, 1000)
+    assert digest_tensors([("w", w), ("b", torch.ones(3))]) == "16e4a807831ecdec498f759748de5e96"
+
+
+def test_reads_a_parameter_without_touching_its_graph():
+    w = torch.nn.Parameter(torch.randn(4, 4))
+    assert one(w) == one(w.detach().clone())
+    assert one((w * 1).T) == one(w.detach().T.clone())
