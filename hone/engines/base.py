@@ -14,7 +14,30 @@ from typing import Any, Protocol
 
 import torch
 
+from hone.engines.settings import EngineConfig
+from hone.models.settings import ModelConfig
 from hone.types import Batch, LossFn, Metrics, ModelOutput
+
+
+class EngineSpec(Protocol):
+    """What an engine is made from; `hone.workers.train.TrainSpec` is one."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+    @property
+    def engine(self) -> EngineConfig: ...
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def temperature(self) -> float:
+        """Of the rollouts: log-probs are those of logits / temperature, the distribution that was sampled."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, for the schedule; 0: a model that is never trained."""
 
 
 class BaseEngine(Protocol):

@@ -1,0 +1,115 @@
+"""Which engine class trains a model: chosen by model type, backend, device and vendor; imported when chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from hone.engines.base import BaseEngine, EngineSpec
+from hone.registry import CannotLoad, UnknownName, resolve, unknown
+
+ANY = "*"
+DEVICE_VARIABLE = "HONE_ENGINE_DEVICE"
+VENDOR_VARIABLE = "HONE_ENGINE_VENDOR"
+
+C = TypeVar("C", bound=type)
+Key = tuple[str, str, str, str]
+
+
+class EnginePlatform(Protocol):
+    """What an engine has to know of the platform it runs on."""
+
+    @property
+    def device(self) -> str:
+        """torch's device type: cpu, cuda, npu ..."""
+
+    @property
+    def vendor(self) -> str:
+        """Who makes it: cpu, nvidia, amd ..."""
+
+
+class _EngineRegistry:
+    """(model type, backend, device, vendor) -> engine class; `*` for device or vendor means any.
+
+    A class that names the device and vendor wins over one that names the device only, and that one over `*`.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, Any] = {}
+
+    def register(
+        self,
+        *,
+        model_type: str | Sequence[str],
+        backend: str,
+        device: str = ANY,
+        vendor: str = ANY,
+        target: str | None = None,
+    ) -> Callable[[C], C]:
+        """Register `target` ("module:class"), or the class that this decorates. A key is registered once."""
+        types = [model_type] if isinstance(model_type, str) else list(model_type)
+
+        def add(cls: C | str) -> Any:
+            for one in types:
+                key = (one, backend, device, vendor)
+                if key in self._entries:
+                    raise ValueError(f"engine {_show(key)} is already registered as {self._entries[key]!r}")
+                self._entries[key] = cls
+            return cls
+
+        if target is not None:
+            add(target)
+        return add
+
+    def find(self, model_type: str, backend: str, device: str, vendor: str) -> type[BaseEngine]:
+        """The engine class. Raises UnknownName listing what exists, or CannotLoad with the import's own reason."""
+        for key in ((model_type, backend, device, vendor), (model_type, backend, device, ANY)):
+            if key in self._entries:
+                return self._load(key)
+        key = (model_type, backend, ANY, ANY)
+        if key not in self._entries:
+            raise UnknownName(self._explain(model_type, backend, device, vendor))
+        return self._load(key)
+
+    def create(self, spec: EngineSpec, platform: EnginePlatform) -> BaseEngine:
+        """The engine that `spec` asks for on `platform`; the two environment variables override the platform."""
+        device = os.environ.get(DEVICE_VARIABLE) or platform.device
+        vendor = os.environ.get(VENDOR_VARIABLE) or platform.vendor
+        cls: Any = self.find(spec.model_type, spec.engine.backend, device, vendor)
+        engine: BaseEngine = cls(spec, device)
+        return engine
+
+    def target(self, key: Key) -> str:
+        """Where the class of a key is, as text, without importing it."""
+        target = self._entries[key]
+        return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
+
+    def __iter__(self) -> Any:
+        return iter(sorted(self._entries))
+
+    def _load(self, key: Key) -> type[BaseEngine]:
+        target = self._entries[key]
+        if not isinstance(target, str):
+            return target  # type: ignore[no-any-return]
+        try:
+            return resolve(target)  # type: ignore[no-any-return]
+        except (ImportError, AttributeError) as error:
+            raise CannotLoad(f"engine {_show(key)} ({target}) cannot be loaded: {error}") from error
+
+    def _explain(self, model_type: str, backend: str, device: str, vendor: str) -> str:
+        backends = sorted({key[1] for key in self._entries})
+        if backend not in backends:
+            return "engine.backend: " + unknown("engine backend", backend, backends)
+        there = "; ".join(_show(key) for key in self)
+        return f"no engine for {_show((model_type, backend, device, vendor))} (there is: {there})"
+
+
+def _show(key: Key) -> str:
+    return "model_type={} backend={} device={} vendor={}".format(*key)
+
+
+EngineRegistry = _EngineRegistry()
+EngineRegistry.register(
+    model_type=("language_model", "value_model"), backend="fsdp2", target="hone.engines.fsdp2:Fsdp2Engine"
+)

@@ -1,0 +1,98 @@
+"""Tiny engines and batches: fixtures that make them."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hone.data.packing import Sample, pack_samples
+from hone.engines.fsdp2 import Fsdp2Engine
+from hone.engines.settings import EngineConfig, OptimizerConfig
+from hone.models.loading import load_language_model, without_progress_bars
+from hone.models.settings import BuildConfig, ModelConfig
+from hone.models.tokenizer import build_tokenizer
+from hone.types import LossOutput
+
+BUILD = BuildConfig(hidden_size=32, layers=2, heads=4, kv_heads=2, mlp_size=48, max_positions=64)
+
+
+@dataclass(frozen=True)
+class Spec:
+    model: ModelConfig
+    engine: EngineConfig
+    model_type: str = "language_model"
+    temperature: float = 1.0
+    total_steps: int = 100
+
+
+@pytest.fixture
+def make_engine():
+    """make_engine(engine settings..., model=..., spec fields...) -> an initialised engine on the CPU."""
+
+    def make(model=None, model_type="language_model", temperature=1.0, total_steps=100, optimizer=None, **engine):
+        engine.setdefault("compute_dtype", "float32")
+        engine.setdefault("max_tokens_per_microbatch", 64)
+        config = EngineConfig(optimizer=OptimizerConfig(**{"lr": 1e-3} | (optimizer or {})), **engine)
+        spec = Spec(model or ModelConfig(build=BUILD), config, model_type, temperature, total_steps)
+        made = Fsdp2Engine(spec, "cpu")
+        made.initialize()
+        return made
+
+    return make
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny Qwen3 with its tokenizer, saved."""
+    with without_progress_bars():
+        load_language_model(ModelConfig(build=BUILD)).save_pretrained(tmp_path / "model")
+    build_tokenizer(BUILD).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def make_batch():
+    """make_batch(lengths, prompt=2) -> a batch with loss weights 1 / trained tokens and random advantages."""
+
+    def make(lengths=(9, 5, 12, 5, 20), prompt=2, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        samples = [
+            Sample(
+                tuple(torch.randint(8, 104, (length,), generator=generator).tolist()),
+                (0,) * min(prompt, length) + (1,) * max(length - prompt, 0),
+            )
+            for length in lengths
+        ]
+        batch = pack_samples(samples)
+        return batch.with_(
+            loss_weights=torch.full((batch.num_tokens,), 1 / max(int(batch.loss_mask.sum()), 1)),
+            advantages=torch.randn(batch.num_tokens, generator=generator),
+        )
+
+    return make
+
+
+def _policy(output, batch):
+    ratio = (output.logprobs - output.logprobs.detach()).exp()
+    return LossOutput(-batch.advantages * ratio, {"train/logprob": output.logprobs.detach()})
+
+
+def _likelihood(output, batch):
+    return LossOutput(-output.logprobs)
+
+
+def _values(output, batch):
+    return LossOutput((output.values - batch.advantages) ** 2)
+
+
+def _entropy(output, batch):
+    return LossOutput(-output.logprobs - 0.1 * output.entropy, {"train/entropy": output.entropy.detach()})
+
+
+_entropy.needs = frozenset({"entropy"})
+
+
+@pytest.fixture
+def losses():
+    return SimpleNamespace(policy=_policy, likelihood=_likelihood, values=_values, entropy=_entropy)

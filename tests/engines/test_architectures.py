@@ -1,0 +1,73 @@
+"""Any Hugging Face causal language model trains on packed sequences exactly, or is refused before the first step."""
+
+import pytest
+import torch
+
+from hone.data.packing import select
+from hone.models.errors import ModelError
+from hone.models.settings import BuildConfig, ModelConfig
+
+SIZES = {"hidden_size": 32, "layers": 2, "heads": 4, "mlp_size": 48, "max_positions": 64}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "moe_intermediate_size"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "n_routed_experts"), 8),
+    **dict.fromkeys(("n_group", "num_experts_per_tok"), 2),
+    "topk_group": 1,
+}
+TRAINED = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "gemma2": {"sliding_window": 4, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {},
+    "olmo2": {},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {"num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 4.0},
+    "gpt2": {},
+    "deepseek_v3": LATENT,
+}
+REFUSED = {
+    "mamba": ({"hidden_size": 32, "layers": 2}, {}, "a token's hidden state changes"),
+    "recurrent_gemma": (
+        {"hidden_size": 32, "layers": 3, "heads": 4, "mlp_size": 48},
+        {"lru_width": 32},
+        "packed sequences",
+    ),
+    "qwen3_next": (SIZES | {"layers": 4}, EXPERTS, "packed sequences"),
+    "llama4_text": (SIZES, {"num_local_experts": 2}, "chunked attention"),
+    "bert": (SIZES, {}, "packed sequences"),
+}
+
+
+@pytest.mark.parametrize("architecture", TRAINED)
+def test_it_trains_and_scores_like_the_model_itself(architecture, make_engine, make_batch, losses):
+    build = BuildConfig(**SIZES, architecture=architecture, options=TRAINED[architecture])
+    engine = make_engine(model=ModelConfig(build=build), optimizer={"lr": 1e-2})
+    batch = make_batch()
+    first = engine.train_batch(batch, losses.likelihood)["train/loss"].value
+    for _ in range(5):
+        last = engine.train_batch(batch, losses.likelihood)["train/loss"].value
+    assert last < first
+    found = engine.infer_batch(batch).logprobs
+    engine.model.set_attn_implementation("eager")
+    for i in range(batch.num_sequences):
+        one = select(batch, [i])
+        with torch.no_grad():
+            logits = engine.model(one.token_ids[None], use_cache=False).logits[0].float()
+        expected = torch.log_softmax(logits[:-1], -1).gather(1, one.token_ids[1:, None])[:, 0] * one.loss_mask[1:]
+        ours = found[batch.cu_seqlens[i] + 1 : batch.cu_seqlens[i + 1]]
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers mentions kernels that are not installed
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_it_is_refused_before_the_first_step(architecture, make_engine):
+    sizes, options, message = REFUSED[architecture]
+    build = BuildConfig(**sizes, architecture=architecture, options=options)
+    with pytest.raises(ModelError, match=message):
+        make_engine(model=ModelConfig(build=build))

@@ -1,0 +1,132 @@
+"""An engine's checkpoint: exact to the bit, strict about what it restores; and the export."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hone.engines.checkpoint import ENGINE_FILE, MODEL_FILE, OPTIMIZER_FILE, CheckpointError
+from hone.models.loading import without_progress_bars
+from hone.models.settings import BuildConfig, ModelConfig
+from hone.models.tokenizer import load_tokenizer
+
+OPTIMIZERS = ["AdamW", "SGD", "Adafactor", "NAdam", "ASGD", "Rprop"]
+SCHEDULE = {"name": "cosine", "warmup_steps": 3}
+
+
+def weights(engine):
+    return {name: tensor.clone() for name, tensor in engine._state().items()}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_on_from_a_checkpoint_equals_training_through(
+    optimizer, dtype, make_engine, make_batch, losses, tmp_path
+):
+    settings = {
+        "compute_dtype": dtype,
+        "schedule": SCHEDULE,
+        "optimizer": {"name": optimizer, "lr": 1e-3, "options": {"momentum": 0.9} if optimizer == "SGD" else {}},
+    }
+    batches = [make_batch(seed=seed) for seed in range(6)]
+    through = make_engine(**settings)
+    for batch in batches[:3]:
+        through.train_batch(batch, losses.policy)
+    through.save_checkpoint(tmp_path)
+    resumed = make_engine(**settings, model=ModelConfig(build=BuildConfig(**SIZES, seed=9)))
+    resumed.load_checkpoint(tmp_path)
+    restored, saved = weights(resumed), weights(through)
+    assert all(torch.equal(restored[name], saved[name]) for name in saved)
+    for batch in batches[3:]:
+        one, other = (engine.train_batch(batch, losses.policy) for engine in (through, resumed))
+        assert {n: m.value for n, m in one.items()} == {n: m.value for n, m in other.items()}
+    one, other = weights(through), weights(resumed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+SIZES = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_size": 48, "max_positions": 64}
+
+
+@pytest.fixture
+def saved(make_engine, make_batch, losses, tmp_path):
+    engine = make_engine()
+    engine.train_batch(make_batch(), losses.policy)
+    engine.save_checkpoint(tmp_path)
+    return tmp_path
+
+
+def test_it_holds_tensors_and_json_only_and_each_weight_once(saved):
+    assert sorted(path.name for path in saved.iterdir()) == [ENGINE_FILE, MODEL_FILE, OPTIMIZER_FILE]
+    stored = load_file(saved / MODEL_FILE)
+    assert ("model.embed_tokens.weight" in stored) != ("lm_head.weight" in stored)
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    assert json.loads((saved / ENGINE_FILE).read_text())["schedule_step"] == 1
+
+
+def test_saved_tensors_do_not_follow_the_live_ones(saved, make_engine, make_batch, losses):
+    engine = make_engine()
+    engine.load_checkpoint(saved)
+    before = load_file(saved / MODEL_FILE)
+    engine.train_batch(make_batch(), losses.policy)
+    after = load_file(saved / MODEL_FILE)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_checkpoint_that_does_not_fit_is_named(saved, make_engine):
+    with pytest.raises(CheckpointError, match="written with AdamW, this run's optimizer is SGD"):
+        make_engine(optimizer={"name": "SGD"}).load_checkpoint(saved)
+    with pytest.raises(CheckpointError, match=r"belongs to another model: it lacks \['model\.layers\.2"):
+        make_engine(model=ModelConfig(build=BuildConfig(**SIZES | {"layers": 3}))).load_checkpoint(saved)
+    with pytest.raises(CheckpointError, match=r"gate_proj.*\[48, 32\], this run has .*\[40, 32\]"):
+        make_engine(model=ModelConfig(build=BuildConfig(**SIZES | {"mlp_size": 40}))).load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("name", [ENGINE_FILE, MODEL_FILE, OPTIMIZER_FILE])
+def test_a_truncated_or_missing_file_is_named_and_the_engine_is_left_alone(name, saved, make_engine):
+    engine = make_engine()
+    before = weights(engine)
+    (saved / name).write_bytes((saved / name).read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match=f"{name} is truncated or damaged"):
+        engine.load_checkpoint(saved)
+    (saved / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        engine.load_checkpoint(saved)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_the_export_loads_in_transformers_to_the_same_model(
+    dtype, architecture, make_engine, make_batch, losses, tmp_path
+):
+    options = {"num_experts": 4, "num_experts_per_tok": 2} if architecture == "qwen3_moe" else {}
+    build = BuildConfig(**SIZES, architecture=architecture, options=options)
+    engine = make_engine(model=ModelConfig(build=build), compute_dtype=dtype)
+    engine.train_batch(make_batch(), losses.policy)
+    engine.export_hf(tmp_path)
+    with without_progress_bars():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", attn_implementation="sdpa").eval()
+    assert str(loaded.dtype) == f"torch.{dtype}"
+    tokens = torch.randint(8, 104, (1, 17))
+    engine.model.eval().set_attn_implementation("sdpa")
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, engine.model.state_dict()[name]), name
+    with torch.no_grad():
+        tolerance = 1e-5 if dtype == "float32" else 2e-2  # our norms round elsewhere
+        torch.testing.assert_close(loaded(tokens).logits, engine.model(tokens).logits, rtol=tolerance, atol=tolerance)
+    assert load_tokenizer(ModelConfig(path=str(tmp_path)))("abc").input_ids == [74, 75, 76]
+
+
+def test_a_value_model_is_saved_and_restored(make_engine, make_batch, losses, tmp_path):
+    engine, batch = make_engine(model_type="value_model"), make_batch()
+    engine.train_batch(batch, losses.values)
+    engine.save_checkpoint(tmp_path)
+    again = make_engine(model_type="value_model")
+    again.load_checkpoint(tmp_path)
+    assert torch.equal(again.infer_batch(batch).values, engine.infer_batch(batch).values)
+    (tmp_path / "hf").mkdir()
+    engine.export_hf(tmp_path / "hf")
+    loaded = make_engine(model_type="value_model", model=ModelConfig(path=str(tmp_path / "hf")))
+    assert torch.equal(loaded.infer_batch(batch).values, engine.infer_batch(batch).values)
