@@ -1,0 +1,13 @@
+"""Rollout engines: they continue token ids and say with which weights and how probable each token was.
+
+`ROLLOUT_ENGINES` names them; `base.RolloutEngine` is what each of them can do. This file imports no torch.
+"""
+
+from hone.registry import Entry, Registry
+
+ROLLOUT_ENGINES = Registry(
+    "rollout engine",
+    {"builtin": Entry("hone.rollout.builtin:BuiltinEngine", "hone.rollout.settings:BuiltinSettings")},
+)
+
+__all__ = ["ROLLOUT_ENGINES"]

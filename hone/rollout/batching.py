@@ -1,0 +1,223 @@
+"""Continuous batching: which requests run in which row of the KV cache, and one token for all of them per step.
+
+    queue --refill--> rows (holes that finished requests left first) --prefill, shared between equal prompts--+
+      ^                                                                                                       v
+      +--evict (weights or cache went away: tokens are kept, KV is computed anew)--  rows  <--step: one token per row
+                                                                                       |
+                                                                                       v finished requests
+
+Prefill covers all but the last token of a sequence; that one is read by the row's first step. So tokens are sampled in
+one place, and a row can start from KV copied from a row with the same prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hone.rollout.cache import COLUMN_STEP, MINIMUM_ROWS, KVCache, PackedPrompts, Step
+from hone.rollout.decoder import Decoder
+from hone.rollout.requests import Request
+from hone.rollout.rows import HostRows
+from hone.rollout.sampling import sample
+from hone.types import StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPolicy:
+    """How prompts are computed; see `BuiltinSettings`."""
+
+    tokens_at_once: int
+    share_prompts: bool
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the last look."""
+
+    steps: int = 0
+    tokens: int = 0
+    prefilled_tokens: int = 0
+    shared_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+class RunningBatch:
+    """The requests that are being decoded. Row i of everything (cache, host arrays, logits) is request i."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, policy: PrefillPolicy) -> None:
+        self.weight_version = -1
+        self.counters = Counters()
+        self._decoder = decoder
+        self._cache = cache
+        self._policy = policy
+        self._requests: list[Request | None] = []  # None: a hole
+        self._host = HostRows()
+        self._sharers: dict[tuple[int, ...], list[Request]] = {}  # prompt -> running requests that have it
+
+    @property
+    def running(self) -> list[Request]:
+        return [request for request in self._requests if request is not None]
+
+    def __len__(self) -> int:
+        return len(self._requests) - self._requests.count(None)
+
+    # ------------------------------------------------------------------------------------------------ coming in
+
+    def refill(self, queue: deque[Request]) -> None:
+        """Take as many requests from the front of the queue as there is room for, and prefill them."""
+        holes = [row for row, request in enumerate(self._requests) if request is None]
+        live = len(self._requests) - len(holes)
+        before = len(self._requests)
+        columns = _rounded_room(max((request.room for request in self.running), default=0)) if queue else 0
+        placed: list[Request] = []
+        while queue and live + len(placed) < self._cache.limits.rows:
+            wanted = max(columns, _rounded_room(queue[0].room))
+            if live + len(placed) and (live + len(placed) + 1) * wanted > self._cache.limits.tokens:
+                break
+            columns = wanted
+            request = queue.popleft()
+            request.row = holes.pop(0) if holes else len(self._requests)
+            if request.row == len(self._requests):
+                self._requests.append(None)
+            placed.append(request)
+            self._requests[request.row] = request
+        self._close(holes)
+        if placed:
+            fresh, copies = self._sources(placed)
+            self._cache.reserve(len(self._requests), columns, live_rows=min(before, len(self._requests)) if live else 0)
+            self._fill(fresh, copies)
+
+    def _close(self, holes: list[int]) -> None:
+        """Move the last rows into the holes that are left, so that running rows lie together."""
+        for hole in holes:
+            while self._requests and self._requests[-1] is None:
+                self._requests.pop()
+            if hole >= len(self._requests):
+                return
+            last = self._requests.pop()
+            assert last is not None
+            self._cache.move_row(last.row, hole, int(self._host.position[last.row]))
+            self._host.move(last.row, hole)
+            self._requests[hole] = last
+            last.row = hole
+
+    def _sources(self, placed: list[Request]) -> tuple[list[list[Request]], list[tuple[Request, list[Request]]]]:
+        """Where the KV of new rows comes from: groups that share one prefill, and (running row, rows to copy it to)."""
+        fresh: dict[tuple[int, ...], list[Request]] = {}
+        copies: list[tuple[Request, list[Request]]] = []
+        share = self._policy.share_prompts
+        for request in placed:
+            self._host.place(request.row, request)
+            sequence = request.sequence
+            donors = self._sharers.get(sequence, []) if share else []
+            if len(sequence) > 1 and donors:
+                copies.append((donors[0], [request]))
+            elif len(sequence) > 1:
+                fresh.setdefault(sequence if share else (request.row, *sequence), []).append(request)
+        for request in placed:
+            self._sharers.setdefault(request.prompt, []).append(request)
+            self.counters.recomputed_tokens += len(request.tokens)
+        return list(fresh.values()), copies
+
+    def _fill(self, fresh: list[list[Request]], copies: list[tuple[Request, list[Request]]]) -> None:
+        """Write the KV of every new row, up to its sequence's last token but one."""
+        for chunk in self._chunks([requests[0] for requests in fresh]):
+            sequences = [request.sequence[:-1] for request in chunk]
+            rows = [request.row for request in chunk]
+            self._decoder.prefill(PackedPrompts.of(sequences, rows, self._cache.device), self._cache)
+            self.counters.prefilled_tokens += sum(map(len, sequences))
+        for donor, others in [*copies, *((first, others) for first, *others in fresh if others)]:
+            columns = len(others[0].sequence) - 1
+            targets = torch.tensor([request.row for request in others], device=self._cache.device)
+            self._cache.copy_row(donor.row, targets, columns)
+            self.counters.shared_tokens += columns * len(others)
+
+    def _chunks(self, requests: list[Request]) -> Iterator[list[Request]]:
+        """Requests whose prefills fit the token budget together; one that is longer goes alone."""
+        chunk: list[Request] = []
+        tokens = 0
+        for request in requests:
+            length = len(request.sequence) - 1
+            if chunk and tokens + length > self._policy.tokens_at_once:
+                yield chunk
+                chunk, tokens = [], 0
+            chunk.append(request)
+            tokens += length
+        if chunk:
+            yield chunk
+
+    # ------------------------------------------------------------------------------------------------- decoding
+
+    def step(self) -> list[tuple[Request, StopReason]]:
+        """One token for every running request; those that are finished by it leave the batch.
+
+        Raises RuntimeError if the model's probabilities are not finite.
+        """
+        rows = len(self._requests)
+        host = self._host
+        logits = self._decoder.decode(self._next_step(rows), self._cache)
+        drawn, drawn_logprobs = sample(logits, host.rules(rows), host.uniforms(rows))
+        tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.float().cpu().numpy()
+        if not np.isfinite(logprobs).all():
+            bad = self._requests[int(np.flatnonzero(~np.isfinite(logprobs))[0])]
+            assert bad is not None
+            raise RuntimeError(
+                f"the model's probabilities for request {bad.request_id!r} are not finite "
+                f"(weight version {self.weight_version})"
+            )
+        stopped, full = host.record(rows, tokens, logprobs)
+        for row, request in enumerate(self._requests):
+            if request is not None and request.stop_strings is not None and not stopped[row]:
+                stopped[row] = request.stop_strings.completed_by(request.tokens + host.collect(row)[0])
+        self.counters.steps += 1
+        self.counters.tokens += rows
+        ended = np.flatnonzero(stopped | full)
+        return [(self._leave(row), StopReason.STOP if stopped[row] else StopReason.LENGTH) for row in ended.tolist()]
+
+    def _next_step(self, rows: int) -> Step:
+        device = self._cache.device
+        padded = max(rows, MINIMUM_ROWS)
+        inputs = np.zeros((2, padded), np.int64)
+        inputs[0, :rows] = self._host.token[:rows]
+        inputs[1, :rows] = self._host.position[:rows]
+        columns = min(_rounded(int(inputs[1].max()) + 1, COLUMN_STEP), self._cache.columns)
+        token_ids, positions = torch.from_numpy(inputs).to(device)
+        beyond = torch.arange(columns, device=device) > positions[:rows, None]
+        hidden = torch.zeros(rows, columns, dtype=self._cache.dtype, device=device)
+        hidden.masked_fill_(beyond, float("-inf"))
+        return Step(token_ids, positions, rows, columns, hidden[:, None, None, :])
+
+    # ------------------------------------------------------------------------------------------------ going out
+
+    def drop(self, request: Request) -> None:
+        """Take a request out; the tokens it has stay with it."""
+        self._leave(request.row)
+
+    def evict(self) -> list[Request]:
+        """Take every request out, to be prefilled anew; in the order of their rows."""
+        return [self._leave(request.row) for request in self.running]
+
+    def _leave(self, row: int) -> Request:
+        request = self._requests[row]
+        assert request is not None
+        request.extend(*self._host.collect(row), self.weight_version)
+        request.row = -1
+        self._requests[row] = None
+        sharers = self._sharers[request.prompt]
+        sharers.remove(request)
+        if not sharers:
+            del self._sharers[request.prompt]
+        return request
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _rounded_room(tokens: int) -> int:
+    return _rounded(tokens, COLUMN_STEP)

@@ -1,0 +1,44 @@
+"""What the engine asks of a model: fill the cache with prompts, and turn one token per row into logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from hone.rollout.cache import CacheShape, KVCache, PackedPrompts, Step
+from hone.rollout.fused import FusedDecoder, unfit_for_fusing
+from hone.rollout.generic import GenericDecoder
+
+
+class Decoder(Protocol):
+    """A causal language model over a `KVCache`, with storage of its own for the weights."""
+
+    cache_shape: CacheShape
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The storage that is served, under Hugging Face names: writing to these tensors changes the model."""
+
+    def prefill(self, prompts: PackedPrompts, cache: KVCache) -> None:
+        """Write keys and values of every token of the prompts."""
+
+    def decode(self, step: Step, cache: KVCache) -> Tensor:
+        """Write keys and values of each row's token; logits of the next one, [step.rows, V] float32 or wider."""
+
+
+def build_decoder(
+    execution: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, longest: int
+) -> Decoder:
+    """The execution path for an architecture; weights are uninitialised. `longest` is the longest sequence in tokens.
+
+    Raises ValueError for an architecture that the wanted path cannot run exactly, with the reason.
+    """
+    obstacle = unfit_for_fusing(config, longest)
+    if execution == "fused" and obstacle:
+        raise ValueError(f"execution 'fused' cannot run this model: {obstacle}; use 'auto' or 'generic'")
+    if execution == "generic" or obstacle:
+        return GenericDecoder(config, dtype, device, longest)
+    return FusedDecoder(config, dtype, device)

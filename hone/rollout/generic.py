@@ -1,0 +1,157 @@
+"""Any Hugging Face causal LM, through its own forward: only its attention is replaced, by one over the slot cache.
+
+    engine --tokens of all rows as one row [1, T]--> model.forward --per layer--> `slot_attention` <--> KVCache
+
+This works for models in which attention is the only thing that mixes tokens. A model that mixes them otherwise
+(state-space or convolution layers), or asks of its attention what cannot be done here, is refused when it is built.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hone.models.attention import Scoring, Window, packed, packed_attention_forward, packed_mask
+from hone.rollout.cache import CacheShape, KVCache, PackedPrompts, Step
+
+SLOTS = "hone_slots"  # the name of `slot_attention` in transformers' registries
+
+
+@dataclass(slots=True)
+class _Forward:
+    """What the attention function needs to know of the forward that it is called in."""
+
+    tokens: int  # of this forward, padding left out
+    cache: KVCache | None = None  # None while the shapes are being found out
+    at: Tensor | None = None  # `cache.addresses` of the tokens
+    step: Step | None = None  # None in prefill
+    seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # layer -> KV heads, key and value size
+
+
+_CURRENT: ContextVar[_Forward] = ContextVar("hone_slots_forward")
+
+
+@contextmanager
+def _during(forward: _Forward) -> Iterator[None]:
+    token = _CURRENT.set(forward)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Window | None,
+    scaling: float | None = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls: [1, heads, T, d] and so on -> [1, T, heads, value_size]."""
+    forward = _CURRENT.get()
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    forward.seen[layer] = (key.shape[1], key.shape[3], value.shape[3])
+    tokens = forward.tokens
+    if forward.cache is not None and forward.at is not None:
+        written = (x[0, :, :tokens].transpose(0, 1) for x in (key, value))
+        forward.cache.write(layer, forward.at, *written)
+    if forward.step is None or forward.cache is None:
+        return packed_attention_forward(module, query, key, value, attention_mask, scaling, **asked)
+    scoring = Scoring(
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=attention_mask.size if attention_mask is not None else asked.get("sliding_window"),
+        softcap=asked.get("softcap"),
+        sinks=asked.get("s_aux"),
+    )
+    out = forward.cache.attend(layer, query[0, :, :tokens].transpose(0, 1), forward.step, scoring)
+    out = F.pad(out, (0, 0, 0, query.shape[2] - tokens))
+    return out.unflatten(1, (query.shape[1], -1))[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(SLOTS, slot_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(SLOTS, packed_mask)
+
+
+class GenericDecoder:
+    """`Decoder` over a transformers model of any architecture whose tokens meet in attention only."""
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, longest: int) -> None:
+        _refuse_changing_rope(config, longest)
+        with no_init_weights(), torch.device(device):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=dtype, attn_implementation=SLOTS
+            )
+        model.tie_weights()
+        if getattr(model, "_is_stateful", False) or not getattr(model, "_supports_attention_backend", False):
+            raise ValueError(f"the built-in engine cannot run {type(model).__name__}: its attention is not replaceable")
+        self._model = model.eval().requires_grad_(False)
+        self._device = device
+        self.cache_shape = self._find_shape()
+
+    def _find_shape(self) -> CacheShape:
+        """Run one token through the model, whatever its weights, and see what its attention asks for."""
+        name = type(self._model).__name__
+        layers = self._model.config.get_text_config().num_hidden_layers
+        prompts = PackedPrompts.of([(0,)], [0], self._device)
+        forward = _Forward(tokens=1)
+        try:
+            self._run(prompts, forward)
+        except NotImplementedError as error:
+            raise ValueError(f"the built-in engine cannot run {name}: {error}") from error
+        if len(forward.seen) != layers or len(set(forward.seen.values())) != 1:
+            raise ValueError(
+                f"the built-in engine cannot run {name}: of its {layers} layers, {len(forward.seen)} have plain "
+                f"attention, with (KV heads, key size, value size) {sorted(set(forward.seen.values()))}; expected one "
+                "attention per layer, all of one shape"
+            )
+        return CacheShape(layers, *forward.seen[0])
+
+    def weights(self) -> Mapping[str, Tensor]:
+        weights: dict[str, Tensor] = self._model.state_dict()
+        return weights
+
+    def prefill(self, prompts: PackedPrompts, cache: KVCache) -> None:
+        tokens = prompts.rows.shape[0]
+        at = cache.addresses(prompts.rows, prompts.positions[:tokens])
+        self._run(prompts, _Forward(tokens, cache, at))
+
+    def _run(self, prompts: PackedPrompts, forward: _Forward) -> None:
+        with torch.inference_mode(), _during(forward), packed(prompts.packing):
+            self._model.base_model(
+                input_ids=prompts.token_ids[None], position_ids=prompts.positions[None], use_cache=False
+            )
+
+    def decode(self, step: Step, cache: KVCache) -> Tensor:
+        at = cache.addresses(torch.arange(step.rows, device=self._device), step.positions[: step.rows])
+        with _during(_Forward(step.rows, cache, at, step)):
+            output = self._model(input_ids=step.token_ids[None], position_ids=step.positions[None], use_cache=False)
+        logits: Tensor = output.logits[0, : step.rows]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _refuse_changing_rope(config: PreTrainedConfig, longest: int) -> None:
+    """Rotary frequencies that follow the longest sequence in the batch would make rows depend on each other."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            limit = kind.get("original_max_position_embeddings") or text.max_position_embeddings
+            if longest > limit:
+                raise ValueError(
+                    f"rope_type {kind['rope_type']!r} changes with the longest sequence beyond {limit} tokens; "
+                    f"set max_sequence_tokens to at most {limit}"
+                )

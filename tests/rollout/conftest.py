@@ -1,0 +1,106 @@
+"""Tiny models of several architectures, and what transformers itself says about a sequence."""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VOCABULARY = 104  # that of the tokenizer in `tokenizer`
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+CONFIGS = {
+    "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "llama": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama_yarn": lambda: LlamaConfig(**SIZES, rope_parameters=YARN),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS),
+    "mistral_window": lambda: MistralConfig(**SIZES, sliding_window=8),
+    "gemma2": lambda: Gemma2Config(**SIZES, sliding_window=8, attn_logit_softcapping=0.5),  # alternating windows
+    "gpt_oss": lambda: GptOssConfig(  # attention sinks
+        **SIZES,
+        sliding_window=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "gpt2": lambda: GPT2Config(  # learned positions
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
+    ),
+}
+
+
+def build(kind, seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation="eager").eval()
+    for parameter in model.parameters():  # norms, biases and sinks off their neutral values, logits well apart
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.to(dtype)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """`tiny(kind, seed=0, dtype=float32)`: a model; `tiny.config(kind)`: its config alone."""
+    build.config = lambda kind: CONFIGS[kind]()
+    return build
+
+
+@pytest.fixture(scope="session")
+def forward():
+    """`forward(model, token_ids)`: float32 logits of the plain transformers forward, [len(token_ids), V]."""
+
+    def run(model, token_ids):
+        with torch.no_grad():
+            return model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def gap(forward):
+    """`gap(model, prompt, completion)`: largest difference from the log-probs of the plain forward."""
+
+    def run(model, prompt, completion, start=0):
+        logits = forward(model, (*prompt, *completion.token_ids))[len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        return float((expected - torch.tensor(completion.logprobs))[start:].abs().max())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finish():
+    """`finish(coroutine)`: its result; no test waits without end."""
+    return lambda coroutine: asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from hone.models.settings import BuildConfig
+    from hone.models.tokenizer import build_tokenizer
+
+    return build_tokenizer(BuildConfig())

@@ -1,0 +1,203 @@
+"""Abort, pause, sleep, and weights that change, with requests running."""
+
+import asyncio
+
+import pytest
+
+from hone.models.digest import digest_tensors
+from hone.types import SamplingParams, StopReason
+
+LONG = {"max_tokens": 40}
+
+
+async def during(bench, prompts, action, **sampling):
+    """Start the prompts, let some tokens come, do something, and wait for the completions."""
+    running = asyncio.create_task(bench.all(prompts, **{**LONG, **sampling}))
+    await bench.let_run()
+    await action()
+    return await running
+
+
+def test_abort_gives_the_tokens_so_far_and_a_resend_continues_them(bench, finish):
+    prompts = bench.prompts(5)
+    whole = finish(bench.all(prompts, **LONG))
+
+    async def resend(i, partial):
+        wanted = SamplingParams(max_tokens=40 - len(partial), ignore_eos=True, seed=i)
+        return await bench.engine.generate(f"again{i}", (*prompts[i], *partial), wanted)
+
+    cut = finish(during(bench, prompts, bench.engine.abort_all))
+    assert any(c.token_ids for c in cut)
+    for i, completion in enumerate(cut):
+        assert completion.stop_reason is StopReason.ABORTED
+        assert completion.token_ids == whole[i].token_ids[: len(completion.token_ids)]
+        assert len(completion.token_ids) == len(completion.logprobs) < 40
+        rest = finish(resend(i, completion.token_ids))
+        assert completion.token_ids + rest.token_ids == whole[i].token_ids
+
+
+def test_aborting_nothing_is_fine(bench, finish):
+    finish(bench.engine.abort_all())
+    assert len(finish(bench.all(bench.prompts(2)))) == 2
+
+
+def test_no_token_comes_while_paused_and_none_is_lost(bench, finish):
+    prompts = bench.prompts(5)
+    whole = finish(bench.all(prompts, **LONG))
+
+    async def pause_a_while():
+        await bench.engine.pause()
+        await bench.let_run()
+        bench.engine.metrics()
+        await bench.let_run(100)
+        assert bench.engine.metrics()["rollout/tokens"].value == 0
+        await bench.engine.resume()
+
+    found = finish(during(bench, prompts, pause_a_while))
+    assert [c.token_ids for c in found] == [c.token_ids for c in whole]
+
+
+def test_a_request_that_comes_while_paused_waits(bench, finish):
+    async def story():
+        await bench.engine.pause()
+        task = asyncio.create_task(bench.all(bench.prompts(2)))
+        await bench.let_run(50)
+        assert not task.done()
+        await bench.engine.resume()
+        return await task
+
+    assert len(finish(story())) == 2
+
+
+def test_an_update_in_flight_is_seen_by_the_very_next_token(bench, finish, gap, forward):
+    """Tokens say which weights sampled them; those after the update are computed from KV of the new weights only."""
+    prompts = bench.prompts(3)
+
+    async def update():
+        await bench.engine.update_weights(bench.weights(bench.other_model), 7)
+
+    for prompt, completion in zip(prompts, finish(during(bench, prompts, update)), strict=True):
+        versions = completion.weight_versions
+        assert len(completion.token_ids) == len(versions) == 40
+        assert set(versions) == {0, 7}
+        assert list(versions) == sorted(versions)
+        switch = versions.index(7)
+        assert gap(bench.other_model, prompt, completion, start=switch) < bench.tolerance
+        logits = forward(bench.model, (*prompt, *completion.token_ids))[len(prompt) - 1 : -1].log_softmax(-1)
+        for place in range(switch):
+            assert abs(float(logits[place, completion.token_ids[place]]) - completion.logprobs[place]) < bench.tolerance
+
+
+def test_an_update_reaches_prompts_that_were_seen_before(bench, finish, gap):
+    """No cached prefix of older weights survives."""
+    prompts = bench.prompts(4)
+    finish(bench.all(prompts))
+    finish(bench.engine.update_weights(bench.weights(bench.other_model), 1))
+    assert bench.engine.weight_version == 1
+    for prompt, completion in zip(prompts, finish(bench.all(prompts)), strict=True):
+        assert set(completion.weight_versions) == {1}
+        assert gap(bench.other_model, prompt, completion) < bench.tolerance
+
+
+def test_the_receipt_proves_what_is_served(bench, finish):
+    sent = bench.weights(bench.other_model)
+    receipt = finish(bench.engine.update_weights(iter(reversed(sent)), 3))
+    assert receipt.version == bench.engine.weight_version == 3
+    assert receipt.digest == digest_tensors(sent) != digest_tensors(bench.weights(bench.model))
+    assert receipt.tensors == len(sent)
+    assert receipt.bytes == sum(tensor.numel() * 4 for _, tensor in sent)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "twice"])
+def test_a_bad_update_is_refused_by_name_and_stops_the_replica(bench, finish, fault):
+    name = "model.layers.1.mlp.up_proj.weight"
+    sent = dict(bench.weights(bench.other_model))
+    stream = list(sent.items())
+    if fault == "missing":
+        stream = [(key, tensor) for key, tensor in stream if key != name]
+    if fault == "unknown":
+        name = "model.layers.7.mlp.up_proj.weight"
+        stream.insert(3, (name, sent["model.norm.weight"]))
+    if fault == "shape":
+        stream = [(key, tensor[:-1] if key == name else tensor) for key, tensor in stream]
+    if fault == "twice":
+        stream.append((name, sent[name]))
+
+    async def story():
+        running = asyncio.create_task(bench.all(bench.prompts(3), tag="before", **LONG))
+        await bench.let_run()
+        with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+            await bench.engine.update_weights(stream, 2)
+        with pytest.raises(RuntimeError):
+            await running
+        with pytest.raises(RuntimeError, match=r"update_weights|did not complete"):
+            await bench.all(bench.prompts(1))
+        await bench.engine.update_weights(sent.items(), 2)
+        return await bench.all(bench.prompts(1))
+
+    assert set(finish(story())[0].weight_versions) == {2}
+
+
+def test_what_was_sent_is_copied(bench, finish, gap):
+    """A trainer that goes on training must not change what the rollout serves."""
+    sent = bench.weights(bench.other_model)
+    finish(bench.engine.update_weights(((n, t) for n, t in sent), 1))
+    before = finish(bench.all(bench.prompts(3)))
+    for _, tensor in sent:
+        tensor.data.zero_()
+    assert [c.token_ids for c in finish(bench.all(bench.prompts(3)))] == [c.token_ids for c in before]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake(bench, finish, gap, level):
+    prompts = bench.prompts(4)
+
+    async def story():
+        await bench.all(prompts, tag="before")
+        await bench.engine.sleep(level)
+        with pytest.raises(RuntimeError, match="wake_up"):
+            await bench.all(prompts[:1], tag="asleep")
+        await bench.engine.wake_up(("weights",))
+        if level == 2:
+            assert bench.engine.weight_version == -1
+            await bench.engine.update_weights(bench.weights(bench.other_model), 1)
+        with pytest.raises(RuntimeError, match="wake_up"):
+            await bench.all(prompts[:1], tag="half awake")
+        await bench.engine.wake_up(("kv_cache",))
+        return await bench.all(prompts, tag="after")
+
+    model = bench.model if level == 1 else bench.other_model
+    for prompt, completion in zip(prompts, finish(story()), strict=True):
+        assert gap(model, prompt, completion) < bench.tolerance
+
+
+def test_after_level_2_nothing_is_generated_before_weights_come(bench, finish):
+    async def story():
+        await bench.engine.sleep(2)
+        await bench.engine.wake_up()
+        with pytest.raises(RuntimeError, match="update_weights"):
+            await bench.all(bench.prompts(1))
+
+    finish(story())
+
+
+def test_sleep_in_flight_loses_no_token(bench, finish):
+    prompts = bench.prompts(5)
+    whole = finish(bench.all(prompts, **LONG))
+
+    async def nap():
+        await bench.engine.sleep(1)
+        await bench.let_run(20)
+        await bench.engine.wake_up()
+
+    found = finish(during(bench, prompts, nap))
+    assert [c.token_ids for c in found] == [c.token_ids for c in whole]
+
+
+def test_metrics_count_since_the_last_look(bench, finish):
+    bench.engine.metrics()
+    finish(bench.all(bench.prompts(5), max_tokens=4))
+    found = bench.engine.metrics()
+    assert found["rollout/tokens"].value == 20
+    assert found["rollout/requests"].value == 5
+    assert bench.engine.metrics()["rollout/tokens"].value == 0

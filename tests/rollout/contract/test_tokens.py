@@ -1,0 +1,115 @@
+"""What is generated: the right tokens, with the right log-probs, ended where they should be."""
+
+import asyncio
+
+import torch
+
+from hone.types import SamplingParams, StopReason
+
+
+def test_greedy_is_the_argmax_of_the_plain_forward(bench, finish, forward, gap):
+    prompts = bench.prompts(8)
+    for prompt, completion in zip(prompts, finish(bench.all(prompts, temperature=0.0)), strict=True):
+        logits = forward(bench.model, (*prompt, *completion.token_ids))[len(prompt) - 1 : -1]
+        assert completion.token_ids == tuple(logits.argmax(-1).tolist())
+        assert gap(bench.model, prompt, completion) < bench.tolerance
+
+
+def test_logprobs_are_those_of_the_plain_forward(bench, finish, gap):
+    prompts = bench.prompts(12)
+    for prompt, completion in zip(prompts, finish(bench.all(prompts)), strict=True):
+        assert len(completion.token_ids) == len(completion.logprobs) == len(completion.weight_versions) == 16
+        assert gap(bench.model, prompt, completion) < bench.tolerance
+
+
+def test_logprobs_are_those_of_the_filtered_distribution(bench, finish, forward):
+    """The filters, straightforwardly: sort, cut, renormalise, one row at a time."""
+    rules = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.02}
+    prompts = bench.prompts(6)
+    for prompt, completion in zip(prompts, finish(bench.all(prompts, **rules)), strict=True):
+        rows = forward(bench.model, (*prompt, *completion.token_ids))[len(prompt) - 1 : -1]
+        for row, token, logprob in zip(rows, completion.token_ids, completion.logprobs, strict=True):
+            p, order = (row / 0.7).softmax(-1).sort(descending=True)
+            p = p[:20] / p[:20].sum()
+            kept = int((p.cumsum(0) - p < 0.8).sum())
+            p = p[:kept] / p[:kept].sum()
+            p = p[p >= 0.02 * p[0]]
+            p /= p.sum()
+            place = order.tolist().index(token)
+            assert place < len(p), "a token that the filters exclude"
+            assert abs(float(p[place].log()) - logprob) < bench.tolerance
+
+
+def test_a_seed_decides_and_nothing_else(bench, finish):
+    """Alone or together, in this order or the other, in whatever slot: a request's tokens are the same."""
+    prompts = bench.prompts(7)
+
+    async def alone(i):
+        return await bench.engine.generate("x", prompts[i], SamplingParams(max_tokens=16, ignore_eos=True, seed=i))
+
+    async def backwards():
+        wanted = [SamplingParams(max_tokens=16, ignore_eos=True, seed=i) for i in range(7)]
+        order = list(reversed(range(7)))
+        found = await asyncio.gather(*(bench.engine.generate(f"y{i}", prompts[i], wanted[i]) for i in order))
+        return list(reversed(found))
+
+    together = finish(bench.all(prompts))
+    for others in ([finish(alone(i)) for i in range(7)], finish(backwards())):
+        assert [c.token_ids for c in others] == [c.token_ids for c in together]
+        for one, two in zip(others, together, strict=True):
+            assert torch.allclose(torch.tensor(one.logprobs), torch.tensor(two.logprobs), atol=bench.tolerance)
+
+
+def test_samples_of_one_prompt_differ_by_their_seeds_only(bench, finish):
+    prompt = bench.prompts(2)[1]
+    found = finish(bench.all([prompt] * 8))
+    assert len({c.token_ids for c in found}) == 8
+    assert len({c.token_ids for c in finish(bench.all([prompt] * 8, seed=5))}) == 1
+
+
+def test_ends_at_a_stop_id_and_keeps_it(bench, finish):
+    prompts = bench.prompts(4)
+    free = finish(bench.all(prompts))
+    wanted = free[0].token_ids[5]
+    for whole, cut in zip(free, finish(bench.all(prompts, stop_token_ids=(wanted, 103))), strict=True):
+        ends = [i for i, token in enumerate(whole.token_ids) if token in (wanted, 103)]
+        assert cut.token_ids == (whole.token_ids[: ends[0] + 1] if ends else whole.token_ids)
+        assert cut.stop_reason == (StopReason.STOP if ends else StopReason.LENGTH)
+
+
+def test_ends_at_the_models_end_of_sequence_unless_told_not_to(bench, finish):
+    prompts = bench.prompts(2) * 12
+    free = finish(bench.all(prompts, max_tokens=40))
+    assert any(2 in c.token_ids[:-1] for c in free), "the tiny model never says <eos>: the test proves nothing"
+    for whole, cut in zip(free, finish(bench.all(prompts, max_tokens=40, ignore_eos=False)), strict=True):
+        length = whole.token_ids.index(2) + 1 if 2 in whole.token_ids else 40
+        assert cut.token_ids == whole.token_ids[:length]
+        assert cut.stop_reason == (StopReason.STOP if 2 in whole.token_ids else StopReason.LENGTH)
+
+
+def test_ends_at_a_stop_string_with_the_token_that_completes_it(bench, finish):
+    prompts = bench.prompts(6)
+    free = finish(bench.all(prompts))
+    stop = bench.tokenizer.decode(free[0].token_ids[4:6])
+    for whole, cut in zip(free, finish(bench.all(prompts, stop=("no such text", stop))), strict=True):
+        prefixes = [whole.token_ids[:n] for n in range(1, 17)]
+        expected = next((ids for ids in prefixes if stop in bench.tokenizer.decode(ids)), whole.token_ids)
+        assert cut.token_ids == expected
+    assert finish(bench.all(prompts[:1], stop=(stop,)))[0].stop_reason is StopReason.STOP
+
+
+def test_ends_at_its_length_and_at_the_context_window(bench, finish):
+    one = finish(bench.all(bench.prompts(3), max_tokens=1))
+    assert [len(c.token_ids) for c in one] == [1, 1, 1]
+    assert all(c.stop_reason is StopReason.LENGTH for c in one)
+    (full,) = finish(bench.all([(9,) * 120], max_tokens=1000))  # the model's context is 128
+    assert (len(full.token_ids), full.stop_reason) == (8, StopReason.LENGTH)
+
+
+def test_512_requests_at_once(bench, finish):
+    prompts = bench.prompts(2)[1:] * 512
+    found = finish(bench.all(prompts, max_tokens=3))
+    assert [c.request_id for c in found] == [f"r{i}" for i in range(512)]
+    assert all(len(c.token_ids) == 3 for c in found)
+    alone = finish(bench.all(prompts[:1], max_tokens=3, seed=400))
+    assert alone[0].token_ids == found[400].token_ids

@@ -1,0 +1,115 @@
+"""The built-in engine against the plain transformers forward, and its two execution paths against each other."""
+
+import asyncio
+
+import pytest
+import torch
+
+from hone.rollout.builtin import BuiltinEngine
+from hone.rollout.decoder import build_decoder
+from hone.rollout.fused import FusedDecoder, unfit_for_fusing
+from hone.rollout.generic import GenericDecoder
+from hone.rollout.settings import BuiltinSettings
+from hone.types import SamplingParams
+
+FAMILY = ["qwen3", "qwen2", "llama", "llama_yarn", "mistral"]
+OTHERS = ["qwen3_moe", "mistral_window", "gemma2", "gpt_oss", "gpt2"]
+PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 3, 12, 30, 12)]
+
+
+async def generate(engine, prompts, **sampling):
+    wanted = {"max_tokens": 20, "ignore_eos": True, **sampling}
+    return await asyncio.gather(
+        *(engine.generate(str(i), prompt, SamplingParams(**{"seed": i, **wanted})) for i, prompt in enumerate(prompts))
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), [*((k, p) for k in FAMILY for p in ("fused", "generic")), *((k, "auto") for k in OTHERS)]
+)
+def test_logprobs_equal_the_plain_forward(kind, path, tiny, finish, gap):
+    """Prompts of several lengths, two of them equal, fewer slots than requests; windows shorter than the prompts."""
+    model = tiny(kind)
+    engine = BuiltinEngine(BuiltinSettings(execution=path, slots=4), model)
+    for prompt, completion in zip(PROMPTS, finish(generate(engine, PROMPTS)), strict=True):
+        assert gap(model, prompt, completion) < 1e-5
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_both_paths_prefill_and_decode_alike(kind, tiny):
+    """The same caches and the same logits, one forward at a time."""
+    from hone.rollout.cache import CacheLimits, KVCache, PackedPrompts, Step
+
+    model, device = tiny(kind), torch.device("cpu")
+    found = []
+    for path in ("fused", "generic"):
+        decoder = build_decoder(path, model.config, torch.float32, device, longest=128)
+        assert isinstance(decoder, {"fused": FusedDecoder, "generic": GenericDecoder}[path])
+        for name, tensor in model.state_dict().items():
+            decoder.weights()[name].copy_(tensor)
+        assert decoder.weights().keys() == model.state_dict().keys()
+        cache = KVCache(decoder.cache_shape, CacheLimits(8, 1024), torch.float32, device)
+        with torch.inference_mode():
+            cache.reserve(3, 64, live_rows=0)
+            decoder.prefill(PackedPrompts.of([(5, 6, 7), tuple(range(10, 30))], [2, 0], device), cache)
+            tokens, positions = torch.zeros(2, 16, dtype=torch.int64)
+            tokens[:3], positions[:3] = torch.tensor([40, 41, 42]), torch.tensor([20, 0, 3])
+            hidden = torch.zeros(3, 32).masked_fill(torch.arange(32) > positions[:3, None], float("-inf"))
+            logits = decoder.decode(Step(tokens, positions, 3, 32, hidden[:, None, None]), cache)
+        found.append((cache.keys, cache.values, logits))
+    for one, two in zip(*found, strict=True):
+        assert one.abs().max() > 0.1
+        assert torch.allclose(one, two, atol=1e-5)
+
+
+def test_auto_takes_the_fused_path_where_it_is_exact(tiny):
+    for kind in FAMILY:
+        assert unfit_for_fusing(tiny.config(kind), 128) == ""
+    reasons = {kind: unfit_for_fusing(tiny.config(kind), 128) for kind in OTHERS}
+    assert "qwen3_moe" in reasons["qwen3_moe"]
+    assert "sliding window of 8" in reasons["mistral_window"]
+    assert unfit_for_fusing(tiny.config("mistral_window"), 8) == ""
+    assert all(reasons.values())
+
+
+def test_what_cannot_be_run_exactly_is_refused(tiny):
+    from transformers import BloomConfig, LlamaConfig, MambaConfig
+
+    with pytest.raises(ValueError, match=r"'fused' cannot run this model.*qwen3_moe"):
+        BuiltinEngine(BuiltinSettings(execution="fused"), tiny.config("qwen3_moe"))
+    with pytest.raises(ValueError, match="cannot run MambaForCausalLM"):
+        BuiltinEngine(BuiltinSettings(), MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="cannot run BloomForCausalLM"):
+        BuiltinEngine(BuiltinSettings(), BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = LlamaConfig(hidden_size=32, num_hidden_layers=1, rope_parameters=dynamic)
+    with pytest.raises(ValueError, match="max_sequence_tokens to at most"):
+        build_decoder("auto", config, torch.float32, torch.device("cpu"), longest=4096)
+
+
+@pytest.mark.parametrize("path", ["fused", "generic"])
+def test_bfloat16_is_served_as_such(path, tiny, finish, gap):
+    model = tiny("qwen3", dtype=torch.bfloat16)
+    engine = BuiltinEngine(BuiltinSettings(execution=path), model)
+    assert {dtype for dtype, _ in engine.expected_weights().values()} == {torch.bfloat16}
+    for prompt, completion in zip(PROMPTS, finish(generate(engine, PROMPTS)), strict=True):
+        assert gap(model, prompt, completion) < 0.1  # a wrong token or position gives 0.5 and more
+
+
+def test_the_engine_casts_to_its_own_dtype(tiny, finish):
+    """float32 weights sent to a bfloat16 engine: the receipt is that of the cast weights."""
+    from hone.models.digest import digest_tensors
+
+    model = tiny("qwen3")
+    engine = BuiltinEngine(BuiltinSettings(dtype="bfloat16"), model.config)
+    receipt = finish(engine.update_weights(model.state_dict().items(), 1))
+    assert receipt.digest == digest_tensors((n, t.bfloat16()) for n, t in model.state_dict().items())
+
+
+def test_rows_do_not_depend_on_their_company_to_the_bit(tiny, finish):
+    """What makes runs repeat exactly though completions arrive at other times; see `hone.rollout.cache`."""
+    engine = BuiltinEngine(BuiltinSettings(), tiny("qwen3"))
+    together = finish(generate(engine, PROMPTS * 8))
+    for i in (0, 1, 3):
+        (alone,) = finish(generate(engine, PROMPTS[i : i + 1], seed=i))
+        assert (alone.token_ids, alone.logprobs) == (together[i].token_ids, together[i].logprobs)
