@@ -7,31 +7,29 @@
 A setting lives in a `Config` subclass beside the code that it configures; its default is written there and nowhere
 else. Unknown keys are errors with the nearest valid key. A key that was set but that no part has read by the time the
 run starts is an error too: parts read their settings in their constructors, and `Config` keeps note of what was read.
+
+This file holds what a settings class is and how one is built and inspected; `hone.composition` reads and merges the
+files, `hone.explain` tells people and editors about the keys.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializeAsAny, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
+from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, to_yaml
 from hone.registry import CannotLoad, Registry, UnknownName
 
 DEFAULT = "default"
-COMMAND_LINE = "command line"
-
-
-class ConfigError(ValueError):
-    """A run file or override that cannot be used; the message is one line for a person."""
 
 
 class Config(BaseModel):
@@ -49,6 +47,18 @@ class Config(BaseModel):
                 private["_reads"].add(name)
         return value
 
+    def __eq__(self, other: object) -> bool:
+        """Same class, same values; which of them were read so far does not count."""
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    @classmethod
+    def underlay(cls, given: Mapping[str, Any]) -> Layer | None:
+        """A layer below what was `given` for this section: how `preset: NAME` fills keys that nobody set.
+
+        Raises ConfigError (without the source, which is added) if there is no such preset.
+        """
+        return None
+
 
 class Choice(Config):
     """Settings of one named entry of a registry: `loss: {name: ppo, clip_low: 0.2}`, or just `loss: ppo`."""
@@ -65,7 +75,7 @@ class FromRegistry:
 
 def setting(default: Any = ..., meaning: str = "", *, unit: str = "", factory: Any = None, **constraints: Any) -> Any:
     """A field with its meaning and unit (for `hone config --explain`); constraints are pydantic's (ge, le, gt ...)."""
-    extra = {"unit": unit} if unit else None
+    extra: dict[str, Any] | None = {"unit": unit} if unit else None
     if factory is not None:
         return Field(default_factory=factory, description=meaning, json_schema_extra=extra, **constraints)
     return Field(default, description=meaning, json_schema_extra=extra, **constraints)
@@ -82,166 +92,179 @@ class Loaded(Generic[C]):
     provenance: Mapping[str, str]
 
     def explicit(self) -> list[str]:
+        """The keys that a file or the command line set."""
         return [key for key, source in self.provenance.items() if source != DEFAULT]
 
 
-# ----------------------------------------------------------------------------------------------------- loading
-
-
-def load(cls: type[C], path: str | Path, overrides: list[str] | None = None) -> Loaded[C]:
+def load(cls: type[C], path: str | Path, overrides: Sequence[str] | None = None) -> Loaded[C]:
     """Read a run file, apply `key=value` overrides, and build the settings.
 
     Raises ConfigError naming the file, the key, the value, what was expected and the nearest valid choice.
     """
-    data, sources = read_file(Path(path))
-    for override in overrides or []:
-        apply_override(data, sources, override)
-    config = build(cls, data, source=str(path))
-    provenance = {key: _source_of(key, sources) for key, _ in walk(config)}
+    return load_layers(cls, read_layers(Path(path), overrides or ()))
+
+
+def load_layers(cls: type[C], layers: Sequence[Layer]) -> Loaded[C]:
+    """Build the settings from the layers that `hone.composition.read_layers` gave."""
+    builder = _Builder({})
+    config = builder.section(cls, layers, "", None)
+    provenance = {key: builder.sources.get(key, DEFAULT) for key, _ in walk(config)}
     forget_reads(config)
     return Loaded(config, provenance)
 
 
-def read_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The mapping of a YAML file over the one that its `defaults:` names, and which file set which dotted key."""
-    data = _read_yaml(path)
-    sources: dict[str, str] = {}
-    base_name = data.pop("defaults", None)
-    merged: dict[str, Any] = {}
-    if base_name is not None:
-        base_path = path.parent / str(base_name)
-        base = _read_yaml(base_path)
-        if "defaults" in base:
-            raise ConfigError(f"{base_path}: 'defaults' inside a defaults file; composition is one level deep")
-        _merge(merged, base, sources, str(base_path))
-    _merge(merged, data, sources, str(path))
-    return merged, sources
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        siblings = [str(p) for p in path.parent.parent.glob("*/*.yaml")] if path.parent.parent.is_dir() else []
-        near = difflib.get_close_matches(str(path), siblings, n=1, cutoff=0.6)
-        raise ConfigError(f"no run file {path}" + (f"; did you mean {near[0]}?" if near else ""))
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} should hold a mapping of settings, found {type(data).__name__}")
-    return data
-
-
-def _merge(into: dict[str, Any], new: Mapping[str, Any], sources: dict[str, str], source: str, prefix: str = "") -> None:
-    for key, value in new.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping) and isinstance(into.get(key), dict) and not _renames(into[key], value):
-            _merge(into[key], value, sources, source, f"{dotted}.")
-        elif isinstance(value, Mapping):
-            into[key] = {}
-            _merge(into[key], value, sources, source, f"{dotted}.")
-        else:
-            into[key] = value
-        sources[dotted] = source
-
-
-def _renames(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Another `name` is another choice: the settings of the old one do not carry over."""
-    return "name" in new and "name" in old and new["name"] != old["name"]
-
-
-def apply_override(data: dict[str, Any], sources: dict[str, str], override: str) -> None:
-    """Set one `dotted.key=value` in a mapping; the value is read as YAML (`1e-4`, `null`, `[a, b]`, `true`)."""
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"override {override!r} should be key=value")
-    try:
-        value = _scalar(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
-    nested: Any = value
-    for part in reversed(key.split(".")):
-        nested = {part: nested}
-    _merge(data, nested, sources, COMMAND_LINE)
-    if isinstance(value, str) and key.endswith(".name"):
-        sources[key.removesuffix(".name")] = COMMAND_LINE
-
-
-def _scalar(text: str) -> Any:
-    value = yaml.safe_load(text) if text else ""
-    if isinstance(value, str):
-        try:
-            return float(value) if value[:1] in "+-.0123456789" else value  # YAML 1.1 reads 1e-4 as text
-        except ValueError:
-            return value
-    return value
-
-
-def _source_of(key: str, sources: Mapping[str, str]) -> str:
-    return sources.get(key, DEFAULT)
-
-
-# ---------------------------------------------------------------------------------------------------- building
-
-
 def build(cls: type[C], data: Any, source: str, path: str = "") -> C:
-    """Build a settings object bottom-up, so that every error can name its full dotted key."""
-    if isinstance(data, cls):
-        return data
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{source}: {path or 'the file'} should be a mapping of settings, found {data!r}")
-    fields = cls.model_fields
-    for key in data:
-        if key not in fields:
-            raise ConfigError(f"{source}: {_unknown_key(cls, str(key), path)}")
-    built = {k: _build_value(fields[k].annotation, fields[k].metadata, v, source, _join(path, k)) for k, v in data.items()}
-    try:
-        return cls(**built)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain_error(error, path, built)}") from error
+    """Build a settings object from plain data. Raises ConfigError naming the source and the full dotted key."""
+    return data if isinstance(data, cls) else _Builder({}).section(cls, [Layer(source, data)], path, None)
 
 
-def _build_value(annotation: Any, metadata: list[Any], value: Any, source: str, path: str) -> Any:
-    registry = next((m.registry for m in metadata if isinstance(m, FromRegistry)), None)
-    if get_origin(annotation) is typing.Annotated:
-        inner, *more = get_args(annotation)
-        return _build_value(inner, [*metadata, *more], value, source, path)
-    if value is None:
-        return None
-    if registry is not None and not _holds(annotation):
-        return _build_choice(registry, value, source, path)
-    arms = [arm for arm in get_args(annotation) if arm is not type(None)] if _is_union(annotation) else [annotation]
-    for arm in arms:
-        if isinstance(arm, type) and issubclass(arm, Config):
-            return build(arm, value, source, path)
-        if get_origin(arm) is typing.Annotated:
-            return _build_value(arm, metadata, value, source, path)
-        if get_origin(arm) is dict and isinstance(value, Mapping):
-            inner = get_args(arm)[1]
-            return {k: _build_value(inner, metadata, v, source, _join(path, str(k))) for k, v in value.items()}
-        if get_origin(arm) in (list, tuple) and isinstance(value, list):
-            inner = get_args(arm)[0]
-            return [_build_value(inner, metadata, v, source, f"{path}.{i}") for i, v in enumerate(value)]
-    return value
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Merges layers and builds settings bottom-up, guided by the settings classes.
+
+    A layer is what one file or the command line says of a section or value; a later one wins. Every error names the
+    full dotted key and the layer it came from.
+    """
+
+    sources: dict[str, str]  # dotted key of each value set so far -> the layer that set it
+
+    def section(self, cls: type[C], layers: Sequence[Layer], path: str, default: Any) -> C:
+        """One section. Where the owner's default is an object of the same class, it supplies what is not set."""
+        own = default if isinstance(default, cls) else None
+        built = {name: own.__dict__[name] for name in own.model_fields_set} if own else {}
+        for key, values in self.keys(cls, layers, path).items():
+            info = cls.model_fields[key]
+            inner = own.__dict__[key] if own else default_of(info)
+            built[key] = self.value(info.annotation, info.metadata, values, _join(path, key), inner)
+        try:
+            return cls(**built)
+        except ValidationError as error:
+            key, sentence = _explain_error(error, path, built)
+            files = [layer.source for layer in layers if layer.source != COMMAND_LINE] or [COMMAND_LINE]
+            raise ConfigError(f"{self.sources.get(key, files[-1])}: {sentence}") from error
+
+    def keys(self, cls: type[Config], layers: Sequence[Layer], path: str) -> dict[str, list[Layer]]:
+        """What each key of a section is given by the layers that name it; a preset lies below all of them."""
+        given: dict[str, list[Layer]] = {}
+        for source, data in layers:
+            if not isinstance(data, Mapping):
+                raise ConfigError(f"{source}: {path or 'the file'} should be a mapping of settings, found {data!r}")
+            for key, value in data.items():
+                if key not in cls.model_fields:
+                    raise ConfigError(f"{source}: {_unknown_key(cls, str(key), path)}")
+                given.setdefault(key, []).append(Layer(source, value))
+        try:
+            below = cls.underlay({key: values[-1].data for key, values in given.items()})
+        except ConfigError as error:
+            place = f"{path}: " if path else ""
+            raise ConfigError(f"{layers[-1].source}: {place}{error}") from error
+        if below is not None:
+            for key, value in below.data.items():
+                given.setdefault(key, []).insert(0, Layer(below.source, value))
+        return given
+
+    def value(self, annotation: Any, metadata: list[Any], layers: list[Layer], path: str, default: Any = None) -> Any:
+        """One field, entry of a mapping, or entry of a list."""
+        if get_origin(annotation) is typing.Annotated:
+            inner, *more = get_args(annotation)
+            return self.value(inner, [*metadata, *more], layers, path, default)
+        source, last = layers[-1]
+        layers = _since(layers, lambda data: data is not None)  # `critic: null` in one layer: afresh in the next
+        arms = [arm for arm in get_args(annotation) if arm is not type(None)] if _is_union(annotation) else [annotation]
+        if last is None:
+            if annotation not in (Any, None) and type(None) not in get_args(annotation):
+                raise ConfigError(f"{source}: {path} should not be null")
+            arms = []
+        for arm in arms:
+            origin = get_origin(arm)
+            if origin is typing.Annotated:
+                return self.value(arm, metadata, layers, path, default)
+            if isinstance(arm, type) and issubclass(arm, Choice):
+                registry = next((mark.registry for mark in metadata if isinstance(mark, FromRegistry)), None)
+                if registry is not None:
+                    return self.choice(registry, layers, path, default)
+            if isinstance(arm, type) and issubclass(arm, Config):
+                return last if isinstance(last, arm) else self.section(arm, layers, path, default)
+            if (origin is dict or arm in (dict, Any)) and isinstance(last, Mapping):
+                return self.mapping(get_args(arm)[1] if origin else Any, metadata, layers, path)
+            if origin in (list, tuple) and isinstance(last, list | Mapping):
+                return self.sequence(get_args(arm)[0], metadata, layers, path, default)
+        if isinstance(last, bool) and bool not in arms and (int in arms or float in arms):
+            raise ConfigError(f"{source}: {path} should be a number (found {str(last).lower()})")
+        self.sources[path] = source
+        return last
+
+    def choice(self, registry: Registry, layers: list[Layer], path: str, default: Any) -> Choice:
+        """One of a registry's entries. Another name is another choice: settings of the old one do not carry over."""
+        name: Any = default.__dict__["name"] if isinstance(default, Choice) else None
+        kept: list[Layer] = []
+        for source, value in layers:
+            data = {"name": value} if isinstance(value, str) else value
+            if isinstance(data, Choice):
+                return data
+            if not isinstance(data, Mapping) or not isinstance(data.get("name", name), str):
+                found = "" if value is None else f", found {value!r}"
+                raise ConfigError(f"{source}: {path} should name a {registry.kind} ({', '.join(registry)}){found}")
+            if data.get("name", name) != name:
+                name, kept = data["name"], []
+            kept.append(Layer(source, data))
+        try:
+            cls: type[Choice] = registry.settings(name) or Choice
+        except (UnknownName, CannotLoad) as error:
+            named = [layer for layer in kept if "name" in layer.data] or kept
+            raise ConfigError(f"{named[-1].source}: {path}: {error}") from error
+        if all("name" not in layer.data for layer in kept):
+            kept.insert(0, Layer(DEFAULT, {"name": name}))
+        same = isinstance(default, Choice) and default.__dict__["name"] == name
+        return self.section(cls, kept, path, default if same else None)
+
+    def mapping(self, inner: Any, metadata: list[Any], layers: list[Layer], path: str) -> dict[Any, Any]:
+        """A setting whose keys are free: layers add to each other key by key."""
+        layers = _since(layers, lambda data: isinstance(data, Mapping))
+        given: dict[Any, list[Layer]] = {}
+        for source, data in layers:
+            for key, value in data.items():
+                given.setdefault(key, []).append(Layer(source, value))
+        built = {k: self.value(inner, metadata, values, _join(path, str(k))) for k, values in given.items()}
+        self.sources[path] = _joined(layers)
+        return built
+
+    def sequence(self, inner: Any, metadata: list[Any], layers: list[Layer], path: str, default: Any) -> list[Any]:
+        """A list: a later layer replaces it, or changes entries by number (`rewards.0.weight=2`)."""
+        lists = [position for position, layer in enumerate(layers) if isinstance(layer.data, list)]
+        whole = layers[lists[-1]] if lists else None
+        old = list(default) if isinstance(default, list | tuple) and whole is None else []
+        given = [[Layer(whole.source, value)] for value in whole.data] if whole else [[] for _ in old]
+        later = layers[lists[-1] + 1 :] if lists else layers
+        for source, data in later:
+            if not isinstance(data, Mapping) or not all(str(index).isdigit() for index in data):
+                raise ConfigError(f"{source}: {path} should be a list, found {data!r}")
+            for index, value in data.items():
+                if int(index) >= len(given):
+                    text = f"there is no {path}.{index}: {path} has {len(given)} entries, numbered from 0"
+                    raise ConfigError(f"{source}: {text}")
+                given[int(index)].append(Layer(source, value))
+        self.sources[path] = _joined([whole, *later] if whole else later)
+        defaults = old or [None] * len(given)
+        return [
+            self.value(inner, metadata, values, f"{path}.{index}", defaults[index]) if values else defaults[index]
+            for index, values in enumerate(given)
+        ]
 
 
-def _build_choice(registry: Registry, value: Any, source: str, path: str) -> Choice:
-    data = {"name": value} if isinstance(value, str) else value
-    if isinstance(data, Choice):
-        return data
-    if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
-        raise ConfigError(f"{source}: {path} should name a {registry.kind} ({', '.join(registry)}), found {value!r}")
-    try:
-        cls = registry.settings(data["name"]) or Choice
-    except (UnknownName, CannotLoad) as error:
-        raise ConfigError(f"{source}: {path}: {error}") from error
-    return build(cls, data, source, path)
+def _since(layers: list[Layer], holds: Callable[[Any], bool]) -> list[Layer]:
+    """The last layers whose data all fulfil a condition: what stands before them is replaced, not merged."""
+    others = [position for position, layer in enumerate(layers) if not holds(layer.data)]
+    return layers[others[-1] + 1 :] if others else layers
 
 
-def _holds(annotation: Any) -> bool:
-    """Whether the marked annotation is a container of choices rather than one choice."""
-    arms = get_args(annotation) if _is_union(annotation) else (annotation,)
-    return any(get_origin(arm) in (dict, list, tuple) for arm in arms)
+def _joined(layers: Sequence[Layer]) -> str:
+    return " and ".join(dict.fromkeys(layer.source for layer in layers))
+
+
+def default_of(info: FieldInfo) -> Any:
+    """The default of a field; `PydanticUndefined` if it is required."""
+    return info.default_factory() if info.default_factory is not None else info.default  # type: ignore[call-arg]
 
 
 def _is_union(annotation: Any) -> bool:
@@ -259,15 +282,36 @@ def _unknown_key(cls: type[Config], key: str, path: str) -> str:
     return f"unknown key {_join(path, key)!r}{hint} ({path or 'the top level'} has: {', '.join(known)})"
 
 
-def _explain_error(error: ValidationError, path: str, built: Mapping[str, Any]) -> str:
-    first = error.errors()[0]
-    location = ".".join(str(part) for part in first["loc"])
-    key = _join(path, location) if location else path or "the run file"
+def _explain_error(error: ValidationError, path: str, built: Mapping[str, Any]) -> tuple[str, str]:
+    """The key that is wrong, and one sentence: what was expected there, and what was found."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    inside = _inside(first["loc"], built)
+    key = ".".join(filter(None, [path, *map(str, inside)]))
     if first["type"] == "missing":
-        return f"{key} is required and was not set"
-    message = first["msg"].removeprefix("Value error, ")
-    shown = first.get("input")
-    return f"{key}: {message}" + ("" if shown is None or isinstance(shown, Mapping) else f" (found {shown!r})")
+        if len(inside) < len(first["loc"]):  # a tuple's entry
+            return key, f"{key} has too few entries (found {first['input']!r})"
+        return path, f"{key} is required and was not set"
+    same = [p for p in problems if _inside(p["loc"], built) == inside]  # one per arm of a union
+    wanted = " or ".join(dict.fromkeys(p["msg"].removeprefix("Input ").removeprefix("Value error, ") for p in same))
+    sentence = f"{key or 'the run file'}{' ' if wanted.startswith('should') else ': '}{wanted}"
+    found = first["input"]
+    if found is None or isinstance(found, Mapping | Config):
+        return key, sentence
+    choices = re.findall(r"'([^']*)'", str(first.get("ctx", {}).get("expected", "")))
+    near = difflib.get_close_matches(str(found), choices, n=1, cutoff=0.5)
+    return key, f"{sentence} (found {found!r}{f'; did you mean {near[0]!r}?' if near else ''})"
+
+
+def _inside(location: tuple[int | str, ...], built: Mapping[str, Any]) -> tuple[int | str, ...]:
+    """The part of a pydantic location that is a path into the data: what follows are names of union arms."""
+    value: Any = built
+    for depth, part in enumerate(location):
+        keys = value if isinstance(value, Mapping) else range(len(value)) if isinstance(value, list | tuple) else ()
+        if part not in keys:
+            return location[: max(depth, 1)]
+        value = value[part]
+    return location
 
 
 # --------------------------------------------------------------------------------------------- looking at configs
@@ -292,33 +336,52 @@ def _walk_value(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _sections(config: Config, prefix: str = "") -> Iterator[tuple[str, Config]]:
-    yield prefix, config
-    for name in type(config).model_fields:
-        yield from _sections_in(f"{prefix}{name}.", config.__dict__[name])
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A settings object within a tree, and the field of another section that it hangs on (none for the root)."""
+
+    prefix: str  # "" for the root, else "actor.optimizer."
+    config: Config
+    field: FieldInfo | None
 
 
-def _sections_in(prefix: str, value: Any) -> Iterator[tuple[str, Config]]:
+def sections(config: Config) -> Iterator[Section]:
+    """Every settings object of the tree, the root first."""
+    yield from _sections_in("", config, None)
+
+
+def _sections_in(prefix: str, value: Any, field: FieldInfo | None) -> Iterator[Section]:
     if isinstance(value, Config):
-        yield from _sections(value, prefix)
+        yield Section(prefix, value, field)
+        for name, info in type(value).model_fields.items():
+            yield from _sections_in(f"{prefix}{name}.", value.__dict__[name], info)
     elif isinstance(value, dict):
         for name, inner in value.items():
-            yield from _sections_in(f"{prefix}{name}.", inner)
+            yield from _sections_in(f"{prefix}{name}.", inner, field)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _sections_in(f"{prefix}{index}.", inner)
+            yield from _sections_in(f"{prefix}{index}.", inner, field)
 
 
 def forget_reads(config: Config) -> None:
     """Start counting reads anew: validators read fields too, and that is not using them."""
-    for _, section in _sections(config):
-        section._reads.clear()
+    for section in sections(config):
+        section.config._reads.clear()
+
+
+def count_as_read(config: Config) -> None:
+    """Count every setting of a section as read: for a part that did its work in an earlier launch of this run."""
+    for section in sections(config):
+        section.config._reads.update(type(section.config).model_fields)
 
 
 def unread(loaded: Loaded[Any]) -> list[str]:
     """Keys that were set by a file or on the command line and that nothing has read so far."""
-    read = {f"{prefix}{name}" for prefix, section in _sections(loaded.config) for name in section._reads}
-    return [key for key in loaded.explicit() if key not in read and not key.endswith(".name")]
+    read: set[str] = set()
+    for section in sections(loaded.config):
+        chosen = {"name"} if isinstance(section.config, Choice) else set()  # the registry used it to choose the class
+        read |= {f"{section.prefix}{name}" for name in section.config._reads | chosen}
+    return [key for key in loaded.explicit() if key not in read]
 
 
 def require_all_read(loaded: Loaded[Any]) -> None:
@@ -331,69 +394,12 @@ def require_all_read(loaded: Loaded[Any]) -> None:
 
 def dump(config: Config) -> str:
     """The resolved settings as YAML, in declaration order: what `config.yaml` of a run folder holds."""
-    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+    return to_yaml(plain(config))
 
 
 def plain(config: Config) -> dict[str, Any]:
     """The settings as JSON-compatible data; sub-settings keep the fields of their own class."""
     return config.model_dump(mode="json", serialize_as_any=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What `hone config --explain KEY` tells about one key."""
-
-    key: str
-    meaning: str
-    unit: str
-    type: str
-    default: str
-    value: Any
-    source: str
-
-
-def explain(loaded: Loaded[Any], key: str) -> list[Explanation]:
-    """The explanations of a key, or of every key of a section. Raises ConfigError with the nearest key."""
-    keys = [k for k in loaded.provenance if k == key or k.startswith(f"{key}.")]
-    if not keys:
-        near = difflib.get_close_matches(key, list(loaded.provenance), n=3, cutoff=0.4)
-        raise ConfigError(f"no key {key!r}" + (f"; near: {', '.join(near)}" if near else ""))
-    sections = dict(_sections(loaded.config))
-    return [_explain_one(sections, loaded, k) for k in keys]
-
-
-def _explain_one(sections: Mapping[str, Config], loaded: Loaded[Any], key: str) -> Explanation:
-    prefix, name = "", key
-    while f"{prefix}{name}" == key and name not in type(sections[prefix]).model_fields:
-        prefix = max((p for p in sections if key.startswith(p) and p != key), key=len)
-        name = key.removeprefix(prefix)
-        if name not in type(sections[prefix]).model_fields:
-            name = name.split(".")[0]
-            break
-    section = sections[prefix]
-    info: FieldInfo = type(section).model_fields[name]
-    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-    return Explanation(
-        key=key,
-        meaning=info.description or "",
-        unit=str(extra.get("unit", "")),
-        type=_type_name(info.annotation),
-        default=_default_text(info),
-        value=section.__dict__[name],
-        source=loaded.provenance[key],
-    )
-
-
-def _type_name(annotation: Any) -> str:
-    if isinstance(annotation, type) and not get_args(annotation):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("<class '", "").replace("'>", "")
-
-
-def _default_text(info: FieldInfo) -> str:
-    if info.default_factory is not None:
-        return repr(info.default_factory())  # type: ignore[call-arg]
-    return "required" if info.default is PydanticUndefined else repr(info.default)
 
 
 __all__ = [
@@ -402,16 +408,20 @@ __all__ = [
     "Choice",
     "Config",
     "ConfigError",
-    "Explanation",
     "FromRegistry",
     "Loaded",
+    "Section",
     "SerializeAsAny",
     "build",
+    "count_as_read",
+    "default_of",
     "dump",
-    "explain",
+    "forget_reads",
     "load",
+    "load_layers",
     "plain",
     "require_all_read",
+    "sections",
     "setting",
     "unread",
     "walk",

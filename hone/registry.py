@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -36,6 +37,7 @@ class Entry:
 
     target: str | Any  # "module:attribute", or the object itself
     settings: str | Any = ""  # "module:attribute" of a Config subclass; empty: takes no settings
+    requires: tuple[str, ...] = ()  # modules of optional packages that it cannot do without
 
 
 class Registry:
@@ -52,18 +54,22 @@ class Registry:
         for name, entry in (entries or {}).items():
             self._entries[name] = entry if isinstance(entry, Entry) else Entry(entry)
 
-    def register(self, name: str, target: str | Any, settings: str | Any = "") -> None:
+    def register(self, name: str, target: str | Any, settings: str | Any = "", requires: tuple[str, ...] = ()) -> None:
         """Add an entry. A name is registered once: two parts that fight over one name are an error."""
         if name in self._entries:
             raise ValueError(f"{self.kind} {name!r} is already registered as {self._entries[name].target!r}")
-        self._entries[name] = Entry(target, settings)
+        self._entries[name] = Entry(target, settings, requires)
 
     def get(self, name: str) -> Any:
         """The object registered under `name`.
 
         Raises UnknownName (with the nearest names) or CannotLoad (with the import's own reason).
         """
-        return self._load(name, self._entry(name).target)
+        entry = self._entry(name)
+        missing = [module for module in entry.requires if importlib.util.find_spec(module) is None]
+        if missing:
+            raise CannotLoad(f"{self.kind} {name!r} needs {', '.join(missing)}, which is not installed")
+        return self._load(name, entry.target)
 
     def settings(self, name: str) -> Any | None:
         """The settings class of `name`, or None if it takes none."""
@@ -81,6 +87,11 @@ class Registry:
                 reasons[name] = str(error)
         return reasons
 
+    def target(self, name: str) -> str:
+        """Where the entry is, as text, without importing it. Raises UnknownName."""
+        target = self._entry(name).target
+        return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
+
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))
 
@@ -97,8 +108,14 @@ class Registry:
             return target
         try:
             return resolve(target)
-        except (ImportError, AttributeError, OSError) as error:
-            raise CannotLoad(f"{self.kind} {name!r} ({target}) cannot be loaded: {error}") from error
+        except Exception as error:  # importing runs foreign code: a half-broken package raises whatever it likes
+            raise CannotLoad(f"{self.kind} {name!r} ({target}) cannot be loaded: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """An exception as one line; its class is named unless it is an import that failed, which says so itself."""
+    text = " ".join(str(error).split()) or "no message"
+    return text if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {text}"
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:
@@ -111,12 +128,13 @@ def unknown(kind: str, name: str, known: list[str]) -> str:
 def resolve(reference: str) -> Any:
     """The object that "package.module:attribute" or "path/to/file.py:attribute" names.
 
-    Raises ImportError (module or file missing or broken), AttributeError (no such attribute), ValueError (malformed).
+    Raises ImportError (module or file missing), AttributeError (no such attribute), ValueError (malformed), and
+    whatever the module raises while it is imported.
     """
     module_name, separator, attribute = reference.rpartition(":")
     if not separator or not module_name or not attribute:
         raise ValueError(f"{reference!r} should be 'package.module:name' or 'path/to/file.py:name'")
-    module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -126,10 +144,21 @@ def resolve(reference: str) -> Any:
     return found
 
 
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        file = Path(name.replace(".", "/") + ".py")
+        if error.name == name.partition(".")[0] and file.is_file():
+            hint = f"no module {name!r} is installed; a file of the current folder is named as {file}:attribute"
+            raise ImportError(hint, name=error.name) from error
+        raise
+
+
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise ImportError(f"no file {path} (looked in {Path.cwd()})")
-    name = f"hone_file_{path.stem}_{abs(hash(path.resolve())):x}"
+    name = f"hone_file_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -171,6 +200,6 @@ def _try_plugin(load: Any) -> str:
         loaded = load()
         if callable(loaded):
             loaded()
-    except Exception as error:  # a plug-in is foreign code: whatever it raises is its failure, reported as such
-        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 (foreign code: whatever it raises is its failure, reported as such)
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return ""

@@ -145,12 +145,21 @@ def test_an_interrupted_run_says_how_to_go_on(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_ctrl_c_in_a_running_command(tmp_path):
-    """A plug-in that takes for ever to load stands for any moment outside a run."""
+SLEEPS = "import pathlib, time\npathlib.Path({ready!r}).touch()\ntime.sleep(60)\n"
+IN_A_COMMAND = """
+from hone.cli import main
+main.COMMANDS["list"] = main.Command("slow_plugin:slow", "sleeps")
+def slow() -> None:
+    import pathlib, time
+    pathlib.Path({ready!r}).touch()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("code", [SLEEPS, IN_A_COMMAND], ids=["while a plug-in loads", "in the command"])
+def test_ctrl_c_outside_a_run(tmp_path, code):
     ready = tmp_path / "ready"
-    (tmp_path / "slow_plugin.py").write_text(
-        f"import pathlib, time\npathlib.Path({str(ready)!r}).touch()\ntime.sleep(60)\n"
-    )
+    (tmp_path / "slow_plugin.py").write_text(code.format(ready=str(ready)))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "HONE_USE_EXTERNAL_MODULES": "slow_plugin"}
     process = subprocess.Popen([*HONE, "list"], stderr=subprocess.PIPE, text=True, env=environment)

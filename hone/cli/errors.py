@@ -1,0 +1,85 @@
+"""What a command ends with: one line for a person, and an exit code.
+
+    0 done   1 a run failed (its folder is named)   2 bad input   130 interrupted
+
+A traceback is shown if `HONE_TRACEBACK=1`, and for a failure outside a run that nobody's input explains; that of a
+failed run lies in its folder.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+
+import typer
+
+from hone.composition import ConfigError
+from hone.models.errors import ModelError
+from hone.registry import CannotLoad, UnknownName
+
+TRACEBACK_VARIABLE = "HONE_TRACEBACK"
+FAILURE_FILE = "failure.txt"
+
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+BAD_INPUT: tuple[type[Exception], ...] = (ConfigError, UnknownName, CannotLoad, ModelError)
+"""What the person who gave the command can mend: a run file, a name, a data set, a model, a missing package."""
+
+FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+class RunFailed(Exception):
+    """A run that had begun broke; `folder` holds what it wrote, `cause` says why."""
+
+    def __init__(self, folder: Path, cause: BaseException) -> None:
+        super().__init__(f"{type(cause).__name__}: {one_line(cause)}")
+        self.folder = folder
+        self.cause = cause
+
+
+def report(error: BaseException, command: str = "") -> int:
+    """Write what happened to stderr; returns the exit code of the command."""
+    show = os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0")
+    if isinstance(error, KeyboardInterrupt):
+        runs = command in ("train", "sft")
+        say("interrupted" + (": the last checkpoint stands, and the same command continues from it" if runs else ""))
+        code = EXIT_INTERRUPTED
+    elif isinstance(error, RunFailed):
+        say(f"error: the run failed: {error}")
+        say(f"the run is in {error.folder}; {_keep_traceback(error)}")
+        code = EXIT_FAILED
+    elif isinstance(error, BAD_INPUT) or (isinstance(error, FILE_ERRORS) and error.filename is not None):
+        say(f"error: {one_line(error)}")
+        code = EXIT_BAD_INPUT
+    else:
+        show = True
+        say(f"error: {type(error).__name__}: {one_line(error)}")
+        code = EXIT_FAILED
+    if show:
+        traceback.print_exception(error)
+    return code
+
+
+def say(line: str) -> None:
+    """One line to stderr, where the results of a command never go."""
+    typer.echo(line, err=True)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an exception on one line; of a file's error, the file and the reason."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _keep_traceback(error: RunFailed) -> str:
+    """Write the traceback into the run folder; on a full disk it goes to stderr. Says where it is."""
+    path = error.folder / FAILURE_FILE
+    text = "".join(traceback.format_exception(error))
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        say(text)
+        return f"the traceback is above, because {path} cannot be written ({problem.strerror})"
+    return f"the traceback is in {path}"

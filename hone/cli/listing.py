@@ -1,0 +1,87 @@
+"""`hone list`: the registered names, by kind; and the one table of all registries, which `hone doctor` uses too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from hone.registry import CannotLoad, Registry, UnknownName, resolve, unknown
+
+REGISTRIES = {
+    "advantages": "hone.algorithms:ADVANTAGES",
+    "losses": "hone.algorithms:POLICY_LOSSES",
+    "preference_losses": "hone.algorithms:PREFERENCE_LOSSES",
+    "reward_model_losses": "hone.algorithms:REWARD_MODEL_LOSSES",
+    "distillation_losses": "hone.algorithms:DISTILLATION_LOSSES",
+    "presets": "hone.algorithms.presets:PRESETS",
+    "sources": "hone.data:SOURCES",
+    "environments": "hone.envs:ENVS",
+    "rewards": "hone.rewards:REWARDS",
+    "engines": "hone.engines.registry:EngineRegistry",
+    "rollout": "hone.rollout:ROLLOUT_ENGINES",
+    "runtimes": "hone.runtime:RUNTIMES",
+    "trackers": "hone.tracking:TRACKERS",
+    "platforms": "hone.platforms:PLATFORMS",
+}
+"""Kind -> where its registry is; imported when it is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """One name that a run file may use."""
+
+    name: str
+    where: str  # module:attribute
+
+
+def listing(
+    kind: Annotated[str, typer.Argument(help=f"one of {', '.join(REGISTRIES)}; default: all")] = "",
+) -> None:
+    """List the registered names, by kind, with where each is defined."""
+    if kind and kind not in REGISTRIES:
+        raise UnknownName(unknown("kind", kind, list(REGISTRIES)))
+    for shown in [kind] if kind else REGISTRIES:
+        entries = list(registered(shown))
+        width = max((len(entry.name) for entry in entries), default=0)
+        typer.secho(shown, bold=True)
+        for entry in entries:
+            typer.echo(f"  {entry.name:<{width}}  {entry.where}")
+
+
+def registered(kind: str) -> Iterator[Registered]:
+    """Every name of a kind, sorted. Imports the registry, and none of its entries."""
+    registry = resolve(REGISTRIES[kind])
+    if isinstance(registry, Registry):
+        for name in registry:
+            yield Registered(name, registry.target(name))
+    elif kind == "engines":
+        for key in registry:
+            yield Registered(engine_name(key), registry.target(key))
+    else:  # presets: plain data
+        for name in sorted(registry):
+            yield Registered(name, REGISTRIES[kind])
+
+
+def engine_name(key: tuple[str, str, str, str]) -> str:
+    """An engine's key in words: backend first, then model type, then the devices that it is for."""
+    model_type, backend, device, vendor = key
+    devices = "" if device == "*" else f" on {device}" + ("" if vendor == "*" else f" by {vendor}")
+    return f"{backend} {model_type}{devices}"
+
+
+def problems(kind: str) -> dict[str, str]:
+    """For each name of a kind: empty if it can be imported here, else the reason why not."""
+    registry: Any = resolve(REGISTRIES[kind])
+    if isinstance(registry, Registry):
+        return registry.probe()
+    found = {}
+    for key in registry if kind == "engines" else ():
+        try:
+            registry.find(*key)
+            found[engine_name(key)] = ""
+        except CannotLoad as error:
+            found[engine_name(key)] = str(error)
+    return found

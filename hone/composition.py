@@ -1,0 +1,164 @@
+"""Reading run files: YAML, `defaults:` of one level, `key=value` overrides.
+
+Knows nothing of settings classes: it gives the layers of a run in the order in which they win, each with its source;
+`hone.config` merges them, guided by the classes.
+
+YAML here is YAML 1.2's core: `1e-4` is a number; `on`, `off`, `yes`, `no`, dates and `1:30` are text; a key given twice
+is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+COMMAND_LINE = "command line"
+
+
+class ConfigError(ValueError):
+    """A run file, override or other input that cannot be used; the message is one line for a person."""
+
+
+# -------------------------------------------------------------------------------------------------------- YAML
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own attribute)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key_node.tag != "tag:yaml.org,2002:merge" and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that either this reader or a YAML 1.1 reader would take for something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Control characters are written as escapes: PyYAML loses some of them (NEL) in its other styles."""
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+
+
+_PLAIN_SCALARS = [
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", "[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F_]+", "-+0123456789"),
+    ("float", r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+", "-+.0123456789"),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+    ("null", "~|null|Null|NULL|", "~nN\0"),
+    ("merge", "<<", "<"),
+]
+for _tag, _pattern, _first in _PLAIN_SCALARS:
+    for _class in (_Loader, _Dumper):
+        _starts = [*_first.replace("\0", ""), *([""] if "\0" in _first else [])]
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _starts)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def from_yaml(text: str) -> Any:
+    """Plain data. Raises yaml.YAMLError for text that is not YAML, a key given twice, or anything but plain data."""
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+
+
+def to_yaml(data: Any) -> str:
+    """YAML that `from_yaml` reads back unchanged, every value on a line of its own."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31, default_flow_style=False)
+
+
+# ------------------------------------------------------------------------------------------------------ layers
+
+
+class Layer(NamedTuple):
+    """What one file, or the command line, says of a run, a section or one value."""
+
+    source: str
+    data: Any
+
+
+def read_layers(path: Path, overrides: Sequence[str] = ()) -> list[Layer]:
+    """The file that `defaults:` names (if any), the run file, the command line: later ones win. At least one layer."""
+    data = _read_yaml(path)
+    layers = [Layer(str(path), data)]
+    base_name = data.pop("defaults", None)
+    if base_name is not None:
+        if not isinstance(base_name, str):
+            raise ConfigError(f"{path}: 'defaults' should be the name of one file, found {base_name!r}")
+        base_path = path.parent / base_name
+        base = _read_yaml(base_path, named_by=f" (named by 'defaults' in {path})")
+        if "defaults" in base:
+            raise ConfigError(f"{base_path}: 'defaults' inside a defaults file; composition is one level deep")
+        layers.insert(0, Layer(str(base_path), base))
+    if overrides:
+        layers.append(Layer(COMMAND_LINE, read_overrides(overrides)))
+    return layers
+
+
+def _read_yaml(path: Path, named_by: str = "") -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"no run file {path}{named_by}{_near_file(path)}")
+    try:
+        data = from_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, numbers YAML cannot hold
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    if not isinstance(data, dict):
+        found = "nothing" if data is None else type(data).__name__
+        raise ConfigError(f"{path} should hold a mapping of settings, found {found}")
+    return data
+
+
+def _near_file(path: Path) -> str:
+    around = [*path.parent.glob("*.yaml"), *path.parent.parent.glob("*/*.yaml")]
+    near = difflib.get_close_matches(str(path), [str(other) for other in around], n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`dotted.key=value` items as one nested mapping; values are YAML (`1e-4`, `null`, `[a, b]`, `true`).
+
+    The same key twice: the last one counts. A whole is set before its parts whatever the order, so that
+    `loss.clip_low=0.1 loss=ppo` means what it says.
+    """
+    split = [_split(override) for override in overrides]
+    tree: dict[str, Any] = {}
+    for keys, value in sorted(split, key=lambda pair: len(pair[0])):
+        node = tree
+        for key in keys[:-1]:
+            inner = node.get(key)
+            if isinstance(inner, str):  # `loss=ppo` is short for `loss.name=ppo`
+                inner = {"name": inner}
+            elif not isinstance(inner, dict):
+                inner = {}
+            node[key] = inner
+            node = inner
+        node[keys[-1]] = value
+    return tree
+
+
+def _split(override: str) -> tuple[list[str], Any]:
+    key, separator, text = override.partition("=")
+    keys = key.split(".")
+    if not separator or not all(keys):
+        raise ConfigError(f"override {override!r} should be key=value")
+    try:
+        return keys, from_yaml(text) if text else ""
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(
+            f"override {override!r}: the value is not valid YAML: {' '.join(str(error).split())}"
+        ) from error

@@ -1,0 +1,87 @@
+"""How large things may be. An exception stands here by name, with its reason."""
+
+import ast
+import statistics
+
+FILE_LINES, FILE_LINES_P90 = 600, 400
+FUNCTION_LINES, FUNCTION_LINES_P90 = 100, 45
+NESTING = 4
+PARAMETERS = 7
+
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}
+DEEP_FUNCTIONS: dict[str, str] = {}
+WIDE_FUNCTIONS: dict[str, str] = {
+    "hone.cli.generate:generate": "its parameters are the options of the command",
+}
+
+BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
+
+
+def _p90(numbers: list[int]) -> float:
+    return statistics.quantiles(numbers, n=10)[-1]
+
+
+def test_files_are_short(package):
+    lines = {str(module.path): module.text.count("\n") for module in package}
+    assert {path: n for path, n in lines.items() if n > FILE_LINES and path not in LONG_FILES} == {}
+    assert _p90([n for n in lines.values() if n > 0]) <= FILE_LINES_P90
+
+
+def test_functions_are_short(package):
+    lines = {function.name: function.lines for module in package for function in module.functions}
+    assert {name: n for name, n in lines.items() if n > FUNCTION_LINES and name not in LONG_FUNCTIONS} == {}
+    assert _p90(list(lines.values())) <= FUNCTION_LINES_P90
+
+
+def _depth(body: list[ast.stmt]) -> int:
+    """Levels of blocks in a body; an `elif` is on its `if`'s level; functions within count for themselves."""
+    deepest = 0
+    for node in body:
+        if not isinstance(node, BLOCKS):
+            continue
+        if isinstance(node, ast.If) and len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
+            deepest = max(deepest, 1 + _depth(node.body), _depth(node.orelse))
+            continue
+        inner = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+        inner += [handler.body for handler in getattr(node, "handlers", [])]
+        inner += [case.body for case in getattr(node, "cases", [])]
+        deepest = max(deepest, 1 + max(_depth(part) for part in inner if part is not None))
+    return deepest
+
+
+def test_functions_are_flat(package):
+    deep = {f.name: _depth(f.node.body) for module in package for f in module.functions}
+    assert {name: n for name, n in deep.items() if n > NESTING and name not in DEEP_FUNCTIONS} == {}
+
+
+def _arguments(function) -> list[ast.arg]:
+    """What a caller gives: without `self` and `cls`."""
+    arguments = function.node.args
+    named = [*arguments.posonlyargs, *arguments.args]
+    static = any(isinstance(mark, ast.Name) and mark.id == "staticmethod" for mark in function.node.decorator_list)
+    return [*(named[1:] if function.is_method and not static else named), *arguments.kwonlyargs]
+
+
+def test_functions_take_few_parameters(package):
+    wide = {f.name: len(_arguments(f)) for module in package for f in module.functions}
+    assert {name: n for name, n in wide.items() if n > PARAMETERS and name not in WIDE_FUNCTIONS} == {}
+
+
+def test_all_arguments_and_results_are_typed(package):
+    bare = []
+    for function in (f for module in package for f in module.functions):
+        spread = [a for a in (function.node.args.vararg, function.node.args.kwarg) if a is not None]
+        untyped = [argument.arg for argument in [*_arguments(function), *spread] if argument.annotation is None]
+        if untyped or function.node.returns is None:
+            bare.append(f"{function.name}: {', '.join(untyped) or 'its result'} has no type")
+    assert bare == []
+
+
+def test_exceptions_are_still_needed(package):
+    functions = {function.name: function for module in package for function in module.functions}
+    lines = {str(module.path): module.text.count("\n") for module in package}
+    assert [path for path in LONG_FILES if lines.get(path, 0) <= FILE_LINES] == []
+    assert [n for n in LONG_FUNCTIONS if n not in functions or functions[n].lines <= FUNCTION_LINES] == []
+    assert [n for n in DEEP_FUNCTIONS if n not in functions or _depth(functions[n].node.body) <= NESTING] == []
+    assert [n for n in WIDE_FUNCTIONS if n not in functions or len(_arguments(functions[n])) <= PARAMETERS] == []

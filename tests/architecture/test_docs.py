@@ -1,0 +1,78 @@
+"""Docs: a page for every package, every registered name and command explained, links that lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hone.cli.listing import REGISTRIES, registered
+from hone.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+ROOT_PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+PAGES = {  # package -> its page, where that does not bear its name
+    "trainers": "training",
+    "platforms": "platforms",
+}
+
+
+def _pages() -> list[Path]:
+    found = [*DOCS.rglob("*.md"), *(ROOT / "recipes").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+    return [*found, *(ROOT / name for name in ROOT_PAGES if (ROOT / name).is_file())]
+
+
+def _docs_text() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("name", ROOT_PAGES)
+def test_the_project_has_its_front_pages(name):
+    assert (ROOT / name).is_file()
+
+
+@pytest.mark.parametrize("name", sorted(p.parent.name for p in (ROOT / "hone").glob("*/__init__.py")))
+def test_every_package_has_a_page(name):
+    assert (DOCS / f"{name}.md").is_file() or (DOCS / f"{PAGES.get(name, name)}.md").is_file()
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_every_registered_name_is_explained(kind):
+    text = _docs_text()
+    names = [entry.name.split()[0] for entry in registered(kind)]  # an engine's first word is its backend
+    assert [name for name in names if not re.search(rf"`[^`\n]*\b{re.escape(name)}\b[^`\n]*`", text)] == []
+
+
+def test_every_command_is_explained():
+    text = (DOCS / "cli.md").read_text(encoding="utf-8")
+    assert [name for name in COMMANDS if f"`hone {name}" not in text] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_links_between_pages_lead_somewhere():
+    wrong = []
+    for page in _pages():
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.S)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"[a-z]+:", target):
+                continue
+            name, _, anchor = target.partition("#")
+            aim = (page.parent / name).resolve() if name else page
+            if not aim.exists() or (anchor and aim.suffix == ".md" and anchor not in _anchors(aim)):
+                wrong.append(f"{page.relative_to(ROOT)}: {target}")
+    assert wrong == []
+
+
+def test_files_named_in_the_docs_exist():
+    """`hone/x/y.py`, `recipes/...`, `tests/...` in backticks are files of this project."""
+    named = [
+        (page, name)
+        for page in _pages()
+        if page.name != "CHANGELOG.md"
+        for name in re.findall(r"`((?:hone|recipes|tests|docs|benchmarks)/[\w./-]+)`", page.read_text(encoding="utf-8"))
+    ]
+    assert [f"{page.relative_to(ROOT)}: {name}" for page, name in named if not (ROOT / name).exists()] == []

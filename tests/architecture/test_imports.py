@@ -1,0 +1,164 @@
+"""Who may import whom: levels, cycles, lazy and third-party imports. The table is the architecture."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+LEVEL_0 = frozenset({"types", "registry", "composition", "config", "explain"})
+LEVEL_1 = frozenset({"algorithms", "data", "models", "platforms", "tracking"})
+LEVEL_2 = frozenset({"engines", "rollout", "weights", "runtime", "envs", "rewards", "planner"})
+
+NOT_THE_MATHEMATICS = LEVEL_0 | LEVEL_1 - {"algorithms"}  # a loss reaches an engine as a function, joined by a worker
+
+MAY_IMPORT: Mapping[str, frozenset[str]] = {
+    "types": frozenset(),
+    "registry": frozenset(),
+    "composition": frozenset(),
+    "config": frozenset({"composition", "registry"}),
+    "explain": frozenset({"composition", "config", "registry"}),
+    **dict.fromkeys(LEVEL_1, LEVEL_0),
+    **dict.fromkeys(LEVEL_2, NOT_THE_MATHEMATICS),
+    "workers": LEVEL_0 | LEVEL_1 | {"engines", "rollout", "weights", "runtime"},
+    "trainers": LEVEL_0 | LEVEL_1 | {"workers", "runtime", "envs", "rewards", "planner"},
+    "cli": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers"},
+    "__main__": frozenset({"cli"}),
+    "": frozenset(),  # hone/__init__.py; it holds the version, which anybody may read
+}
+"""Part of `hone` -> parts that it may import. A run file holds everybody's settings, so `trainers` and `workers` may
+import any `settings` module."""
+SETTINGS_READERS = frozenset({"trainers", "workers"})
+
+THIRD_PARTY = {  # heavy or optional package -> files that may import it
+    "vllm": ["vllm.py"],
+    "sglang": ["sglang.py"],
+    "megatron": ["megatron.py"],
+    "torchtitan": ["torchtitan.py"],
+    "ray": ["ray.py"],
+    "wandb": ["wandb.py"],
+    "mlflow": ["mlflow.py"],
+    "trackio": ["trackio.py"],
+    "tensorboard": ["tensorboard.py"],
+    "reasoning_gym": [],  # by name, in reasoning_gym_patches.py
+    "math_verify": ["math.py"],
+    "datasets": ["hf.py"],
+    "peft": ["lora.py"],
+    "flash_attn": ["attention.py"],
+}
+
+LAZY = {  # function-level imports: file -> what it imports there, and why
+    "hone/data/hf.py": {"datasets": "optional"},
+    "hone/models/attention.py": {"torch": "varlen attention exists in some builds of torch only"},
+}
+
+HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "pandas", "datasets", "jinja2"}
+
+
+def _resolved(package) -> Iterator[tuple]:
+    """(module, import, the hone module that it reaches) for every import within hone."""
+    names = {module.name for module in package}
+    for module in package:
+        for found in module.imports:
+            target = found.target
+            while target and target not in names:
+                target = target.rpartition(".")[0]
+            if found.package == "hone":
+                yield module, found, target
+
+
+def test_every_part_has_a_line_in_the_table(package):
+    assert {module.part for module in package} <= set(MAY_IMPORT)
+
+
+def test_imports_point_one_way(package):
+    wrong = []
+    for module, found, target in _resolved(package):
+        part = target.split(".")[1] if "." in target else ""
+        settings = target.endswith("settings") and module.part in SETTINGS_READERS
+        if part not in MAY_IMPORT[module.part] | {module.part, ""} and not settings:
+            wrong.append(f"{module.path}:{found.line}: {module.part} may not import {target}")
+    assert wrong == []
+
+
+def test_there_are_no_cycles(package):
+    edges: dict[str, set[str]] = {module.name: set() for module in package}
+    for module, found, target in _resolved(package):
+        if not found.typing_only and target != module.name:
+            edges[module.name].add(target)
+    assert _cycle(edges) == []
+
+
+def _cycle(edges: Mapping[str, set[str]]) -> list[str]:
+    """The modules of one cycle, or nothing: modules that nothing imports any more are removed until none is left."""
+    left = {name: set(targets) for name, targets in edges.items()}
+    while True:
+        imported = set().union(*left.values()) if left else set()
+        free = [name for name in left if name not in imported or not left[name]]
+        if not free:
+            return sorted(left)
+        for name in free:
+            del left[name]
+        left = {name: targets & set(left) for name, targets in left.items()}
+
+
+def test_imports_inside_functions_stand_in_the_list(package):
+    wrong = [
+        f"{module.path}:{found.line}: {found.target} is imported inside a function"
+        for module in package
+        for found in module.imports
+        if found.in_function and found.package not in LAZY.get(str(module.path), {})
+    ]
+    assert wrong == []
+
+
+def test_the_list_of_lazy_imports_is_up_to_date(package):
+    found = {(str(m.path), i.package) for m in package for i in m.imports if i.in_function}
+    assert {(path, name) for path, names in LAZY.items() for name in names} == found
+
+
+def test_third_party_packages_stay_in_their_file(package):
+    wrong = [
+        f"{module.path}:{found.line}: {found.package} is imported outside {' and '.join(THIRD_PARTY[found.package])}"
+        for module in package
+        for found in module.imports
+        if found.package in THIRD_PARTY and module.path.name not in THIRD_PARTY[found.package]
+    ]
+    assert wrong == []
+
+
+def test_nothing_imports_recipes_tests_or_benchmarks(package):
+    wrong = [
+        f"{module.path}:{found.line}: {found.target}"
+        for module in package
+        for found in module.imports
+        if found.package in ("recipes", "tests", "benchmarks")
+    ]
+    assert wrong == []
+
+
+def _modules_after(code: str) -> set[str]:
+    listing = f"import sys\n{code}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_settings_and_package_fronts_import_nothing_heavy(package):
+    light = [
+        m.name for m in package if m.name.endswith("settings") or m.path.name == "__init__.py" or m.part in LEVEL_0
+    ]
+    loaded = _modules_after("".join(f"import {name}\n" for name in light))
+    assert loaded & HEAVY == set()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["config", "--help"], ["list", "--help"], ["--version"]])
+def test_asking_for_help_imports_nothing_heavy(arguments):
+    loaded = _modules_after(f"from hone.cli.main import main\nassert main({arguments!r}) == 0")
+    assert loaded & HEAVY == set()
+
+
+def test_showing_a_run_file_imports_nothing_heavy(root):
+    for recipe in sorted((root / "recipes").rglob("*.yaml")):
+        loaded = _modules_after(f"from hone.cli.main import main\nassert main(['config', {str(recipe)!r}]) == 0")
+        assert loaded & HEAVY == set(), recipe
