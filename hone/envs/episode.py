@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -30,6 +31,8 @@ from hone.types import (
     Trajectory,
     TrajectoryGroup,
 )
+
+LOG = logging.getLogger(__name__)
 
 ScoreFn = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
 DecodeFn = Callable[[Sequence[int]], str]
@@ -76,6 +79,13 @@ class _Record:
         self.response += text
         self.turns += 1
         self.stop_reason = completion.stop_reason
+
+    def refused(self, prompt: Prompt, sample: int, error: str) -> Trajectory:
+        """The engine does not serve the next turn: the end of a conversation that outgrew it, or of nothing."""
+        if not self.turns:
+            return self.finish(prompt, sample, Status.ENGINE_FAILED, error)
+        self.stop_reason = StopReason.LENGTH
+        return self.finish(prompt, sample, Status.TRUNCATED, error)
 
     def finish(self, prompt: Prompt, sample: int, status: Status, error: str = "") -> Trajectory:
         return Trajectory(
@@ -128,9 +138,15 @@ class EpisodeRunner:
         self._timeout_s = config.timeout_s
 
     async def run(self, prompts: Sequence[Prompt], play: Play, score: ScoreFn) -> list[TrajectoryGroup]:
-        """The groups of `prompts`, in their order, each with `play.samples` trajectories and their rewards."""
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._run_group(prompt, play, score)) for prompt in prompts]
+        """The groups of `prompts`, in their order, each with `play.samples` trajectories and their rewards.
+
+        Raises what the rollout engine or the scoring raised, as soon as the first of them does.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._run_group(prompt, play, score)) for prompt in prompts]
+        except BaseExceptionGroup as failures:
+            raise _first(failures) from failures
         return [task.result() for task in running]
 
     async def _run_group(self, prompt: Prompt, play: Play, score: ScoreFn) -> TrajectoryGroup:
@@ -158,12 +174,17 @@ class EpisodeRunner:
             record.prompt_length = len(first)
             return await self._turns(env, prompt, sample, play, record)
         finally:
-            await env.close()
+            _, failure = await _attempt(env.close())
+            if failure:  # what was played stands; a sandbox that leaks should be heard of
+                LOG.warning("%s: the environment did not close: %s", prompt.prompt_id, failure)
 
     async def _turns(self, env: Env, prompt: Prompt, sample: int, play: Play, record: _Record) -> Trajectory:
         budget = play.sampling.max_tokens
         for turn in range(self._max_turns):
-            completion = await self._generate(prompt, sample, turn, play, record, budget)
+            try:
+                completion = await self._generate(prompt, sample, turn, play, record, budget)
+            except ValueError as error:  # cannot be served, such as a prompt beyond the context: the others can
+                return record.refused(prompt, sample, f"{prompt.prompt_id}: {error}")
             budget -= len(completion.token_ids)
             text = self._speech.decode(completion.token_ids)
             record.sampled(completion, text)
@@ -206,3 +227,9 @@ async def _attempt(call: Awaitable[R]) -> tuple[R | None, str]:
         return await call, ""
     except Exception as error:  # noqa: BLE001  reported as the trajectory's status and error
         return None, f"{type(error).__name__}: {error}"
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception of nested groups: the one that a person can do something about."""
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

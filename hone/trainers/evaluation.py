@@ -56,7 +56,7 @@ class Evaluator:
         if not figures:
             return None
         if not self._score_key:
-            return next(iter(figures.values()))
+            return next((value for name, value in figures.items() if not name.endswith("/failed")), None)
         if self._score_key not in figures:
             raise ConfigError(f"evaluation.score: no figure {self._score_key!r} (there is: {', '.join(figures)})")
         return figures[self._score_key]

@@ -144,8 +144,45 @@ def test_an_engine_that_raises_ends_the_run():
         async def generate(self, request_id, token_ids, sampling):
             raise RuntimeError("the engine died")
 
-    with pytest.RaisesGroup(pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="the engine died"))):
-        run(Dead(), [prompt()], samples=1)
+    with pytest.raises(RuntimeError, match="the engine died"):  # itself, not a group of groups of it
+        run(Dead(), [prompt(0), prompt(1)])
+
+
+class Full(Engine):
+    """Serves at most `room` tokens of prompt."""
+
+    def __init__(self, room):
+        super().__init__()
+        self.room = room
+
+    async def generate(self, request_id, token_ids, sampling):
+        if len(token_ids) > self.room:
+            raise ValueError(f"a prompt of {len(token_ids)} tokens leaves no room")
+        return await super().generate(request_id, token_ids, sampling)
+
+
+def test_a_prompt_that_cannot_be_served_fails_alone():
+    long, short = run(Full(room=2), [prompt(0, (7, 8, 9)), prompt(1)], samples=1)
+    assert long.trajectories[0].status is Status.ENGINE_FAILED
+    assert long.trajectories[0].error == "set/0: a prompt of 3 tokens leaves no room"
+    assert short.trajectories[0].status is Status.OK
+
+
+def test_a_conversation_that_outgrows_the_context_is_truncated():
+    (group,) = run(Full(room=4), [prompt()], TwoTurns, samples=1)
+    (one,) = group.trajectories
+    assert (one.status, one.stop_reason, one.turns) == (Status.TRUNCATED, StopReason.LENGTH, 1)
+    assert one.loss_mask == (0, 0, 1, 1, 0)
+
+
+def test_an_environment_that_does_not_close_spoils_nothing_and_is_heard_of(caplog):
+    class Stuck(TwoTurns):
+        async def close(self):
+            raise OSError("the container is still there")
+
+    (group,) = run(Engine(), [prompt()], Stuck, samples=1)
+    assert group.trajectories[0].status is Status.OK
+    assert "set/0: the environment did not close: OSError: the container is still there" in caplog.text
 
 
 def test_groups_are_scored_as_they_finish_and_come_back_in_order():
