@@ -1,0 +1,72 @@
+"""The other shipped run files: a few steps of each, at their own sizes where that takes seconds."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hone.cli.main import main
+from hone.data.packing import Sample
+from hone.data.rendering import Renderer
+from hone.data.settings import DatasetConfig, PythonSettings
+from hone.data.stream import read_samples
+from hone.models.settings import BuildConfig
+from hone.models.tokenizer import build_tokenizer
+from hone.registry import resolve
+from tests.trainers.tiny import metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("runtime.threads=1", "tracking.trackers=[jsonl]")
+
+
+@pytest.fixture(autouse=True)
+def _where_the_recipes_are(monkeypatch):
+    monkeypatch.chdir(ROOT)  # their paths are relative to the project
+
+
+def started(command, recipe, folder, *overrides):
+    assert main([command, f"recipes/{recipe}", f"run.dir={folder}/run", *SMALL, *overrides]) == 0
+    return metrics(folder / "run")
+
+
+def test_ppo_on_reverse_trains_its_critic(tmp_path):
+    pool = "evaluation.sets.held_out.source.size=16"
+    steps = started("train", "reverse/ppo.yaml", tmp_path, "run.steps=2", "update.prompts_per_step=8", pool)
+    assert steps[1]["critic/value_loss"] >= 0.0
+    assert steps[1]["rollout/trajectories"] == 8 * 16
+    engine = json.loads((tmp_path / "run/checkpoints/step_00000002/critic/engine.json").read_text())
+    assert engine["schedule_step"] == 2 * 4
+
+
+def test_countdown_runs_from_its_warm_start_to_the_verifier(tmp_path):
+    pytest.importorskip("reasoning_gym", reason="the recipe needs the extra `tasks`")
+    small = ("run.steps=1", "update.prompts_per_step=4", "warm_start.steps=12", "warm_start.samples_per_step=4",
+             "warm_start.engine.schedule.warmup_steps=2", "evaluation.sets.held_out.source.size=8")  # fmt: skip
+    steps = started("train", "countdown/grpo.yaml", tmp_path, *small)
+    assert steps[1]["reward/failed"] == 0
+    assert steps[1]["reward/min"] >= 0.01  # the verifier's mark for text that is no expression
+    assert steps[1]["reward/solved"] <= steps[1]["reward/verifier"]
+    assert steps[0]["eval/held_out/solved"] <= steps[0]["eval/held_out/verifier"]
+
+
+def test_countdown_counts_as_solved_what_uses_each_number_once():
+    pytest.importorskip("reasoning_gym", reason="the recipe needs the extra `tasks`")
+    solved = resolve("recipes/countdown/task.py:solved")
+    entry = {"answer": "(2+3)*10", "question": "", "metadata": {"numbers": [10, 3, 2], "target": 50}}
+    row = {"task": "countdown", "entry": entry}
+    answers = {"10*(3+2)": 1.0, "(2+3)*10": 1.0, "10*3+2": 0.0, "25+25": 0.0, "10*(3+2": 0.0, "50": 0.0}
+    assert {answer: solved(answer, "(2+3)*10", row) for answer in answers} == answers
+
+
+def test_fine_tuning_on_chats_learns_both_answers_and_nothing_else(tmp_path):
+    steps = started("sft", "sft/chat.yaml", tmp_path, "run.steps=25", "evaluation_sets.held_out.source.size=32")
+    assert steps[25]["eval/held_out/loss"] < 0.8 * steps[0]["eval/held_out/loss"]
+    renderer = Renderer(build_tokenizer(BuildConfig(characters="+-0123456789")))
+    config = DatasetConfig(source=PythonSettings(function="recipes/sft/task.py:rows", size=1, seed=1))
+    ((sample,), _) = read_samples("train", config, renderer, "data.train")
+    assert isinstance(sample, Sample)
+    text = renderer.decode(sample.token_ids, keep_special=True)
+    learnt_ids = [token for token, learnt in zip(sample.token_ids, sample.loss_mask, strict=True) if learnt]
+    answers = [part.split("<eos>")[0] + "<eos>" for part in text.split("<assistant>")[1:]]
+    assert len(answers) == 2
+    assert renderer.decode(learnt_ids, keep_special=True) == "".join(answers)
