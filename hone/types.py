@@ -140,7 +140,7 @@ class SamplingParams:
     """How one completion is sampled. `temperature=0` is greedy.
 
     `logprobs` of a completion are those of the distribution that was sampled from: after temperature, top-k, top-p
-    and min-p.
+    and min-p. Greedy completions have the model's own, at temperature 1.
     """
 
     max_tokens: int

@@ -8,6 +8,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("hone", deadline=None)  # how long an example takes says nothing about whether it is right
+settings.load_profile("hone")
 
 
 @pytest.fixture(autouse=True)

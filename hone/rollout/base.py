@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,9 @@ class RolloutEngine(Protocol):
 
     async def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightReceipt:
         """Replace every weight; KV and prefix caches of older versions are dropped before the next token."""
+
+    def expected_weights(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Name -> dtype and shape of every tensor that `update_weights` wants, tied heads included."""
 
     async def sleep(self, level: int) -> None:
         """Give memory back. Level 1: drop the KV cache; level 2: the weights too (they must be sent again)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from hone.config import Choice
 from hone.models.loading import DTYPES, check_model_source
@@ -26,10 +26,20 @@ def start_rollout(choice: Choice, model: ModelConfig, compute_dtype: str, tokeni
         model.path, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
     )
     config.dtype = DTYPES[compute_dtype]
+    config.eos_token_id = _end_ids(model, config)
     engine: RolloutEngine = ROLLOUT_ENGINES.get(choice.name)(choice, config, tokenizer, current_platform().device)
     return engine
 
 
-def served_dtype(engine: Any) -> torch.dtype:
+def _end_ids(model: ModelConfig, config: Any) -> Any:
+    """What ends a completion: the generation config's ids where the model has one (chat models list several there)."""
+    try:
+        generation = GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
+    except OSError:  # the model has no such file
+        return config.eos_token_id
+    return generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
+
+
+def served_dtype(engine: RolloutEngine) -> torch.dtype:
     """The floating-point dtype that the engine stores its weights in."""
     return next(dtype for dtype, _ in engine.expected_weights().values() if dtype.is_floating_point)

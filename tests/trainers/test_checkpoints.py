@@ -71,7 +71,7 @@ def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_checkpoint(tmp_pat
         (folder / "weights.txt").write_text("half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match="step 2.*No space left on device; earlier ones stand"):
+    with pytest.raises(CheckpointError, match=r"step 2.*No space left on device; earlier ones stand"):
         store.save(2, {"actor": out_of_space}, {})
     assert store.latest().step == 1
     assert [f.name for f in tmp_path.iterdir()] == ["step_00000001"]

@@ -20,7 +20,8 @@ class Settings(Config):
 
 def test_a_second_process_is_refused_and_told_who_holds_the_folder(tmp_path):
     program = (
-        "import sys; from pathlib import Path; from hone.config import ConfigError; from hone.trainers.folder import claim\n"
+        "import sys; from pathlib import Path\n"
+        "from hone.config import ConfigError; from hone.trainers.folder import claim\n"
         "try:\n    with claim(Path(sys.argv[1])): print('claimed')\n"
         "except ConfigError as error: print(error)"
     )

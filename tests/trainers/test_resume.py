@@ -45,8 +45,12 @@ def test_two_halves_equal_the_whole(tmp_path, change):
     assert [{k: v for k, v in m.items() if not k.startswith("eval/")} for m in first] == [
         {k: v for k, v in m.items() if not k.startswith("eval/")} for m in second
     ]
-    assert all(torch.equal(a, b) for a, b in zip(weights(tmp_path / "whole" / "run").values(),
-                                                 weights(tmp_path / "halves" / "run").values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            weights(tmp_path / "whole" / "run").values(), weights(tmp_path / "halves" / "run").values(), strict=True
+        )
+    )
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
@@ -105,7 +109,8 @@ def test_ctrl_c_finishes_the_step_saves_it_and_loses_nothing(tmp_path):
     whole, stopped = recipe(tmp_path / "whole", change), recipe(tmp_path / "stopped", change)
     train(whole)
     run = tmp_path / "stopped" / "run"
-    process = subprocess.Popen(hone(stopped), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(hone(stopped), env=environment(), **pipes)
     wait_for(lambda: lines(run) >= 4, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
