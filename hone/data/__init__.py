@@ -14,8 +14,12 @@ SOURCES = Registry(
     {
         "jsonl": Entry("hone.data.files:open_jsonl"),
         "parquet": Entry("hone.data.files:open_parquet"),
-        "hf": Entry("hone.data.hf:open_hf", "hone.data.settings:HfSettings"),
-        "reasoning_gym": Entry("hone.data.reasoning_gym:open_task", "hone.data.settings:ReasoningGymSettings"),
+        "hf": Entry("hone.data.hf:open_hf", "hone.data.settings:HfSettings", requires=("datasets",)),
+        "reasoning_gym": Entry(
+            "hone.data.reasoning_gym:open_task",
+            "hone.data.settings:ReasoningGymSettings",
+            requires=("reasoning_gym",),
+        ),
         "python": Entry("hone.data.sources:open_function", "hone.data.settings:PythonSettings"),
     },
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.engines.layout import lay_out
 from hone.engines.logprobs import Head, score_tokens
 from hone.models.attention import packed
 from hone.models.loading import ValueModel
@@ -23,11 +24,13 @@ def trained_rows(batch: Batch) -> Tensor:
     return batch.loss_mask.nonzero()[:, 0]
 
 
-def body_states(body: Any, batch: Batch) -> Tensor:
-    """The body's last hidden states, [T, H]. Must run inside `packed(batch.cu_seqlens)`."""
-    output = body(input_ids=batch.token_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+def states_before(body: Any, batch: Batch, rows: Tensor) -> Tensor:
+    """The body's last hidden state before each of the tokens `rows`: [R, H]."""
+    layout = lay_out(batch)
+    with packed(layout.packing):
+        output = body(input_ids=layout.token_ids[None], position_ids=layout.position_ids[None], use_cache=False)
     states: Tensor = output.last_hidden_state[0]
-    return states
+    return states.index_select(0, layout.where[rows - 1])
 
 
 def language_forward(model: Any, temperature: float, chunk_tokens: int) -> Forward:
@@ -35,10 +38,8 @@ def language_forward(model: Any, temperature: float, chunk_tokens: int) -> Forwa
 
     def forward(batch: Batch, needs: frozenset[str]) -> ModelOutput:
         rows = trained_rows(batch)
-        with packed(batch.cu_seqlens):
-            hidden = body_states(model.base_model, batch)
         scores = score_tokens(
-            hidden.index_select(0, rows - 1),
+            states_before(model.base_model, batch, rows),
             batch.token_ids[rows],
             Head.of(model),
             temperature=temperature,
@@ -60,9 +61,8 @@ def value_forward(model: ValueModel) -> Forward:
 
     def forward(batch: Batch, needs: frozenset[str]) -> ModelOutput:
         rows = trained_rows(batch)
-        with packed(batch.cu_seqlens):
-            hidden = body_states(model.body, batch)
-        return ModelOutput(values=_spread(model.values(hidden.index_select(0, rows - 1)), rows, batch.num_tokens))
+        values = model.values(states_before(model.body, batch, rows))
+        return ModelOutput(values=_spread(values, rows, batch.num_tokens))
 
     return forward
 

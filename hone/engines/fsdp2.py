@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hone.data.packing import microbatches, restore, select
+from hone.data.packing import restore, select
 from hone.engines import checkpoint as files
 from hone.engines.base import EngineSpec
 from hone.engines.forward import Forward, language_forward, value_forward
+from hone.engines.layout import cut_batch
 from hone.engines.optimizers import build_optimizer, gradient_norm, scale_gradients
 from hone.engines.precision import Weights
 from hone.engines.probe import check_body, check_head
@@ -111,7 +112,7 @@ class Fsdp2Engine:
         needs: frozenset[str] = getattr(loss, "needs", frozenset())
         parts = []
         with self.train_mode():
-            for indices in self._cut(batch):
+            for indices in cut_batch(batch, self._max_tokens):
                 part = _on(select(batch, indices), self.device)
                 if bool(part.loss_mask.any()):
                     parts.append(self._microbatch(part, loss, needs))
@@ -149,7 +150,7 @@ class Fsdp2Engine:
     # ---------------------------------------------------------------------------------------------------- inference
 
     def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
-        cut = self._cut(batch)
+        cut = cut_batch(batch, self._max_tokens)
         with self.eval_mode(), torch.no_grad():
             outputs = [self._forward(_on(select(batch, indices), self.device), needs) for indices in cut]
 
@@ -164,11 +165,6 @@ class Fsdp2Engine:
             values=joined(lambda output: output.values),
             extras={name: value for name, value in extras.items() if value is not None},
         )
-
-    def _cut(self, batch: Batch) -> list[list[int]]:
-        """Micro-batches, each ordered by length: neighbours of equal length share one attention call."""
-        lengths = batch.lengths.tolist()
-        return [sorted(part, key=lambda i: -lengths[i]) for part in microbatches(batch, self._max_tokens)]
 
     @contextmanager
     def _mode(self, training: bool) -> Iterator[None]:

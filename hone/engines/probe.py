@@ -1,7 +1,7 @@
 """Trying a model out before training: does this architecture do what the engine assumes of every architecture?
 
 Packed attention and the chunked head take the place of parts of a transformers model. Rather than trust a list of
-architectures, eight tokens are run through the model at start-up, and one that behaves otherwise is refused.
+architectures, eleven tokens are run through the model at start-up, and one that behaves otherwise is refused.
 """
 
 from __future__ import annotations
@@ -12,43 +12,40 @@ import torch
 from torch import Tensor
 
 from hone.engines.logprobs import Head
-from hone.models.attention import packed
+from hone.models.attention import Packing, packed
 from hone.models.errors import ModelError
 
-_LENGTHS = (3, 5)
+_SHARED, _OWN = 3, (2, 3)  # two sequences with 3 tokens in common, then 2 and 3 of their own
 
 
 @torch.no_grad()
 def check_body(body: Any, name: str) -> Tensor:
-    """Refuse a body whose packed sequences see each other, or later tokens. Returns hidden states of the probe.
+    """Refuse a body whose packed sequences see each other, or later tokens. Returns the hidden states of the probe.
 
     Raises ModelError. State-space and linear-attention layers carry their state across packed sequences, for example.
     """
-    vocabulary = body.config.get_text_config().vocab_size
-    device = next(body.parameters()).device
-    tokens = (torch.arange(sum(_LENGTHS), device=device) * 7 + 3) % vocabulary
-    first = _states(body, tokens, name)
-    other = tokens.clone()
-    other[: _LENGTHS[0]] = (tokens[: _LENGTHS[0]] + 1) % vocabulary
-    other[-1] = (tokens[-1] + 1) % vocabulary
-    second = _states(body, other, name)
-    kept = slice(_LENGTHS[0], -1)  # neither the neighbour nor the last token may change these
-    gap = (first[kept] - second[kept]).abs().max()
-    scale = first[kept].abs().max()
-    if not bool(gap <= _tolerance(first) * scale):
-        raise ModelError(
-            f"{name} cannot be trained on packed sequences: a token's hidden state changes by {float(gap):.3g} (of "
-            f"{float(scale):.3g}) with tokens of another sequence, or with later ones; are there recurrent layers?"
-        )
+    tokens, positions = _probe(body)
+    first = _states(body, tokens, positions, _whole(tokens.device), name)
+    other = (tokens + 1) % body.config.get_text_config().vocab_size
+    second = tokens.clone()
+    cut = _SHARED + _OWN[0]
+    second[:cut], second[-1] = other[:cut], other[-1]
+    changed = _states(body, second, positions, _whole(tokens.device), name)
+    kept = slice(cut, -1)  # neither the neighbour nor the last token may change these
+    _compare(first[kept], changed[kept], name, "with tokens of another sequence, or with later ones")
+    row = torch.cat([torch.arange(cut), torch.arange(cut + _SHARED, len(tokens))]).to(tokens.device)
+    ends = torch.tensor([0, _SHARED, cut, len(row)], device=tokens.device)
+    shared = _states(body, tokens[row], positions[row], Packing.of(ends, [None, 0, 0]), name)
+    _compare(first[row], shared, name, "where two sequences share their first tokens")
     return first
 
 
 @torch.no_grad()
 def check_head(model: Any, hidden: Tensor, name: str) -> None:
     """Refuse a model whose logits are not those of `Head` on its body's hidden states. Raises ModelError."""
-    tokens = (torch.arange(sum(_LENGTHS), device=hidden.device) * 7 + 3) % model.config.get_text_config().vocab_size
-    with packed(_cu_seqlens(hidden.device)):
-        logits = model(input_ids=tokens[None], position_ids=_positions(hidden.device), use_cache=False).logits[0]
+    tokens, positions = _probe(model)
+    with packed(_whole(hidden.device)):
+        logits = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
     gap = (Head.of(model).logits(hidden) - logits).abs().max()
     scale = logits.abs().max().float()
     if not bool(gap <= _tolerance(hidden) * scale):
@@ -58,10 +55,31 @@ def check_head(model: Any, hidden: Tensor, name: str) -> None:
         )
 
 
-def _states(body: Any, tokens: Tensor, name: str) -> Tensor:
+def _probe(model: Any) -> tuple[Tensor, Tensor]:
+    """Token ids and positions of the two sequences, end to end."""
+    device = next(model.parameters()).device
+    first, second = (torch.arange(_SHARED + own, device=device) for own in _OWN)
+    unlike = torch.cat([first, torch.where(second < _SHARED, second, second + 10)])  # equal in the shared tokens only
+    return (unlike * 7 + 3) % model.config.get_text_config().vocab_size, torch.cat([first, second])
+
+
+def _whole(device: torch.device) -> Packing:
+    return Packing.of(torch.tensor([0, _SHARED + _OWN[0], 2 * _SHARED + sum(_OWN)], device=device))
+
+
+def _compare(one: Tensor, other: Tensor, name: str, when: str) -> None:
+    gap, scale = (one - other).abs().max(), one.abs().max()
+    if not bool(gap <= _tolerance(one) * scale):
+        raise ModelError(
+            f"{name} cannot be trained on packed sequences: a token's hidden state changes by {float(gap):.3g} (of "
+            f"{float(scale):.3g}) {when}; are there recurrent layers?"
+        )
+
+
+def _states(body: Any, tokens: Tensor, positions: Tensor, packing: Packing, name: str) -> Tensor:
     try:
-        with packed(_cu_seqlens(tokens.device)):
-            output = body(input_ids=tokens[None], position_ids=_positions(tokens.device), use_cache=False)
+        with packed(packing):
+            output = body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
     except (NotImplementedError, TypeError) as error:
         raise ModelError(f"{name} cannot be trained on packed sequences: {error}") from error
     states = getattr(output, "last_hidden_state", None)
@@ -69,14 +87,6 @@ def _states(body: Any, tokens: Tensor, name: str) -> Tensor:
         raise ModelError(f"{name} gives no finite hidden states; are its weights sound?")
     result: Tensor = states[0]
     return result
-
-
-def _cu_seqlens(device: torch.device) -> Tensor:
-    return torch.tensor([0, _LENGTHS[0], sum(_LENGTHS)], device=device)
-
-
-def _positions(device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(n, device=device) for n in _LENGTHS])[None]
 
 
 def _tolerance(states: Tensor) -> float:

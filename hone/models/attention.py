@@ -13,7 +13,7 @@ window, score soft-capping, attention sinks, dropout) or refused with an error; 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hone.models import cpu_attention
-from hone.models.cpu_attention import band
+from hone.models.cpu_attention import band, causal_mask
 
 PACKED = "hone_packed"
 
@@ -47,26 +47,73 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring segments of one shape, which share a kernel call."""
+
+    count: int
+    length: int  # tokens of each segment
+    prefix: int = 0  # tokens of the shared prefix that each segment sees besides its own
+    source: int = 0  # the run that these prefixes are
+    rows: Tensor | None = None  # [count] which segment of that run is whose prefix
+
+
+@dataclass(frozen=True, slots=True)
 class Packing:
-    """Where each sequence of a packed row begins and ends, in the forms that the kernels want."""
+    """Where each segment of a packed row begins and ends, and what it sees, in the forms that the kernels want.
+
+    A segment is a sequence, or the rest of one whose beginning (its prefix, a segment of its own earlier in the row) is
+    shared with others: n answers to one question need the question's tokens once.
+    """
 
     cu_seqlens: Tensor  # [N+1] int32, on the device of the batch
     lengths: tuple[int, ...]
-    runs: tuple[tuple[int, int], ...]  # (how many, length): neighbours of equal length share one kernel call
+    runs: tuple[Run, ...]
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor) -> Packing:
-        """Raises ValueError unless `cu_seqlens` starts at 0 and increases."""
+    def of(cls, cu_seqlens: Tensor, parents: Sequence[int | None] | None = None) -> Packing:
+        """`parents[i]` is the segment that is segment i's prefix, or None; segments of equal length lie side by side.
+
+        Raises ValueError unless `cu_seqlens` starts at 0 and increases, and prefixes come first and have none.
+        """
         ends = [int(end) for end in cu_seqlens.tolist()]
         lengths = tuple(b - a for a, b in itertools.pairwise(ends))
         if not lengths or ends[0] != 0 or min(lengths) < 1:
             raise ValueError(f"cu_seqlens should start at 0 and increase, found {ends[:8]}{'...' * (len(ends) > 8)}")
-        runs = tuple((len(list(same)), length) for length, same in itertools.groupby(lengths))
-        return cls(cu_seqlens.to(torch.int32), lengths, runs)
+        parents = parents or [None] * len(lengths)
+        return cls(cu_seqlens.to(torch.int32), lengths, _runs(lengths, parents, cu_seqlens.device))
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+
+def _runs(lengths: Sequence[int], parents: Sequence[int | None], device: torch.device) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    place: dict[int, tuple[int, int]] = {}  # segment without a prefix -> (its run, its position there)
+
+    def shape(segment: int) -> tuple[int, int, int]:
+        parent = parents[segment]
+        if parent is None:
+            return lengths[segment], 0, 0
+        if parent not in place:
+            raise ValueError(f"segment {segment} has prefix {parent}, which should come before it and have no prefix")
+        return lengths[segment], lengths[parent], place[parent][0]
+
+    segment = 0
+    while segment < len(lengths):
+        length, prefix, source = shape(segment)
+        members = [segment]
+        if not prefix:
+            place[segment] = (len(runs), 0)
+        while segment + len(members) < len(lengths) and shape(segment + len(members)) == (length, prefix, source):
+            if not prefix:
+                place[segment + len(members)] = (len(runs), len(members))
+            members.append(segment + len(members))
+        of = [place[parent][1] for member in members if (parent := parents[member]) is not None]
+        rows = torch.tensor(of, device=device) if prefix else None
+        runs.append(Run(len(members), length, prefix, source, rows))
+        segment += len(members)
+    return tuple(runs)
 
 
 _CURRENT: ContextVar[Packing | None] = ContextVar("hone_packing", default=None)
@@ -133,17 +180,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) 
             f"packed attention wants one row of {packing.num_tokens} tokens, found queries {tuple(q.shape)} and "
             f"keys {tuple(k.shape)} (KV caches are not supported here)"
         )
-    if _flash_varlen_fits(q, v, scoring):
-        return _flash_varlen(q, k, v, packing, scoring)
-    sizes = [count * length for count, length in packing.runs]
+    sizes = [run.count * run.length for run in packing.runs]
     queries, keys, values = (torch.split(x[0], sizes, 1) for x in (q, k, v))
-    outputs = [_attend_run(*qkv, scoring) for qkv in zip(queries, keys, values, packing.runs, strict=True)]
+    parts = [
+        (_rows(one_q, run), _seen(keys, index, run), _seen(values, index, run))
+        for index, (one_q, run) in enumerate(zip(queries, packing.runs, strict=True))
+    ]
+    if _flash_varlen_fits(q, v, scoring):
+        return _flash_varlen(q, parts, packing, scoring)
+    outputs = [_attend_run(*part, scoring) for part in parts]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))[None]
 
 
-def _attend_run(q: Tensor, k: Tensor, v: Tensor, run: tuple[int, int], scoring: Scoring) -> Tensor:
-    """[heads, count * length, d] -> [heads, count * length, dv], as a batch of `count` rows (views, no copies)."""
-    q, k, v = (x.view(x.shape[0], *run, x.shape[2]).transpose(0, 1) for x in (q, k, v))
+def _rows(part: Tensor, run: Run) -> Tensor:
+    """[heads, count * length, d] -> [count, heads, length, d], a view."""
+    return part.view(part.shape[0], run.count, run.length, part.shape[2]).transpose(0, 1)
+
+
+def _seen(parts: Sequence[Tensor], index: int, run: Run) -> Tensor:
+    """Keys or values of a run's segments, each behind those of its prefix: [count, heads, prefix + length, d]."""
+    own = _rows(parts[index], run)
+    if run.rows is None:
+        return own
+    whole = parts[run.source]
+    prefixes = whole.transpose(0, 1).reshape(-1, run.prefix, *whole.shape[::2])  # [segments, prefix, heads, d]
+    return torch.cat([prefixes.index_select(0, run.rows), own.transpose(1, 2)], 1).transpose(1, 2)
+
+
+def _attend_run(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """[count, heads, length, d] -> [heads, count * length, dv]."""
     out = _sdpa(q, k, v, scoring) if scoring.plain else _explicit(q, k, v, scoring)
     return out.transpose(0, 1).flatten(1, 2)
 
@@ -151,8 +216,7 @@ def _attend_run(q: Tensor, k: Tensor, v: Tensor, run: tuple[int, int], scoring: 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     if scoring.dropout == 0.0 and cpu_attention.fits(q, k, v):
         return cpu_attention.causal_attention(q, k, v, scoring.scale, scoring.window)
-    length = q.shape[2]
-    mask = None if scoring.window is None or length <= scoring.window else band(length, scoring.window, q.device)
+    mask = causal_mask(q.shape[2], k.shape[2], scoring.window, q.device)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -166,19 +230,20 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-    """Attention written out, for scores that no kernel computes: [rows, heads, length, length] at once, so slower."""
+    """Attention written out, for scores that no kernel computes: [rows, heads, length, keys] at once, so slower."""
     rows, heads, length, _ = q.shape
     groups = heads // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(-1, -2)) * scoring.scale
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores.masked_fill(~band(length, scoring.window or length, q.device), float("-inf"))
+    visible = band(length, k.shape[2], scoring.window or k.shape[2], q.device)
+    scores = scores.masked_fill(~visible, float("-inf"))
     if scoring.sinks is not None:
         sinks = scoring.sinks.to(scores.dtype).view(1, heads, 1, 1).expand(rows, heads, length, 1)
         scores = torch.cat([scores, sinks], -1)
     weights = F.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-    return F.dropout(weights[..., :length], scoring.dropout) @ v
+    return F.dropout(weights[..., : k.shape[2]], scoring.dropout) @ v
 
 
 def _flash_varlen_fits(q: Tensor, v: Tensor, scoring: Scoring) -> bool:
@@ -187,21 +252,25 @@ def _flash_varlen_fits(q: Tensor, v: Tensor, scoring: Scoring) -> bool:
     return q.is_cuda and half and scoring.plain and scoring.dropout == 0.0 and q.shape[-1] == v.shape[-1] <= 256
 
 
-def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
+def _flash_varlen(
+    q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], packing: Packing, scoring: Scoring
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # a kernel that exists only in builds with an accelerator
 
-    longest = max(packing.lengths)
+    keys, values = (torch.cat([part[i].transpose(1, 2).flatten(0, 1) for part in parts]) for i in (1, 2))
+    seen = [run.prefix + run.length for run in packing.runs for _ in range(run.count)]
+    cu_keys = F.pad(torch.tensor(seen, device=q.device).cumsum(0, dtype=torch.int32), (1, 0))
     out = varlen_attn(
         q[0].transpose(0, 1),
-        k[0].transpose(0, 1),
-        v[0].transpose(0, 1),
+        keys,
+        values,
         packing.cu_seqlens,
-        packing.cu_seqlens,
-        longest,
-        longest,
+        cu_keys,
+        max(packing.lengths),
+        max(seen),
         scale=scoring.scale,
         window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=q.shape[1] != keys.shape[1],
     )
     assert isinstance(out, Tensor)  # without `return_aux` it is the output alone
     return out.transpose(0, 1)[None]

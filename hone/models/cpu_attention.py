@@ -24,26 +24,38 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """q [rows, heads, length, d], k [rows, kv_heads, length, d], v [.., dv] -> [rows, heads, length, dv]."""
-    out: Tensor = _Causal.apply(q, k, v, scale, window or q.shape[2])  # type: ignore[no-untyped-call]
+    """q [rows, heads, length, d], k [rows, kv_heads, keys, d], v [.., dv] -> [rows, heads, length, dv].
+
+    The queries are the last of the keys' positions: query i sees keys up to keys - length + i.
+    """
+    out: Tensor = _Causal.apply(q, k, v, scale, window)  # type: ignore[no-untyped-call]
     return out
 
 
-def band(length: int, window: int, device: torch.device) -> Tensor:
-    """[length, length] bool: True where query i may see key j, that is i - window < j <= i."""
-    square = torch.ones(length, length, dtype=torch.bool, device=device)
-    return square.tril_().triu_(1 - window)
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """The mask for torch's kernels; None where their own causal mask is the same."""
+    if queries == keys and (window is None or window >= keys):
+        return None
+    return band(queries, keys, window or keys, device)
+
+
+def band(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """[queries, keys] bool: True where query i, whose position is p = keys - queries + i, may see key j.
+
+    That is where p - window < j <= p.
+    """
+    before = keys - queries
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(before).triu_(before + 1 - window)
 
 
 class _Causal(torch.autograd.Function):
     """Keeps queries, keys and values only; the backward makes the weights again, tile by tile."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.scale, ctx.window = scale, window
-        length = q.shape[2]
-        mask = None if window >= length else band(length, window, q.device)
+        ctx.scale, ctx.window = scale, window or k.shape[2]
+        mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -52,7 +64,7 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v = ctx.saved_tensors
         gradients = _token_major(q), _token_major(k), _token_major(v)
-        rows = max(1, _SCORES // (q.shape[1] * min(_TILE, q.shape[2]) * q.shape[2]))
+        rows = max(1, _SCORES // (q.shape[1] * min(_TILE, q.shape[2]) * k.shape[2]))
         parts = (torch.split(x, rows) for x in (q, k, v, grads[0], *gradients))
         for part in zip(*parts, strict=True):
             _backward_rows(*part, scale=ctx.scale, window=ctx.window)
@@ -79,15 +91,15 @@ def _backward_rows(
 ) -> None:
     """Write the gradients of some rows. The query heads of a key-value head lie one below the other in each product."""
     rows, heads, length, size = q.shape
-    groups = heads // k.shape[1]
-    keys, values = (x.reshape(-1, length, x.shape[-1]) for x in (k, v))
+    groups, before = heads // k.shape[1], k.shape[2] - length
+    keys, values = (x.reshape(-1, k.shape[2], x.shape[-1]) for x in (k, v))
     of_keys, of_values = (torch.zeros(x.shape, dtype=torch.float32) for x in (keys, values))
     for start in range(0, length, _TILE):
         end = min(start + _TILE, length)
-        seen = slice(max(0, start - window + 1), end)
+        seen = slice(max(0, before + start - window + 1), before + end)
         queries = q[:, :, start:end].reshape(len(keys), groups * (end - start), size)
         upstream = grad[:, :, start:end].reshape(len(keys), groups * (end - start), v.shape[-1])
-        hidden = _hidden(start, end, seen.start, window, q.dtype).repeat(groups, 1)
+        hidden = _hidden(end - start, seen.stop - seen.start, window, q.dtype).repeat(groups, 1)
         scores = torch.baddbmm(hidden, queries, keys[:, seen].mT, alpha=scale)
         weights = torch.softmax(scores, -1)
         of_weights = torch.bmm(upstream, values[:, seen].mT)
@@ -100,8 +112,7 @@ def _backward_rows(
 
 
 @functools.lru_cache(maxsize=64)
-def _hidden(start: int, end: int, first_key: int, window: int, dtype: torch.dtype) -> Tensor:
-    """[end - start, end - first_key]: 0 where a query of the tile may see a key, minus infinity elsewhere."""
-    queries, keys = torch.arange(start, end)[:, None], torch.arange(first_key, end)[None]
-    visible = (keys <= queries) & (keys > queries - window)
-    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+def _hidden(queries: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
+    """[queries, keys]: 0 where a query may see a key, minus infinity elsewhere."""
+    visible = band(queries, keys, window, torch.device("cpu"))
+    return torch.zeros(queries, keys, dtype=dtype).masked_fill_(~visible, float("-inf"))

@@ -67,7 +67,14 @@ class Answering:
         self._evaluation = config.evaluation
         self.loop = EventLoop()
         self.rubric = Rubric(config.reward)
-        self.loop.run(self.rubric.start())
+        try:
+            self.loop.run(self.rubric.start())
+            self._assemble(config, model, language, place)
+        except BaseException:
+            self.close()
+            raise
+
+    def _assemble(self, config: PolicyRunConfig, model: ModelConfig, language: Language, place: Place) -> None:
         engine = start_rollout(config.rollout.engine, model, config.actor.compute_dtype, language.renderer.tokenizer)
         self.rollout = RolloutHandle(engine, served_dtype(engine), self.loop.run, place.recorder.phase)
         runner = EpisodeRunner(config.episode, ENVS.get(config.episode.env.name), language.speech)

@@ -1,4 +1,4 @@
-"""Conversations of two turns about sums: the second question goes on with the first answer."""
+"""Conversations of two turns: something is done to a word, then something else to the answer."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+LETTERS = "abcdefghij"
 
-def rows(seed: int, size: int, largest: int = 99) -> Iterator[dict[str, Any]]:
-    """`size` conversations such as 23+45 -> 68, then -7 -> 61."""
+
+def rows(seed: int, size: int) -> Iterator[dict[str, Any]]:
+    """`size` conversations such as "reverse fade" -> "edaf", then "sort it" -> "adef"."""
     rng = random.Random(seed)
     for _ in range(size):
-        first, second, third = (rng.randint(0, largest) for _ in range(3))
-        total = first + second
-        operator, result = rng.choice([("+", total + third), ("-", total - third)])
-        yield {
-            "messages": [
-                {"role": "user", "content": f"{first}+{second}"},
-                {"role": "assistant", "content": str(total)},
-                {"role": "user", "content": f"{operator}{third}"},
-                {"role": "assistant", "content": str(result)},
+        word = "".join(rng.choices(LETTERS, k=rng.randint(3, 6)))
+        messages = []
+        for turn in range(2):
+            verb = rng.choice(["reverse", "sort"])
+            answer = word[::-1] if verb == "reverse" else "".join(sorted(word))
+            messages += [
+                {"role": "user", "content": f"{verb} {'it' if turn else word}"},
+                {"role": "assistant", "content": answer},
             ]
-        }
+            word = answer
+        yield {"messages": messages}

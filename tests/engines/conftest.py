@@ -53,9 +53,12 @@ def folder(tmp_path):
 
 @pytest.fixture
 def make_batch():
-    """make_batch(lengths, prompt=2) -> a batch with loss weights 1 / trained tokens and random advantages."""
+    """make_batch(lengths, prompt=2) -> a batch with loss weights 1 / trained tokens and random advantages.
 
-    def make(lengths=(9, 5, 12, 5, 20), prompt=2, seed=0):
+    With `groups`, sequence i belongs to group groups[i] and begins with that group's `prompt` tokens.
+    """
+
+    def make(lengths=(9, 5, 12, 5, 20), prompt=2, seed=0, groups=None):
         generator = torch.Generator().manual_seed(seed)
         samples = [
             Sample(
@@ -64,7 +67,15 @@ def make_batch():
             )
             for length in lengths
         ]
+        if groups is not None:
+            begin = {g: tuple(torch.randint(8, 104, (prompt,), generator=generator).tolist()) for g in set(groups)}
+            samples = [
+                Sample((*begin[g], *one.token_ids[prompt:]), one.loss_mask)
+                for g, one in zip(groups, samples, strict=True)
+            ]
         batch = pack_samples(samples)
+        if groups is not None:
+            batch = batch.with_(group_index=torch.tensor(groups))
         return batch.with_(
             loss_weights=torch.full((batch.num_tokens,), 1 / max(int(batch.loss_mask.sum()), 1)),
             advantages=torch.randn(batch.num_tokens, generator=generator),

@@ -53,6 +53,7 @@ def test_it_trains_and_scores_like_the_model_itself(architecture, make_engine, m
     for _ in range(5):
         last = engine.train_batch(batch, losses.likelihood)["train/loss"].value
     assert last < first
+    batch = make_batch(lengths=(13, 9, 12, 7, 20, 12), prompt=6, groups=[0, 0, 1, 2, 1, 0])  # with shared prompts
     found = engine.infer_batch(batch).logprobs
     engine.model.set_attn_implementation("eager")
     for i in range(batch.num_sequences):

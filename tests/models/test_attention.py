@@ -150,7 +150,13 @@ def test_dropout_and_sinks_reach_the_weights():
 
 
 def test_neighbours_of_equal_length_share_a_kernel_call():
-    assert Packing.of(torch.tensor([0, 4, 8, 12, 15, 19])).runs == ((3, 4), (1, 3), (1, 4))
+    runs = Packing.of(torch.tensor([0, 4, 8, 12, 15, 19])).runs
+    assert [(run.count, run.length, run.prefix) for run in runs] == [(3, 4, 0), (1, 3, 0), (1, 4, 0)]
+    runs = Packing.of(torch.tensor([0, 4, 8, 12, 14, 16, 19]), [None, None, None, 0, 2, 1]).runs
+    assert [(run.count, run.length, run.prefix) for run in runs] == [(3, 4, 0), (2, 2, 4), (1, 3, 4)]
+    assert [run.rows.tolist() for run in runs[1:]] == [[0, 2], [1]]
+    with pytest.raises(ValueError, match="segment 1 has prefix 2, which should come before it"):
+        Packing.of(torch.tensor([0, 4, 8, 12]), [None, 2, None])
 
 
 @pytest.mark.parametrize("bad", [[0], [1, 3], [0, 3, 3], [0, 5, 2]])

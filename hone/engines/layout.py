@@ -1,0 +1,121 @@
+"""How a micro-batch lies in the row that the model sees: what several sequences begin with is there once.
+
+    batch       [q q q a a] [q q q b] [r r c c c]          sequences, each whole
+    row         [q q q] [r r c c c] [a a] [b]              segments: prefixes and whole sequences, then the branches
+                   ^------------------'----'               a branch attends to its prefix and to itself
+
+The n answers to one prompt share its tokens: a quarter to a half of the work of a step where answers are short. The
+hidden states of a shared token are the same for all who share it, so results are too, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hone.data.packing import microbatches
+from hone.models.attention import Packing
+from hone.types import Batch
+
+_SHORTEST = 4  # tokens: a shorter prefix costs more to share than to compute again
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The row for the model, and where each token of the batch is in it."""
+
+    token_ids: Tensor  # [R], R <= T
+    position_ids: Tensor  # [R]
+    packing: Packing
+    where: Tensor  # [T] index into the row
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    start: int  # in the batch
+    length: int
+    parent: int | None = None  # number of the prefix's segment, before sorting
+
+
+def cut_batch(batch: Batch, max_tokens: int) -> list[list[int]]:
+    """Micro-batches as index lists of at most `max_tokens` tokens, groups kept whole if that needs no more of them.
+
+    The cap counts every token of every sequence, shared or not. Raises ValueError for a sequence longer than the cap.
+    """
+    cut = microbatches(batch, max_tokens)
+    members: dict[int, list[int]] = {}
+    for sequence, group in enumerate(batch.group_index.tolist()):
+        members.setdefault(group, []).append(sequence)
+    lengths = batch.lengths.tolist()
+    sizes = [sum(lengths[i] for i in group) for group in members.values()]
+    if len(cut) <= 1 or len(sizes) == batch.num_sequences or max(sizes) > max_tokens:
+        return cut
+    whole = microbatches(batch.with_(cu_seqlens=_cumulative(sizes, batch.cu_seqlens.device)), max_tokens)
+    groups = list(members.values())
+    return [[i for group in part for i in groups[group]] for part in whole] if len(whole) <= len(cut) else cut
+
+
+def lay_out(batch: Batch) -> Layout:
+    """The shortest row for a micro-batch; sequences share a prefix within their group (`batch.group_index`)."""
+    segments, members = _segments(batch)
+    order = sorted(range(len(segments)), key=lambda i: _shape(segments, i))
+    place = {segment: position for position, segment in enumerate(order)}
+    ordered = [segments[i] for i in order]
+    lengths = [segment.length for segment in ordered]
+    device = batch.token_ids.device
+    take = _ranges([segment.start for segment in ordered], lengths, device)
+    cu_seqlens = _cumulative(lengths, device)
+    begins = cu_seqlens.tolist()
+    pieces = [(begins[place[s]], segments[s].length) for sequence in members for s in sequence]
+    packing = Packing.of(cu_seqlens, [None if s.parent is None else place[s.parent] for s in ordered])
+    where = _ranges([start for start, _ in pieces], [length for _, length in pieces], device)
+    return Layout(batch.token_ids[take], batch.position_ids[take], packing, where)
+
+
+def _shape(segments: Sequence[_Segment], index: int) -> tuple[bool, int, int, int]:
+    """Prefixes and whole sequences first, equal shapes side by side: they share a kernel call."""
+    segment = segments[index]
+    prefix = 0 if segment.parent is None else segments[segment.parent].length
+    return segment.parent is not None, prefix, segment.length, index
+
+
+def _segments(batch: Batch) -> tuple[list[_Segment], list[list[int]]]:
+    """All segments, and for each sequence of the batch the ones that make it up."""
+    tokens, ends = batch.token_ids.tolist(), batch.cu_seqlens.tolist()
+    groups: dict[int, list[int]] = {}
+    for sequence, group in enumerate(batch.group_index.tolist()):
+        groups.setdefault(group, []).append(sequence)
+    segments: list[_Segment] = []
+    members: list[list[int]] = [[] for _ in range(batch.num_sequences)]
+    for sequences in groups.values():
+        shared = _common([tokens[ends[i] : ends[i + 1]] for i in sequences]) if len(sequences) > 1 else 0
+        parent = None
+        if shared >= _SHORTEST:
+            parent = len(segments)
+            segments.append(_Segment(ends[sequences[0]], shared))
+        for i in sequences:
+            start = ends[i] if parent is None else ends[i] + shared
+            members[i] = [len(segments)] if parent is None else [parent, len(segments)]
+            segments.append(_Segment(start, ends[i + 1] - start, parent))
+    return segments, members
+
+
+def _common(sequences: list[list[int]]) -> int:
+    """How many tokens all of them begin with; every sequence keeps at least one token of its own."""
+    first, last = min(sequences), max(sequences)  # what these two share, all between them share
+    shortest = min(len(sequence) for sequence in sequences) - 1
+    return next((i for i in range(shortest) if first[i] != last[i]), shortest)
+
+
+def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device)
+
+
+def _ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """start, start + 1 ... for each pair, end to end."""
+    each = torch.tensor(lengths)
+    shift = torch.tensor(starts) - (each.cumsum(0) - each)
+    return (torch.arange(int(each.sum())) + torch.repeat_interleave(shift, each)).to(device)
