@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hone.config import ConfigError, load
+from hone.cli.recipe import load_recipe
+from hone.config import ConfigError
 from hone.models.settings import ModelConfig
 from hone.trainers.asking import evaluate_model
 from hone.trainers.settings import PolicyRunConfig
@@ -23,7 +24,7 @@ def eval(
     output: Annotated[Path | None, typer.Option(help="also write the figures here, as JSON")] = None,
 ) -> None:
     """Evaluate a model on the held-out sets of a run file."""
-    config = load(PolicyRunConfig, recipe, overrides or []).config
+    config = load_recipe(recipe, overrides or [], kind="rl").config
     if not config.evaluation.sets:
         raise ConfigError(f"{recipe}: evaluation.sets is empty: there is nothing to evaluate on")
     figures = evaluate_model(config, _model(config, model))

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
+from hone.cli.recipe import load_recipe
 from hone.cli.running import report_run
-from hone.config import load
 from hone.trainers.launch import run_supervised
-from hone.trainers.settings import SupervisedRunConfig
 
 
 def sft(
@@ -18,5 +17,5 @@ def sft(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as run.steps=10")] = None,
 ) -> None:
     """Fine-tune a model on worked answers. The same run.dir continues the same run."""
-    loaded = load(SupervisedRunConfig, recipe, overrides)
+    loaded = load_recipe(recipe, overrides or [], kind="sft")
     report_run(Path(loaded.config.run.dir), lambda: run_supervised(loaded))

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
+from hone.cli.recipe import load_recipe
 from hone.cli.running import report_run
-from hone.config import load
 from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
 
 
 def train(
@@ -18,5 +17,5 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as run.steps=10")] = None,
 ) -> None:
     """Train a policy with reinforcement learning. The same run.dir continues the same run."""
-    loaded = load(PolicyRunConfig, recipe, overrides)
+    loaded = load_recipe(recipe, overrides or [], kind="rl")
     report_run(Path(loaded.config.run.dir), lambda: run_policy(loaded))

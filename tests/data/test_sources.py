@@ -175,12 +175,12 @@ def test_a_missing_library_is_a_clear_error():
     code = (
         "import sys; sys.modules['reasoning_gym'] = None\n"
         "from hone.config import build\nfrom hone.data.settings import DatasetConfig\n"
-        "from hone.data.sources import DataError, open_rows\n"
+        "from hone.data.sources import open_rows\nfrom hone.registry import CannotLoad\n"
         "config = build(DatasetConfig, {'source': {'name': 'reasoning_gym', 'task': 'countdown'}}, 'x')\n"
-        "try:\n    open_rows(config)\nexcept DataError as error:\n    print(error)\n"
+        "try:\n    open_rows(config)\nexcept CannotLoad as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert "source reasoning_gym needs the package reasoning-gym" in done.stdout
+    assert done.stdout == "data source 'reasoning_gym' needs reasoning_gym, which is not installed\n"
 
 
 def test_settings_import_nothing_heavy():

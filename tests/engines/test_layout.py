@@ -74,7 +74,7 @@ def test_only_a_group_shares_and_only_what_is_worth_it():
 
 def test_groups_stay_whole_where_that_costs_no_micro_batch():
     batch = batch_of([[5] * 10] * 8, [0, 1, 2, 3, 0, 1, 2, 3])
-    assert sorted(map(sorted, cut_batch(batch, 40))) == [[0, 1, 4, 5], [2, 3, 6, 7]] or len(cut_batch(batch, 40)) == 2
+    assert len(cut_batch(batch, 40)) == 2
     for part in cut_batch(batch, 40):
         assert len(set(batch.group_index[part].tolist())) == 2
     assert len(cut_batch(batch, 15)) == 8  # groups of 20 tokens do not fit

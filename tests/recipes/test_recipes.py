@@ -45,8 +45,8 @@ def test_countdown_runs_from_its_warm_start_to_the_verifier(tmp_path):
     steps = started("train", "countdown/grpo.yaml", tmp_path, *small)
     assert steps[1]["reward/failed"] == 0
     assert steps[1]["reward/min"] >= 0.01  # the verifier's mark for text that is no expression
-    assert steps[1]["reward/solved"] <= steps[1]["reward/verifier"]
-    assert steps[0]["eval/held_out/solved"] <= steps[0]["eval/held_out/verifier"]
+    assert steps[1]["reward/accuracy"] <= steps[1]["reward/verifier"]
+    assert steps[0]["eval/held_out/accuracy"] <= steps[0]["eval/held_out/verifier"]
 
 
 def test_countdown_counts_as_solved_what_uses_each_number_once():
