@@ -91,7 +91,7 @@ def _segments(batch: Batch) -> tuple[list[_Segment], list[list[int]]]:
     segments: list[_Segment] = []
     members: list[list[int]] = [[] for _ in range(batch.num_sequences)]
     for sequences in groups.values():
-        shared = _common([tokens[ends[i] : ends[i + 1]] for i in sequences]) if len(sequences) > 1 else 0
+        shared = _shared_beginning([tokens[ends[i] : ends[i + 1]] for i in sequences]) if len(sequences) > 1 else 0
         parent = None
         if shared >= _SHORTEST:
             parent = len(segments)
@@ -103,7 +103,7 @@ def _segments(batch: Batch) -> tuple[list[_Segment], list[list[int]]]:
     return segments, members
 
 
-def _common(sequences: list[list[int]]) -> int:
+def _shared_beginning(sequences: list[list[int]]) -> int:
     """How many tokens all of them begin with; every sequence keeps at least one token of its own."""
     first, last = min(sequences), max(sequences)  # what these two share, all between them share
     shortest = min(len(sequence) for sequence in sequences) - 1

@@ -7,6 +7,7 @@ as long as the products below, at 500 one and a half times. In float32 torch's k
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,9 +66,10 @@ class _Causal(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         gradients = _token_major(q), _token_major(k), _token_major(v)
         rows = max(1, _SCORES // (q.shape[1] * min(_TILE, q.shape[2]) * k.shape[2]))
-        parts = (torch.split(x, rows) for x in (q, k, v, grads[0], *gradients))
-        for part in zip(*parts, strict=True):
-            _backward_rows(*part, scale=ctx.scale, window=ctx.window)
+        inputs = zip(*(torch.split(x, rows) for x in (q, k, v, grads[0])), strict=True)
+        outputs = zip(*(torch.split(x, rows) for x in gradients), strict=True)
+        for given, wanted in zip(inputs, outputs, strict=True):
+            _backward_rows(given, wanted, ctx.scale, ctx.window)
         return *gradients, None, None
 
 
@@ -77,19 +79,13 @@ def _token_major(like: Tensor) -> Tensor:
     return like.new_empty(rows, length, heads, size).transpose(1, 2)
 
 
-def _backward_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    to_q: Tensor,
-    to_k: Tensor,
-    to_v: Tensor,
-    *,
-    scale: float,
-    window: int,
-) -> None:
-    """Write the gradients of some rows. The query heads of a key-value head lie one below the other in each product."""
+def _backward_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], scale: float, window: int) -> None:
+    """Write the gradients of some rows: from q, k, v and the output's gradient, those of q, k and v.
+
+    The query heads that share a key-value head lie one below the other in each product.
+    """
+    q, k, v, grad = inputs
+    to_q, to_k, to_v = outputs
     rows, heads, length, size = q.shape
     groups, before = heads // k.shape[1], k.shape[2] - length
     keys, values = (x.reshape(-1, k.shape[2], x.shape[-1]) for x in (k, v))

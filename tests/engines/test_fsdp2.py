@@ -75,6 +75,17 @@ def test_gradients_do_not_depend_on_the_cut_or_the_order(
         assert metrics["train/logprob"].count == int(batch.loss_mask.sum())
 
 
+def test_bfloat16_gradients_of_micro_batches_add_up_in_float32(make_engine, make_batch, losses):
+    batch = make_batch()
+    found = [
+        gradients(make_engine(compute_dtype="bfloat16", max_tokens_per_microbatch=cap), batch, losses.likelihood)[0]
+        for cap in (20, 64)
+    ]
+    for name, whole in found[1].items():
+        assert found[0][name].dtype == torch.float32
+        assert (found[0][name] - whole).norm() < 0.05 * whole.norm() + 1e-4, name
+
+
 def test_gradients_are_exact_to_1e10_where_the_architecture_computes_in_float64(make_engine, make_batch, losses):
     """GPT-2 has neither rotations nor RMS norms, so its float64 is float64 throughout."""
     build = BuildConfig(architecture="gpt2", hidden_size=32, layers=2, heads=4, mlp_size=48, max_positions=64)

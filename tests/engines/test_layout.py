@@ -42,6 +42,13 @@ def test_a_row_by_hand():
     assert layout.where.tolist() == [2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 8, 9, 2, 3, 4, 5, 7]
 
 
+def test_branches_of_one_shape_share_a_kernel_call_across_groups():
+    groups = {0: [10] * 5, 1: [11] * 6, 2: [12] * 5}
+    layout = lay_out(batch_of([groups[g] + [g, g, i] for i in (0, 1) for g in groups], [0, 1, 2] * 2))
+    shapes = [(run.count, run.length, run.prefix) for run in layout.packing.runs]
+    assert shapes == [(2, 7, 0), (1, 8, 0), (4, 1, 7), (2, 1, 8)]  # each begins with two more tokens in common
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

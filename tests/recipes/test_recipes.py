@@ -35,7 +35,7 @@ def test_ppo_on_reverse_trains_its_critic(tmp_path):
     assert steps[1]["critic/value_loss"] >= 0.0
     assert steps[1]["rollout/trajectories"] == 8 * 16
     engine = json.loads((tmp_path / "run/checkpoints/step_00000002/critic/engine.json").read_text())
-    assert engine["schedule_step"] == 2 * 4
+    assert engine["schedule_step"] == 2 * 2
 
 
 def test_countdown_runs_from_its_warm_start_to_the_verifier(tmp_path):

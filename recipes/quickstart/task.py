@@ -1,0 +1,31 @@
+"""Spell words backward: reasoning-gym's `spell_backward`, with the words divided into those to train on and the rest.
+
+The package draws its words with replacement, so two seeds share words. Here each word belongs to one side for good:
+what is held out is never trained on, in the warm start or in RL.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from hone.data.reasoning_gym_patches import load_package
+
+TASK = "spell_backward"
+HELD_OUT_SHARE = 16  # one word in sixteen
+
+
+def rows(
+    seed: int, size: int, split: Literal["train", "held_out"], min_length: int, max_length: int
+) -> Iterator[dict[str, Any]]:
+    """Problems of one split, each word once; `task` and `entry` are what the package's own verifier scores with."""
+    words = {"min_word_len": min_length, "max_word_len": max_length}
+    problems = load_package().create_dataset(TASK, seed=seed, size=20 * size, **words)
+    seen: set[str] = set()
+    for entry in problems:
+        word = entry["metadata"]["word"].lower()
+        held_out = zlib.crc32(word.encode()) % HELD_OUT_SHARE == 0
+        if word not in seen and held_out == (split == "held_out"):
+            seen.add(word)
+            yield {"prompt": word, "ground_truth": word[::-1], "task": TASK, "entry": entry}
