@@ -20,8 +20,8 @@ class Gallery:
         self._tracking = tracking
         self._per_step = per_step  # None: all of them
 
-    def show(self, step: int, played: Sequence[TrajectoryGroup], batch: Batch, actor: TrainHandle) -> None:
-        """Hand over a step's trajectories, dropped groups included. `batch` holds those that are trained on.
+    def show(self, step: int, played: Sequence[TrajectoryGroup], batch: Batch | None, actor: TrainHandle) -> None:
+        """Hand over a step's trajectories, dropped groups included. `batch` holds those that are trained on, if any.
 
         Called before the update, so that the trainer's log-probs are of the weights that sampled.
         """
@@ -30,7 +30,7 @@ class Gallery:
         packed = _packed_places(played)
         chosen = [place for place in places_to_keep(played, self._per_step) if place in packed]
         logprobs: dict[Place, list[float]] = {}
-        if chosen:
+        if chosen and batch is not None:
             part = select(batch, [packed[place] for place in chosen])
             found = actor.infer_batch(part).logprobs
             assert found is not None  # an actor is a language model

@@ -23,7 +23,7 @@ from hone.trainers.gallery import Gallery
 from hone.trainers.ledger import PromptLedger
 from hone.trainers.playing import count_statuses, describe
 from hone.trainers.settings import PolicyRunConfig
-from hone.types import Batch, LossFn, Metric, Prompt, TrajectoryGroup
+from hone.types import Batch, LossFn, Metric, Prompt, Status, TrajectoryGroup
 from hone.workers.handles import TrainHandle
 
 
@@ -65,10 +65,15 @@ class PolicyTrainer(Trainer):
     # ------------------------------------------------------------------------------------------------- the step
 
     def step(self, step: int) -> None:
-        self.update(self.collect(step), version=step)
+        batch = self.collect(step)
+        if batch is not None:
+            self.update(batch, version=step)
 
-    def collect(self, step: int) -> Batch:
-        """Prompts -> episodes -> rewards -> filters -> one packed batch of trainable trajectories."""
+    def collect(self, step: int) -> Batch | None:
+        """Prompts -> episodes -> rewards -> filters -> one packed batch; None if the filters left nothing.
+
+        Raises ValueError, with the first failure's text, if there is nothing because every trajectory failed.
+        """
         kept: list[TrajectoryGroup] = []
         played: list[TrajectoryGroup] = []
         for _ in range(self.algorithm.max_draws):
@@ -78,6 +83,10 @@ class PolicyTrainer(Trainer):
             kept = [group for group in played if group.trainable]
             if len(kept) == self.prompts_per_step:
                 break
+        if not kept and any(one.status is Status.FILTERED for group in played for one in group.trajectories):
+            self.recorder.record({"train/skipped_updates": Metric.sum(1)})
+            self.gallery.show(step, played, None, self.actor)
+            return None
         batch = pack(played)  # dropped groups have nothing trainable left
         self.recorder.tokens(batch.num_tokens)
         self.gallery.show(step, played, batch, self.actor)
@@ -129,8 +138,9 @@ class PolicyTrainer(Trainer):
 
     def cut(self, batch: Batch, step: int) -> Iterator[Batch]:
         """The mini-batches of every epoch, each with the loss weights of its whole optimizer step."""
+        count = min(self.minibatches, len(batch.group_index.unique()))  # fewer groups than asked for: fewer steps
         for epoch in range(self.epochs):
-            for indices in minibatches(batch, self.minibatches, epoch, self.seed + step):
+            for indices in minibatches(batch, count, epoch, self.seed + step):
                 yield self.algorithm.weigh(select(batch, indices))
 
     def learners(self, step: int) -> Iterator[tuple[TrainHandle, LossFn]]:
