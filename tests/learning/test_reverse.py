@@ -1,6 +1,6 @@
 """RL teaches a model from random weights, judged by exact match.
 
-Exact match, not reward: with log-probs or answers off by one position the mean reward still rises, exact match does not.
+With log-probs or answers off by one position the mean reward still rises, but exact match does not.
 """
 
 import json
