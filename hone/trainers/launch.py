@@ -46,9 +46,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig]) -> Path:
     config = loaded.config
     folder = Path(config.run.dir)
     with claim(folder):
-        changes = _prepare(config, folder)
-        model = local_model(config.model, folder / "model")
-        language = Language(make_renderer(config.data, load_tokenizer(model)))
+        changes, model, language = _begin(config, folder)
         if config.warm_start is not None:
             model = _warm_started(loaded, config.warm_start, model, language)
         with _place(folder, config.run.steps, config.tracking, config, language) as place:
@@ -68,9 +66,7 @@ def run_supervised(loaded: Loaded[SupervisedRunConfig]) -> Path:
     config = loaded.config
     folder = Path(config.run.dir)
     with claim(folder):
-        changes = _prepare(config, folder)
-        model = local_model(config.model, folder / "model")
-        language = Language(make_renderer(config.data, load_tokenizer(model)))
+        changes, model, language = _begin(config, folder)
         with _place(folder, config.run.steps, config.tracking, config, language) as place:
             _introduce(config, place, changes)
             trainer = assemble_supervised(config, model, language, place)
@@ -130,11 +126,16 @@ def _place(folder: Path, steps: int, tracking: TrackingConfig, config: Config, l
         yield Place(folder, hub, Recorder(Timer(hub.phase)))
 
 
-def _prepare(config: PolicyRunConfig | SupervisedRunConfig, folder: Path) -> list[str]:
-    """Set this process up and write the settings down; returns the keys that differ from when the run began."""
+def _begin(config: PolicyRunConfig | SupervisedRunConfig, folder: Path) -> tuple[list[str], ModelConfig, Language]:
+    """Set this process up, and write down settings and model.
+
+    Returns the settings that differ from when the run began, the model in its folder, and its language.
+    """
     prepare_process(config.runtime)
     seed_everything(config.run.seed)
-    return write_config(folder, config)
+    changes = write_config(folder, config)
+    model = local_model(config.model, folder / "model")
+    return changes, model, Language(make_renderer(config.data, load_tokenizer(model)))
 
 
 def _introduce(config: PolicyRunConfig | SupervisedRunConfig, place: Place, changes: list[str]) -> None:
