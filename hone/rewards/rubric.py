@@ -40,7 +40,7 @@ class Rubric:
             self._note({"reward/failed": Metric.sum(len(group.trainable))})
             return TrajectoryGroup(group.prompt, tuple(_fail(t, str(error)) for t in group.trajectories))
         scored = await asyncio.gather(*(self._score_one(trajectory, case) for trajectory in group.trajectories))
-        self._note({"perf/reward_group_s": Metric.mean(time.perf_counter() - began)})
+        self._note({"perf/reward_group_seconds": Metric.mean(time.perf_counter() - began)})
         return TrajectoryGroup(group.prompt, tuple(scored))
 
     async def close(self) -> None:
@@ -70,8 +70,8 @@ class Rubric:
             {
                 "reward/failed" if failed else "reward/scored": Metric.sum(1),
                 "reward/timeouts": Metric.sum(sum(outcome.late for outcome in answers)),
-                "perf/reward_call_s": Metric.mean(sum(o.seconds for o in answers) / len(answers), len(answers)),
-                "perf/reward_call_max_s": Metric.max(max(o.seconds for o in answers)),
+                "perf/reward_call_seconds": Metric.mean(sum(o.seconds for o in answers) / len(answers), len(answers)),
+                "perf/reward_call_max_seconds": Metric.max(max(o.seconds for o in answers)),
             }
         )
         return judged

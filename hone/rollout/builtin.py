@@ -288,7 +288,7 @@ class BuiltinEngine:
             "rollout/recomputed_tokens": Metric.sum(counters.recomputed_tokens),
             "rollout/requests": Metric.sum(sum(ended.values())),
             "rollout/aborted": Metric.sum(ended[StopReason.ABORTED]),
-            "perf/rollout_busy_s": Metric.sum(busy_s),
+            "perf/rollout_busy_seconds": Metric.sum(busy_s),
             "rollout/kv_cache_bytes": Metric.max(self._cache.bytes),
         }
         if counters.steps:

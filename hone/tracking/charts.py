@@ -76,7 +76,7 @@ _WANTED = (
 )
 
 _NOT_IN_STEP = ("perf/step_s", "perf/driver_s")
-_OUTSIDE_STEP = re.compile(r"perf/(evaluate|(save_)?checkpoint|export|report|.*_outside)_s")
+_OUTSIDE_STEP = re.compile(r"perf/(evaluate|initialize|(save_)?checkpoint|export|report|.*_outside)_s")
 
 
 def charts(names: Sequence[str]) -> list[Chart]:

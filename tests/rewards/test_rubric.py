@@ -50,7 +50,7 @@ def test_the_reward_is_the_weighted_sum_of_the_components(score, group, user):
     assert [t.status for t in scored.trajectories] == [Status.OK, Status.OK]
     assert metrics["reward/scored"] == 2
     assert metrics["reward/failed"] == metrics["reward/timeouts"] == metrics["reward/worker_restarts"] == 0
-    assert metrics["perf/reward_call_s"] >= 0
+    assert metrics["perf/reward_call_seconds"] >= 0
 
 
 @pytest.mark.parametrize("function", ["temper", "async_temper"])
