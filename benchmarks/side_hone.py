@@ -1,0 +1,79 @@
+"""hone's side: the trainers that `hone train` and `hone sft` run, from a run file, stepping when asked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wire import Ended, Gate
+
+from hone.config import load
+from hone.trainers.base import Trainer
+from hone.trainers.launch import run_policy, run_supervised
+from hone.trainers.policy import PolicyTrainer
+from hone.trainers.settings import PolicyRunConfig, SupervisedRunConfig
+from hone.trainers.supervised import SupervisedTrainer
+
+HERE = Path(__file__).parent
+
+
+def gated(trainer: type[Trainer], gate: Gate) -> None:
+    """Stop the trainer's loop between two steps: where it would evaluate, before it writes the step's figures down."""
+    evaluate = trainer.evaluate
+
+    def wait(self: Trainer, step: int) -> Mapping[str, float]:
+        gate.wait()
+        return evaluate(self, step)
+
+    trainer.evaluate = wait  # type: ignore[method-assign]
+
+
+def overrides(args: argparse.Namespace, folder: Path) -> list[str]:
+    """What the driver's choices mean in the run file."""
+    engine = "engine" if args.case == "sft" else "actor"
+    ragged = args.case == "grpo_step_ragged"
+    keys = [
+        f"run.dir={folder / 'run'}",
+        f"model.path={args.material / ('model-ragged' if ragged else 'model-uniform')}",
+        f"data.train.path={args.material / ('samples' if args.case == 'sft' else 'prompts')}.jsonl",
+        f"runtime.threads={os.environ['OMP_NUM_THREADS']}",
+        f"{engine}.compute_dtype={'bfloat16' if args.precision == 'bf16' else 'float32'}",
+    ]
+    if args.case != "sft":
+        keys.append(f"rollout.sampling.max_response_tokens={args.max_tokens}")
+    return [*keys, *args.overrides]
+
+
+def figures_of(run: Path) -> list[dict[str, Any]]:
+    """What the run wrote down about each step."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", choices=["grpo_step", "grpo_step_ragged", "sft"])
+    parser.add_argument("precision", choices=["fp32", "bf16"])
+    parser.add_argument("material", type=Path)
+    parser.add_argument("--max-tokens", type=int, default=0)
+    parser.add_argument("overrides", nargs="*", help="key=value, as for `hone train`")
+    args = parser.parse_args()
+    gate = Gate()
+    gated(SupervisedTrainer if args.case == "sft" else PolicyTrainer, gate)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            if args.case == "sft":
+                run_supervised(load(SupervisedRunConfig, HERE / "sft.yaml", overrides(args, folder)))
+            else:
+                run_policy(load(PolicyRunConfig, HERE / "grpo.yaml", overrides(args, folder)))
+        except Ended:
+            gate.finish(figures=figures_of(folder / "run"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""TRL's side: its own GRPOTrainer and SFTTrainer, stepping when asked.
+
+Settings are those that were fastest here on a CPU (docs/benchmarks.md says what was tried).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import load_dataset
+from reward import score
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from wire import Ended, Gate
+
+PROMPTS, SAMPLES_PER_PROMPT = 16, 8
+SFT_SAMPLES = 64
+FOREVER = 1_000_000  # steps: the driver says when it is enough
+
+
+class StepGate(TrainerCallback):
+    """Stops the trainer's loop between two steps."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.tokens = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.gate.wait(threads=torch.get_num_threads())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        tokens, self.tokens = self.tokens, 0
+        self.gate.wait(tokens=tokens)
+
+
+def shared_settings(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    dtype = "bfloat16" if args.precision == "bf16_weights" else "float32"
+    return {
+        "output_dir": folder,
+        "max_steps": FOREVER,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "bf16": args.precision == "bf16",
+        "model_init_kwargs": {"dtype": dtype, "attn_implementation": "sdpa"},
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+    }
+
+
+def grpo(args: argparse.Namespace, folder: str, gate: StepGate) -> GRPOTrainer:
+    ragged = args.case == "grpo_step_ragged"
+    tokenizer = AutoTokenizer.from_pretrained(args.material / ("model-ragged" if ragged else "model-uniform"))
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **rest: Any) -> list[float]:
+        gate.tokens += sum(map(len, completion_ids))
+        return [score(text) for text in completions]
+
+    per_device = args.batch or PROMPTS * SAMPLES_PER_PROMPT
+    config = GRPOConfig(
+        **shared_settings(args, folder),
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=PROMPTS * SAMPLES_PER_PROMPT // per_device,
+        num_generations=SAMPLES_PER_PROMPT,
+        max_completion_length=args.max_tokens,
+        num_iterations=1,
+        beta=0.0,
+        temperature=1.0,
+        loss_type="dapo",
+        shuffle_dataset=False,
+        use_vllm=False,
+        use_transformers_continuous_batching=args.variant == "continuous",
+        cache_implementation="static" if args.variant == "static" else None,
+    )
+    return GRPOTrainer(
+        model=str(args.material / ("model-ragged" if ragged else "model-uniform")),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=load_dataset("json", data_files=str(args.material / "prompts.jsonl"), split="train"),
+        processing_class=tokenizer,
+        callbacks=[gate],
+    )
+
+
+def sft(args: argparse.Namespace, folder: str, gate: StepGate) -> SFTTrainer:
+    packing = args.case == "sft_packed"
+    per_device = args.batch or (1 if packing else SFT_SAMPLES)
+    config = SFTConfig(
+        **shared_settings(args, folder),
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=1 if packing else SFT_SAMPLES // per_device,
+        max_length=args.max_tokens or 1024,
+        packing=packing,
+        packing_strategy="wrapped" if args.variant == "wrapped" else "bfd",
+        train_sampling_strategy="group_by_length" if args.variant == "grouped" else "random",
+    )
+    trainer = SFTTrainer(
+        model=str(args.material / "model-uniform"),
+        args=config,
+        train_dataset=load_dataset("json", data_files=str(args.material / "samples.jsonl"), split="train"),
+        processing_class=AutoTokenizer.from_pretrained(args.material / "model-uniform"),
+        callbacks=[gate],
+    )
+    if packing:  # one step is one pass over the samples, however many packs they make
+        rows = len(trainer.train_dataset)
+        trainer.args.gradient_accumulation_steps = max(rows // per_device, 1)
+        trainer.accelerator.gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    collate = trainer.data_collator
+
+    def counting(examples: list[dict[str, Any]]) -> dict[str, Any]:
+        gate.tokens += sum(len(example["input_ids"]) for example in examples)
+        return collate(examples)
+
+    trainer.data_collator = counting
+    return trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", choices=["grpo_step", "grpo_step_ragged", "sft", "sft_packed"])
+    parser.add_argument("precision", choices=["fp32", "bf16", "bf16_weights"])
+    parser.add_argument("material", type=Path)
+    parser.add_argument("--max-tokens", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=0, help="sequences in one forward; default: all of them")
+    parser.add_argument("--variant", default="", help="a setting that was tried: see docs/benchmarks.md")
+    args = parser.parse_args()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    wire = Gate()
+    gate = StepGate(wire)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = (grpo if args.case.startswith("grpo") else sft)(args, folder, gate)
+        try:
+            trainer.train()
+        except Ended:
+            wire.finish()
+
+
+if __name__ == "__main__":
+    main()
