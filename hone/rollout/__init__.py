@@ -3,11 +3,8 @@
 `ROLLOUT_ENGINES` names them; `base.RolloutEngine` is what each of them can do. This file imports no torch.
 """
 
-from hone.registry import Entry, Registry
+from hone.registry import Registry
 
-ROLLOUT_ENGINES = Registry(
-    "rollout engine",
-    {"builtin": Entry("hone.rollout.builtin:BuiltinEngine", "hone.rollout.settings:BuiltinSettings")},
-)
+ROLLOUT_ENGINES = Registry("rollout engine", {"builtin": "hone.rollout.builtin:BuiltinEngine"})
 
 __all__ = ["ROLLOUT_ENGINES"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-from pydantic import SerializeAsAny, field_validator
+from pydantic import field_validator
 
-from hone.config import Choice, Config, FromRegistry, setting
+from hone.config import Config, setting
+from hone.registry import load_plugins, unknown
 from hone.rollout import ROLLOUT_ENGINES
 from hone.types import SamplingParams
 
@@ -41,10 +42,12 @@ class SamplingConfig(Config):
         )
 
 
-class BuiltinSettings(Choice):
-    """The engine inside the trainer's process: continuous batching over the Hugging Face model classes."""
+class BuiltinSettings(Config):
+    """The built-in engine: continuous batching over the Hugging Face model classes."""
 
-    name: str = "builtin"
+    process: Literal["inside", "separate"] = setting(
+        "inside", "inside: in the trainer's process; separate: a server process, reached as vLLM is"
+    )
     slots: int = setting(256, "sequences decoded together at most; further requests wait", unit="sequences", ge=1)
     max_sequence_tokens: int | None = setting(
         None, "longest prompt plus completion; null: the model's context, within kv_cache_tokens", unit="tokens", ge=2
@@ -63,12 +66,30 @@ class BuiltinSettings(Choice):
 
 
 class RolloutConfig(Config):
-    """The rollout side of a run: the engine and how it samples."""
+    """The rollout side of a run: which engine generates, where, and how it samples."""
 
-    engine: Annotated[SerializeAsAny[Choice], FromRegistry(ROLLOUT_ENGINES)] = setting(
-        meaning="the engine that generates", factory=BuiltinSettings
+    backend: str = setting("builtin", "the engine that generates: builtin, vllm, sglang, or a plug-in's")
+    builtin: BuiltinSettings = setting(meaning="the built-in engine; others leave it alone", factory=BuiltinSettings)
+    engine: dict[str, Any] = setting(
+        meaning="options of a server's engine by its own names, such as enforce_eager; it refuses unknown ones itself",
+        factory=dict,
     )
+    python: str = setting("", "interpreter that has the server's engine; default: .venv-<backend>/bin/python, if there")
+    replicas: int = setting(1, "servers that share the requests", ge=1)
+    tensor_parallel: int = setting(1, "devices that one server spreads its model over", unit="devices", ge=1)
+    start_timeout_s: float = setting(600.0, "deadline for a server to be ready", unit="s", gt=0)
+    request_timeout_s: float = setting(600.0, "deadline of one request to a server", unit="s", gt=0)
+    max_restarts: int = setting(3, "how often a dead server is started again in one run", ge=0)
     sampling: SamplingConfig = setting(meaning="how training completions are sampled", factory=SamplingConfig)
+
+    @field_validator("backend")
+    @classmethod
+    def _exists(cls, value: str) -> str:
+        if value not in ROLLOUT_ENGINES:
+            load_plugins()
+        if value not in ROLLOUT_ENGINES:
+            raise ValueError(unknown("rollout engine", value, list(ROLLOUT_ENGINES)))
+        return value
 
 
 __all__ = ["BuiltinSettings", "RolloutConfig", "SamplingConfig"]

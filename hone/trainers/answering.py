@@ -75,7 +75,7 @@ class Answering:
             raise
 
     def _assemble(self, config: PolicyRunConfig, model: ModelConfig, language: Language, place: Place) -> None:
-        engine = start_rollout(config.rollout.engine, model, config.actor.compute_dtype, language.renderer.tokenizer)
+        engine = start_rollout(config.rollout, model, config.actor.compute_dtype, language.renderer.tokenizer)
         self.rollout = RolloutHandle(engine, served_dtype(engine), self.loop.run, place.recorder.phase)
         runner = EpisodeRunner(config.episode, ENVS.get(config.episode.env.name), language.speech)
         self.player = Player(runner, self.rollout, self.rubric, self.loop, place.recorder)

@@ -62,7 +62,7 @@ def generate_answers(model: ModelConfig, questions: Questions, compute_dtype: st
     renderer = Renderer(load_tokenizer(model))
     recorder = Recorder(Timer())
     loop = EventLoop()
-    engine = start_rollout(questions.rollout.engine, model, compute_dtype, renderer.tokenizer)
+    engine = start_rollout(questions.rollout, model, compute_dtype, renderer.tokenizer)
     rollout = RolloutHandle(engine, served_dtype(engine), loop.run, recorder.phase)
     spec = TrainSpec(model, EngineConfig(compute_dtype=compute_dtype))
     rollout.sync_from(place_role("policy", spec, runtime, recorder), version=0)

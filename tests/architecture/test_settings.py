@@ -141,10 +141,9 @@ def test_the_common_path_has_few_keys():
 def test_choices_bear_the_name_they_are_registered_under(package):
     """`name` of a settings class is its default: the name by which a run file finds it."""
     from hone.algorithms import ADVANTAGES, POLICY_LOSSES
-    from hone.rollout import ROLLOUT_ENGINES
     from hone.tracking import TRACKERS
 
-    for registry in (ADVANTAGES, POLICY_LOSSES, ROLLOUT_ENGINES, TRACKERS):
+    for registry in (ADVANTAGES, POLICY_LOSSES, TRACKERS):
         for name in registry:
             cls = registry.settings(name)
             if cls is not None:

@@ -108,7 +108,6 @@ def test_end_of_sequence_comes_from_the_generation_config(tiny, finish, tokenize
 
 def test_the_registry_knows_the_engine():
     assert ROLLOUT_ENGINES.get("builtin") is BuiltinEngine
-    assert ROLLOUT_ENGINES.settings("builtin") is BuiltinSettings
 
 
 def test_unknown_tags_and_levels_are_refused(tiny, finish):

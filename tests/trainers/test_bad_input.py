@@ -51,7 +51,7 @@ def with_data(path, **settings):
         (lambda tmp: {"algorithm": {"advantage": "grppo"}}, "did you mean 'grpo'"),
         (lambda tmp: {"tracking": {"trackers": ["jsnol"]}}, "did you mean 'jsonl'"),
         (lambda tmp: {"update": {"prompts_per_step": 2, "minibatches": 3}}, "update.minibatches = 3 is more than"),
-        (lambda tmp: {"rollout": {"engine": "vlm"}}, "unknown rollout engine 'vlm'"),
+        (lambda tmp: {"rollout": {"backend": "biultin"}}, "unknown rollout engine 'biultin'; did you mean 'builtin'"),
     ],
 )  # fmt: skip
 def test_a_wrong_run_file_is_one_line_and_exit_code_2(tmp_path, capfd, make, message):
