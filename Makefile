@@ -4,6 +4,7 @@
 
 VENV := .venv
 DOCS_VENV := .venv-docs
+ORACLE_VENV := .venv-oracle
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(FITS)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -11,12 +12,13 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check docs bench clean install
+.PHONY: help quickstart test check oracle docs bench clean install
 
 help:
 	@echo "make quickstart   install what is pinned into $(VENV), train a small model with RL, show the result"
 	@echo "make test         the whole test suite"
 	@echo "make check        style, types, architecture"
+	@echo "make oracle       numbers beside TRL's and verl's, in an environment of their own"
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make bench        measurements, in an environment of their own"
 	@echo "make install      only what quickstart installs"
@@ -34,6 +36,9 @@ check: $(VENV)/.check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -q tests/architecture
 
+oracle: $(ORACLE_VENV)/.oracle
+	$(ORACLE_VENV)/bin/python -m pytest tests/oracle $(ARGS)
+
 docs: $(DOCS_VENV)/.docs
 	$(DOCS_VENV)/bin/sphinx-build --fail-on-warning --keep-going --quiet docs site
 	@echo "open site/index.html"
@@ -44,7 +49,7 @@ bench: $(VENV)/.base
 install: $(VENV)/.base
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) .venv-bench site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) $(ORACLE_VENV) .venv-bench site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hone tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------------- environments
@@ -69,6 +74,13 @@ $(VENV)/.test: $(VENV)/.base requirements/test.lock
 $(VENV)/.check: $(VENV)/.test requirements/check.lock
 	@echo "installing requirements/check.lock"
 	@$(PIP) install --no-deps --requirement requirements/check.lock
+	@touch $@
+
+$(ORACLE_VENV)/.oracle: requirements/oracle.lock
+	@$(call make-venv,$(ORACLE_VENV))
+	@echo "installing requirements/oracle.lock into $(ORACLE_VENV)"
+	@$(ORACLE_VENV)/bin/python -m pip --disable-pip-version-check -qq install --constraint $< torch
+	@$(ORACLE_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $<
 	@touch $@
 
 $(DOCS_VENV)/.docs: requirements/docs.lock
