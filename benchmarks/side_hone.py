@@ -16,8 +16,9 @@ from hone.config import load
 from hone.trainers.base import Trainer
 from hone.trainers.launch import run_policy, run_supervised
 from hone.trainers.policy import PolicyTrainer
-from hone.trainers.settings import PolicyRunConfig, SupervisedRunConfig
+from hone.trainers.settings import PolicyRunConfig
 from hone.trainers.supervised import SupervisedTrainer
+from hone.trainers.supervised_settings import SupervisedRunConfig
 
 HERE = Path(__file__).parent
 

@@ -217,6 +217,7 @@ class TrajectoryGroup:
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+    greedy: Trajectory | None = None  # the greedy answer, for estimators that compare with it; never trained on
 
     @property
     def trainable(self) -> tuple[Trajectory, ...]:
@@ -251,7 +252,7 @@ class Batch:
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     loss_weights: torch.Tensor | None = None  # what a per-token loss is multiplied with before the sum (aggregation)
-    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # a plug-in's per-token tensors, each [T]
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # other per-token tensors, [T] or [T, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -281,7 +282,7 @@ class ModelOutput:
     logprobs: torch.Tensor | None = None  # [T] float32, language_model
     entropy: torch.Tensor | None = None  # [T] float32, language_model, when asked for
     values: torch.Tensor | None = None  # [T] float32, value_model
-    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each [T], e.g. sum_pi_squared
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # [T] or [T, ...], e.g. sum_pi_squared
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +291,10 @@ class LossOutput:
 
     values: torch.Tensor  # [T]; entries where the mask is 0 are ignored
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each [T] detached, mean over masked tokens
+    counted: Mapping[str, torch.Tensor] = field(default_factory=dict)  # metric -> [T] bool: means over these instead
 
 
 LossFn = Callable[[ModelOutput, Batch], LossOutput]
 """What an engine's `forward_backward` is given. It may carry an attribute `needs: frozenset[str]` naming the
-`ModelOutput` fields it reads beyond the model type's plain one ("entropy", "sum_pi_squared")."""
+`ModelOutput` fields it reads beyond the model type's plain one ("entropy", "sum_pi_squared"). It may carry
+`whole_groups = True`: it compares the sequences of a group, which therefore have to be in one micro-batch."""

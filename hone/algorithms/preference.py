@@ -3,7 +3,7 @@
 A batch of pairs is packed like any other: the two answers to one prompt share a `group_index`, and `rewards` is 1 for
 the chosen one and 0 for the rejected one. A pair's loss stands on the last loss token of both of its sequences, so
 that aggregation `seq_mean_token_sum` is the mean over pairs. Pairs must not be split over micro-batches: objectives
-say so by `whole_groups`, and refuse half a pair.
+say so by `whole_groups`, and refuse half a pair. Metrics count every sequence once, so they are means over pairs too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from hone.algorithms.segments import loss_token_counts, on_last_loss_token, sequ
 from hone.types import Batch, LossOutput, ModelOutput
 
 KTO_BASELINE = "kto_baseline"  # of Batch.extras: the mini-batch's KL estimate on every token, see `kto_baseline`
+MARGIN = "margin"  # of Batch.components: by how much the chosen answer is to win, for reward models; optional
 LABELS = "labels"  # of Batch.extras: 1 for a right step and 0 for a wrong one, where loss_mask is 1
 
 
@@ -142,30 +143,53 @@ def process(scores: Tensor, labels: Tensor, settings: Any) -> Tensor:
 
 
 class PreferenceObjective:
-    """A preference loss by name, for a language model."""
+    """A preference loss by name, for a language model.
+
+    `train/chosen_reward` and `rejected_reward` are the implicit rewards: beta times an answer's log-ratio to the
+    reference (without one: its log-prob), per token where the loss is.
+    """
 
     needs: frozenset[str] = frozenset()
 
     def __init__(self, settings: PreferenceSettings) -> None:
         self._loss: Callable[..., Tensor] = PREFERENCE_LOSSES.get(settings.name)
         self._settings = settings
+        self._baseline = isinstance(settings, KtoSettings) and settings.baseline
         self.whole_groups = settings.paired
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
         answers = self._answers(present(output.logprobs, "ModelOutput.logprobs"), batch)
-        chosen = present(batch.rewards, "Batch.rewards") > 0
-        if self._settings.paired:
-            first, second = pair_rows(batch.group_index, chosen)
-            pairs = Pairs(_rows(answers, first), _rows(answers, second))
-            per_pair = self._loss(pairs, self._settings)
-            margin = pairs.margin.detach()
-            metrics = {"train/preference_accuracy": (margin > 0).to(margin.dtype), "train/preference_margin": margin}
-            return _on_both(per_pair, first, second, batch, metrics)
-        baseline = _extra(batch, KTO_BASELINE)[batch.cu_seqlens[:-1]]
-        values = self._loss(answers, chosen, baseline, self._settings)
-        placed = on_last_loss_token(values, batch.loss_mask, batch.cu_seqlens)
-        spread_out = spread(values.detach(), batch.cu_seqlens)
-        return LossOutput(placed, {"train/preference_loss": spread_out})
+        good = present(batch.rewards, "Batch.rewards") > 0
+        return self._compare(answers, good, batch) if self._settings.paired else self._judge(answers, good, batch)
+
+    def _compare(self, answers: Answers, good: Tensor, batch: Batch) -> LossOutput:
+        first, second = pair_rows(batch.group_index, good)
+        pairs = Pairs(_rows(answers, first), _rows(answers, second))
+        metrics = _compared(self._shown(pairs.chosen), self._shown(pairs.rejected), "reward")
+        return _on_both(self._loss(pairs, self._settings), first, second, batch, metrics)
+
+    def _judge(self, answers: Answers, good: Tensor, batch: Batch) -> LossOutput:
+        baseline = torch.zeros_like(answers.lp)
+        if self._baseline:
+            baseline = _extra(batch, KTO_BASELINE)[batch.cu_seqlens[:-1]]
+        losses = self._loss(answers, good, baseline, self._settings)
+        right = ((answers.log_ratio > baseline) == good).to(losses.dtype)
+        shown = {"train/preference_loss": losses.detach(), "train/preference_accuracy": right}
+        counted = {name: _last_loss_tokens(batch) for name in shown}
+        for word, rows in (("chosen", good), ("rejected", ~good)):
+            for name, values in self._shown(answers).items():
+                shown[f"train/{word}_{name}"] = values
+                counted[f"train/{word}_{name}"] = _last_loss_tokens(batch) & spread(rows, batch.cu_seqlens)
+        if self._baseline:
+            shown["train/kto_baseline"] = baseline
+        placed = on_last_loss_token(losses, batch.loss_mask, batch.cu_seqlens)
+        return LossOutput(placed, {k: spread(v, batch.cu_seqlens) for k, v in shown.items()}, counted)
+
+    def _shown(self, answers: Answers) -> dict[str, Tensor]:
+        """What people are shown of each answer, [N]."""
+        per = answers.lengths if self._settings.length_normalised else 1
+        reward = self._settings.beta * answers.log_ratio / per
+        return {"reward": reward.detach(), "logprob": answers.lp.detach()}
 
     def _answers(self, lp: Tensor, batch: Batch) -> Answers:
         lp = sequence_sum(torch.where(batch.loss_mask, lp, 0), batch.cu_seqlens)
@@ -180,7 +204,7 @@ class RewardModelObjective:
     """A reward model's loss by name, for a value model.
 
     The score of an answer is the value at its last loss token, which is that of everything before this token: mark the
-    end-of-sequence token.
+    end-of-sequence token. The score of a step is the value at the token that follows it.
     """
 
     needs: frozenset[str] = frozenset()
@@ -192,20 +216,21 @@ class RewardModelObjective:
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
         values = present(output.values, "ModelOutput.values")
-        if not self.whole_groups:
-            losses = self._loss(values, _extra(batch, LABELS).to(values.dtype), self._settings)
-            losses = torch.where(batch.loss_mask, losses, 0)
-            right = (values > 0) == (_extra(batch, LABELS) > 0.5)
-            accuracy = right.to(values.dtype)
-            return LossOutput(losses, {"train/preference_loss": losses.detach(), "train/preference_accuracy": accuracy})
-        ones = torch.ones(batch.num_sequences, dtype=values.dtype, device=values.device)
-        scores = sequence_sum(values * on_last_loss_token(ones, batch.loss_mask, batch.cu_seqlens), batch.cu_seqlens)
+        return self._compare(values, batch) if self.whole_groups else self._classify(values, batch)
+
+    def _compare(self, values: Tensor, batch: Batch) -> LossOutput:
+        scores = sequence_sum(values * _last_loss_tokens(batch), batch.cu_seqlens)
         first, second = pair_rows(batch.group_index, present(batch.rewards, "Batch.rewards") > 0)
-        per_pair = self._loss(scores[first], scores[second], self._settings)
-        won = (scores[first] > scores[second]).to(values.dtype)
-        margin = (scores[first] - scores[second]).detach()
-        metrics = {"train/preference_accuracy": won, "train/preference_margin": margin}
+        margin = batch.components[MARGIN][first] if MARGIN in batch.components else 0.0
+        per_pair = self._loss(scores[first], scores[second], self._settings, margin)
+        metrics = _compared({"score": scores[first].detach()}, {"score": scores[second].detach()}, "score")
         return _on_both(per_pair, first, second, batch, metrics)
+
+    def _classify(self, values: Tensor, batch: Batch) -> LossOutput:
+        labels = _extra(batch, LABELS).to(values.dtype)
+        losses = torch.where(batch.loss_mask, self._loss(values, labels, self._settings), 0)
+        accuracy = ((values > 0) == (labels > 0.5)).to(values.dtype)
+        return LossOutput(losses, {"train/preference_loss": losses.detach(), "train/preference_accuracy": accuracy})
 
 
 def pair_rows(group_index: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,15 +253,31 @@ def _rows(answers: Answers, rows: Tensor) -> Answers:
     return Answers(answers.lp[rows], answers.ref[rows], answers.lengths[rows])
 
 
+def _compared(chosen: dict[str, Tensor], rejected: dict[str, Tensor], by: str) -> dict[str, Tensor]:
+    """Metrics of pairs, [P]: both sides' figures, and who wins by one of them, and by how much."""
+    margin = chosen[by] - rejected[by]
+    shown = {"train/preference_accuracy": (margin > 0).to(margin.dtype), "train/preference_margin": margin}
+    for word, side in (("chosen", chosen), ("rejected", rejected)):
+        shown |= {f"train/{word}_{name}": values for name, values in side.items()}
+    return shown
+
+
 def _on_both(per_pair: Tensor, first: Tensor, second: Tensor, batch: Batch, metrics: dict[str, Tensor]) -> LossOutput:
-    """A pair's loss on the last loss token of both sequences; its metrics on all of their tokens."""
+    """A pair's loss on the last loss token of both sequences; its metrics are counted there."""
 
     def of_sequences(values: Tensor) -> Tensor:
         return values.new_zeros(batch.num_sequences).index_add(0, torch.cat([first, second]), values.repeat(2))
 
     losses = on_last_loss_token(of_sequences(per_pair), batch.loss_mask, batch.cu_seqlens)
     shown = {"train/preference_loss": per_pair.detach(), **metrics}
-    return LossOutput(losses, {name: spread(of_sequences(values), batch.cu_seqlens) for name, values in shown.items()})
+    spread_out = {name: spread(of_sequences(values), batch.cu_seqlens) for name, values in shown.items()}
+    return LossOutput(losses, spread_out, dict.fromkeys(shown, _last_loss_tokens(batch)))
+
+
+def _last_loss_tokens(batch: Batch) -> Tensor:
+    """The last loss token of each sequence, [T] bool."""
+    ones = torch.ones(batch.num_sequences, device=batch.loss_mask.device)
+    return on_last_loss_token(ones, batch.loss_mask, batch.cu_seqlens) > 0
 
 
 def _extra(batch: Batch, name: str) -> Tensor:

@@ -20,6 +20,11 @@ class PreferenceSettings(Choice):
         """Whether `Batch.ref_logprobs` must be filled."""
         return True
 
+    @property
+    def length_normalised(self) -> bool:
+        """Whether the loss looks at log-probs per token, so that the implicit rewards are per token too."""
+        return False
+
 
 class DpoSettings(PreferenceSettings):
     """Direct preference optimisation."""
@@ -31,6 +36,10 @@ class IpoSettings(PreferenceSettings):
     """Identity preference optimisation."""
 
     name: str = "ipo"
+
+    @property
+    def length_normalised(self) -> bool:
+        return True
 
 
 class HingeSettings(PreferenceSettings):
@@ -65,6 +74,10 @@ class SimpoSettings(PreferenceSettings):
     margin: float = setting(1.0, "margin that the chosen answer should win by", ge=0)
 
     @property
+    def length_normalised(self) -> bool:
+        return True
+
+    @property
     def needs_reference(self) -> bool:
         return False
 
@@ -74,6 +87,10 @@ class OrpoSettings(PreferenceSettings):
 
     name: str = "orpo"
     beta: float = setting(0.1, "weight of the odds-ratio term", gt=0)
+
+    @property
+    def length_normalised(self) -> bool:
+        return True
 
     @property
     def needs_reference(self) -> bool:
@@ -86,6 +103,9 @@ class KtoSettings(PreferenceSettings):
     name: str = "kto"
     desirable: float = setting(1.0, "weight of good answers", gt=0)
     undesirable: float = setting(1.0, "weight of bad answers", gt=0)
+    baseline: bool = setting(
+        True, "measure the KL baseline in every step, on answers put under other prompts; false: it is 0"
+    )
 
     @property
     def paired(self) -> bool:

@@ -28,6 +28,9 @@ class Command:
 COMMANDS = {
     "train": Command("hone.cli.train:train", "Train a policy with reinforcement learning."),
     "sft": Command("hone.cli.sft:sft", "Fine-tune a model on samples."),
+    "prefer": Command("hone.cli.prefer:prefer", "Train a model on preferences: DPO and its family, KTO."),
+    "reward-model": Command("hone.cli.reward_model:reward_model", "Train a reward model."),
+    "distill": Command("hone.cli.distill:distill", "Teach a policy what teachers think of its own answers."),
     "eval": Command("hone.cli.eval:eval", "Measure a model on held-out prompts."),
     "generate": Command("hone.cli.generate:generate", "Answer prompts with a model."),
     "score": Command("hone.cli.score:score", "Judge the answers in a file with a reward function."),

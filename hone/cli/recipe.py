@@ -1,4 +1,4 @@
-"""Loading a run file whose kind it says itself: `kind: rl` (the default) or `kind: sft`."""
+"""Loading a run file whose kind it says itself: `kind: rl` (the default), `sft`, `prefer` or `reward_model`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class Kind:
 DEFAULT_KIND = "rl"
 KINDS = {
     "rl": Kind("hone.trainers.settings:PolicyRunConfig", "hone train"),
-    "sft": Kind("hone.trainers.settings:SupervisedRunConfig", "hone sft"),
+    "distill": Kind("hone.trainers.settings:DistillRunConfig", "hone distill"),
+    "sft": Kind("hone.trainers.supervised_settings:SupervisedRunConfig", "hone sft"),
+    "prefer": Kind("hone.trainers.supervised_settings:PreferenceRunConfig", "hone prefer"),
+    "reward_model": Kind("hone.trainers.supervised_settings:RewardModelRunConfig", "hone reward-model"),
 }
 
 

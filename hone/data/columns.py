@@ -84,7 +84,9 @@ class RowReader:
         else:
             found = row[self._conversation_column(row, index)]
         text = isinstance(found, str)
-        conversation = (Message(role="user", content=found),) if text else self._checked(found, index)
+        return self._with_system((Message(role="user", content=found),) if text else self._checked(found, index))
+
+    def _with_system(self, conversation: tuple[Message, ...]) -> tuple[Message, ...]:
         if self._system and conversation[0]["role"] != "system":
             return (Message(role="system", content=self._system), *conversation)
         return conversation
@@ -100,6 +102,14 @@ class RowReader:
                 f"set {self.key}.prompt_template, or name one in {self.key}.columns"
             )
         raise DataError(f"{self.rows.where(index)} has both 'prompt' and 'messages': name one in {self.key}.columns")
+
+    def required(self, row: Row, meaning: str, index: int) -> Any:
+        """What a row has in the column of this meaning. Raises DataError naming the nearest column if there is none."""
+        column = self.column(meaning)
+        if row.get(column) is None:
+            wrong = unknown("column", column, list(row)) if column not in row else f"column {column!r} is null"
+            raise DataError(f"{self.rows.where(index)}: {wrong}; name the right one in {self.key}.columns.{meaning}")
+        return row[column]
 
     def _checked(self, found: Any, index: int) -> tuple[Message, ...]:
         where = self.rows.where

@@ -237,6 +237,35 @@ def microbatches(batch: Batch, max_tokens: int) -> list[list[int]]:
     return sorted(bins, key=lambda part: (-sum(lengths[i] for i in part), part))
 
 
+def groups_of(batch: Batch) -> list[list[int]]:
+    """The sequences of each group, groups in the order of their first sequence."""
+    members: dict[int, list[int]] = {}
+    for sequence, group in enumerate(batch.group_index.tolist()):
+        members.setdefault(group, []).append(sequence)
+    return list(members.values())
+
+
+def microbatches_of_groups(batch: Batch, max_tokens: int) -> list[list[int]]:
+    """The same, with every group whole: for losses that compare the sequences of a group with each other.
+
+    Raises ValueError for a group that is longer than the cap.
+    """
+    groups = groups_of(batch)
+    lengths = batch.lengths
+    sizes = [int(lengths[group].sum()) for group in groups]
+    for group, size in zip(groups, sizes, strict=True):
+        if size > max_tokens:
+            raise ValueError(
+                f"sequences {', '.join(map(str, group))} are of one group and have {size} tokens together, more than "
+                f"max_tokens_per_microbatch={max_tokens}; they are compared with each other, so they have to be in one "
+                "micro-batch: raise that key, or lower the limits on their tokens"
+            )
+    ends = _cumulative(torch.tensor(sizes)).to(lengths.device)
+    return [
+        [i for group in part for i in groups[group]] for part in microbatches(batch.with_(cu_seqlens=ends), max_tokens)
+    ]
+
+
 def _best_fit(descending: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:
     """Best-fit decreasing: each sequence goes where the least room is left over (at most 11/9 of the optimum)."""
     bins: list[list[int]] = []
@@ -297,12 +326,9 @@ def minibatches(batch: Batch, count: int, epoch: int, seed: int) -> list[list[in
 
     Raises ValueError if there are fewer groups than mini-batches.
     """
-    members: dict[int, list[int]] = {}
-    for index, group in enumerate(batch.group_index.tolist()):
-        members.setdefault(group, []).append(index)
-    if len(members) < count:
-        raise ValueError(f"cannot cut {len(members)} groups into minibatches={count}: each needs at least one group")
-    groups = list(members.values())
+    groups = groups_of(batch)
+    if len(groups) < count:
+        raise ValueError(f"cannot cut {len(groups)} groups into minibatches={count}: each needs at least one group")
     if epoch:
         random.Random(f"minibatches/{seed}/{epoch}").shuffle(groups)
     edges = [len(groups) * i // count for i in range(count + 1)]

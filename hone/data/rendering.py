@@ -116,6 +116,23 @@ class Renderer:
             mask[0] = 0  # a first token has no log-prob
         return tuple(ids), tuple(mask)
 
+    def render_steps(
+        self, messages: Sequence[Message], steps: Sequence[str], separator: str
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(ids, mask) of an answer in steps: the mask is 1 on the token that follows each step.
+
+        That is the separator's first token, and after the last step the end token. Steps and separators are tokenised
+        apart, so that no token belongs to two of them.
+        """
+        ids, marks = list(self.render_prompt(messages)), []
+        for number, step in enumerate(steps):
+            if number and separator:
+                ids += self._encode(separator)
+            ids += self._encode(step)
+            marks.append(len(ids))
+        ids.append(self._end)
+        return tuple(ids), tuple(int(position in marks) for position in range(len(ids)))
+
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """The text of generated ids, special tokens left out unless asked for."""
         return str(

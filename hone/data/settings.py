@@ -9,7 +9,10 @@ from pydantic import SerializeAsAny, model_validator
 from hone.config import Choice, Config, FromRegistry, setting
 from hone.data import SOURCES
 
-Column = Literal["prompt", "messages", "ground_truth", "data_source", "completion"]
+Column = Literal[
+    "prompt", "messages", "ground_truth", "data_source", "completion",
+    "chosen", "rejected", "margin", "label", "completions", "labels",
+]  # fmt: skip
 
 
 class HfSettings(Choice):
@@ -61,6 +64,7 @@ class DatasetConfig(Config):
     max_sample_tokens: int | None = setting(
         None, "longer supervised samples are dropped and counted", unit="tokens", ge=2
     )
+    step_separator: str = setting("\n", "stands between the steps of an answer, for process reward models")
     skip_rows: int = setting(0, "leave out the first rows", unit="rows", ge=0)
     max_rows: int | None = setting(None, "use this many rows at most", unit="rows", ge=1)
     weight: float = setting(1.0, "share of the draws, relative to the other sets of a mixture", gt=0)

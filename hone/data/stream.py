@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -255,21 +255,48 @@ class PromptStream(_Stream[Prompt]):
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts; `draw` numbers go on without a gap."""
+        return list(itertools.islice(self._numbered(), count))
+
+    def take_unless(self, skip: Callable[[Prompt], bool], count: int) -> tuple[list[Prompt], list[Prompt]]:
+        """The next `count` prompts that `skip` does not want skipped, and the skipped ones; both have draw numbers.
+
+        At most as many are skipped as there are rows, so that a `skip` that wants them all ends too.
+        """
+        taken: list[Prompt] = []
+        skipped: list[Prompt] = []
+        items = self._numbered()
+        while len(taken) < count:
+            prompt = next(items)
+            (skipped if len(skipped) < self.rows and skip(prompt) else taken).append(prompt)
+        return taken, skipped
+
+    def _numbered(self) -> Iterator[Prompt]:
         first = sum(self.taken.values())
-        items = itertools.islice(self._items(), count)
-        return [replace(prompt, draw=first + number) for number, prompt in enumerate(items)]
+        for number, prompt in enumerate(self._items(), first):
+            yield replace(prompt, draw=number)
 
 
-class SampleStream(_Stream[Sample]):
+MakerOf = Callable[[str, DatasetConfig, Renderer, str], Maker[T]]
+"""(name of a set, its settings, renderer, where the settings stand in the run file) -> what makes its items."""
+
+
+class ItemStream(_Stream[T]):
+    """What a supervised run learns from: samples, pairs of answers, judged answers, answers in steps."""
+
+    def __init__(self, maker: MakerOf[T], config: DataConfig, renderer: Renderer, seed: int, key: str = "data") -> None:
+        """`key` is where `config` stands in the run file. Raises DataError for data that cannot be used."""
+        super().__init__({n: maker(n, c, renderer, k) for n, c, k in _named(config, key)}, config, seed)
+
+    def take(self, count: int) -> list[T]:
+        """The next `count` items."""
+        return list(itertools.islice(self._items(), count))
+
+
+class SampleStream(ItemStream[Sample]):
     """The supervised samples of a run."""
 
     def __init__(self, config: DataConfig, renderer: Renderer, seed: int, key: str = "data") -> None:
-        """`key` is where `config` stands in the run file. Raises DataError for data that cannot be used."""
-        super().__init__({n: SampleMaker(n, c, renderer, k) for n, c, k in _named(config, key)}, config, seed)
-
-    def take(self, count: int) -> list[Sample]:
-        """The next `count` samples."""
-        return list(itertools.islice(self._items(), count))
+        super().__init__(SampleMaker, config, renderer, seed, key)
 
 
 def make_renderer(config: DataConfig, tokenizer: Any) -> Renderer:
@@ -282,7 +309,7 @@ def read_prompts(name: str, config: DatasetConfig, renderer: Renderer, key: str)
 
     Raises DataError if all of them are.
     """
-    prompts, dropped = _read_all(PromptMaker(name, config, renderer, key))
+    prompts, dropped = read_all(PromptMaker(name, config, renderer, key))
     return [replace(prompt, draw=number) for number, prompt in enumerate(prompts)], dropped
 
 
@@ -291,10 +318,11 @@ def read_samples(name: str, config: DatasetConfig, renderer: Renderer, key: str)
 
     Raises DataError if all of them are.
     """
-    return _read_all(SampleMaker(name, config, renderer, key))
+    return read_all(SampleMaker(name, config, renderer, key))
 
 
-def _read_all(maker: Maker[T]) -> tuple[list[T], int]:
+def read_all(maker: Maker[T]) -> tuple[list[T], int]:
+    """Every item of a held-out set in the order of the file, and how many rows were too long."""
     reader, items, shortest = maker.reader, [], None
     for index in range(reader.first, reader.last):
         try:

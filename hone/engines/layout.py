@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.data.packing import microbatches
+from hone.data.packing import groups_of, microbatches, microbatches_of_groups
 from hone.models.attention import Packing
 from hone.types import Batch
 
@@ -40,22 +40,20 @@ class _Segment:
     parent: int | None = None  # number of the prefix's segment, before sorting
 
 
-def cut_batch(batch: Batch, max_tokens: int) -> list[list[int]]:
+def cut_batch(batch: Batch, max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
     """Micro-batches as index lists of at most `max_tokens` tokens, groups kept whole if that needs no more of them.
 
-    The cap counts every token of every sequence, shared or not. Raises ValueError for a sequence longer than the cap.
+    With `whole_groups` no group is ever divided: for losses that compare the sequences of a group. The cap counts
+    every token of every sequence, shared or not. Raises ValueError for what is longer than the cap.
     """
+    if whole_groups:
+        return microbatches_of_groups(batch, max_tokens)
     cut = microbatches(batch, max_tokens)
-    members: dict[int, list[int]] = {}
-    for sequence, group in enumerate(batch.group_index.tolist()):
-        members.setdefault(group, []).append(sequence)
-    lengths = batch.lengths.tolist()
-    sizes = [sum(lengths[i] for i in group) for group in members.values()]
+    sizes = [int(batch.lengths[group].sum()) for group in groups_of(batch)]
     if len(cut) <= 1 or len(sizes) == batch.num_sequences or max(sizes) > max_tokens:
         return cut
-    whole = microbatches(batch.with_(cu_seqlens=_cumulative(sizes, batch.cu_seqlens.device)), max_tokens)
-    groups = list(members.values())
-    return [[i for group in part for i in groups[group]] for part in whole] if len(whole) <= len(cut) else cut
+    whole = microbatches_of_groups(batch, max_tokens)
+    return whole if len(whole) <= len(cut) else cut
 
 
 def lay_out(batch: Batch) -> Layout:

@@ -10,21 +10,33 @@ from hone.config import Config as Settings
 from hone.config import ConfigError, build
 from hone.models.settings import ModelConfig
 from hone.trainers.checkpoints import Checkpoint, CheckpointStore
-from hone.trainers.settings import PolicyRunConfig, SupervisedRunConfig
+from hone.trainers.settings import DistillRunConfig, PolicyRunConfig
+from hone.trainers.supervised_settings import (
+    PreferenceRunConfig,
+    RewardModelRunConfig,
+    SupervisedConfig,
+    SupervisedRunConfig,
+)
 from hone.workers.train import TrainSpec, TrainWorker
 
 
-def read_run(folder: Path) -> PolicyRunConfig | SupervisedRunConfig:
+def read_run(folder: Path) -> PolicyRunConfig | SupervisedConfig:
     """The settings of the run in `folder`. Raises ConfigError if there is no run."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no config.yaml")
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    kinds: dict[str, type[Settings]] = {"rl": PolicyRunConfig, "sft": SupervisedRunConfig}
+    kinds: dict[str, type[Settings]] = {
+        "rl": PolicyRunConfig,
+        "distill": DistillRunConfig,
+        "sft": SupervisedRunConfig,
+        "prefer": PreferenceRunConfig,
+        "reward_model": RewardModelRunConfig,
+    }
     return build(kinds[data.get("kind", "rl")], data, str(path))  # type: ignore[return-value]
 
 
-def base_model(folder: Path, config: PolicyRunConfig | SupervisedRunConfig) -> ModelConfig:
+def base_model(folder: Path, config: PolicyRunConfig | SupervisedConfig) -> ModelConfig:
     """The folder whose architecture and tokenizer the run's weights have."""
     if config.model.build is None:
         return config.model
@@ -55,7 +67,8 @@ def export_checkpoint(folder: Path, output: Path, which: str = "latest") -> Path
     config = read_run(folder)
     checkpoint = choose(folder, which)
     role, engine = ("actor", config.actor) if isinstance(config, PolicyRunConfig) else ("model", config.engine)
-    worker = TrainWorker(TrainSpec(base_model(folder, config), engine, total_steps=config.run.steps))
+    model_type = "value_model" if isinstance(config, RewardModelRunConfig) else "language_model"
+    worker = TrainWorker(TrainSpec(base_model(folder, config), engine, model_type, total_steps=config.run.steps))
     worker.initialize()
     worker.load_checkpoint(checkpoint.part(role))
     worker.export_hf(output)

@@ -5,28 +5,26 @@ claim folder -> write config.yaml -> model folder -> warm start (once) -> assemb
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from hone.config import Config, Loaded, count_as_read, plain, require_all_read
 from hone.data.stream import make_renderer
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.platforms.base import current_platform
+from hone.runtime import ranks
 from hone.tracking.base import RunInfo
 from hone.tracking.hub import Tracking
 from hone.tracking.metrics import Timer
+from hone.tracking.muted import MutedTracking
 from hone.tracking.settings import TrackingConfig
 from hone.trainers.answering import Answering, Language
 from hone.trainers.asking import quiet_place
-from hone.trainers.assembly import (
-    PolicyAssembly,
-    assemble_supervised,
-    local_model,
-    prepare_process,
-)
-from hone.trainers.base import Place
+from hone.trainers.assembly import PolicyAssembly, local_model, prepare_process
+from hone.trainers.base import Place, Trainer
 from hone.trainers.folder import claim, write_config
 from hone.trainers.randomness import seed_everything
 from hone.trainers.recorder import Recorder
@@ -34,9 +32,21 @@ from hone.trainers.settings import (
     CheckpointConfig,
     PolicyRunConfig,
     RunConfig,
-    SupervisedRunConfig,
     WarmStartConfig,
 )
+from hone.trainers.supervised_assembly import (
+    assemble_preference,
+    assemble_reward_model,
+    assemble_supervised,
+)
+from hone.trainers.supervised_settings import (
+    PreferenceRunConfig,
+    RewardModelRunConfig,
+    SupervisedConfig,
+    SupervisedRunConfig,
+)
+
+S = TypeVar("S", bound=SupervisedConfig)
 
 WARM_START = "warm_start"
 
@@ -63,13 +73,28 @@ def run_policy(loaded: Loaded[PolicyRunConfig]) -> Path:
 
 def run_supervised(loaded: Loaded[SupervisedRunConfig]) -> Path:
     """Fine-tune a model to the end of its run file; returns the run folder."""
+    return _run(loaded, assemble_supervised)
+
+
+def run_preference(loaded: Loaded[PreferenceRunConfig]) -> Path:
+    """Train a model on preferences to the end of its run file; returns the run folder."""
+    return _run(loaded, assemble_preference)
+
+
+def run_reward_model(loaded: Loaded[RewardModelRunConfig]) -> Path:
+    """Train a reward model to the end of its run file; returns the run folder."""
+    return _run(loaded, assemble_reward_model)
+
+
+def _run(loaded: Loaded[S], assemble: Callable[[S, ModelConfig, Language, Place], Trainer]) -> Path:
+    """A run of the supervised family: its parts from `assemble`, the rest is the same for all."""
     config = loaded.config
     folder = Path(config.run.dir)
     with claim(folder):
         changes, model, language = _begin(config, folder)
         with _place(folder, config.run.steps, config.tracking, config, language) as place:
             _introduce(config, place, changes)
-            trainer = assemble_supervised(config, model, language, place)
+            trainer = assemble(config, model, language, place)
             require_all_read(loaded)
             trainer.run()
     return folder
@@ -122,23 +147,24 @@ def _place(folder: Path, steps: int, tracking: TrackingConfig, config: Config, l
     """Where a run writes and how it is timed; the trackers are closed however it ends."""
     info = RunInfo(run_dir=folder, total_steps=steps, config=plain(config))
     decode = language.renderer.decode
-    with Tracking(tracking, info, lambda ids: decode(ids, keep_special=True)) as hub:
+    kind = Tracking if ranks.is_first() else MutedTracking
+    with kind(tracking, info, lambda ids: decode(ids, keep_special=True)) as hub:
         yield Place(folder, hub, Recorder(Timer(hub.phase)))
 
 
-def _begin(config: PolicyRunConfig | SupervisedRunConfig, folder: Path) -> tuple[list[str], ModelConfig, Language]:
+def _begin(config: PolicyRunConfig | SupervisedConfig, folder: Path) -> tuple[list[str], ModelConfig, Language]:
     """Set this process up, and write down settings and model.
 
     Returns the settings that differ from when the run began, the model in its folder, and its language.
     """
     prepare_process(config.runtime)
     seed_everything(config.run.seed)
-    changes = write_config(folder, config)
-    model = local_model(config.model, folder / "model")
+    changes = write_config(folder, config) if ranks.is_first() else []
+    model = ranks.first_alone(lambda: local_model(config.model, folder / "model"))
     return changes, model, Language(make_renderer(config.data, load_tokenizer(model)))
 
 
-def _introduce(config: PolicyRunConfig | SupervisedRunConfig, place: Place, changes: list[str]) -> None:
+def _introduce(config: PolicyRunConfig | SupervisedConfig, place: Place, changes: list[str]) -> None:
     platform = current_platform()
     place.tracking.message(
         f"{config.kind} run in {place.folder}: {config.run.steps} steps, seed {config.run.seed}, "

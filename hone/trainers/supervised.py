@@ -1,51 +1,101 @@
-"""Supervised training: samples in, one optimizer step out.
+"""The supervised loop: items in, one optimizer step out. What an item is, and what is learnt from it, is the task's.
 
-samples --take--> pack --> loss weights --> train_batch
+    source --take--> items --task.collate--> Batch with loss weights --train_batch(task.objective)--> one step
+
+A task is one small object: samples to imitate (here), pairs and judged answers (`preference`), answers that a reward
+model scores (`reward_tasks`). Every rank of a run takes the same items; what is split over ranks is the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, Generic, Protocol, TypeVar
 
 from hone.algorithms.aggregation import loss_weights
+from hone.algorithms.objective import SftObjective
 from hone.algorithms.settings import AggregationSettings
 from hone.config import count_as_read
 from hone.data.packing import Sample, pack_samples
-from hone.data.stream import SampleStream
 from hone.trainers.base import Place, Trainer
 from hone.trainers.checkpoints import Checkpoint, PartWriter
 from hone.trainers.settings import CheckpointConfig
-from hone.types import Batch, LossFn, Metric
+from hone.types import Batch, LossFn, LossOutput, Metric
 from hone.workers.handles import TrainHandle
+
+T = TypeVar("T")
+
+
+class Source(Protocol[T]):
+    """Where items come from: endless, and able to say and take back its position."""
+
+    def take(self, count: int) -> list[T]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Task(Protocol[T]):
+    """What is learnt from items of one kind."""
+
+    @property
+    def objective(self) -> LossFn:
+        """The loss, per token."""
+
+    @property
+    def measures(self) -> Mapping[str, str]:
+        """What is measured on held-out sets: name of the figure -> name of the objective's metric."""
+
+    def collate(self, items: Sequence[T]) -> Batch:
+        """All that one optimizer step sees, packed, with its loss weights and whatever else the objective reads."""
+
+    def prepare(self, coming: Iterator[Sequence[T]]) -> None:
+        """Called once before the first step (or evaluation) with the items of each that is to come."""
+
+
+class SftTask:
+    """Imitate the learnt tokens of samples."""
+
+    measures: Mapping[str, str] = {"loss": "train/nll"}
+
+    def __init__(self, aggregation: AggregationSettings) -> None:
+        count_as_read(aggregation)  # read anew in every step
+        self._aggregation = aggregation
+        self.objective: LossFn = SftObjective()
+
+    def collate(self, items: Sequence[Sample]) -> Batch:
+        return weighed(pack_samples(items), self._aggregation)
+
+    def prepare(self, coming: Iterator[Sequence[Sample]]) -> None:
+        """Nothing: samples are all that there is."""
+
+
+def weighed(batch: Batch, aggregation: AggregationSettings) -> Batch:
+    """The batch with the factor of each token's loss, counted over all of it, before anything is cut or split."""
+    return batch.with_(loss_weights=loss_weights(batch.loss_mask, batch.cu_seqlens, aggregation))
 
 
 @dataclass(frozen=True, slots=True)
-class SupervisedParts:
+class SupervisedParts(Generic[T]):
     """Everything a supervised trainer is wired from."""
 
-    samples: SampleStream
+    source: Source[T]
+    task: Task[T]
     model: TrainHandle
-    loss: LossFn
-    aggregation: AggregationSettings
-    held_out: Mapping[str, Sequence[Sample]]
+    held_out: Mapping[str, Sequence[T]]
     samples_per_step: int
     evaluate_every: int
 
 
-class SupervisedTrainer(Trainer):
-    """Minimises the loss of the masked tokens of packed samples."""
+class SupervisedTrainer(Trainer, Generic[T]):
+    """Takes items, and one optimizer step on them; measures the same objective on held-out items."""
 
-    def __init__(self, steps: int, checkpoint: CheckpointConfig, parts: SupervisedParts, place: Place) -> None:
+    def __init__(self, steps: int, checkpoint: CheckpointConfig, parts: SupervisedParts[T], place: Place) -> None:
         super().__init__(steps, checkpoint, place)
-        self.samples = parts.samples
+        self.source = parts.source
+        self.task = parts.task
         self.model = parts.model
-        self.loss = parts.loss
-        count_as_read(parts.aggregation)  # read anew in every step
-        self.aggregation = parts.aggregation
         self.held_out = parts.held_out
         self.samples_per_step = parts.samples_per_step
         self.evaluate_every = parts.evaluate_every
@@ -53,21 +103,42 @@ class SupervisedTrainer(Trainer):
     def step(self, step: int) -> None:
         batch = self.collect()
         self.update_begins()
-        self.model.train_batch(batch, self.loss)
+        self.model.train_batch(batch, self.task.objective)
 
     def collect(self) -> Batch:
-        """The next samples as one packed batch that carries its loss weights."""
-        batch = pack_samples(self.samples.take(self.samples_per_step))
+        """The next items as one packed batch that carries its loss weights."""
+        batch = self.task.collate(self.source.take(self.samples_per_step))
         self.recorder.tokens(batch.num_tokens)
         self.recorder.record({"train/tokens": Metric.sum(batch.num_tokens)})
-        return batch.with_(loss_weights=loss_weights(batch.loss_mask, batch.cu_seqlens, self.aggregation))
+        return batch
+
+    def resume(self) -> int:
+        """Continue from the newest checkpoint, and let the task see what is to come from there."""
+        step = super().resume()
+        position = self.source.state_dict()
+        self.task.prepare(self._coming(self.steps - step))
+        self.source.load_state_dict(position)
+        return step
+
+    def _coming(self, steps: int) -> Iterator[Sequence[T]]:
+        yield from self.held_out.values()
+        for _ in range(steps):
+            yield self.source.take(self.samples_per_step)
 
     def evaluate(self, step: int) -> dict[str, float]:
         due = step in (0, self.steps) or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
         if not due:
             return {}
         with self.recorder.phase("evaluate"):
-            return {f"eval/{name}/loss": self._mean_loss(samples) for name, samples in self.held_out.items()}
+            measured = {name: self._measure(items) for name, items in self.held_out.items()}
+        return {f"eval/{name}/{figure}": value for name, found in measured.items() for figure, value in found.items()}
+
+    def _measure(self, items: Sequence[T]) -> dict[str, float]:
+        """The objective's metrics on held-out items, without training on them."""
+        batch = self.task.collate(items)
+        needs: frozenset[str] = getattr(self.task.objective, "needs", frozenset())
+        result = self.task.objective(self.model.infer_batch(batch, needs), batch)
+        return {figure: mean_of(result, name, batch) for figure, name in self.task.measures.items()}
 
     def score_of(self, figures: Mapping[str, float]) -> float | None:
         """Lower loss is better: the first held-out set's, negated."""
@@ -79,18 +150,17 @@ class SupervisedTrainer(Trainer):
         return {self.model.role: self.model.save_checkpoint}
 
     def state(self) -> dict[str, Any]:
-        return {"samples": self.samples.state_dict()}
+        return {"samples": self.source.state_dict()}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self.model.load_checkpoint(checkpoint.part(self.model.role))
-        self.samples.load_state_dict(checkpoint.state["samples"])
+        self.source.load_state_dict(checkpoint.state["samples"])
 
     def finish(self) -> None:
         self.model.export_hf(self.folder / "export")
 
-    def _mean_loss(self, samples: Sequence[Sample]) -> float:
-        """Mean negative log-likelihood per masked token, in nats."""
-        batch = pack_samples(samples)
-        logprobs = self.model.infer_batch(batch).logprobs
-        assert logprobs is not None
-        return float(-torch.where(batch.loss_mask, logprobs, 0.0).sum() / batch.loss_mask.sum())
+
+def mean_of(result: LossOutput, name: str, batch: Batch) -> float:
+    """The mean of one of an objective's metrics, as an engine takes it: over the tokens that it counts."""
+    counted = result.counted.get(name, batch.loss_mask)
+    return float(result.metrics[name][counted].double().mean())

@@ -130,7 +130,13 @@ def test_preference_objective_places_a_pairs_loss_on_both_ends(packed, close):
     first, second = -math.log(sigmoid(1.5)), -math.log(sigmoid(-0.5))
     close(result.values, [0, 0, 0, 0, first, 0, second, 0, 0, first, 0, 0, second])
     close(result.metrics["train/preference_accuracy"][[1, 6, 8, 11]], [1, 0, 1, 0])
-    close(result.metrics["train/preference_margin"][[1, 6, 8, 11]], [3, -1, 3, -1])
+    close(result.metrics["train/preference_margin"][[1, 6, 8, 11]], [1.5, -0.5, 1.5, -0.5])
+    close(result.metrics["train/chosen_reward"][[4, 6]], [0.5, 0.0])  # beta (-2 + 3), beta (-1 + 1)
+    close(result.metrics["train/rejected_reward"][[4, 6]], [-1.0, 0.5])
+    close(result.metrics["train/chosen_logprob"][[4, 6]], [-2.0, -1.0])
+    counted = result.counted["train/preference_accuracy"]
+    assert counted.nonzero()[:, 0].tolist() == [4, 6, 9, 12]  # each sequence once, however long it is
+    assert set(result.counted) == set(result.metrics)
     weighted = result.values.sum() / 4  # seq_mean_token_sum
     close(weighted, (first + second) / 2)
     (gradient,) = torch.autograd.grad(weighted, lp)

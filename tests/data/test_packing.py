@@ -12,7 +12,9 @@ from hone.data import packing
 from hone.data.packing import (
     Sample,
     balanced_parts,
+    groups_of,
     microbatches,
+    microbatches_of_groups,
     minibatches,
     pack,
     pack_samples,
@@ -250,6 +252,24 @@ def test_restore_refuses_a_cut_that_is_not_whole():
         restore([batch.advantages], [[0, 0]], batch.cu_seqlens)
     with pytest.raises(ValueError, match="4 tokens in all, but the batch has 5"):
         restore([batch.advantages[:4]], [[0, 1]], batch.cu_seqlens)
+
+
+@quick
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=20), st.integers(0, 40))
+def test_microbatches_of_groups_never_divide_one(rows, spare):
+    batch = batch_of([length for length, _ in rows]).with_(group_index=torch.tensor([group for _, group in rows]))
+    sizes = [int(batch.lengths[group].sum()) for group in groups_of(batch)]
+    cut = microbatches_of_groups(batch, max(sizes) + spare)
+    assert sorted(i for part in cut for i in part) == list(range(len(rows)))
+    found = [set(batch.group_index[part].tolist()) for part in cut]
+    assert sum(len(groups) for groups in found) == len(set.union(*found))  # no group in two parts
+    assert all(int(batch.lengths[part].sum()) <= max(sizes) + spare for part in cut)
+
+
+def test_a_group_over_the_cap_is_a_clear_error():
+    batch = batch_of([5, 4, 6]).with_(group_index=torch.tensor([0, 1, 0]))
+    with pytest.raises(ValueError, match=r"sequences 0, 2 .* 11 tokens together.*max_tokens_per_microbatch=10"):
+        microbatches_of_groups(batch, 10)
 
 
 @quick

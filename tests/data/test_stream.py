@@ -138,6 +138,21 @@ def test_two_sets_of_one_size_are_shuffled_differently(numbers, data, renderer):
     assert orders[0] != orders[1]
 
 
+def test_skipped_prompts_keep_their_draw_numbers_and_others_take_their_place(numbers, data, renderer):
+    stream = PromptStream(data({"path": numbers(10)}, shuffle=False), renderer, 0)
+    taken, skipped = stream.take_unless(lambda prompt: row_of(prompt) % 3 == 0, 4)
+    assert [(prompt.draw, row_of(prompt)) for prompt in taken] == [(1, 1), (2, 2), (4, 4), (5, 5)]
+    assert [prompt.draw for prompt in skipped] == [0, 3]
+    assert [prompt.draw for prompt in stream.take(2)] == [6, 7]
+
+
+def test_skipping_everything_ends_after_as_many_prompts_as_there_are_rows(numbers, data, renderer):
+    stream = PromptStream(data({"path": numbers(5)}), renderer, 0)
+    taken, skipped = stream.take_unless(lambda prompt: True, 2)
+    assert [prompt.draw for prompt in skipped] == [0, 1, 2, 3, 4]
+    assert [prompt.draw for prompt in taken] == [5, 6]
+
+
 def test_parquet_is_shuffled_by_windows_of_row_groups(tmp_path, write_parquet, data, renderer):
     rows = [{"prompt": str(n)} for n in range(60)]
     path = write_parquet(tmp_path / "rows.parquet", rows, row_group_size=5)

@@ -89,6 +89,10 @@ def test_groups_stay_whole_where_that_costs_no_micro_batch():
     assert len(cut_batch(uneven, 45)) == 2
     with pytest.raises(ValueError, match="max_tokens_per_microbatch=9"):
         cut_batch(batch, 9)
+    assert [sorted(part) for part in cut_batch(batch, 20, whole_groups=True)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert cut_batch(uneven, 45, whole_groups=True) == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="sequences 0, 4 are of one group and have 20 tokens"):
+        cut_batch(batch, 15, whole_groups=True)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

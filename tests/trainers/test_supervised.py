@@ -10,8 +10,9 @@ from hone.config import load
 from hone.data.rendering import Renderer
 from hone.data.stream import SampleStream, read_samples
 from hone.trainers.launch import run_policy, run_supervised
-from hone.trainers.settings import PolicyRunConfig, SupervisedRunConfig
+from hone.trainers.settings import PolicyRunConfig
 from hone.trainers.supervised import SupervisedTrainer
+from hone.trainers.supervised_settings import SupervisedRunConfig
 from tests.trainers.tiny import BASE, metrics, recipe
 
 TASK = '''
@@ -206,7 +207,7 @@ def test_a_warm_start_is_made_once_and_the_policy_starts_from_it(tmp_path):
     warm = run / "warm_start"
     assert [m["step"] for m in metrics(warm)] == list(range(7))
     assert metrics(warm)[-1]["train/loss"] < metrics(warm)[1]["train/loss"]
-    first = load_file(run / "checkpoints" / "step_00000000" / "actor" / "model.safetensors")
+    first = load_file(run / "checkpoints" / "step_00000000" / "actor" / "model-00000-of-00001.safetensors")
     assert all(torch.equal(first[name], value) for name, value in weights(warm).items())
 
     written = {f: f.stat().st_mtime_ns for f in warm.rglob("*") if f.is_file()}

@@ -1,0 +1,204 @@
+"""Rows as pairs, judged answers and answers in steps: columns read by meaning, rendered, and checked.
+
+    prompt | messages   +  chosen, rejected [, margin]   -> Pair       an answer is text, or messages
+    prompt | messages   +  completion, label             -> Judged     (beginning with the assistant's, or whole
+    prompt | messages   +  completions, labels           -> Steps       conversations that begin alike)
+
+A row that cannot teach anything (equal answers, an empty one) is an error that names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+from hone.data.columns import RowReader, SampleReader
+from hone.data.packing import Sample
+from hone.data.preferences import Judged, Pair, Steps
+from hone.data.rendering import Renderer, RenderingError
+from hone.data.settings import DatasetConfig
+from hone.data.sources import DataError, Row
+from hone.data.stream import TooLong
+from hone.types import Message
+
+R = TypeVar("R", bound=RowReader)
+Conversation = tuple[Message, ...]
+
+
+class PairReader(RowReader):
+    """Rows as two whole conversations that differ in how they end."""
+
+    def conversations(self, row: Row, index: int) -> tuple[Conversation, Conversation]:
+        """(chosen, rejected). Raises DataError for a row that has no such pair."""
+        chosen, rejected = (self._conversation(row, meaning, index) for meaning in ("chosen", "rejected"))
+        if chosen == rejected:
+            raise DataError(f"{self.rows.where(index)}: chosen and rejected are equal, so there is nothing to prefer")
+        return chosen, rejected
+
+    def margin(self, row: Row, index: int) -> float:
+        """The row's margin; 0 if the data have none."""
+        column = self.column("margin")
+        found = row.get(column, 0.0)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+            raise DataError(f"{self.rows.where(index)}: {column} should be a number, found {found!r:.80}")
+        return float(found)
+
+    def _conversation(self, row: Row, meaning: str, index: int) -> Conversation:
+        found = self.required(row, meaning, index)
+        if isinstance(found, str):
+            whole: Conversation = (*self.messages(row, index), Message(role="assistant", content=found))
+        else:
+            given = self._checked(found, index)
+            answers = given[0]["role"] == "assistant"
+            whole = (*self.messages(row, index), *given) if answers else self._with_system(given)
+        if whole[-1]["role"] != "assistant":
+            raise DataError(f"{self.rows.where(index)}: {meaning} should end with an answer of the assistant")
+        require_text(whole[-1].get("content") or whole[-1].get("tool_calls"), meaning, self, index)
+        return whole
+
+
+class JudgedReader(SampleReader):
+    """Rows as one answer and a label."""
+
+    def good(self, row: Row, index: int) -> bool:
+        return as_label(self.required(row, "label", index), self.column("label"), self, index) > 0
+
+    def judged(self, row: Row, index: int) -> Conversation:
+        """The conversation, ending with the answer that was judged."""
+        messages = self.conversation(row, index)
+        if messages[-1]["role"] != "assistant":
+            raise DataError(f"{self.rows.where(index)}: the last message should be the answer that was judged")
+        require_text(messages[-1].get("content") or messages[-1].get("tool_calls"), "the answer", self, index)
+        return messages
+
+
+class StepsReader(RowReader):
+    """Rows as an answer in steps, each with a label."""
+
+    def steps(self, row: Row, index: int) -> tuple[list[str], tuple[float, ...]]:
+        steps, labels = self.required(row, "completions", index), self.required(row, "labels", index)
+        columns = self.column("completions"), self.column("labels")
+        for column, found in zip(columns, (steps, labels), strict=True):
+            if isinstance(found, str) or not isinstance(found, Sequence) or not found:
+                raise DataError(f"{self.rows.where(index)}: {column} should be a list, found {found!r:.80}")
+        if len(steps) != len(labels):
+            raise DataError(f"{self.rows.where(index)}: {len(steps)} {columns[0]} but {len(labels)} {columns[1]}")
+        for number, step in enumerate(steps):
+            if not isinstance(step, str):
+                raise DataError(f"{self.rows.where(index)}: {columns[0]}[{number}] should be text, found {step!r:.80}")
+            require_text(step, f"{columns[0]}[{number}]", self, index)
+        return list(steps), tuple(as_label(label, columns[1], self, index) for label in labels)
+
+
+def require_text(found: Any, what: str, reader: RowReader, index: int) -> None:
+    """Raise DataError if an answer is empty or no text at all (a list of parts, or of tool calls, will do)."""
+    if not (found.strip() if isinstance(found, str) else found):
+        raise DataError(f"{reader.rows.where(index)}: {what} is empty, so there is nothing to judge")
+
+
+def as_label(found: Any, column: str, reader: RowReader, index: int) -> float:
+    """1 for a good answer or a right step, 0 for others. Raises DataError for anything but true, false, 1 and 0."""
+    if isinstance(found, bool) or (isinstance(found, int | float) and found in (0, 1)):
+        return float(found)
+    raise DataError(f"{reader.rows.where(index)}: {column} should be true or false (1 or 0), found {found!r:.80}")
+
+
+# ------------------------------------------------------------------------------------------------------- rows to items
+
+
+class _Maker(Generic[R]):
+    """What the makers share: rendering a conversation whose last answer is learnt from, within the length limit."""
+
+    reader: R
+
+    def __init__(self, config: DatasetConfig, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._limit = config.max_sample_tokens
+
+    def _where(self, index: int) -> str:
+        return f"{self.reader.name}/{index}"
+
+    def _sample(self, messages: Conversation, shared: int, index: int) -> Sample:
+        """A conversation, learnt from after its first `shared` messages. Raises TooLong."""
+        try:
+            ids, mask = self._renderer.render_sample(messages)
+        except RenderingError as error:
+            raise DataError(f"{self.reader.rows.where(index)}: {error}") from error
+        earlier = sum(message["role"] == "assistant" for message in messages[:shared])
+        return self._fitting(ids, without_first_runs(mask, earlier))
+
+    def _fitting(self, ids: tuple[int, ...], mask: tuple[int, ...]) -> Sample:
+        if self._limit is not None and len(ids) > self._limit:
+            raise TooLong(len(ids), f"max_sample_tokens={self._limit}")
+        return Sample(ids, mask, self.reader.name)
+
+
+class PairMaker(_Maker[PairReader]):
+    """Rows of one set as pairs. `max_sample_tokens` is the limit of each of the two."""
+
+    def __init__(self, name: str, config: DatasetConfig, renderer: Renderer, key: str) -> None:
+        self.reader = PairReader(name, config, key)
+        super().__init__(config, renderer)
+
+    def make(self, index: int) -> Pair:
+        """The pair of a row; answers that both conversations begin with are part of the prompt. Raises TooLong."""
+        reader, row = self.reader, self.reader.row(index)
+        chosen, rejected = reader.conversations(row, index)
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        shared = next((at for at, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+        if shared in (len(chosen), len(rejected)):
+            raise DataError(f"{reader.rows.where(index)}: one of chosen and rejected is the beginning of the other")
+        samples = [self._sample(messages, shared, index) for messages in (chosen, rejected)]
+        if samples[0].token_ids == samples[1].token_ids:
+            raise DataError(
+                f"{reader.rows.where(index)}: chosen and rejected are the same tokens once they are rendered"
+            )
+        return Pair(samples[0], samples[1], reader.margin(row, index), self._where(index))
+
+
+class JudgedMaker(_Maker[JudgedReader]):
+    """Rows of one set as single answers, good or bad."""
+
+    def __init__(self, name: str, config: DatasetConfig, renderer: Renderer, key: str) -> None:
+        self.reader = JudgedReader(name, config, key)
+        super().__init__(config, renderer)
+
+    def make(self, index: int) -> Judged:
+        """The answer of a row. Raises TooLong."""
+        reader, row = self.reader, self.reader.row(index)
+        messages = reader.judged(row, index)
+        return Judged(self._sample(messages, len(messages) - 1, index), reader.good(row, index), self._where(index))
+
+
+class StepsMaker(_Maker[StepsReader]):
+    """Rows of one set as answers in steps."""
+
+    def __init__(self, name: str, config: DatasetConfig, renderer: Renderer, key: str) -> None:
+        self.reader = StepsReader(name, config, key)
+        self._separator = config.step_separator
+        super().__init__(config, renderer)
+
+    def make(self, index: int) -> Steps:
+        """The answer of a row. Raises TooLong."""
+        reader, row = self.reader, self.reader.row(index)
+        steps, labels = reader.steps(row, index)
+        try:
+            ids, mask = self._renderer.render_steps(reader.messages(row, index), steps, self._separator)
+        except RenderingError as error:
+            raise DataError(f"{reader.rows.where(index)}: {error}") from error
+        return Steps(self._fitting(ids, mask), labels, self._where(index))
+
+
+def without_first_runs(mask: Sequence[int], runs: int) -> tuple[int, ...]:
+    """A loss mask without its first runs of ones: those answers are part of what comes before.
+
+    >>> without_first_runs((0, 1, 1, 0, 0, 1), 1)
+    (0, 0, 0, 0, 0, 1)
+    """
+    seen = 0
+    result = []
+    for position, bit in enumerate(mask):
+        seen += bit and not (position and mask[position - 1])
+        result.append(int(bit and seen > runs))
+    return tuple(result)

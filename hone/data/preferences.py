@@ -1,0 +1,117 @@
+"""What people prefer: pairs of answers, single judged answers, answers judged step by step; and how they are packed.
+
+    Pair         chosen, rejected ----------------\
+    Judged       one answer, good or bad ----------+--pack_...--> Batch: rewards 1 and 0, a pair is one group
+    Steps        one answer, each step right? ----/                      (labels of steps: extras)
+
+The names of the extra tensors are those that `hone.algorithms.preference` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hone.data.packing import Sample, pack_samples
+from hone.types import Batch
+
+MARGIN = "margin"  # of Batch.components, [N]
+LABELS = "labels"  # of Batch.extras, [T]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt, of which the first was preferred.
+
+    Pair(chosen=Sample((5, 6, 7, 2), (0, 0, 1, 1)), rejected=Sample((5, 6, 8, 2), (0, 0, 1, 1)), row="train/3")
+    """
+
+    chosen: Sample
+    rejected: Sample
+    margin: float = 0.0  # by how much the chosen answer is better, where the data say so
+    row: str = ""  # "<data set>/<row number>", for messages
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that have to be in one micro-batch."""
+        return len(self.chosen.token_ids) + len(self.rejected.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One answer, and whether it is a good one."""
+
+    sample: Sample
+    good: bool
+    row: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.sample.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """One answer in steps: the sample's loss mask is 1 on the token that follows each step, `labels` has its verdict.
+
+    Steps(Sample((5, 6, 9, 7, 2), (0, 0, 1, 0, 1)), labels=(1.0, 0.0)): steps `6` (right) and `7` (wrong)
+    """
+
+    sample: Sample
+    labels: tuple[float, ...]  # one for each 1 of the mask
+    row: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.sample.token_ids)
+
+
+def pack_pairs(pairs: Sequence[Pair]) -> Batch:
+    """Pairs, packed: sequence 2i is the chosen answer of pair i and 2i + 1 its rejected one; a pair is a group.
+
+    `rewards` are 1 and 0. Margins are in `components`, if any pair has one.
+    """
+    batch = pack_samples([sample for pair in pairs for sample in (pair.chosen, pair.rejected)])
+    margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float32).repeat_interleave(2)
+    return batch.with_(
+        group_index=torch.arange(len(pairs)).repeat_interleave(2),
+        rewards=torch.tensor([1.0, 0.0]).repeat(len(pairs)),
+        components={MARGIN: margins} if bool(margins.any()) else {},
+    )
+
+
+def pack_judged(answers: Sequence[Judged]) -> Batch:
+    """Single answers, packed; `rewards` is 1 for good ones and 0 for bad ones."""
+    batch = pack_samples([one.sample for one in answers])
+    return batch.with_(rewards=torch.tensor([float(one.good) for one in answers]))
+
+
+def pack_steps(answers: Sequence[Steps]) -> Batch:
+    """Answers in steps, packed; `extras["labels"]` has each step's verdict where the loss mask is 1."""
+    batch = pack_samples([one.sample for one in answers])
+    labels = torch.zeros(batch.num_tokens)
+    labels[batch.loss_mask] = torch.tensor([label for one in answers for label in one.labels])
+    return batch.with_(extras={LABELS: labels})
+
+
+def mismatched(answers: Sequence[Judged]) -> list[Judged]:
+    """Each prompt with the answer to the next one: what KTO's baseline is measured on, arXiv 2402.01306 section 4.1.
+
+    The last prompt gets the first answer, so every prompt and every answer occurs once.
+    """
+    following = [*answers[1:], *answers[:1]]
+    return [
+        replace(one, sample=_answered(one.sample, other.sample)) for one, other in zip(answers, following, strict=True)
+    ]
+
+
+def _answered(prompt: Sample, answer: Sample) -> Sample:
+    """The prompt of one sample with the answer of another: what comes before the first learnt token, and the rest."""
+    end, begin = prompt.loss_mask.index(1), answer.loss_mask.index(1)
+    return Sample(
+        (*prompt.token_ids[:end], *answer.token_ids[begin:]),
+        (*prompt.loss_mask[:end], *answer.loss_mask[begin:]),
+        prompt.source,
+    )

@@ -1,0 +1,136 @@
+"""Learning from preferences: pairs of answers (the DPO family), or single judged answers (KTO).
+
+pairs  --> pack --> reference log-probs? --> loss of a pair
+judged --> pack --> reference log-probs  --> loss of an answer, against the mini-batch's KL baseline:
+           each prompt with another's answer --> log-probs of policy and reference --> mean, at least 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from hone.algorithms.objective import present
+from hone.algorithms.preference import KTO_BASELINE, PreferenceObjective, kto_baseline
+from hone.algorithms.preference_settings import KtoSettings, PreferenceSettings
+from hone.algorithms.segments import sequence_sum
+from hone.algorithms.settings import AggregationSettings
+from hone.data.preferences import Judged, Pair, mismatched, pack_judged, pack_pairs
+from hone.data.sources import DataError
+from hone.trainers.reference import Reference
+from hone.trainers.supervised import weighed
+from hone.types import Batch, LossFn
+from hone.workers.handles import TrainHandle
+
+I = TypeVar("I", Pair, Judged)  # noqa: E741
+
+PER_ANSWER = AggregationSettings(mode="seq_mean_token_sum")
+"""The loss of an answer stands on one token; this is the mean over answers, and over pairs."""
+
+
+class Fitting:
+    """Refuses what does not fit into one micro-batch, while its row is still known."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+
+    def check(self, items: Sequence[Pair | Judged]) -> None:
+        """Raises DataError naming the row: two answers that are compared are never in different micro-batches."""
+        for one in items:
+            if one.tokens > self._max_tokens:
+                what = "the two answers with their prompt have" if isinstance(one, Pair) else "the sequence has"
+                limit = self._max_tokens // 2 if isinstance(one, Pair) else self._max_tokens
+                raise DataError(
+                    f"{one.row}: {what} {one.tokens} tokens, more than engine.max_tokens_per_microbatch="
+                    f"{self._max_tokens}, and they have to be in one micro-batch; raise that key, or set "
+                    f"max_sample_tokens={limit} in the data set, which drops such rows and counts them"
+                )
+
+
+class _PreferenceTask(Generic[I]):
+    """What both kinds share: the reference, the budget, and what is measured."""
+
+    measures: Mapping[str, str] = {
+        "loss": "train/preference_loss",
+        "accuracy": "train/preference_accuracy",
+    }
+
+    def __init__(self, settings: PreferenceSettings, reference: Reference | None, max_tokens: int) -> None:
+        """`reference` is None for losses that need none."""
+        self.objective: LossFn = PreferenceObjective(settings)
+        self._reference = reference
+        self._fitting = Fitting(max_tokens)
+
+    def prepare(self, coming: Iterator[Sequence[I]]) -> None:
+        """Let the reference see every batch that is to come, where there is one."""
+        if self._reference is not None:
+            self._reference.prepare(batch for items in coming for batch in self._judged_by_reference(items))
+
+    def _judged_by_reference(self, items: Sequence[I]) -> list[Batch]:
+        raise NotImplementedError
+
+    def _with_reference(self, batch: Batch) -> Batch:
+        return batch if self._reference is None else batch.with_(ref_logprobs=self._reference.logprobs(batch))
+
+
+class PairTask(_PreferenceTask[Pair]):
+    """The DPO family: of two answers the chosen one."""
+
+    measures: Mapping[str, str] = {
+        **_PreferenceTask.measures,
+        "margin": "train/preference_margin",
+    }
+
+    def collate(self, items: Sequence[Pair]) -> Batch:
+        """Raises DataError for a pair that does not fit into a micro-batch."""
+        return self._with_reference(weighed(self._pack(items), PER_ANSWER))
+
+    def _judged_by_reference(self, items: Sequence[Pair]) -> list[Batch]:
+        return [self._pack(items)]
+
+    def _pack(self, items: Sequence[Pair]) -> Batch:
+        self._fitting.check(items)
+        return pack_pairs(items)
+
+
+class JudgedTask(_PreferenceTask[Judged]):
+    """KTO: single answers, good or bad, against a baseline that the whole mini-batch shares."""
+
+    def __init__(
+        self, settings: KtoSettings, reference: Reference | None, max_tokens: int, policy: TrainHandle
+    ) -> None:
+        super().__init__(settings, reference, max_tokens)
+        self._baseline = settings.baseline
+        self._policy = policy
+
+    def collate(self, items: Sequence[Judged]) -> Batch:
+        """Raises DataError for an answer that does not fit into a micro-batch, or without another to compare with."""
+        self._fitting.check(items)
+        batch = self._with_reference(weighed(pack_judged(items), PER_ANSWER))
+        if not self._baseline:
+            return batch
+        baseline = torch.full((batch.num_tokens,), self._measured_baseline(self._crossed(items)))
+        return batch.with_(extras={**batch.extras, KTO_BASELINE: baseline})
+
+    def _measured_baseline(self, crossed: Batch) -> float:
+        """The mean log-ratio of answers under other prompts, before this step's update."""
+        logprobs = present(self._policy.infer_batch(crossed).logprobs, "the policy's log-probs")
+        reference = present(self._with_reference(crossed).ref_logprobs, "Batch.ref_logprobs")
+        ratios = torch.where(crossed.loss_mask, logprobs, 0), torch.where(crossed.loss_mask, reference, 0)
+        own, other = (sequence_sum(values.double(), crossed.cu_seqlens) for values in ratios)
+        return float(kto_baseline(own - other))
+
+    def _judged_by_reference(self, items: Sequence[Judged]) -> list[Batch]:
+        return [pack_judged(items), *([self._crossed(items)] if self._baseline else [])]
+
+    def _crossed(self, items: Sequence[Judged]) -> Batch:
+        if len(items) < 2:
+            raise DataError(
+                "loss.baseline of kto puts each answer under another prompt: samples_per_step, and the rows of every "
+                "evaluation set, should be at least 2, or loss.baseline false"
+            )
+        crossed = mismatched(items)
+        self._fitting.check(crossed)
+        return pack_judged(crossed)

@@ -1,0 +1,58 @@
+"""The run files that learn from preferences: a few steps of each, at their own sizes."""
+
+from pathlib import Path
+
+import pytest
+
+from hone.cli.main import main
+from hone.registry import resolve
+from tests.trainers.tiny import metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("runtime.threads=1", "tracking.trackers=[jsonl]", "engine.schedule.warmup_steps=3",
+         "evaluation_every_steps=0", "evaluation_sets.held_out.source.size=64", "samples_per_step=16")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _where_the_recipes_are(monkeypatch):
+    monkeypatch.chdir(ROOT)  # their paths are relative to the project
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "steps"),
+    [
+        ("prefer", "preference/dpo.yaml", 12),
+        ("prefer", "preference/kto.yaml", 10),
+        ("prefer", "preference/simpo.yaml", 12),
+        ("prefer", "preference/orpo.yaml", 10),
+        ("reward-model", "reward_model/bradley_terry.yaml", 12),
+        ("reward-model", "reward_model/process.yaml", 10),
+    ],
+)
+def test_a_few_steps_lower_the_held_out_loss(tmp_path, command, recipe, steps):
+    told = [command, f"recipes/{recipe}", f"run.dir={tmp_path}/run", f"run.steps={steps}", *SMALL]
+    assert main(told) == 0
+    found = metrics(tmp_path / "run")
+    assert found[-1]["eval/held_out/loss"] < found[0]["eval/held_out/loss"] - 0.001
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+
+
+def test_the_pairs_are_what_the_page_says():
+    for row in resolve("recipes/preference/task.py:pairs")(seed=1, size=200):
+        direction, word = row["prompt"].split()
+        assert row["chosen"] == "".join(sorted(word, reverse=direction == "down"))
+        assert row["rejected"] != row["chosen"]
+        assert sorted(row["rejected"]) == sorted(word)
+
+
+def test_comparisons_and_steps_are_labelled_right():
+    for row in resolve("recipes/reward_model/task.py:comparisons")(seed=1, size=200):
+        wrong = [sum(a > b for i, a in enumerate(s) for b in s[i + 1 :]) for s in (row["chosen"], row["rejected"])]
+        assert row["margin"] == pytest.approx(0.1 * (wrong[1] - wrong[0]))
+        assert wrong[0] < wrong[1]
+    for row in resolve("recipes/reward_model/task.py:selections")(seed=1, size=200):
+        left = set(row["prompt"].split()[1])
+        for step, label in zip(row["completions"], row["labels"], strict=True):
+            taken = step.removeprefix("take ")
+            assert label == (taken == min(left))
+            left.remove(taken)
