@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from hone.algorithms.settings import DynamicSamplingSettings, OverlongSettings
@@ -11,10 +11,14 @@ from hone.registry import unknown
 from hone.types import Status, Trajectory, TrajectoryGroup
 
 OVERLONG = "overlong_penalty"
+GREEDY_REWARD = "greedy_reward"  # of Trajectory.components: the reward of the greedy answer to the same prompt
 
 
 class Dropped(NamedTuple):
-    """A group that is not trained on, and why; its trainable trajectories now have status `filtered`."""
+    """A group that is not trained on, and why; none of its trajectories is trainable any more.
+
+    Their status is now `filtered`, or that of the greedy answer that failed.
+    """
 
     group: TrajectoryGroup
     reason: str
@@ -40,6 +44,8 @@ def punish_overlong(
 ) -> list[TrajectoryGroup]:
     """Add the overlong penalty to every trainable trajectory's reward and note it among its components.
 
+    The greedy answer is punished like the others: it is what they are compared with.
+
     Raises ValueError if the buffer is longer than the response may be.
     """
     check_buffer(max_response_tokens, settings)
@@ -50,7 +56,24 @@ def punish_overlong(
         penalty = overlong_penalty(one.response_length, max_response_tokens, settings)
         return one.with_(reward=one.reward + penalty, components={**one.components, OVERLONG: penalty})
 
-    return [replace(group, trajectories=tuple(map(shaped, group.trajectories))) for group in groups]
+    return [
+        replace(
+            group, trajectories=tuple(map(shaped, group.trajectories)), greedy=group.greedy and shaped(group.greedy)
+        )
+        for group in groups
+    ]
+
+
+def with_greedy_reward(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group with the reward of its greedy answer among the components of its trainable trajectories."""
+    if group.greedy is None:
+        return group
+    reward = group.greedy.reward
+    noted = (
+        one.with_(components={**one.components, GREEDY_REWARD: reward}) if one.status.trainable else one
+        for one in group.trajectories
+    )
+    return replace(group, trajectories=tuple(noted))
 
 
 def split_trainable(
@@ -58,8 +81,9 @@ def split_trainable(
 ) -> tuple[list[TrajectoryGroup], list[Dropped]]:
     """Sort groups into those to train on and those dropped, each of the latter with its reason.
 
-    A group without a single trainable token is always dropped; with dynamic sampling also one whose metric is the same
-    for all of its trainable trajectories (arXiv 2503.14476, section 3.2). Order is kept.
+    A group without a single trainable token is always dropped, and one whose greedy answer failed: it has no baseline.
+    With dynamic sampling also one whose metric is the same for all of its trainable trajectories (arXiv 2503.14476,
+    section 3.2). Order is kept.
     Raises ValueError if a trajectory lacks the metric.
     """
     kept: list[TrajectoryGroup] = []
@@ -67,7 +91,7 @@ def split_trainable(
     for group in groups:
         reason = _reason(group, settings)
         if reason:
-            dropped.append(Dropped(_filtered(group, reason), reason))
+            dropped.append(Dropped(_marked(group, reason), reason))
         else:
             kept.append(group)
     return kept, dropped
@@ -78,12 +102,19 @@ def _reason(group: TrajectoryGroup, settings: DynamicSamplingSettings | None) ->
         return "no trainable trajectory: " + _statuses(group.trajectories)
     if not any(one.response_length for one in group.trainable):
         return "no trainable trajectory has a generated token"
+    if group.greedy is not None and not group.greedy.status.trainable:
+        return f"the greedy answer failed: {group.greedy.status}"
     if settings is None:
         return ""
     values = [metric_of(one, settings.metric) for one in group.trainable]
-    if max(values) - min(values) > 1e-9 * max(1.0, abs(values[0])):
+    if not without_variance(values):
         return ""
     return f"{settings.metric} is {values[0]:g} for all {len(values)} trajectories"
+
+
+def without_variance(values: Sequence[float]) -> bool:
+    """Whether the values are all the same, up to rounding."""
+    return max(values) - min(values) <= 1e-9 * max(1.0, abs(values[0]))
 
 
 def metric_of(trajectory: Trajectory, metric: str) -> float:
@@ -104,28 +135,10 @@ def _statuses(trajectories: Sequence[Trajectory]) -> str:
     return ", ".join(f"{sum(one.status == s for one in trajectories)} {s}" for s in seen) or "the group is empty"
 
 
-def _filtered(group: TrajectoryGroup, reason: str) -> TrajectoryGroup:
-    """Failures keep their own status: filtering must not hide them."""
-    marked = (
-        one.with_(status=Status.FILTERED, error=reason) if one.status.trainable else one for one in group.trajectories
-    )
+def _marked(group: TrajectoryGroup, reason: str) -> TrajectoryGroup:
+    """Failures keep their own status: filtering must not hide them. A failed greedy answer is its group's failure."""
+    status, error = Status.FILTERED, reason
+    if group.greedy is not None and not group.greedy.status.trainable:
+        status, error = group.greedy.status, f"{reason}: {group.greedy.error}"
+    marked = (one.with_(status=status, error=error) if one.status.trainable else one for one in group.trajectories)
     return replace(group, trajectories=tuple(marked))
-
-
-@dataclass(frozen=True, slots=True)
-class PromptHistory:
-    """How often in a row a prompt's last groups had no variance, to skip such prompts before rollout (GRESO).
-
-    Source: arXiv 2506.02177.
-    """
-
-    streaks: dict[str, int]
-
-    def observe(self, prompt_id: str, has_variance: bool) -> PromptHistory:
-        """The history after one more group of this prompt."""
-        streak = 0 if has_variance else self.streaks.get(prompt_id, 0) + 1
-        return PromptHistory({**self.streaks, prompt_id: streak})
-
-    def skip_probability(self, prompt_id: str, explore: float) -> float:
-        """1 - explore^streak: a prompt never loses its chance to come back."""
-        return 1.0 - explore ** self.streaks.get(prompt_id, 0)

@@ -28,7 +28,7 @@ from hone.data.settings import DatasetConfig
 from hone.data.sources import SUFFIXES, Row, Rows
 from hone.registry import unknown
 from hone.rewards.frames import as_text
-from hone.rewards.pool import Outcome, RewardPool, encode_case
+from hone.rewards.pool import Outcome, RewardPool, encode_case, functions
 from hone.rewards.rubric import flatten
 from hone.rewards.settings import RewardComponent, RewardConfig
 
@@ -56,7 +56,7 @@ def score(
     name = re.split(r"[:.]", reward)[-1]
     settings = {"reward": reward, "options": _options(option or []), "timeout_s": timeout_s}
     component = build(RewardComponent, settings, source="hone score")
-    pool = RewardPool(RewardConfig(components={name: component}, workers=workers))
+    pool = RewardPool(functions(RewardConfig(components={name: component}, workers=workers)))
     pool.start()
     began = time.perf_counter()
     try:

@@ -3,6 +3,7 @@
     prompt --(n samples)--> run_episode: env.start -> [generate -> env.step -> append]* -> Trajectory
                                                      all samples of a prompt done -> score(group) -> TrajectoryGroup
 
+A play with `greedy` adds one more episode to each prompt, decoded greedily and scored as a group of its own.
 `EpisodeRunner.run` submits every sample of every prompt at once, in order, on one event loop. It waits for them with
 the deadline `timeout_s` of each; a late episode is cancelled and marked `engine_failed` (it was waiting for tokens) or
 `env_failed` (it was waiting for the environment). Seeds come from (run seed, step, draw, sample, turn), so results do
@@ -122,10 +123,16 @@ class Play:
     seed: int  # of the run
     samples: int  # per prompt
     step: int = 0
+    greedy: bool = False  # play one greedy episode beside the samples: `TrajectoryGroup.greedy`
 
     def at(self, step: int) -> Play:
         """The same play at another step: other seeds."""
         return replace(self, step=step)
+
+    @property
+    def greedily(self) -> Play:
+        """The same play, decoded greedily."""
+        return replace(self, sampling=replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0))
 
 
 class EpisodeRunner:
@@ -152,7 +159,15 @@ class EpisodeRunner:
     async def _run_group(self, prompt: Prompt, play: Play, score: ScoreFn) -> TrajectoryGroup:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._run_one(prompt, sample, play)) for sample in range(play.samples)]
-        return await score(TrajectoryGroup(prompt, tuple(task.result() for task in running)))
+            if play.greedy:
+                running.append(tasks.create_task(self._run_one(prompt, play.samples, play.greedily)))
+        played = tuple(task.result() for task in running)
+        samples, greedy = TrajectoryGroup(prompt, played[: play.samples]), played[play.samples :]
+        if not greedy:
+            return await score(samples)
+        # A group of its own: a reward that compares the members of a group must not see it among them.
+        scored, alone = await asyncio.gather(score(samples), score(TrajectoryGroup(prompt, greedy)))
+        return replace(scored, greedy=alone.trajectories[0])
 
     async def _run_one(self, prompt: Prompt, sample: int, play: Play) -> Trajectory:
         record = _Record()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -74,6 +76,12 @@ def build_tokenizer(build: BuildConfig) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """SHA-256 of the token of each id: equal for two tokenizers whose ids mean the same."""
+    listed = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,12 +1,13 @@
-"""Processes that run reward functions, and the deadline of every call.
+"""Processes that run reward functions or a reward model, and the deadline of every call.
 
     submit --> waiting jobs, by component --take a batch--> thread 0 <--frames--> worker process 0
                                        \\----------------> thread 1 <--frames--> worker process 1
 
 Each thread owns one process, and the process has one batch at a time. A plain function's items run one after another,
 so the first unanswered item is the one that is running: its deadline starts with the answer before it, and it is to
-blame if the process dies; what was behind it goes back to the front of the queue. A coroutine function's items run
-together, so each has the deadline of the batch; if the process dies under several, each is run again alone.
+blame if the process dies; what was behind it goes back to the front of the queue. A coroutine function's items (and a
+reward model's) run together, so each has the deadline of the batch; if the process dies under several, each is run
+again alone.
 A killed or dead process is replaced before the next batch.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 from hone.config import ConfigError
 from hone.rewards.frames import encode, encode_value, frame
-from hone.rewards.process import WorkerDied, WorkerProcess
+from hone.rewards.process import MODULE, WorkerDied, WorkerProcess
 from hone.rewards.settings import RewardConfig
 
 LOG = logging.getLogger("hone.rewards")
@@ -48,30 +49,51 @@ class Outcome:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """What the processes of a pool run, and how many of them there are."""
+
+    components: Mapping[str, Mapping[str, Any]]  # name -> what a process is told of it; `timeout_s` is the deadline
+    workers: int
+    module: str = MODULE
+    environment: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = START_TIMEOUT_S
+    budget: int | None = None  # cost of a batch at most; None: the processes share the queue evenly
+
+
+def functions(config: RewardConfig) -> Hosting:
+    """The components that are functions, in processes that they share."""
+    components = {
+        name: {"reward": part.reward, "options": dict(part.options), "timeout_s": part.timeout_s}
+        for name, part in config.components.items()
+        if part.model is None
+    }
+    return Hosting(components, config.workers)
+
+
 @dataclass(slots=True)
 class _Job:
     component: str
     item: str  # JSON
     future: Future[Outcome]
     order: int
+    cost: int
     alone: bool = False
 
 
 class RewardPool:
     """`workers` processes shared by all components. Methods may be called from any thread."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._components: dict[str, dict[str, Any]] = {
-            name: {"reward": part.reward, "options": dict(part.options), "timeout_s": part.timeout_s}
-            for name, part in config.components.items()
-        }
-        self._workers = config.workers
+    def __init__(self, hosting: Hosting) -> None:
+        self._hosting = hosting
+        self._components = hosting.components
+        self._workers = hosting.workers
         self._waiting: dict[str, deque[_Job]] = {name: deque() for name in self._components}
         self._concurrent: frozenset[str] = frozenset()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, WorkerProcess] = {}
-        self._serving = config.workers
+        self._serving = hosting.workers
         self._closed = ""  # why no call will be answered any more
         self._submitted = 0
         self.restarts = 0
@@ -89,18 +111,22 @@ class RewardPool:
             thread.start()
         try:
             for future in ready:
-                future.result(START_TIMEOUT_S + GRACE_S)
+                future.result(self._hosting.start_timeout_s + GRACE_S)
         except BaseException:
             self.close()
             raise
 
     def submit(self, component: str, response: str, case: str) -> Future[Outcome]:
         """Ask for one value; `case` is `encode_case(ground_truth, row)`. The future never waits without end."""
+        return self.submit_item(component, f"[{encode_value(response)}, {case}]", 1)
+
+    def submit_item(self, component: str, item: str, cost: int) -> Future[Outcome]:
+        """Ask for one value of what `item` (JSON) holds; a batch of several costs no more than the pool's budget."""
         future: Future[Outcome] = Future()
         with self._changed:
             if self._closed or not self._threads:
                 raise PoolClosed(self._closed or "the reward processes were not started")
-            job = _Job(component, f"[{encode_value(response)}, {case}]", future, self._submitted)
+            job = _Job(component, item, future, self._submitted, cost)
             self._submitted += 1
             self._waiting[component].append(job)
             self._changed.notify()
@@ -135,13 +161,16 @@ class RewardPool:
 
     def _launch(self, index: int) -> None:
         """Start process `index` and wait until it has imported the functions."""
-        process = WorkerProcess()
+        hosting = self._hosting
+        process = WorkerProcess(hosting.module, hosting.environment)
         self._processes[index] = process
         try:
             process.send(encode({"components": self._components}))
-            messages = process.receive(START_TIMEOUT_S)
+            messages = process.receive(hosting.start_timeout_s)
             if not messages:
-                raise WorkerDied(f"a reward process had not imported the functions after {START_TIMEOUT_S:g} s")
+                raise WorkerDied(
+                    f"a reward process had not loaded {', '.join(self._components)} after {hosting.start_timeout_s:g} s"
+                )
             if "error" in messages[0]:
                 raise ConfigError(messages[0]["error"])
             self._concurrent = frozenset(messages[0]["concurrent"])
@@ -208,12 +237,18 @@ class RewardPool:
     def _cut(self, jobs: deque[_Job]) -> list[_Job]:
         """A share of the queue, so that several processes end together; cancelled calls fall out."""
         shares = self._workers if jobs[0].component in self._concurrent else 2 * self._workers
-        size = 1 if jobs[0].alone else max(1, min(LARGEST_BATCH, -(-len(jobs) // shares)))
+        budget = self._hosting.budget
+        size = max(1, min(LARGEST_BATCH, -(-len(jobs) // shares))) if budget is None else len(jobs)
+        size = 1 if jobs[0].alone else size
         batch: list[_Job] = []
+        cost = 0
         while jobs and len(batch) < size and (not batch or not jobs[0].alone):
+            if batch and budget is not None and cost + jobs[0].cost > budget:
+                break
             job = jobs.popleft()
             if job.future.running() or job.future.set_running_or_notify_cancel():
                 batch.append(job)
+                cost += job.cost
         return batch
 
     def _run(self, process: WorkerProcess, batch: Sequence[_Job]) -> bool:

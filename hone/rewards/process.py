@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import IO, Any
 
 from hone.rewards.frames import BrokenFrame, FrameBuffer
@@ -37,17 +39,24 @@ class WorkerDied(RuntimeError):
 class WorkerProcess:
     """Used by one thread, which must outlive the process: the kernel kills it when the thread that forked it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = MODULE, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`module` is run as a program, with the parent's process id as its argument; `environment` adds variables."""
         self._buffer = FrameBuffer()
         self._printed: deque[str] = deque(maxlen=LAST_LINES)
         self._partial = b""
         path = [entry or os.getcwd() for entry in sys.path]
-        command = [sys.executable, "-P", "-c", BOOT, MODULE, str(os.getpid()), *path, os.getcwd()]
+        command = [sys.executable, "-P", "-c", BOOT, module, str(os.getpid()), *path, os.getcwd()]
         pipe = subprocess.PIPE
         # unbuffered: this side polls the descriptors; a session of its own: Ctrl-C is for hone, and a kill takes
         # whatever the reward started with it
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=_environment()
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            bufsize=0,
+            start_new_session=True,
+            env=_environment(environment),
         )
         self._poll = select.poll()
         for stream in (self._process.stdout, self._process.stderr):
@@ -149,6 +158,6 @@ def _descriptor(stream: IO[bytes] | None) -> int:
     return stream.fileno()
 
 
-def _environment() -> dict[str, str]:
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
     """One thread per process unless asked otherwise, and sets of strings in the same order in every process."""
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0"}
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0", **more}

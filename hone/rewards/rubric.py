@@ -1,4 +1,10 @@
-"""A rubric: the reward of a trajectory as the weighted sum of named components, judged in processes of their own."""
+"""A rubric: the reward of a trajectory as the weighted sum of named components, functions and reward models.
+
+    score(group)      functions and served reward models, while others are still being played
+    complete(groups)  colocated reward models, for everything that was collected at once
+
+Between the two the reward of a trajectory is NaN, which nothing trains on.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,18 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
-from hone.rewards.pool import Outcome, RewardPool, encode_case
+from hone.config import ConfigError
+from hone.rewards.model import Answer, RewardModels
+from hone.rewards.pool import Outcome, RewardPool, encode_case, functions
 from hone.rewards.settings import RewardConfig
 from hone.types import Metric, Metrics, Prompt, Status, Trajectory, TrajectoryGroup, merge_metrics
+
+NO_MODELS = RewardModels()
 
 
 class Rubric:
@@ -20,68 +32,121 @@ class Rubric:
     `start`, `score` and `close` may be awaited on different event loops: the processes belong to threads of the pool.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, models: RewardModels = NO_MODELS) -> None:
+        """Raises ConfigError for a component whose reward model was not placed."""
         self._weights = {name: part.weight for name, part in config.components.items()}
-        self._pool = RewardPool(config)
+        hosting = functions(config)
+        self._functions = tuple(hosting.components)
+        self._pool = RewardPool(hosting) if self._functions else None
+        self._served = models.served
+        self._colocated = models.colocated
+        missing = sorted(self._weights.keys() - {*self._functions, *self._served, *self._colocated})
+        if missing:
+            raise ConfigError(f"reward.components.{missing[0]}.model: there are no reward models in this command")
         self._lock = threading.Lock()
         self._metrics: Metrics = {}
         self._restarts_told = 0
 
     async def start(self) -> None:
         """Start the processes. Raises ConfigError if a reward cannot be loaded or does not take its options."""
-        await asyncio.to_thread(self._pool.start)
+        await asyncio.gather(*(asyncio.to_thread(one.start) for one in self._processes))
 
     async def score(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """The group with reward and components filled in; trajectories that had already failed are left as they are."""
+        """The group with reward and components filled in; trajectories that had already failed are left as they are.
+
+        With colocated reward models the rewards are NaN until `complete`.
+        """
         began = time.perf_counter()
         try:
             case = encode_case(group.prompt.ground_truth, _row(group.prompt))
         except TypeError as error:
             self._note({"reward/failed": Metric.sum(len(group.trainable))})
             return TrajectoryGroup(group.prompt, tuple(_fail(t, str(error)) for t in group.trajectories))
-        scored = await asyncio.gather(*(self._score_one(trajectory, case) for trajectory in group.trajectories))
+        scored = await asyncio.gather(*(self._score_one(group.prompt, one, case) for one in group.trajectories))
         self._note({"perf/reward_group_seconds": Metric.mean(time.perf_counter() - began)})
         return TrajectoryGroup(group.prompt, tuple(scored))
 
+    def complete(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """The groups with the scores of the colocated reward models added; all their answers are scored together."""
+        if not self._colocated:
+            return list(groups)
+        members = [_members(group) for group in groups]
+        waiting = [
+            (group.prompt, one)
+            for group, found in zip(groups, members, strict=True)
+            for one in found
+            if one.status.trainable
+        ]
+        outcomes: list[dict[str, Outcome]] = [{} for _ in waiting]
+        answers = [Answer.of(prompt, one) for prompt, one in waiting]
+        for name, ask in self._colocated.items():
+            for known, outcome in zip(outcomes, ask(answers) if answers else [], strict=True):
+                known[name] = outcome
+        judged = iter([self._judged(one, new) for (_, one), new in zip(waiting, outcomes, strict=True)])
+        return [
+            _with_members(group, [next(judged) if one.status.trainable else one for one in found])
+            for group, found in zip(groups, members, strict=True)
+        ]
+
     async def close(self) -> None:
         """End the processes; scores still awaited raise PoolClosed."""
-        await asyncio.to_thread(self._pool.close)
+        await asyncio.gather(*(asyncio.to_thread(one.close) for one in self._processes))
 
     def metrics(self) -> Metrics:
         """Counts and times since the last call, under `reward/`."""
         with self._lock:
             counts: Metrics = {name: Metric.sum(0.0) for name in ("reward/scored", "reward/failed", "reward/timeouts")}
-            restarts = self._pool.restarts
+            restarts = sum(one.restarts for one in self._processes)
             counts["reward/worker_restarts"] = Metric.sum(float(restarts - self._restarts_told))
             self._restarts_told = restarts
             told = merge_metrics(counts, self._metrics)
             self._metrics = {}
         return told
 
-    async def _score_one(self, trajectory: Trajectory, case: str) -> Trajectory:
+    @property
+    def _processes(self) -> list[Any]:
+        """Everything that runs in processes: the pool of the functions, and each served model's."""
+        return [*([self._pool] if self._pool is not None else []), *self._served.values()]
+
+    async def _score_one(self, prompt: Prompt, trajectory: Trajectory, case: str) -> Trajectory:
         if not trajectory.status.trainable:
             return trajectory
-        futures = [self._pool.submit(name, trajectory.response, case) for name in self._weights]
-        answers = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
-        outcomes = dict(zip(self._weights, answers, strict=True))
+        futures: dict[str, Future[Outcome]] = {}
+        if self._pool is not None:
+            futures = {name: self._pool.submit(name, trajectory.response, case) for name in self._functions}
+        for name, model in self._served.items():
+            futures[name] = model.submit(Answer.of(prompt, trajectory))
+        answers = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures.values()))
+        if answers:
+            self._note(
+                {
+                    "reward/timeouts": Metric.sum(sum(outcome.late for outcome in answers)),
+                    "perf/reward_call_seconds": Metric.mean(
+                        sum(o.seconds for o in answers) / len(answers), len(answers)
+                    ),
+                    "perf/reward_call_max_seconds": Metric.max(max(o.seconds for o in answers)),
+                }
+            )
+        return self._judged(trajectory, dict(zip(futures, answers, strict=True)))
+
+    def _judged(self, trajectory: Trajectory, outcomes: Mapping[str, Outcome]) -> Trajectory:
+        """The trajectory with these outcomes, counted once nothing is missing any more."""
         judged = self._combine(trajectory, outcomes)
-        failed = judged.status is Status.REWARD_FAILED
-        self._note(
-            {
-                "reward/failed" if failed else "reward/scored": Metric.sum(1),
-                "reward/timeouts": Metric.sum(sum(outcome.late for outcome in answers)),
-                "perf/reward_call_seconds": Metric.mean(sum(o.seconds for o in answers) / len(answers), len(answers)),
-                "perf/reward_call_max_seconds": Metric.max(max(o.seconds for o in answers)),
-            }
-        )
+        if judged.status is Status.REWARD_FAILED:
+            self._note({"reward/failed": Metric.sum(1)})
+        elif not math.isnan(judged.reward):
+            self._note({"reward/scored": Metric.sum(1)})
         return judged
 
     def _combine(self, trajectory: Trajectory, outcomes: Mapping[str, Outcome]) -> Trajectory:
         errors = [f"{name}: {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
-        reward = sum(self._weights[name] * outcome.value for name, outcome in outcomes.items())
+        fresh = flatten({name: outcome for name, outcome in outcomes.items() if not outcome.error})
+        components = {**trajectory.components, **fresh}
+        if not errors and not self._weights.keys() <= components.keys():
+            return trajectory.with_(reward=math.nan, components=components)  # a colocated model has yet to be asked
+        reward = math.nan if errors else sum(weight * components[name] for name, weight in self._weights.items())
         if not errors and not math.isfinite(reward):
             errors = [f"the weighted sum of the components is {reward}"]
-        components = flatten({name: outcome for name, outcome in outcomes.items() if not outcome.error})
         if errors:
             return _fail(trajectory, "; ".join(errors)).with_(components=components)
         return trajectory.with_(reward=reward, components=components)
@@ -98,6 +163,16 @@ def flatten(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
         flat[name] = outcome.value
         flat.update({f"{name}/{part}": value for part, value in outcome.parts.items()})
     return flat
+
+
+def _members(group: TrajectoryGroup) -> list[Trajectory]:
+    return [*group.trajectories, *([group.greedy] if group.greedy is not None else [])]
+
+
+def _with_members(group: TrajectoryGroup, members: Sequence[Trajectory]) -> TrajectoryGroup:
+    size = len(group.trajectories)
+    greedy = members[size] if group.greedy is not None else None
+    return replace(group, trajectories=tuple(members[:size]), greedy=greedy)
 
 
 def _fail(trajectory: Trajectory, error: str) -> Trajectory:

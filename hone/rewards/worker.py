@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hone.rewards.base import BadReward, LoadedReward, describe, judge, load_reward
@@ -32,15 +32,26 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Serve until the parent closes the pipe or is gone."""
+    sink, messages = connect()
+    with asyncio.Runner() as runner:
+        worker = RewardWorker(sink, runner)
+        if worker.load(next(messages)["components"]):
+            for batch in messages:
+                worker.serve(batch)
+
+
+def connect() -> tuple[int, Iterator[dict[str, Any]]]:
+    """Where answers are written, and the messages as they come; the process ends with its parent and with its input."""
     die_with_parent(int(sys.argv[1]))
     source, sink = _claim_pipes()
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(source, inbox), daemon=True).start()
-    with asyncio.Runner() as runner:
-        worker = RewardWorker(sink, runner)
-        if worker.load(inbox.get()["components"]):
-            while True:
-                worker.serve(inbox.get())
+    return sink, _messages(inbox)
+
+
+def _messages(inbox: queue.SimpleQueue[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    while True:
+        yield inbox.get()
 
 
 def die_with_parent(parent: int) -> None:

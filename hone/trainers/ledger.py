@@ -1,7 +1,8 @@
 """The prompt ledger: every prompt drawn is trained exactly once, or dropped with a reason.
 
     drawn -> in flight -> finished -> trained
-                              \\----> dropped (why)
+                 |            \\----> dropped (why)
+                 \\--skipped (why)--> dropped
 
 The ledger is part of the checkpoint. On restart, draws that were in flight after the checkpoint are drawn again by the
 resumed prompt stream, with the same numbers, so nothing is lost and nothing is trained twice. A transition that the
@@ -53,6 +54,12 @@ class PromptLedger:
     def dropped(self, draws: Iterable[int], reason: str) -> None:
         for draw in draws:
             self._move(draw, "finished", None)
+            self._dropped[reason] += 1
+
+    def skipped(self, draws: Iterable[int], reason: str) -> None:
+        """Drop draws before they are played."""
+        for draw in draws:
+            self._move(draw, "in flight", None)
             self._dropped[reason] += 1
 
     def require_settled(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from hone.envs.episode import EpisodeRunner, Play
 from hone.rewards.rubric import Rubric
+from hone.trainers.agents import AgentRunner
 from hone.trainers.loop import EventLoop
 from hone.trainers.recorder import Recorder
 from hone.types import Completion, Metric, Metrics, Prompt, SamplingParams, Status, TrajectoryGroup
@@ -19,7 +20,12 @@ class Player:
     """Turns prompts into scored groups; training and evaluation share one."""
 
     def __init__(
-        self, runner: EpisodeRunner, rollout: RolloutHandle, rubric: Rubric, loop: EventLoop, recorder: Recorder
+        self,
+        runner: EpisodeRunner | AgentRunner,
+        rollout: RolloutHandle,
+        rubric: Rubric,
+        loop: EventLoop,
+        recorder: Recorder,
     ) -> None:
         self._runner = runner
         self._rollout = rollout
@@ -31,6 +37,8 @@ class Player:
     def play(self, prompts: Sequence[Prompt], play: Play) -> list[TrajectoryGroup]:
         """The scored groups of `prompts`, in order. Generation is the time until the last token, reward what is left.
 
+        Reward models in this process are asked once all of it is there.
+
         Raises whatever ends the rollout engine; a failing reward or environment ends in a trajectory's status.
         """
         with self._recorder.phase("generate"):
@@ -39,7 +47,7 @@ class Player:
                 self._runner.run(prompts, replace(play, generate=self._generate), self._rubric.score)
             )
             self._recorder.timer.move(time.perf_counter() - self._last_token, "reward")
-        return groups
+        return self._rubric.complete(groups)
 
     def metrics(self) -> Metrics:
         """What the rollout engine and the rewards count, since the last call."""
@@ -49,6 +57,20 @@ class Player:
         completion = await self._rollout.generate(request_id, token_ids, sampling)
         self._last_token = time.perf_counter()
         return completion
+
+
+def describe_greedy(groups: Sequence[TrajectoryGroup]) -> Metrics:
+    """The greedy answers beside the samples, where an algorithm asked for them; those that failed count in nothing."""
+    played = [group.greedy for group in groups if group.greedy is not None]
+    if not played:
+        return {}
+    usable = [one for one in played if one.status.trainable]
+    metrics: Metrics = {"rollout/greedy_failed": Metric.sum(len(played) - len(usable))}
+    if usable:
+        rewards, lengths = [one.reward for one in usable], [one.response_length for one in usable]
+        metrics["rollout/greedy_reward"] = Metric.mean(sum(rewards) / len(usable), len(usable))
+        metrics["rollout/greedy_response_length"] = Metric.mean(sum(lengths) / len(usable), len(usable))
+    return metrics
 
 
 def count_statuses(groups: Sequence[TrajectoryGroup]) -> Metrics:

@@ -188,6 +188,27 @@ def test_positive_examples_are_averaged_over_their_own_tokens(batch, close):
     assert (values * weighed.loss_weights).sum().item() == pytest.approx(0.1 * 2.0)  # mean of 1 and 3
 
 
+def test_returns_are_plain_sums_while_only_the_critic_learns(batches, close):
+    """Values 0.5 and 1, reward 2 at the end, lambda 0.5: the last return is 2, the first 1 + 0.5 (2 - 1) or 2."""
+    batch = batches.build([[0, 1, 1]], rewards=[2.0], values=[0.0, 0.5, 1.0])
+    chosen = algorithm(advantage=GaeSettings(lam=0.5))
+    close(chosen.advantages(batch, pretraining=True).returns, [0, 2.0, 2.0])
+    close(chosen.advantages(batch).returns, [0, 1.5, 2.0])
+    own = algorithm(advantage=GaeSettings(lam=0.5, critic_lam=0.0))
+    close(own.advantages(batch, pretraining=True).returns, [0, 2.0, 2.0])
+    close(own.advantages(batch).returns, [0, 1.0, 2.0])
+
+
+def test_the_kl_coefficient_does_not_adapt_to_a_policy_that_does_not_move(batch):
+    kl = KlSettings(where="in_reward", coef=0.1, target=0.01, horizon=20)
+    chosen = algorithm(advantage=GaeSettings(), kl=kl)
+    full = batch.with_(values=torch.zeros(5).double())
+    chosen.advantages(full, pretraining=True)
+    assert chosen.kl_coef == 0.1
+    chosen.advantages(full)
+    assert chosen.kl_coef != 0.1
+
+
 def test_resampled_trajectories_count_as_often_as_they_were_drawn(batch):
     """Rewards 1 and 0 with power 1: the second is never drawn, the first twice."""
     chosen = algorithm(resample=ResampleSettings())
@@ -205,6 +226,8 @@ def test_measure_says_what_is_known(batch):
     assert metrics["correction/max_abs_difference"].value == pytest.approx(math.log(4))
     # returns 1, 1, 0 and errors 0.5, 0, 0: 1 - (1/12) / (1/3)
     assert metrics["critic/explained_variance"].value == pytest.approx(0.75)
+    of_rollout = algorithm(correction=CorrectionSettings(old="rollout"))
+    assert "correction/kl" not in of_rollout.measure(of_rollout.advantages(batch)), "compared with itself it would be 0"
     nothing = algorithm().measure(batch.with_(old_logprobs=None))
     assert nothing == {}
     given = algorithm().measure(batch.with_(old_logprobs=None), logprobs=batch.old_logprobs)
@@ -229,7 +252,7 @@ def test_every_estimator_works_with_every_loss(batches, batch, advantage, loss):
     full = batch.with_(
         values=torch.zeros(5),
         components={"a": torch.tensor([1.0, 0.0]), "greedy_reward": torch.tensor([0.5, 0.5])},
-        extras={"sum_pi_squared": torch.full((5,), 0.5)},
+        extras={"sum_pi_squared": torch.full((5,), 0.5), "process_rewards": torch.full((5,), 0.5)},
     )
     weighed = chosen.weigh(chosen.advantages(full))
     lp = torch.tensor([0, -1.1, -1.9, 0, -1.4], requires_grad=True)

@@ -1,9 +1,17 @@
 """Which groups are kept, why others are not, and what long answers cost."""
 
+import dataclasses
+
 import pytest
 
 from hone.algorithms.settings import DynamicSamplingSettings, OverlongSettings
-from hone.algorithms.shaping import PromptHistory, metric_of, overlong_penalty, punish_overlong, split_trainable
+from hone.algorithms.shaping import (
+    metric_of,
+    overlong_penalty,
+    punish_overlong,
+    split_trainable,
+    with_greedy_reward,
+)
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
 
 
@@ -103,9 +111,29 @@ def test_a_buffer_longer_than_the_response_is_refused():
         punish_overlong([], 10, OverlongSettings(buffer_tokens=40))
 
 
-def test_prompt_history_skips_by_streaks_of_no_variance():
-    history = PromptHistory({})
-    assert history.skip_probability("a", explore=0.5) == 0
-    history = history.observe("a", has_variance=False).observe("a", has_variance=False)
-    assert history.skip_probability("a", explore=0.5) == 0.75
-    assert history.observe("a", has_variance=True).skip_probability("a", explore=0.5) == 0
+def test_a_failed_greedy_answer_takes_its_group_with_it():
+    failed = dataclasses.replace(trajectory(0.0, Status.REWARD_FAILED), error="no verdict")
+    lost = dataclasses.replace(group(trajectory(1.0), trajectory(0.0, Status.ENV_FAILED)), greedy=failed)
+    good = dataclasses.replace(group(trajectory(1.0)), greedy=trajectory(0.25))
+    kept, dropped = split_trainable([lost, good], None)
+    assert kept == [good]
+    ((marked, reason),) = dropped
+    assert reason == "the greedy answer failed: reward_failed"
+    assert [one.status for one in marked.trajectories] == [Status.REWARD_FAILED, Status.ENV_FAILED]
+    assert [one.error for one in marked.trajectories] == [f"{reason}: no verdict", "sandbox died"]
+
+
+def test_the_greedy_reward_is_a_component_of_what_is_trained_on():
+    judged = dataclasses.replace(
+        group(trajectory(1.0, right=1.0), trajectory(0.0, Status.ENV_FAILED)), greedy=trajectory(0.25)
+    )
+    noted = with_greedy_reward(judged)
+    assert [one.components for one in noted.trajectories] == [{"right": 1.0, "greedy_reward": 0.25}, {}]
+    plain = group(trajectory(1.0))
+    assert with_greedy_reward(plain) is plain
+
+
+def test_the_greedy_answer_is_punished_for_its_length_too():
+    long = dataclasses.replace(group(trajectory(1.0, tokens=10)), greedy=trajectory(0.5, tokens=8))
+    (shaped,) = punish_overlong([long], 10, OverlongSettings(buffer_tokens=4))
+    assert shaped.greedy.reward == 0.5 - 0.5

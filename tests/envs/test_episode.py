@@ -45,6 +45,13 @@ def run(engine, prompts, make_env=ChatEnv, samples=2, score=unscored, **settings
     return asyncio.run(runner.run(prompts, play, score))
 
 
+def play_greedily(engine, prompts, score=unscored):
+    sampling = SamplingParams(max_tokens=6, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop=("x",))
+    runner = EpisodeRunner(EpisodeConfig(), ChatEnv, SPEECH)
+    play = Play(engine.generate, sampling, seed=1, step=4, samples=2, greedy=True)
+    return asyncio.run(runner.run(prompts, play, score))
+
+
 def test_a_single_turn_is_prompt_then_completion():
     engine = Engine()
     (group,) = run(engine, [prompt(draw=5)])
@@ -204,3 +211,31 @@ def test_an_unknown_environment_names_those_there_are():
     with pytest.raises(ConfigError, match="unknown environment 'chta'; did you mean 'chat'"):
         build(EpisodeConfig, {"env": "chta"}, "recipe.yaml")
     assert EpisodeConfig().env == Choice(name="chat")
+
+
+def test_a_greedy_episode_is_played_beside_the_samples_with_the_same_limits():
+    engine = Engine()
+    first, second = play_greedily(engine, [prompt(draw=5), prompt(draw=6)])
+    assert [request for request, _, _ in engine.asked] == [f"4/{draw}/{n}/0" for draw in (5, 6) for n in (0, 1, 2)]
+    assert [sampling.temperature for _, _, sampling in engine.asked] == [0.7, 0.7, 0.0] * 2
+    greedy = engine.asked[2][2]
+    assert (greedy.top_k, greedy.top_p, greedy.min_p, greedy.max_tokens, greedy.stop) == (0, 1.0, 0.0, 6, ("x",))
+    for group in (first, second):
+        assert [one.sample for one in group.trajectories] == [0, 1]
+        assert group.greedy.sample == 2
+        assert group.greedy.prompt_id == group.prompt.prompt_id
+    assert run(engine, [prompt()])[0].greedy is None
+
+
+def test_the_greedy_episode_is_scored_as_a_group_of_its_own():
+    seen = []
+
+    async def score(group):
+        seen.append(len(group.trajectories))
+        scored = tuple(one.with_(reward=float(len(group.trajectories))) for one in group.trajectories)
+        return type(group)(group.prompt, scored)
+
+    (group,) = play_greedily(Engine(), [prompt()], score)
+    assert sorted(seen) == [1, 2]
+    assert [one.reward for one in group.trajectories] == [2.0, 2.0]
+    assert group.greedy.reward == 1.0

@@ -46,3 +46,14 @@ def test_the_state_survives_a_checkpoint():
     assert again.counts == ledger.counts
     again.trained([1])
     again.drawn([4])
+
+
+def test_a_skipped_draw_is_settled_without_being_played():
+    ledger = PromptLedger()
+    ledger.drawn([0, 1, 2])
+    ledger.skipped([1], "expected to teach nothing")
+    ledger.finished([0, 2])
+    with pytest.raises(LedgerError, match="draw 2 is finished, expected it in flight"):
+        ledger.skipped([2], "too late")
+    ledger.trained_all_finished()
+    assert ledger.counts == {"drawn": 3, "trained": 2, "open": 0, "dropped: expected to teach nothing": 1}

@@ -1,0 +1,144 @@
+"""Scores answers with a reward model: a value model that reads what was said up to the token before each mark.
+
+    answer --its own tokens if the vocabulary is the same, else rendered anew--> tokens with marks
+           --infer_batch--> values at the marks --the one value, or for a process reward model min, mean, last--> score
+
+A mark is on the token that follows what is judged, because a value is that of the state before its token: the end token
+of the answer, or for a process reward model also the first token of each separator, as in the training of such models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hone.config import ConfigError
+from hone.data.packing import Sample, pack_samples
+from hone.data.rendering import Renderer, RenderingError
+from hone.engines.settings import EngineConfig
+from hone.models.loading import VALUE_HEAD_FILE, check_model_source
+from hone.models.settings import ModelConfig
+from hone.models.tokenizer import load_tokenizer, vocabulary_digest
+from hone.rewards.model import Answer
+from hone.rewards.pool import Outcome
+from hone.rewards.settings import RewardModelConfig
+from hone.types import Batch, ModelOutput
+from hone.workers.train import TrainSpec
+
+InferFn = Callable[[Batch], ModelOutput]
+FOLLOWS = 0  # a token after the last one, so that its state has a value: which one makes no difference
+
+
+class Unscorable(ValueError):
+    """An answer that the reward model cannot score; it fails, and is not worth 0."""
+
+
+def reward_model_spec(config: RewardModelConfig) -> TrainSpec:
+    """How an engine hosts the reward model, for inference only. Raises ConfigError if the folder holds none."""
+    if not (Path(config.path) / VALUE_HEAD_FILE).is_file():
+        raise ConfigError(
+            f"{config.path} is not a reward model: it has no {VALUE_HEAD_FILE}, as exports of `hone reward-model` do"
+        )
+    engine = EngineConfig(max_tokens_per_microbatch=config.max_tokens_per_batch, compute_dtype=config.compute_dtype)
+    return TrainSpec(ModelConfig(path=config.path, dtype=config.compute_dtype), engine, "value_model")
+
+
+class AnswerScorer:
+    """A reward model that is ready to be asked, for the answers of a policy with the given vocabulary."""
+
+    def __init__(self, config: RewardModelConfig, vocabulary: str, infer: InferFn) -> None:
+        """`vocabulary` is the digest of the policy's. Raises ModelError for a folder without a usable tokenizer."""
+        model = ModelConfig(path=config.path)
+        tokenizer = load_tokenizer(model)
+        self._renderer = Renderer(tokenizer)
+        self._same_tokens = vocabulary_digest(tokenizer) == vocabulary
+        self._infer = infer
+        self._aggregation = config.aggregation
+        self._separator = config.step_separator if config.aggregation is not None else ""
+        positions = check_model_source(model).get("max_position_embeddings")
+        self._limits = {"max_tokens_per_batch": config.max_tokens_per_batch}
+        if positions is not None:
+            self._limits["the model's max_position_embeddings"] = int(positions)
+
+    def __call__(self, answers: Sequence[Answer]) -> list[Outcome]:
+        """The score of each answer, in order; an answer that cannot be scored has an error and no value."""
+        outcomes: list[Outcome | None] = []
+        samples: list[Sample] = []
+        for answer in answers:
+            try:
+                samples.append(self._prepared(answer))
+                outcomes.append(None)
+            except (Unscorable, RenderingError) as error:
+                outcomes.append(Outcome(error=str(error)))
+        scored = iter(self._scores(samples))
+        return [next(scored) if outcome is None else outcome for outcome in outcomes]
+
+    def _prepared(self, answer: Answer) -> Sample:
+        token_ids, marks = self._as_sampled(answer) if self._same_tokens else self._rendered(answer)
+        for name, limit in self._limits.items():
+            if len(token_ids) > limit:
+                raise Unscorable(
+                    f"the answer has {len(token_ids)} tokens for the reward model, more than {name}={limit}"
+                )
+        return Sample(token_ids, marks, "answers")
+
+    def _as_sampled(self, answer: Answer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        ids, start = answer.token_ids, answer.prompt_length
+        if start >= len(ids):
+            raise Unscorable("the answer has no tokens")
+        if ids[-1] not in self._renderer.end_token_ids:  # cut off: judged like one that had ended there
+            ids = (*ids, FOLLOWS)
+        said = [self._renderer.decode([token]) for token in ids[start:-1]] if self._separator else []
+        marked = {len(ids) - 1, *(start + index for index in separator_tokens(said, self._separator))}
+        return ids, tuple(int(position in marked) for position in range(len(ids)))
+
+    def _rendered(self, answer: Answer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The reward model's own template and tokens. What an environment said between turns is not in the text."""
+        if answer.turns > 1:
+            raise Unscorable(
+                f"the reward model's vocabulary is not the policy's, and an answer of {answer.turns} turns cannot be "
+                "rendered again from its text"
+            )
+        steps = answer.response.split(self._separator) if self._separator else [answer.response]
+        steps = [step for step in steps if step.strip()] or [answer.response]
+        return self._renderer.render_steps(answer.messages, steps, self._separator)
+
+    def _scores(self, samples: Sequence[Sample]) -> list[Outcome]:
+        if not samples:
+            return []
+        batch = pack_samples(samples)
+        values = self._infer(batch).values
+        assert values is not None  # it is a value model
+        marked = iter(values[batch.loss_mask].tolist())
+        return [self._outcome(list(itertools.islice(marked, sum(sample.loss_mask)))) for sample in samples]
+
+    def _outcome(self, values: Sequence[float]) -> Outcome:
+        if not all(map(math.isfinite, values)):
+            return Outcome(error=f"the reward model's score is {values}")
+        if self._aggregation is None:
+            return Outcome(value=values[-1])
+        right = [1 / (1 + math.exp(-max(-700.0, value))) for value in values]
+        each = {"last": right[-1], "mean": sum(right) / len(right), "min": min(right)}
+        return Outcome(value=each[self._aggregation], parts={"steps": float(len(right))})
+
+
+def separator_tokens(pieces: Sequence[str], separator: str) -> list[int]:
+    """Which of an answer's tokens, given as text, begin a separator that has something to judge before and after it.
+
+    >>> separator_tokens(["a", "b", "\\n", "c", "\\n"], "\\n"), separator_tokens(["x", ".\\n", "\\ny"], "\\n\\n")
+    ([2], [1])
+    """
+    if not separator:
+        return []
+    text = "".join(pieces)
+    ends = list(itertools.accumulate(len(piece) for piece in pieces))
+    found: list[int] = []
+    step, at = 0, text.find(separator)
+    while at >= 0:
+        after = at + len(separator)
+        if text[step:at].strip() and text[after:].strip():
+            found.append(next(index for index, end in enumerate(ends) if at < end))
+        step, at = after, text.find(separator, after)
+    return found
