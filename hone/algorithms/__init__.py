@@ -38,6 +38,7 @@ ADVANTAGES = Registry(
             optimal_token_baseline="OptimalTokenBaselineSettings",
             tir_optimal_token_baseline="TirOptimalTokenBaselineSettings",
         ),
+        **_entries("process_reward", "process_reward_settings", prime="PrimeSettings"),
     },
 )
 

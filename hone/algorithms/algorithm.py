@@ -17,22 +17,32 @@ from hone.algorithms import ADVANTAGES
 from hone.algorithms.advantages import Advantages, token_rewards
 from hone.algorithms.aggregation import StepCounts, loss_weights, step_counts
 from hone.algorithms.correction import accepted, importance_weights, mismatch, normalized
+from hone.algorithms.history import PromptHistory
 from hone.algorithms.kl import adapt_coef, kl_penalty
-from hone.algorithms.objective import IS_WEIGHTS, POSITIVE, SELECTED, PolicyObjective, ValueObjective
+from hone.algorithms.objective import FULL_KL, IS_WEIGHTS, POSITIVE, SELECTED, PolicyObjective, ValueObjective
 from hone.algorithms.resampling import resample
 from hone.algorithms.segments import loss_token_counts, masked_mean, sequence_mean, spread
-from hone.algorithms.settings import AggregationSettings, AlgorithmConfig, Mode
-from hone.algorithms.shaping import Dropped, check_buffer, punish_overlong, split_trainable
+from hone.algorithms.settings import AggregationSettings, AlgorithmConfig, GaeSettings, Mode
+from hone.algorithms.shaping import (
+    GREEDY_REWARD,
+    Dropped,
+    check_buffer,
+    metric_of,
+    punish_overlong,
+    split_trainable,
+    with_greedy_reward,
+)
 from hone.config import Config
 from hone.registry import resolve
 from hone.types import Batch, Metric, Metrics, TrajectoryGroup
 
 REPEATS = "repeats"  # of Batch.extras: how often each token's trajectory counts (PF-PPO)
+OF_OTHER_ROLES = frozenset({"process_rewards"})  # keys of Batch.extras that another model than the actor gives
 REJECTED = "rejected"  # of Batch.extras: tokens that a rejection rule took out of the loss mask
 
 
 class Algorithm:
-    """One algorithm, as a run file describes it, with the little state that it has (the adaptive KL coefficient).
+    """One algorithm, as a run file describes it, with its little state: KL coefficient, history of prompts.
 
     `steps_per_batch` is the number of optimizer steps on one collected batch (mini-batches x epochs).
     `max_response_tokens` is needed for the overlong penalty only. Raises ValueError where the settings contradict
@@ -63,6 +73,8 @@ class Algorithm:
         self._value_objective = ValueObjective(config.value_loss) if self.needs_values else None
         self._kl_coef = config.kl.coef
         self._batches = 0
+        skipping = config.dynamic_sampling.skip_zero_variance if config.dynamic_sampling is not None else None
+        self._history = PromptHistory(skipping) if skipping is not None else None
         for part in (config.advantage, config.loss, config.kl, config.correction, config.overlong, config.resample):
             _take_all(part)
         _take_all(config.dynamic_sampling)
@@ -84,6 +96,11 @@ class Algorithm:
     @property
     def needs_reference(self) -> bool:
         return self._kl.coef > 0
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether every prompt is also answered greedily, for the reward of that answer."""
+        return f"components.{GREEDY_REWARD}" in self.required_fields
 
     @property
     def needs_values(self) -> bool:
@@ -110,7 +127,13 @@ class Algorithm:
     @property
     def infer_needs(self) -> frozenset[str]:
         """Outputs beyond log-probs that the forward for `old_logprobs` must give; they go into `Batch.extras`."""
-        return frozenset(name.removeprefix("extras.") for name in self.required_fields if name.startswith("extras."))
+        extras = {name.removeprefix("extras.") for name in self.required_fields if name.startswith("extras.")}
+        return frozenset(extras - OF_OTHER_ROLES)
+
+    @property
+    def reference_needs(self) -> frozenset[str]:
+        """Outputs beyond log-probs that the reference's forward must give."""
+        return frozenset({"states"} if FULL_KL in self._policy_objective.needs else ())
 
     @property
     def max_draws(self) -> int:
@@ -124,6 +147,15 @@ class Algorithm:
 
     # ------------------------------------------------------------------------------------------------ trajectories
 
+    @property
+    def skips_prompts(self) -> bool:
+        """Whether prompts may be skipped before rollout."""
+        return self._history is not None
+
+    def skip_probability(self, prompt_id: str) -> float:
+        """How likely this prompt should be skipped before rollout, because its last groups taught nothing."""
+        return self._history.skip_probability(prompt_id) if self._history is not None else 0.0
+
     def shape(self, groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """Groups with the overlong penalty added to their rewards, if there is one."""
         if self._overlong is None:
@@ -131,22 +163,36 @@ class Algorithm:
         return punish_overlong(groups, self._max_response_tokens, self._overlong)
 
     def keep(self, groups: Iterable[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[Dropped]]:
-        """The groups to train on, and the others as (group marked `filtered`, reason)."""
-        return split_trainable(groups, self._sampling)
+        """The groups to train on, and the others as (group marked as not trainable, reason); notes what was seen."""
+        groups = list(groups)
+        kept, dropped = split_trainable(groups, self._sampling)
+        if self._history is not None and self._sampling is not None:
+            metric = self._sampling.metric
+            usable = [(group.prompt.prompt_id, group.trainable) for group in groups if group.trainable]
+            self._history.observe((name, [metric_of(one, metric) for one in found]) for name, found in usable)
+        return [with_greedy_reward(group) for group in kept], dropped
+
+    def measure_prompts(self) -> Metrics:
+        """The history of prompts in figures; nothing without one."""
+        return self._history.metrics() if self._history is not None else {}
 
     # ------------------------------------------------------------------------------------------------------ batches
 
-    def advantages(self, batch: Batch) -> Batch:
+    def advantages(self, batch: Batch, pretraining: bool = False) -> Batch:
         """The batch with token rewards, advantages and, with a critic, returns; called once per collected batch.
 
-        Also takes rejected tokens out of the loss mask and moves the adaptive KL coefficient.
-        Raises ValueError if a required field is missing.
+        Also takes rejected tokens out of the loss mask and moves the adaptive KL coefficient. While only the critic
+        learns (`pretraining`), its returns are the plain sums of rewards, whatever lambda is set (VAPO, arXiv
+        2504.05118, section 4.1), and the coefficient stays. Raises ValueError if a required field is missing.
         """
         if self._correction.old == "rollout":
             batch = batch.with_(old_logprobs=_field(batch.rollout_logprobs, "rollout_logprobs"))
         batch = self._with_is_weights(batch)
-        batch = self._with_token_rewards(batch)
-        result = self._estimator(batch, self._advantage)
+        batch = self._with_token_rewards(batch, adapt=not pretraining)
+        settings = self._advantage
+        if pretraining and isinstance(settings, GaeSettings):
+            settings = settings.model_copy(update={"critic_lam": 1.0})
+        result = self._estimator(batch, settings)
         batch = batch.with_(advantages=result.advantages, returns=result.returns)
         if self._resample is not None:
             repeats = resample(_field(batch.rewards, "rewards"), self._resample, self._batches)
@@ -188,7 +234,8 @@ class Algorithm:
         mask = batch.loss_mask | batch.extras.get(REJECTED, torch.zeros_like(batch.loss_mask))
         current = batch.old_logprobs if logprobs is None else logprobs
         metrics: Metrics = {}
-        if current is not None and batch.rollout_logprobs is not None:
+        itself = self._correction.old == "rollout" and logprobs is None  # then the objective measures the gap
+        if current is not None and batch.rollout_logprobs is not None and not itself:
             metrics |= mismatch(current, batch.rollout_logprobs, mask, batch.cu_seqlens, self._correction.band)
         if current is not None and batch.ref_logprobs is not None and self._kl.kind != "full":
             kl = masked_mean(kl_penalty(current, batch.ref_logprobs, self._kl.kind), mask)
@@ -205,13 +252,16 @@ class Algorithm:
 
     # -------------------------------------------------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, float | int]:
+    def state_dict(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {"kl_coef": self._kl_coef, "batches": self._batches}
+        state: dict[str, Any] = {"kl_coef": self._kl_coef, "batches": self._batches}
+        return state | ({"prompts": self._history.state_dict()} if self._history is not None else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kl_coef = float(state["kl_coef"])
         self._batches = int(state["batches"])
+        if self._history is not None and "prompts" in state:  # absent where skipping was not on before
+            self._history.load_state_dict(state["prompts"])
 
     # -------------------------------------------------------------------------------------------------------- parts
 
@@ -229,13 +279,14 @@ class Algorithm:
             weights = normalized(weights, batch.loss_mask)
         return _with_extra(batch, IS_WEIGHTS, weights)
 
-    def _with_token_rewards(self, batch: Batch) -> Batch:
+    def _with_token_rewards(self, batch: Batch, adapt: bool) -> Batch:
         rewards = token_rewards(batch)
         if self._kl.where == "in_reward" and self._kl.coef > 0:
             old, ref = _field(batch.old_logprobs, "old_logprobs"), _field(batch.ref_logprobs, "ref_logprobs")
             kl = torch.where(batch.loss_mask, kl_penalty(old, ref, self._kl.kind), 0)
             rewards = rewards - self._kl_coef * kl
-            self._adapt(kl, batch)
+            if adapt:
+                self._adapt(kl, batch)
         return batch.with_(token_rewards=rewards)
 
     def _adapt(self, kl: Tensor, batch: Batch) -> None:

@@ -1,8 +1,12 @@
 """On-policy distillation: the student samples, a teacher says how likely it finds what was sampled.
 
-As a loss (`DistillationObjective`), or as a reward (`distillation_rewards`) for any policy loss. The teacher's view
-comes with the batch: `extras["teacher_logprobs"]`, [T] for the sampled tokens or [T, K] for the teacher's K most likely
-ones. Source: arXiv 2306.13649.
+    batch with the teacher's view --before_advantages--> token rewards      (where: in_reward)
+    batch with advantages --after_advantages--> advantages                  (task_coef; where: in_advantage)
+    policy objective --objective--> policy objective + divergence           (where: in_loss)
+
+The teacher's view are `extras["teacher_logprobs"]` [T] of the sampled tokens and, for the top-k losses,
+`extras["teacher_top_k_logprobs"]` [T, K] of its K most likely tokens, whose ids are `extras["ids_at"]` [T, K].
+Source: arXiv 2306.13649; the teacher as reward: arXiv 2306.08543.
 """
 
 from __future__ import annotations
@@ -14,14 +18,16 @@ import torch
 from torch import Tensor
 
 from hone.algorithms import DISTILLATION_LOSSES
-from hone.algorithms.distillation_settings import SampledKlSettings
+from hone.algorithms.distillation_settings import DistillationConfig, SampledKlSettings
 from hone.algorithms.kl import kl_penalty
-from hone.algorithms.segments import spread
+from hone.algorithms.segments import masked_mean, on_last_loss_token
 from hone.algorithms.settings import KlKind
-from hone.types import Batch, LossOutput, ModelOutput
+from hone.types import Batch, LossFn, LossOutput, Metric, Metrics, ModelOutput
 
-TEACHER = "teacher_logprobs"  # of Batch.extras
-TOP_K = "top_k_logprobs"  # of ModelOutput.extras: the student's log-probs of the teacher's K tokens, [T, K]
+TEACHER = "teacher_logprobs"  # of Batch.extras, as are the next two
+TEACHER_TOP_K = "teacher_top_k_logprobs"
+IDS = "ids_at"  # the tokens that an engine is asked about with the next
+AT = "logprobs_at"  # of ModelOutput.extras: the student's log-probs of the teacher's K tokens, [T, K]
 
 
 def reverse_kl(lp: Tensor, teacher: Tensor, settings: SampledKlSettings) -> Tensor:
@@ -50,15 +56,11 @@ def _with_rest(lp: Tensor) -> Tensor:
     return torch.cat([lp, torch.log(-torch.expm1(total))], dim=-1)
 
 
-def choose_teacher(logprobs: Tensor, teacher: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Each sequence's own teacher out of M: [M, T] and [N] int64 -> [T].
-
-    Raises ValueError for a teacher that does not exist.
-    """
-    if len(teacher) and not 0 <= int(teacher.min()) <= int(teacher.max()) < len(logprobs):
-        raise ValueError(f"a sequence names teacher {int(teacher.max())}, and there are {len(logprobs)} (from 0)")
-    row = spread(teacher, cu_seqlens)
-    return logprobs.gather(0, row[None])[0]
+def distillation_penalty(batch: Batch, kind: KlKind) -> Tensor:
+    """The reverse KL estimate of each token from `old_logprobs` and the teacher's, [T]; 0 outside the mask."""
+    if batch.old_logprobs is None or TEACHER not in batch.extras:
+        raise ValueError(f"the teacher's penalty needs Batch.old_logprobs and Batch.extras[{TEACHER!r}]")
+    return torch.where(batch.loss_mask, kl_penalty(batch.old_logprobs, batch.extras[TEACHER], kind), 0)
 
 
 def distillation_rewards(batch: Batch, coef: float, kind: KlKind = "k1") -> Tensor:
@@ -66,10 +68,8 @@ def distillation_rewards(batch: Batch, coef: float, kind: KlKind = "k1") -> Tens
 
     Reads `old_logprobs` and `extras["teacher_logprobs"]`, and `token_rewards` if they are filled (else 0).
     """
-    if batch.old_logprobs is None or TEACHER not in batch.extras:
-        raise ValueError(f"distillation rewards need Batch.old_logprobs and Batch.extras[{TEACHER!r}]")
-    kl = torch.where(batch.loss_mask, kl_penalty(batch.old_logprobs, batch.extras[TEACHER], kind), 0)
-    return -coef * kl if batch.token_rewards is None else batch.token_rewards - coef * kl
+    penalty = coef * distillation_penalty(batch, kind)
+    return -penalty if batch.token_rewards is None else batch.token_rewards - penalty
 
 
 class DistillationObjective:
@@ -79,13 +79,87 @@ class DistillationObjective:
         self._loss: Callable[[Tensor, Tensor, Any], Tensor] = DISTILLATION_LOSSES.get(settings.name)
         self._settings = settings
         self._sampled = settings.name == "reverse_kl"
-        self.needs: frozenset[str] = frozenset() if self._sampled else frozenset({TOP_K})
+        self._teacher = TEACHER if self._sampled else TEACHER_TOP_K
+        self.needs: frozenset[str] = frozenset() if self._sampled else frozenset({AT})
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
         """Raises ValueError if the student's or the teacher's log-probs are missing."""
-        lp = output.logprobs if self._sampled else output.extras.get(TOP_K)
-        if lp is None or TEACHER not in batch.extras:
-            wanted = "ModelOutput.logprobs" if self._sampled else f"ModelOutput.extras[{TOP_K!r}]"
-            raise ValueError(f"distillation needs {wanted} and Batch.extras[{TEACHER!r}]")
-        losses = torch.where(batch.loss_mask, self._loss(lp, batch.extras[TEACHER], self._settings), 0)
-        return LossOutput(losses, {"train/teacher_kl": losses.detach()})
+        lp = output.logprobs if self._sampled else output.extras.get(AT)
+        if lp is None or self._teacher not in batch.extras:
+            wanted = "ModelOutput.logprobs" if self._sampled else f"ModelOutput.extras[{AT!r}]"
+            raise ValueError(f"distillation needs {wanted} and Batch.extras[{self._teacher!r}]")
+        losses = torch.where(batch.loss_mask, self._loss(lp, batch.extras[self._teacher], self._settings), 0)
+        metrics = {"train/distillation_loss": losses.detach()}
+        if output.logprobs is not None and TEACHER in batch.extras:
+            gap = output.logprobs.detach() - batch.extras[TEACHER]
+            metrics["train/teacher_kl"] = torch.where(batch.loss_mask, gap, 0)
+        return LossOutput(losses, metrics)
+
+
+class MixedObjective:
+    """The policy's own loss plus coef times the divergence from the teacher, in one forward."""
+
+    def __init__(self, policy: LossFn, distillation: DistillationObjective, coef: float) -> None:
+        self._policy = policy
+        self._distillation = distillation
+        self._coef = coef
+        self.needs: frozenset[str] = getattr(policy, "needs", frozenset()) | distillation.needs
+        self.whole_groups: bool = getattr(policy, "whole_groups", False)
+
+    def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
+        policy, distillation = self._policy(output, batch), self._distillation(output, batch)
+        return LossOutput(
+            policy.values + self._coef * distillation.values,
+            {**policy.metrics, **distillation.metrics},
+            policy.counted,
+        )
+
+
+class Distillation:
+    """What a trainer with teachers does around `Algorithm`, as a run file describes it."""
+
+    def __init__(self, config: DistillationConfig) -> None:
+        self._where = config.where
+        self._coef = config.coef
+        self._task_coef = config.task_coef
+        self._kind: KlKind = config.loss.kind if isinstance(config.loss, SampledKlSettings) else "k1"
+        self._objective = DistillationObjective(config.loss) if config.where == "in_loss" else None
+        self.top_k: int = 0 if isinstance(config.loss, SampledKlSettings) else getattr(config.loss, "k", 0)
+        """How many of its most likely tokens a teacher is asked for; 0: only about the sampled ones."""
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the student's log-probs are needed before the update."""
+        return self._where != "in_loss"
+
+    def before_advantages(self, batch: Batch) -> Batch:
+        """With `in_reward`, the batch with token rewards: task_coef times the task's, minus the divergence."""
+        if self._where != "in_reward":
+            return batch
+        if batch.rewards is None:
+            raise ValueError("Batch.rewards is missing: the teacher's part is added to the task's rewards")
+        task = on_last_loss_token(self._task_coef * batch.rewards, batch.loss_mask, batch.cu_seqlens)
+        batch = batch.with_(token_rewards=task)
+        return batch.with_(token_rewards=distillation_rewards(batch, self._coef, self._kind))
+
+    def after_advantages(self, batch: Batch) -> Batch:
+        """The batch with advantages scaled by task_coef and, with `in_advantage`, less the divergence of each token."""
+        if self._where == "in_reward":
+            return batch
+        if batch.advantages is None:
+            raise ValueError("Batch.advantages is missing: call Algorithm.advantages first")
+        advantages = self._task_coef * batch.advantages
+        if self._where == "in_advantage":
+            advantages = advantages - self._coef * distillation_penalty(batch, self._kind)
+        return batch.with_(advantages=advantages)
+
+    def objective(self, policy: LossFn) -> LossFn:
+        """The actor's loss."""
+        return policy if self._objective is None else MixedObjective(policy, self._objective, self._coef)
+
+    def measure(self, batch: Batch) -> Metrics:
+        """KL(student, teacher) from the sampled tokens (k1), where the objective does not measure it."""
+        if self._objective is not None:
+            return {}
+        kl = masked_mean(distillation_penalty(batch, "k1"), batch.loss_mask)
+        return {"train/teacher_kl": Metric.mean(kl.item(), int(batch.loss_mask.sum()))}

@@ -23,7 +23,8 @@ from hone.types import Batch, LossOutput, ModelOutput
 IS_WEIGHTS = "is_weights"  # importance weights, where they need the whole batch
 SELECTED = "selected"  # tokens that the loss's own rule picked over the mini-batch
 POSITIVE = "positive_nll"  # factor of -log p on the tokens of rewarded trajectories
-FULL_KL = "full_kl"  # of ModelOutput.extras: exact KL to the reference, by an engine that can compute it
+FULL_KL = "full_kl"  # of ModelOutput.extras: exact KL to the reference
+REFERENCE_STATES = "reference_states"  # of Batch.extras: the reference's hidden states, which FULL_KL is made from
 
 
 class PolicyObjective:
@@ -72,7 +73,8 @@ class PolicyObjective:
             values = values - self._nll_coef * _extra(batch, POSITIVE) * lp
         if output.entropy is not None:
             metrics["train/entropy"] = output.entropy.detach()
-        if batch.old_logprobs is None and batch.rollout_logprobs is not None:
+        unmeasured = batch.old_logprobs is None or self._correction.old == "rollout"  # else `Algorithm.measure` did it
+        if unmeasured and batch.rollout_logprobs is not None:
             metrics |= mismatch_tokens(lp, batch.rollout_logprobs, mask)
         return LossOutput(torch.where(mask, values, 0), metrics)
 

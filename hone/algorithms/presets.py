@@ -39,6 +39,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "loss": {"name": "ppo"},
         "kl": {"kind": "k1", "where": "in_reward", "coef": 0.001},
     },
+    "pf_ppo": {  # arXiv 2409.06957; drawn by |reward|^2, as in the code published with it
+        "advantage": {"name": "gae"},
+        "loss": {"name": "ppo"},
+        "kl": {"kind": "k1", "where": "in_reward", "coef": 0.001},
+        "resample": {"scheme": "power", "power": 2.0},
+    },
     "gspo": {  # arXiv 2507.18071
         "advantage": {"name": "grpo"},
         "loss": {"name": "gspo"},
@@ -62,6 +68,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gmpo": {  # arXiv 2507.20673
         "advantage": {"name": "grpo"},
         "loss": {"name": "gmpo"},
+    },
+    "prime": {  # arXiv 2502.01456; the process reward model is the run's section `process_reward`
+        "advantage": {"name": "prime", "gamma": 1.0},
+        "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": {"mode": "token_mean"},
+        "kl": {"coef": 0.0},
+        "dynamic_sampling": {"metric": "reward"},
     },
     "decoupled_ppo": {  # arXiv 2505.24298: behaviour policy from the rollout, proximal policy recomputed
         "advantage": {"name": "grpo"},

@@ -332,11 +332,29 @@ class OverlongSettings(Config):
     factor: float = setting(1.0, "punishment at the limit", ge=0)
 
 
+class SkipZeroVarianceSettings(Config):
+    """Prompts whose last groups had no variance are skipped before rollout, with a chance to come back (GRESO)."""
+
+    explore: float = setting(
+        0.5, "chance to play a prompt after one group without variance; after z in a row: to the power of z", gt=0, le=1
+    )
+    explore_step: float = setting(
+        0.01, "how far the chance moves with every batch to meet the targets; 0: it stays", ge=0, lt=1
+    )
+    target_easy: float = setting(
+        0.083, "share of groups without variance that all succeed (metric above 0) to aim at", ge=0, le=1
+    )
+    target_hard: float = setting(0.167, "share of groups without variance that all fail to aim at", ge=0, le=1)
+
+
 class DynamicSamplingSettings(Config):
     """Groups that cannot teach anything are replaced by others."""
 
     metric: str = setting("reward", "drop a group if this is the same for all: reward, or a reward component's name")
     max_draws: int = setting(10, "how often a step may draw prompts before it goes on with what it has", ge=1)
+    skip_zero_variance: SkipZeroVarianceSettings | None = setting(
+        None, "skip prompts that are expected to have no variance before they are played (GRESO)"
+    )
 
 
 class RejectionSettings(Config):

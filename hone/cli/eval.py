@@ -24,7 +24,11 @@ def eval(
     output: Annotated[Path | None, typer.Option(help="also write the figures here, as JSON")] = None,
 ) -> None:
     """Evaluate a model on the held-out sets of a run file."""
-    config = load_recipe(recipe, overrides or [], kind="rl").config
+    config = load_recipe(recipe, overrides or []).config
+    if not isinstance(config, PolicyRunConfig):
+        raise ConfigError(
+            f"{recipe} has kind: {config.kind}, which answers no prompts; name a run file of kind rl or distill"
+        )
     if not config.evaluation.sets:
         raise ConfigError(f"{recipe}: evaluation.sets is empty: there is nothing to evaluate on")
     figures = evaluate_model(config, _model(config, model))

@@ -22,6 +22,7 @@ REGISTRIES = {
     "rewards": "hone.rewards:REWARDS",
     "engines": "hone.engines.registry:EngineRegistry",
     "rollout": "hone.rollout:ROLLOUT_ENGINES",
+    "transports": "hone.weights:TRANSPORTS",
     "runtimes": "hone.runtime:RUNTIMES",
     "trackers": "hone.tracking:TRACKERS",
     "platforms": "hone.platforms:PLATFORMS",

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hone.engines.layout import lay_out
-from hone.engines.logprobs import Head, score_tokens
+from hone.engines.logprobs import Beside, Head, Reference, score_tokens
 from hone.models.attention import packed
-from hone.models.loading import ValueModel
+from hone.models.loading import DTYPES, ValueModel, load_language_model
+from hone.models.sequence_parallel import current_ranks
+from hone.models.settings import ModelConfig
 from hone.types import Batch, ModelOutput
 
 Forward = Callable[[Batch, frozenset[str]], ModelOutput]
+
+TOP_K = "top_k:"  # a need that carries a number: "top_k:8"
+EXTRAS = ("sum_pi_squared", "logprobs_at", "full_kl", "top_k_ids", "top_k_logprobs")  # fields of TokenScores
 
 
 def trained_rows(batch: Batch) -> Tensor:
@@ -24,50 +31,109 @@ def trained_rows(batch: Batch) -> Tensor:
     return batch.loss_mask.nonzero()[:, 0]
 
 
-def states_before(body: Any, batch: Batch, rows: Tensor) -> Tensor:
-    """The body's last hidden state before each of the tokens `rows`: [R, H]."""
+def states_before(body: Any, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The body's last hidden state before each of the tokens `rows`: those of them that are here, and states [R, H].
+
+    All are here unless ranks share the row (`sequence_parallel`); then each has the states of its slice.
+    """
     layout = lay_out(batch)
+    token_ids, position_ids, where = layout.token_ids, layout.position_ids, layout.where[rows - 1]
+    ranks = layout.packing.ranks
+    if ranks is not None:
+        where = where - ranks.start(len(token_ids))
+        token_ids, position_ids = ranks.own(token_ids), ranks.own(position_ids)
+        here = (where >= 0) & (where < len(token_ids))
+        rows, where = rows[here], where[here]
     with packed(layout.packing):
-        output = body(input_ids=layout.token_ids[None], position_ids=layout.position_ids[None], use_cache=False)
+        output = body(input_ids=token_ids[None], position_ids=position_ids[None], use_cache=False)
     states: Tensor = output.last_hidden_state[0]
-    return states.index_select(0, layout.where[rows - 1])
+    return rows, states.index_select(0, where)
 
 
-def language_forward(model: Any, temperature: float, chunk_tokens: int) -> Forward:
-    """Log-probs (and entropy, sum_pi_squared when needed) of every token with a loss."""
+def language_forward(
+    model: Any, temperature: float, chunk_tokens: int, reference_head: Callable[[], Head] | None = None
+) -> Forward:
+    """Log-probs of every token with a loss, and what else is needed of its distribution.
+
+    needs, each an output of `ModelOutput`: "entropy"; in `extras` "sum_pi_squared", "states" (the hidden state that
+    predicts the token, [T, H] in the dtype of the computation), "top_k:K" (as "top_k_ids" and "top_k_logprobs",
+    [T, K]), "logprobs_at" (of the tokens that `batch.extras["ids_at"]` [T, K] names) and "full_kl" (to the model whose
+    "states" are `batch.extras["reference_states"]` and whose head `reference_head` gives).
+    """
 
     def forward(batch: Batch, needs: frozenset[str]) -> ModelOutput:
-        rows = trained_rows(batch)
+        rows, hidden = states_before(model.base_model, batch, trained_rows(batch))
         scores = score_tokens(
-            states_before(model.base_model, batch, rows),
+            hidden,
             batch.token_ids[rows],
             Head.of(model),
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             needs=needs,
+            beside=_beside(batch, rows, needs, reference_head),
         )
-        squared = scores.sum_pi_squared
+        extras = {name: getattr(scores, name) for name in EXTRAS}
+        if "states" in needs:
+            extras["states"] = hidden
+        length = batch.num_tokens
         return ModelOutput(
-            logprobs=_spread(scores.logprobs, rows, batch.num_tokens),
-            entropy=_spread(scores.entropy, rows, batch.num_tokens) if scores.entropy is not None else None,
-            extras={"sum_pi_squared": _spread(squared, rows, batch.num_tokens)} if squared is not None else {},
+            logprobs=_spread(scores.logprobs, rows, length),
+            entropy=_spread(scores.entropy, rows, length) if scores.entropy is not None else None,
+            extras={name: _spread(value, rows, length) for name, value in extras.items() if value is not None},
         )
 
     return forward
+
+
+def _beside(
+    batch: Batch, rows: Tensor, needs: frozenset[str], reference_head: Callable[[], Head] | None
+) -> Beside | None:
+    """What `needs` asks beyond the tokens themselves. Raises ValueError if the batch or the engine lacks its input."""
+    top_k = max((int(need.removeprefix(TOP_K)) for need in needs if need.startswith(TOP_K)), default=0)
+    at, full = "logprobs_at" in needs, "full_kl" in needs
+    if not (at or full or top_k):
+        return None
+    for needed, name in ((at, "ids_at"), (full, "reference_states")):
+        if needed and name not in batch.extras:
+            raise ValueError(f"Batch.extras[{name!r}] is missing, and the loss needs {sorted(needs)} of the forward")
+    if full and reference_head is None:
+        raise ValueError("full_kl needs the reference's head, and this engine was given no reference model")
+    reference = None
+    if full and reference_head is not None:
+        reference = Reference(batch.extras["reference_states"][rows], reference_head())
+    return Beside(batch.extras["ids_at"][rows] if at else None, top_k, reference)
+
+
+def head_of_reference(model: ModelConfig, compute_dtype: str, device: str) -> Callable[[], Head]:
+    """Loads a model's head when it is first asked for, and keeps only that: what "full_kl" compares with.
+
+    The reference itself runs elsewhere and gives its "states"; it never changes, so its head is read once.
+    """
+
+    @cache
+    def load() -> Head:
+        head = Head.of(load_language_model(model))
+        dtype = DTYPES[compute_dtype]
+        bias = head.bias.detach().to(device, dtype) if head.bias is not None else None
+        return replace(head, weight=head.weight.detach().to(device, dtype).clone(), bias=bias)
+
+    return load
 
 
 def value_forward(model: ValueModel) -> Forward:
     """The value of the state before every token with a loss: from the hidden state of the token before it."""
 
     def forward(batch: Batch, needs: frozenset[str]) -> ModelOutput:
-        rows = trained_rows(batch)
-        values = model.values(states_before(model.body, batch, rows))
+        rows, states = states_before(model.body, batch, trained_rows(batch))
+        values = model.values(states)
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
         return ModelOutput(values=_spread(values, rows, batch.num_tokens))
 
     return forward
 
 
 def _spread(values: Tensor, rows: Tensor, length: int) -> Tensor:
-    """[R] -> [length] float32 (float64 stays): zeros where no row is."""
-    wide = torch.promote_types(values.dtype, torch.float32)
-    return torch.zeros(length, dtype=wide, device=values.device).index_copy(0, rows, values.to(wide))
+    """[R, ...] -> [length, ...], in the same dtype: zeros where no row is. Ranks that share rows get those of all."""
+    spread = values.new_zeros(length, *values.shape[1:]).index_copy(0, rows, values)
+    ranks = current_ranks()
+    return spread if ranks is None else ranks.whole(spread)

@@ -1,10 +1,15 @@
-"""Log-probs and entropy of chosen tokens from hidden states, without ever holding all logits.
+"""What an algorithm reads of a model's next-token distributions, without ever holding all logits.
 
-    hidden [R, H] --chunks of rows--> logits [C, V] --float32 log-softmax--> logprobs, entropy, sum_pi_squared, each [R]
+    hidden [R, H] --chunks of rows--> logits [C, V] --float32 log-softmax--> logprobs, entropy, sum_pi_squared [R]
+                                          |                                  logprobs of K given tokens, top k  [R, K]
+    reference's hidden [R, H'] --its head-'--------------------------------> KL to the reference [R]
 
 Only rows whose next token is trained on are given to it, so a prompt costs no logits. The backward makes each chunk's
 logits again: one chunk exists at a time, in both directions. Log-probs are those of logits / temperature, the
 distribution that the rollout sampled from.
+
+A reference is given as its hidden states and its head: H' numbers for each token in place of V, so another worker can
+compute them for a whole batch, however that is cut there, and send them here.
 """
 
 from __future__ import annotations
@@ -17,6 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _CPU_BLOCK = 1 << 20  # logits per block that stay in a CPU core's cache
+
+Chosen = tuple[Tensor, Tensor]  # token ids [C, K], and the gradients of their log-probs [C, K]
+Compared = tuple[Tensor, Tensor]  # the reference's logits [C, V], and the gradient of the KL to it [C]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +65,33 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenScores:
-    """Per row: log-prob of its target; entropy and sum of squared probabilities of its distribution, if asked for."""
+class Beside:
+    """What a row's distribution is asked beyond its target."""
 
-    logprobs: Tensor  # [R] float32, as are the others
-    entropy: Tensor | None
-    sum_pi_squared: Tensor | None  # carries no gradient
+    token_ids: Tensor | None = None  # [R, K] int64: tokens whose log-probs are wanted
+    top_k: int = 0  # how many of the most likely tokens are wanted
+    reference: Reference | None = None  # KL to it is wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Another model's distributions over the same vocabulary, as hidden states and a head; gets no gradient."""
+
+    hidden: Tensor  # [R, H']
+    head: Head  # weight [V, H']
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Per row: log-prob of its target, and what else was asked for. float32 at least; None if not asked for."""
+
+    logprobs: Tensor  # [R]
+    entropy: Tensor | None = None  # [R]
+    sum_pi_squared: Tensor | None = None  # [R], carries no gradient
+    logprobs_at: Tensor | None = None  # [R, K], of `Beside.token_ids`
+    full_kl: Tensor | None = None  # [R], KL(model, reference) over the whole vocabulary
+    top_k_ids: Tensor | None = None  # [R, k] int64, most likely first
+    top_k_logprobs: Tensor | None = None  # [R, k], carries no gradient
 
 
 def score_tokens(
@@ -73,17 +102,31 @@ def score_tokens(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     needs: frozenset[str] = frozenset(),
+    beside: Beside | None = None,
 ) -> TokenScores:
     """Score `targets` [R] given `hidden` [R, H]: row r of `hidden` predicts `targets[r]`.
 
-    needs: "entropy" and "sum_pi_squared" are computed when named. At most `chunk_tokens` rows of logits exist at once.
+    needs: "entropy" and "sum_pi_squared" are computed when named. At most `chunk_tokens` rows of logits exist at once,
+    and as many of the reference's. Raises ValueError for a reference over another vocabulary.
     """
-    rows = _rows_per_block(chunk_tokens, head.weight)
-    plan = _Plan(head.scale, head.softcap, temperature, rows, "entropy" in needs, "sum_pi_squared" in needs)
-    logprobs, entropy, squared = _ScoreTokens.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, targets, plan
+    beside = beside or Beside()
+    if beside.reference is not None and beside.reference.head.weight.shape[0] != head.weight.shape[0]:
+        raise ValueError(
+            f"KL over the vocabulary: the model has {head.weight.shape[0]} tokens, the reference "
+            f"{beside.reference.head.weight.shape[0]}; both need the same vocabulary"
+        )
+    plan = _Plan(
+        scale=head.scale,
+        softcap=head.softcap,
+        temperature=temperature,
+        rows=_rows_per_block(chunk_tokens, head.weight),
+        entropy="entropy" in needs,
+        squared="sum_pi_squared" in needs,
+        beside=beside,
     )
-    return TokenScores(logprobs, entropy if plan.entropy else None, squared if plan.squared else None)
+    found = _ScoreTokens.apply(hidden, head.weight, head.bias, targets, plan)  # type: ignore[no-untyped-call]
+    wanted = (True, *plan.wanted)
+    return TokenScores(*(value if asked else None for value, asked in zip(found, wanted, strict=True)))
 
 
 def _rows_per_block(chunk_tokens: int, weight: Tensor) -> int:
@@ -100,6 +143,22 @@ class _Plan:
     rows: int
     entropy: bool
     squared: bool
+    beside: Beside
+
+    @property
+    def wanted(self) -> tuple[bool, ...]:
+        """Which outputs after the log-probs are computed, in the order of `TokenScores`."""
+        top = self.beside.top_k > 0
+        at, reference = self.beside.token_ids is not None, self.beside.reference is not None
+        return self.entropy, self.squared, at, reference, top, top
+
+    def logits(self, head: Head, hidden: Tensor) -> Tensor:
+        return _tempered(head.logits(hidden), self.temperature)
+
+    def reference_logits(self, part: slice) -> Tensor | None:
+        """The reference's logits of a block of rows, at the same temperature."""
+        reference = self.beside.reference
+        return None if reference is None else self.logits(reference.head, reference.hidden[part])
 
 
 class _ScoreTokens(torch.autograd.Function):
@@ -108,25 +167,18 @@ class _ScoreTokens(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         head = Head(weight, bias, plan.scale, plan.softcap)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = torch.empty(len(hidden), dtype=wide, device=hidden.device)
-        entropy = torch.empty_like(logprobs) if plan.entropy else logprobs.new_empty(0)
-        squared = torch.empty_like(logprobs) if plan.squared else logprobs.new_empty(0)
-        for start in range(0, len(hidden), plan.rows):
+        blocks = []
+        for start in range(0, len(hidden) or 1, plan.rows):
             part = slice(start, start + plan.rows)
-            log_pi = F.log_softmax(_tempered(head.logits(hidden[part]), plan.temperature), -1)
-            logprobs[part] = log_pi.gather(1, targets[part, None])[:, 0]
-            if plan.entropy:
-                entropy[part] = -(log_pi.exp() * log_pi).sum(-1)
-            if plan.squared:
-                squared[part] = (2 * log_pi).exp_().sum(-1)
+            blocks.append(_scores_of_block(plan.logits(head, hidden[part]), targets[part], part, plan))
+        outputs = [torch.cat(pieces) for pieces in zip(*blocks, strict=True)]
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.plan = plan
-        ctx.mark_non_differentiable(squared)
+        ctx.mark_non_differentiable(outputs[2], *outputs[5:])
         ctx.set_materialize_grads(False)
-        return logprobs, entropy, squared
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -134,8 +186,6 @@ class _ScoreTokens(torch.autograd.Function):
         plan: _Plan = ctx.plan
         head = Head(weight, bias, plan.scale, plan.softcap)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        of_logprob = grads[0] if grads[0] is not None else hidden.new_zeros(len(hidden), dtype=wide)
-        of_entropy = grads[1] if plan.entropy else None
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if to_weight else None
@@ -143,11 +193,12 @@ class _ScoreTokens(torch.autograd.Function):
         for start in range(0, len(hidden), plan.rows):
             part = slice(start, start + plan.rows)
             finished = head.logits(hidden[part])
+            reference = plan.reference_logits(part) if grads[4] is not None else None
             grad = _logit_gradient(
                 _tempered(finished, plan.temperature),
-                targets[part],
-                of_logprob[part],
-                of_entropy[part] if of_entropy is not None else None,
+                _log_prob_gradients(grads, targets, part, plan),
+                grads[1][part] if plan.entropy and grads[1] is not None else None,
+                (reference, grads[4][part]) if reference is not None and grads[4] is not None else None,
             )
             grad = head.unfinish(_tempered(grad, plan.temperature), finished)
             if grad_bias is not None:
@@ -166,17 +217,63 @@ class _ScoreTokens(torch.autograd.Function):
         )
 
 
+def _scores_of_block(logits: Tensor, targets: Tensor, part: slice, plan: _Plan) -> tuple[Tensor, ...]:
+    """The outputs of one block of rows, in the order of `TokenScores`; empty ones for what is not wanted."""
+    log_pi = F.log_softmax(logits, -1)
+    none = log_pi.new_empty(0)
+    reference = plan.reference_logits(part)
+    ids, top_k = plan.beside.token_ids, plan.beside.top_k
+    top = log_pi.topk(top_k) if top_k else None
+    return (
+        log_pi.gather(1, targets[:, None])[:, 0],
+        -(log_pi.exp() * log_pi).sum(-1) if plan.entropy else none,
+        (2 * log_pi).exp_().sum(-1) if plan.squared else none,
+        log_pi.gather(1, ids[part]) if ids is not None else none,
+        _kl(log_pi, F.log_softmax(reference, -1)) if reference is not None else none,
+        top.indices if top is not None else none.long(),
+        top.values if top is not None else none,
+    )
+
+
+def _kl(log_pi: Tensor, log_ref: Tensor) -> Tensor:
+    return (log_pi.exp() * (log_pi - log_ref)).sum(-1)
+
+
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
-def _logit_gradient(logits: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
-    """d loss / d logits, [C, V]: (onehot - pi) g for the log-probs, -pi (log pi + H) g for the entropies."""
-    if of_entropy is None:
-        grad = F.softmax(logits, -1).mul_(-of_logprob[:, None])
+def _log_prob_gradients(grads: tuple[Tensor | None, ...], targets: Tensor, part: slice, plan: _Plan) -> list[Chosen]:
+    """For a block of rows: the tokens whose log-probs are read, [C, K], and the gradients of these, [C, K]."""
+    found = []
+    if grads[0] is not None:
+        found.append((targets[part, None], grads[0][part, None]))
+    if plan.beside.token_ids is not None and grads[3] is not None:
+        found.append((plan.beside.token_ids[part], grads[3][part]))
+    return found
+
+
+def _logit_gradient(
+    logits: Tensor, chosen: list[Chosen], of_entropy: Tensor | None, compared: Compared | None
+) -> Tensor:
+    """d loss / d logits, [C, V], for a block.
+
+    (onehot - pi) g for each log-prob, -pi (log pi + H) g for the entropy, pi (log pi - log ref - KL) g for the KL.
+    """
+    total = sum((grad.sum(-1) for _, grad in chosen), start=logits.new_zeros(len(logits)))[:, None]
+    if of_entropy is None and compared is None:  # nearly every step: one pass over the logits less
+        grad = F.softmax(logits, -1).mul_(-total)
     else:
         log_pi = F.log_softmax(logits, -1)
         pi = log_pi.exp()
-        entropy = -(pi * log_pi).sum(-1, keepdim=True)
-        grad = log_pi.add_(entropy).mul_(of_entropy[:, None]).add_(of_logprob[:, None]).mul_(pi).neg_()
-    return grad.scatter_add_(1, targets[:, None], of_logprob[:, None])
+        grad = -total.expand_as(pi)
+        if of_entropy is not None:
+            entropy = -(pi * log_pi).sum(-1, keepdim=True)
+            grad = grad - (log_pi + entropy) * of_entropy[:, None]
+        if compared is not None:
+            gap = log_pi - F.log_softmax(compared[0], -1)
+            grad = grad + (gap - (pi * gap).sum(-1, keepdim=True)) * compared[1][:, None]
+        grad = grad * pi
+    for ids, of_logprob in chosen:
+        grad.scatter_add_(1, ids, of_logprob)
+    return grad

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hone.algorithms import ADVANTAGES
+from hone.algorithms.process_reward_settings import PrimeSettings
 from hone.algorithms.settings import (
     GaeSettings,
     GdpoSettings,
@@ -274,6 +275,7 @@ ALL = [
     RemaxSettings(),
     OptimalTokenBaselineSettings(),
     TirOptimalTokenBaselineSettings(),
+    PrimeSettings(gamma=0.9),
 ]
 
 
@@ -297,7 +299,7 @@ def test_the_order_of_sequences_does_not_matter(batches, settings):
         values=draw(tokens),
         old_logprobs=-draw(tokens),
         components={"a": draw(6), "greedy_reward": draw(6)},
-        extras={"sum_pi_squared": draw(tokens)},
+        extras={"sum_pi_squared": draw(tokens), "process_rewards": draw(tokens)},
     )
     order = [4, 0, 5, 3, 1, 2]
     expected = estimate(batch, settings)
@@ -317,7 +319,7 @@ def test_a_sequence_without_loss_tokens_gets_nothing_and_breaks_nothing(batches,
         values=[0.0] * 6,
         old_logprobs=[-0.5] * 6,
         components={"a": torch.tensor([1.0, 0, 0]), "greedy_reward": torch.zeros(3)},
-        extras={"sum_pi_squared": torch.full((6,), 0.5)},
+        extras={"sum_pi_squared": torch.full((6,), 0.5), "process_rewards": torch.full((6,), 0.5)},
     )
     found = estimate(batch, settings).advantages
     assert torch.isfinite(found).all()
@@ -333,7 +335,7 @@ def test_estimators_declare_the_fields_that_they_need(batches, settings):
         "values": [0.0] * 4,
         "old_logprobs": [-0.5] * 4,
         "components": {"a": torch.tensor([1.0, 0.0]), "greedy_reward": torch.zeros(2)},
-        "extras": {"sum_pi_squared": torch.full((4,), 0.5)},
+        "extras": {"sum_pi_squared": torch.full((4,), 0.5), "process_rewards": torch.full((4,), 0.5)},
     }
 
     def fields(names):

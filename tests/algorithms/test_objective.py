@@ -72,6 +72,8 @@ def test_the_gap_to_the_rollout_is_measured_where_old_is_the_current_policy(batc
     close(metrics["correction/mean_abs_difference"], [0, 0.5, 0])
     known = batch.with_(rollout_logprobs=rollout, old_logprobs=rollout)
     assert "correction/kl" not in PolicyObjective(AlgorithmConfig())(output([0, -1.0, -2.0]), known).metrics
+    of_rollout = PolicyObjective(AlgorithmConfig(correction=CorrectionSettings(old="rollout")))
+    close(of_rollout(output([0, -1.0, -2.0]), known).metrics["correction/kl"], [0, -0.5, 0])  # old says nothing of it
 
 
 def test_full_kl_is_asked_of_the_engine(batch, close):

@@ -11,7 +11,8 @@ from hone.cli.main import main
 from hone.cli.recipe import load_recipe
 from hone.composition import from_yaml
 from hone.config import ConfigError, dump, load
-from hone.trainers.settings import PolicyRunConfig, SupervisedRunConfig
+from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.supervised_settings import SupervisedRunConfig
 
 RL = """
 run: {dir: runs/x, steps: 3}
@@ -120,17 +121,22 @@ def test_a_file_that_names_no_kind_is_what_the_command_runs(tmp_path):
 
 
 def test_an_unknown_kind(rl):
+    known = "distill, prefer, reward_model, rl, sft"
     with pytest.raises(
-        ConfigError, match=r"command line: unknown kind 'slf'; did you mean 'sft'\? \(there is: rl, sft\)"
+        ConfigError, match=rf"command line: unknown kind 'slf'; did you mean 'sft'\? \(there is: {known}\)"
     ):
         load_recipe(rl, ["kind=slf"])
 
 
 def test_the_schema_tells_the_kinds_apart(capsys, rl, sft):
-    whole = json.loads(shown(capsys, "--schema"))
-    assert whole["if"]["properties"]["kind"] == {"const": "sft"}
-    assert "samples_per_step" in whole["then"]["properties"]
-    assert "update" in whole["else"]["properties"]
+    branch, branches = json.loads(shown(capsys, "--schema")), {}
+    while "if" in branch:
+        branches[branch["if"]["properties"]["kind"]["const"]] = branch["then"]["properties"]
+        branch = branch["else"]
+    assert set(branches) == {"distill", "prefer", "reward_model", "sft"}
+    assert "samples_per_step" in branches["sft"]
+    assert "update" in branches["distill"]
+    assert "update" in branch["properties"]
     assert "update" in schema_of(rl)["properties"]
     assert "samples_per_step" in schema_of(sft)["properties"]
 

@@ -52,7 +52,7 @@ def test_the_installed_command_is_this_one():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["trian"], "error: unknown command 'trian'; did you mean 'train'? (there is: config, doctor, eval,"),
+        (["trian"], "error: unknown command 'trian'; did you mean 'train'? (there is: config, distill, doctor, eval,"),
         (["config", "--explan", "x"], "error: No such option: --explan"),
         (["config", "gone.yaml"], "error: no run file gone.yaml"),
         (["config"], "error: name a run file: hone config RECIPE"),
