@@ -1,10 +1,20 @@
 """Weight sync: named tensors from a trainer to rollout replicas, in buckets, proven by digest.
 
-`TRANSPORTS` names the ways they can travel; `base` holds the contract. This file imports no torch.
+`TRANSPORTS` names the ways they can travel (each a `CheckpointEngine`); `base` holds the contract, `sync` drives it
+from the trainer, `door` is what a rollout server's process opens. This file imports no torch.
 """
 
 from hone.registry import Registry
 
-TRANSPORTS = Registry("weight transport", {})
+TRANSPORTS = Registry(
+    "weight transport",
+    {
+        "collective": "hone.weights.collective:CollectiveEngine",
+        "delta": "hone.weights.delta:DeltaEngine",
+        "disk": "hone.weights.disk:DiskEngine",
+        "ipc": "hone.weights.ipc:IpcEngine",
+        "local": "hone.weights.local:LocalEngine",
+    },
+)
 
 __all__ = ["TRANSPORTS"]

@@ -1,26 +1,120 @@
 """The contract of a weight sync: named tensors go in at one side, and each receiver proves what it now serves.
 
-    trainer: get_per_tensor_param() --(name, tensor)*--> transport --> rollout engine: update_weights
-                                           |                                  |
-                                         digest ------- must be equal ----- receipt
+    trainer's process                                             a replica's process (one per rank)
+    CheckpointEngineManager.sync (hone/weights/sync.py)
+      engine.build_topology, prepare --Offer--> replica.receive_weights(offer) --> door.receive(offer, rank, token)
+      engine.init_process_group  <---------- token proven by both sides ---------> WeightReceiver.init_process_group
+      engine.send_weights        ============== buckets, acknowledged ===========> for name, tensor in delivery: load
+      verify(sent, receipts)     <------------------ Receipt per rank ------------ digest of what was taken in
 
 `weights` knows neither side: it moves `(name, tensor)` from a source to a sink. A sync that is not acknowledged by
 every replica, with the sender's digest and the version asked for, is an error: the step does not start.
+
+A rollout server imports this file, `door`, and its transport in an environment of its own: they need torch, numpy and
+pyzmq, nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
+NamedTensor = tuple[str, torch.Tensor]
+NamedTensors = Iterable[NamedTensor]
+
+FORMAT = 1  # of an Offer; a server of another release refuses instead of guessing
 
 
 class WeightSyncError(RuntimeError):
-    """A replica does not serve the weights it was sent; the message names the replica and what differs."""
+    """A replica does not serve the weights it was sent; the message names the replica and what differs.
+
+    `replicas` has the names of those that failed; the others serve the new version.
+    """
+
+    def __init__(self, message: str, replicas: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.replicas = tuple(replicas)
+
+
+# -------------------------------------------------------------------------------------------------- what is sent
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Every weight under its Hugging Face state_dict name, tied heads included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The tensors of a LoRA adapter under their PEFT names, and PEFT's configuration of it (JSON values)."""
+
+    name: str
+    config: Mapping[str, Any]
+
+
+Payload = Full | Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a replica is told before the weights come. It travels as JSON and never holds the token."""
+
+    transport: str
+    version: int
+    payload: Payload
+    timeout_s: float  # deadline of the whole sync
+    address: Mapping[str, Any]  # what the transport's receiver needs to find its sender
+    replica: str = ""  # whom this copy is for
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values only: what `Replica.receive_weights` is given."""
+        payload: dict[str, Any] = {"kind": "full"}
+        if isinstance(self.payload, Adapter):
+            payload = {"kind": "adapter", "name": self.payload.name, "config": dict(self.payload.config)}
+        return {
+            "format": FORMAT,
+            "transport": self.transport,
+            "version": self.version,
+            "payload": payload,
+            "timeout_s": self.timeout_s,
+            "address": dict(self.address),
+            "replica": self.replica,
+        }
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Offer:
+        """The offer that was sent. Raises WeightSyncError for what is not one, naming the field."""
+        if given.get("format") != FORMAT:
+            raise WeightSyncError(f"an offer of format {given.get('format')!r}; this release of hone reads {FORMAT}")
+        kinds = {"transport": str, "version": int, "payload": Mapping, "timeout_s": int | float, "address": Mapping}
+        for name, kind in {**kinds, "replica": str}.items():
+            if not isinstance(given.get(name), kind) or isinstance(given[name], bool):
+                raise WeightSyncError(f"an offer's {name} is {given.get(name)!r}")
+        return cls(
+            transport=given["transport"],
+            version=given["version"],
+            payload=_payload(given["payload"]),
+            timeout_s=float(given["timeout_s"]),
+            address=given["address"],
+            replica=given["replica"],
+        )
+
+    def for_replica(self, name: str) -> Offer:
+        return replace(self, replica=name)
+
+
+def _payload(given: Mapping[str, Any]) -> Payload:
+    kind, name, config = given.get("kind"), given.get("name"), given.get("config")
+    if kind == "full":
+        return Full()
+    if kind == "adapter" and isinstance(name, str) and isinstance(config, Mapping):
+        return Adapter(name, config)
+    raise WeightSyncError(f"an offer's payload is {dict(given)!r}; expected kind full, or adapter with name and config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +125,136 @@ class Sent:
     digest: str
     tensors: int
     bytes: int
+    buckets: int = 0
+    lost: Mapping[str, str] = field(default_factory=dict)  # replica -> why it did not get everything
+
+
+# ------------------------------------------------------------------------------------------------- the two sides
+
+
+class CheckpointEngine(ABC):
+    """The trainer's side of one transport. Calls come in the order they are written here, once per sync.
+
+    `receiver` gives the other side of the same transport; a server's process opens it through `hone.weights.door`.
+    """
+
+    transport: ClassVar[str]  # its name in TRANSPORTS
+
+    def __init__(self, bucket_bytes: int, timeout_s: float, token: str) -> None:
+        """`bucket_bytes` is the size of one of two buckets; `timeout_s` the deadline of one sync, in seconds."""
+        self.bucket_bytes = bucket_bytes
+        self.timeout_s = timeout_s
+        self._token = token
+
+    @abstractmethod
+    def build_topology(self, ranks: Mapping[str, int]) -> None:
+        """Say who receives this sync: replica -> number of its ranks. Replicas may come and go between syncs."""
+
+    @abstractmethod
+    def prepare(self, version: int, payload: Payload) -> Offer:
+        """Open the addresses of this sync and describe them. The offer reaches the replicas by other means."""
+
+    @abstractmethod
+    async def init_process_group(self) -> None:
+        """Meet every receiver: returns when each rank has come or was dropped. Both sides prove the token."""
+
+    @abstractmethod
+    async def send_weights(self, weights: NamedTensors, version: int) -> Sent:
+        """Send every tensor once, in buckets. `weights` is consumed to its end even if every receiver is lost.
+
+        Returns when each receiver has said that it has everything, or is lost (`Sent.lost`, with the reason).
+        Raises ValueError for a name that comes twice.
+        """
+
+    def drop(self, replica: str, reason: str) -> None:  # noqa: B027  a transport without waits has nothing to do
+        """Wait no longer for a replica: it is known, from elsewhere, to be gone. Callable at any time."""
+
+    @abstractmethod
+    async def finalize(self) -> None:
+        """End this sync: close its addresses. What is worth keeping for the next one (buffers) may stay."""
+
+    async def close(self) -> None:
+        """End for good: give everything back. Called once, also after failures."""
+        await self.finalize()
+
+    @classmethod
+    @abstractmethod
+    def receiver(cls, offer: Offer, rank: int, token: str) -> WeightReceiver:
+        """The other side, in the process of one rank of `offer.replica`."""
+
+
+class WeightReceiver(ABC):
+    """A rank's side of one sync. Synchronous, as the loaders of all engines are; `receive_weights` is for a loop."""
+
+    def __init__(self, offer: Offer, rank: int, token: str) -> None:
+        self.offer = offer
+        self.rank = rank
+        self.expected = ""  # the sender's digest, known when the stream has ended
+        self.holds = ""  # what this process still has of an earlier sync; told to the sender
+        self._token = token
+
+    @abstractmethod
+    def init_process_group(self) -> None:
+        """Find the sender and prove the token to each other. Raises WeightSyncError: absent, refused, wrong version."""
+
+    @abstractmethod
+    def stream(self) -> Iterator[NamedTensor]:
+        """Every tensor once. Each is valid until the next one is asked for: its memory is used again.
+
+        Raises WeightSyncError when the sender dies, stays silent past the deadline, or sends what makes no sense.
+        """
+
+    @abstractmethod
+    def finalize(self, failure: str = "", digest: str = "") -> None:
+        """Tell the sender how it ended and leave; a sender that is gone is no error.
+
+        `failure` empty: everything is taken in; `digest` is of what was received.
+        """
+
+    async def receive_weights(self, version: int) -> AsyncIterator[NamedTensor]:
+        """`stream` for an event loop that must stay awake: each wait is in a thread."""
+        if version != self.offer.version:
+            raise WeightSyncError(f"asked to receive version {version}, the offer is for {self.offer.version}")
+        stream = self.stream()
+        while (item := await asyncio.to_thread(next, stream, None)) is not None:
+            yield item
+
+
+# ----------------------------------------------------------------------------------------------------- the proof
 
 
 class Receipt(Protocol):
-    """What a replica says it serves after a sync (`hone.rollout.base.WeightReceipt`)."""
+    """What a replica says it serves after a sync (`hone.rollout.base.WeightReceipt`); one of each rank."""
 
-    replica: str
-    version: int
-    digest: str
+    @property
+    def replica(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+
+
+class Replica(Protocol):
+    """A rollout engine in another process, as the manager of the sync sees it. All on one event loop."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ranks(self) -> int:
+        """How many of its processes open the offer (tensor parallel size)."""
+
+    async def pause(self, mode: str) -> None:
+        """Stop sampling: `abort` ends running requests, `wait` lets them end, `keep` freezes them."""
+
+    async def receive_weights(self, offer: Mapping[str, Any]) -> Sequence[Receipt]:
+        """Have every rank receive what `offer` announces, drop the caches of older weights, and say what is served."""
+
+    async def resume(self) -> None:
+        """Sample again. Only called after a proven sync."""
+
+    async def stop(self, reason: str) -> None:
+        """Serve nothing more: its weights are unknown or partly new. Its owner restarts it, or it gets a whole sync."""
 
 
 def verify(sent: Sent, receipts: Sequence[Receipt]) -> None:
@@ -48,10 +264,12 @@ def verify(sent: Sent, receipts: Sequence[Receipt]) -> None:
     for receipt in receipts:
         if receipt.version != sent.version:
             raise WeightSyncError(
-                f"replica {receipt.replica} serves weight version {receipt.version}, sent was {sent.version}"
+                f"replica {receipt.replica} serves weight version {receipt.version}, sent was {sent.version}",
+                [receipt.replica],
             )
         if receipt.digest != sent.digest:
             raise WeightSyncError(
                 f"replica {receipt.replica} serves weights with digest {receipt.digest} for version {sent.version}, "
-                f"the trainer sent {sent.digest}: a tensor was lost, stale or changed on the way"
+                f"the trainer sent {sent.digest}: a tensor was lost, stale or changed on the way",
+                [receipt.replica],
             )

@@ -1,0 +1,196 @@
+"""The weight sync's transports beside a plain copy of the same bytes in memory, in GB/s.
+
+    python benchmarks/weight_sync.py                                  # 0.5 GB, every transport, both layouts
+    python benchmarks/weight_sync.py --transports ipc --rounds 9 --json out.json
+    python benchmarks/weight_sync.py --device cuda --transports ipc   # beside a copy within the GPU
+
+A sender (this process) and a receiver (another) share the machine. The receiver copies every tensor into storage of its
+own, as an engine does, so that afterwards both hold the weights, as after a plain copy; both take the digest of every
+byte, and the round ends when they are known to be equal. `tensor by tensor` is what buckets replace: for each tensor a
+new shared memory, a message, and an answer, without any digest.
+
+All take turns; of each, the round with the least wall time counts (the sender's process time beside it: the two
+together show whether something else used the machine). `digest` is one pass of the digest over the bytes: its share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import torch
+
+from hone.models.digest import digest_tensors
+from hone.weights import TRANSPORTS
+from hone.weights.base import CheckpointEngine, Full
+from hone.weights.door import receive
+
+LAYOUTS = {"many small": 64 << 10, "few large": 64 << 20}  # bytes of one tensor
+TOKEN = secrets.token_hex(16)
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The fastest round."""
+
+    layout: str
+    way: str
+    gb_per_s: float
+    of_copy: float  # its speed as a share of the plain copy's
+    wall_s: float
+    process_s: float
+
+
+def make(total: int, each: int, device: str) -> dict[str, torch.Tensor]:
+    return {f"layer.{i}.weight": torch.randn(each // 4, device=device) for i in range(total // each)}
+
+
+def receiving(pipe: Connection, threads: int) -> None:
+    """The other process: does what it is told, until told `stop`."""
+    torch.set_num_threads(threads)
+    storage: dict[str, torch.Tensor] = {}
+    while (request := pipe.recv()) != "stop":
+        if request == "tensor by tensor":
+            take_one_by_one(pipe, storage)
+            continue
+        offer, token = request
+        with receive(offer, 0, token, copy=False) as delivery:
+            for name, tensor in delivery:
+                keep(storage, name, tensor)
+        pipe.send(delivery.digest)
+
+
+def keep(storage: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+    if name not in storage or storage[name].shape != tensor.shape:
+        storage[name] = torch.empty_like(tensor)
+    storage[name].copy_(tensor)
+
+
+def take_one_by_one(pipe: Connection, storage: dict[str, torch.Tensor]) -> None:
+    while (told := pipe.recv()) is not None:
+        name, where, count = told
+        memory = SharedMemory(where)
+        keep(storage, name, torch.frombuffer(memory.buf, dtype=torch.float32, count=count))
+        pipe.send("taken")
+        try:
+            memory.close()
+        except BufferError:  # the view above is freed a moment later
+            memory._buf = None
+    pipe.send("done")
+
+
+def send_one_by_one(pipe: Connection, weights: dict[str, torch.Tensor]) -> None:
+    pipe.send("tensor by tensor")
+    for name, tensor in weights.items():
+        memory = SharedMemory(create=True, size=tensor.numel() * 4)
+        room = torch.frombuffer(memory.buf, dtype=torch.float32, count=tensor.numel())
+        room.copy_(tensor)
+        pipe.send((name, memory.name, tensor.numel()))
+        pipe.recv()
+        del room
+        memory.close()
+        memory.unlink()
+    pipe.send(None)
+    pipe.recv()
+
+
+async def send(engine: CheckpointEngine, pipe: Connection, weights: dict[str, torch.Tensor], version: int) -> None:
+    """One whole sync, proven."""
+    engine.build_topology({"receiver": 1})
+    pipe.send((engine.prepare(version, Full()).for_replica("receiver").to_json(), TOKEN))
+    await engine.init_process_group()
+    sent = await engine.send_weights(weights.items(), version)
+    digest = await asyncio.to_thread(pipe.recv)
+    await engine.finalize()
+    if digest != sent.digest or sent.lost:
+        raise SystemExit(f"{engine.transport}: the receiver has {digest}, sent was {sent}")
+
+
+def ways(
+    names: list[str], pipe: Connection, weights: dict[str, torch.Tensor], bucket: int, run: Callable[..., object]
+) -> tuple[dict[str, Callable[[int], object]], list[CheckpointEngine]]:
+    target = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    for tensor in target.values():
+        tensor.zero_()  # the memory is there before the first round
+
+    def copy(_: int) -> None:
+        for name, tensor in weights.items():
+            target[name].copy_(tensor)
+        if next(iter(target.values())).is_cuda:
+            torch.cuda.synchronize()
+
+    chosen: dict[str, Callable[[int], object]] = {"copy": copy, "digest": lambda _: digest_tensors(weights.items())}
+    engines = []
+    for name in names:
+        if name == "tensor by tensor":
+            chosen[name] = lambda _: send_one_by_one(pipe, weights)
+            continue
+        engines.append(TRANSPORTS.get(name)(bucket, TIMEOUT_S, TOKEN))
+        chosen[name] = lambda version, engine=engines[-1]: run(send(engine, pipe, weights, version))
+    return chosen, engines
+
+
+def measure(layout: str, arguments: argparse.Namespace, run: Callable[..., object]) -> list[Timing]:
+    total = int(arguments.gb * 1e9) // LAYOUTS[layout] * LAYOUTS[layout]
+    weights = make(total, LAYOUTS[layout], arguments.device)
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=receiving, args=(theirs, arguments.threads), daemon=True)
+    process.start()
+    chosen, engines = ways(arguments.transports, pipe, weights, arguments.bucket_mib << 20, run)
+    best = {name: (float("inf"), 0.0) for name in chosen}
+    for version in range(arguments.rounds + 1):
+        for name, way in chosen.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            way(version)
+            taken = (time.perf_counter() - wall, time.process_time() - cpu)
+            if version > 0:  # the first maps memory and forms groups
+                best[name] = min(best[name], taken)
+    for engine in engines:
+        run(engine.close())
+    pipe.send("stop")
+    process.join(10)
+    fastest = best["copy"][0]
+    return [Timing(layout, name, total / wall / 1e9, fastest / wall, wall, cpu) for name, (wall, cpu) in best.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transports", default="ipc,collective,disk,tensor by tensor", type=lambda t: t.split(","))
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), type=lambda t: t.split(","))
+    parser.add_argument("--gb", type=float, default=0.5, help="size of the model, 1e9 bytes")
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    found = []
+    with asyncio.Runner() as runner:
+        for layout in arguments.layouts:
+            found += (timings := measure(layout, arguments, runner.run))
+            print(f"{layout}: tensors of {LAYOUTS[layout] >> 10} KiB")
+            for timing in timings:
+                figures = f"{timing.gb_per_s:6.2f} GB/s {timing.of_copy:5.2f} of copy"
+                print(f"  {timing.way:<17}{figures}  wall {timing.wall_s:.3f} s  process {timing.process_s:.3f} s")
+    if arguments.json:
+        facts = {name: value for name, value in vars(arguments).items() if name != "json"}
+        machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__}
+        text = json.dumps({"settings": facts, "machine": machine, "timings": [asdict(t) for t in found]}, indent=1)
+        arguments.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What `ipc` and `collective` have in common: buckets, announced and acknowledged over a control channel.
+
+    sender   fill 0 | fill 1 | wait taken 0, fill 0 | wait taken 1, fill 1 | ... | end, wait done
+    receiver          read 0 | read 1               | read 0               |     | read, done
+                               (two buckets: one is written while the other is read)
+
+A transport says where buckets lie on each side and how one gets across; the rest is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hone.weights.base import (
+    CheckpointEngine,
+    NamedTensor,
+    NamedTensors,
+    Offer,
+    Payload,
+    Sent,
+    WeightReceiver,
+    WeightSyncError,
+)
+from hone.weights.buckets import ALIGNMENT, Packer, Unpacker
+from hone.weights.channel import ReceiverChannel, SenderChannel
+from hone.weights.wire import BrokenMessage, expect
+
+COUNT = 2  # buckets: one is written while the other is read
+
+
+class BucketedEngine(CheckpointEngine):
+    """The trainer's side."""
+
+    def __init__(self, bucket_bytes: int, timeout_s: float, token: str) -> None:
+        super().__init__(max(bucket_bytes // ALIGNMENT, 1) * ALIGNMENT, timeout_s, token)
+        self._ranks: Mapping[str, int] = {}
+        self._channel: SenderChannel | None = None
+
+    def build_topology(self, ranks: Mapping[str, int]) -> None:
+        self._ranks = dict(ranks)
+
+    def prepare(self, version: int, payload: Payload) -> Offer:
+        """Call it on the event loop that sends."""
+        self._channel = SenderChannel(secrets.token_hex(8), version, self._ranks, self._token, self.timeout_s)
+        address = {"session": self._channel.session, **self._open(self._channel)}
+        return Offer(self.transport, version, payload, self.timeout_s, address)
+
+    async def init_process_group(self) -> None:
+        await self.channel.meet()
+        await self._share(self.channel)
+        await self.channel.until(lambda peer: peer.ready, "be ready for")
+
+    async def send_weights(self, weights: NamedTensors, version: int) -> Sent:
+        packer = Packer(weights)
+        number = 0
+        try:
+            while True:
+                await self._until_taken(number - COUNT)
+                pieces = await packer.fill(self._bucket(number))
+                if not pieces:
+                    break
+                await self._ship(number, pieces)
+                number += 1
+        except BaseException as error:
+            await self.channel.send({"type": "abort", "reason": f"{type(error).__name__}: {error}"})
+            raise
+        digest = packer.hexdigest()
+        await self.channel.send({"type": "end", "tensors": packer.tensors, "bytes": packer.bytes, "digest": digest})
+        await self.channel.until(lambda peer: peer.done, "take in all of")
+        return Sent(version, digest, packer.tensors, packer.bytes, number, self.channel.lost())
+
+    async def _until_taken(self, number: int) -> None:
+        await self.channel.until(lambda peer: peer.taken >= number, f"take bucket {number} of")
+
+    def drop(self, replica: str, reason: str) -> None:
+        if self._channel is not None:
+            self._channel.drop(replica, reason)
+
+    async def finalize(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    @property
+    def channel(self) -> SenderChannel:
+        """The channel of the sync that is under way."""
+        if self._channel is None:
+            raise WeightSyncError("the sync has not been prepared")
+        return self._channel
+
+    @abstractmethod
+    def _open(self, channel: SenderChannel) -> Mapping[str, Any]:
+        """Listen; what receivers need beside the session, `channel` (the control channel's address) included."""
+
+    @abstractmethod
+    async def _share(self, channel: SenderChannel) -> None:
+        """Everybody is known: tell each how to get at the buckets. Each answers that it is ready."""
+
+    @abstractmethod
+    def _bucket(self, number: int) -> Tensor:
+        """Where bucket `number` is written: [bucket_bytes] uint8."""
+
+    @abstractmethod
+    async def _ship(self, number: int, pieces: Sequence[Any]) -> None:
+        """Announce bucket `number` to all that are left, and bring it there."""
+
+
+class BucketedReceiver(WeightReceiver):
+    """A rank's side."""
+
+    def __init__(self, offer: Offer, rank: int, token: str) -> None:
+        super().__init__(offer, rank, token)
+        self._channel = ReceiverChannel(offer, rank, token)
+
+    def stream(self) -> Iterator[NamedTensor]:
+        unpacker = Unpacker()
+        due = 0
+        while True:
+            message = self._channel.receive(f"send bucket {due} of")
+            if message["type"] == "end":
+                expect(message, tensors=int, bytes=int, digest=str)
+                unpacker.finish(message["tensors"], message["bytes"])
+                self.expected = message["digest"]
+                return
+            expect(message, number=int, pieces=list)
+            if message["type"] != "bucket" or message["number"] != due:
+                raise BrokenMessage(f"{message['type'][:40]} {message['number']} came where bucket {due} was due")
+            yield from unpacker.read(self._bucket(message), message["pieces"])
+            self._release()
+            self._channel.send({"type": "taken", "bucket": due})
+            due += 1
+
+    def finalize(self, failure: str = "", digest: str = "") -> None:
+        with contextlib.suppress(OSError):
+            self._channel.close({"type": "failed", "reason": failure} if failure else {"type": "done"})
+
+    @abstractmethod
+    def _bucket(self, message: Mapping[str, Any]) -> Tensor:
+        """Where the announced bucket can be read, once it is there: [bytes] uint8."""
+
+    def _release(self) -> None:
+        """Wait until what was queued on this bucket is done; on a CPU nothing is queued."""

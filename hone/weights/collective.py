@@ -1,0 +1,264 @@
+"""Weights between machines: each bucket is one broadcast in a process group of its own (NCCL on GPUs, gloo on CPUs).
+
+    sender, rank 0 of 1 + receivers                              receivers, ranks 1 ..
+      announce bucket n over the control channel    -- tcp -->     make room
+      broadcast(bucket n)                           =========>     broadcast(room); read; taken n
+
+The group is apart from every other group of either process, and is kept for the next sync while nobody joins or
+leaves. Its ranks find each other through a TCPStore that listens on the cluster address only, under a key that is
+derived from the run's token and told over the channel where both sides have proven it. A broadcast needs everybody:
+when one receiver is lost in the middle, all of them are, and the next sync builds a new group.
+
+The tensors themselves travel as the collectives send them, neither encrypted nor signed: for networks that are trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hone.weights.base import Offer, WeightReceiver, WeightSyncError
+from hone.weights.bucketed import COUNT, BucketedEngine, BucketedReceiver
+from hone.weights.buckets import ALIGNMENT
+from hone.weights.channel import SenderChannel
+from hone.weights.wire import BrokenMessage, expect
+
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.0005  # between looks at whether a broadcast is done or somebody is lost
+
+
+class CollectiveEngine(BucketedEngine):
+    """The trainer's side."""
+
+    transport = "collective"
+
+    def __init__(self, bucket_bytes: int, timeout_s: float, token: str, host: str = LOOPBACK) -> None:
+        """`host`: the address of this machine in the cluster, on which it listens."""
+        super().__init__(bucket_bytes, timeout_s, token)
+        self._host = host
+        self._group: _Group | None = None
+        self._members: list[str] = []
+        self._buckets: list[Tensor] = []
+
+    async def finalize(self) -> None:
+        if self._channel is not None and self._channel.lost():
+            self._leave()
+        await super().finalize()
+
+    async def close(self) -> None:
+        await self.finalize()
+        self._leave()
+        self._buckets = []
+
+    @classmethod
+    def receiver(cls, offer: Offer, rank: int, token: str) -> WeightReceiver:
+        return CollectiveReceiver(offer, rank, token)
+
+    def _open(self, channel: SenderChannel) -> Mapping[str, Any]:
+        return {"channel": channel.bind(f"tcp://{self._host}:*")}
+
+    async def _share(self, channel: SenderChannel) -> None:
+        """Use the group of the last sync if exactly its members came, each still holding it; else build a new one."""
+        members = [peer.name for peer in channel.left()]
+        kept = self._group
+        if kept is None or members != self._members or any(p.facts.get("group") != kept.name for p in channel.left()):
+            await self._build(channel, members)
+        elif kept is not None:
+            await channel.send({"type": "group", "name": kept.name})
+
+    async def _build(self, channel: SenderChannel, members: list[str]) -> None:
+        self._leave()
+        if not members:
+            return None
+        name, backend = secrets.token_hex(16), "nccl" if torch.cuda.is_available() else "gloo"
+        if not all(backend in peer.facts.get("backends", ()) for peer in channel.left()):
+            backend = "gloo"
+        store, port = _listening_store(self._host, self.timeout_s)
+        told = {"type": "group", "name": name, "backend": backend, "host": self._host, "port": port}
+        for rank, peer in enumerate(channel.left(), start=1):
+            await channel.send({**told, "rank": rank, "world": len(members) + 1}, to=peer)
+        facts = (backend, 0, len(members) + 1, self._host, channel.remaining_s())
+        try:
+            self._group, self._members = await asyncio.to_thread(_Group, name, store, *facts), members
+        except RuntimeError as error:
+            return self._lose_all(str(error))
+        if not self._buckets or self._buckets[0].device != self._group.device:
+            self._buckets = [torch.empty(self.bucket_bytes, dtype=torch.uint8, device=self._group.device) for _ in "01"]
+        return None
+
+    def _bucket(self, number: int) -> Tensor:
+        if not self._buckets:  # nobody came: the weights are still consumed to their end
+            self._buckets = [torch.empty(self.bucket_bytes, dtype=torch.uint8) for _ in "01"]
+        return self._buckets[number % COUNT]
+
+    async def _ship(self, number: int, pieces: Sequence[Any]) -> None:
+        if self._group is None or self.channel.lost():
+            return self._lose_all()
+        used = -(-(pieces[-1][3] + pieces[-1][5]) // ALIGNMENT) * ALIGNMENT
+        used = min(used, self.bucket_bytes)
+        await self.channel.send({"type": "bucket", "number": number, "pieces": pieces, "used": used})
+        if used == 0:
+            return None
+        try:
+            work = self._group.broadcast(self._bucket(number)[:used])
+            while not work.is_completed():
+                if self.channel.lost() or self.channel.remaining_s() == 0:
+                    break
+                await asyncio.sleep(POLL_S)
+            else:
+                work.wait(timedelta(seconds=POLL_S))  # it is done: raises what went wrong
+                return None
+        except RuntimeError as error:
+            return self._lose_all(str(error))
+        return self._lose_all()
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group, self._members = None, []
+
+    def _lose_all(self, error: str = "") -> None:
+        """A broadcast needs every member: without one of them nobody gets the rest."""
+        self._leave()
+        first = next(iter(self.channel.lost()), "")
+        late = f"it did not end within {self.timeout_s:g} s"
+        reason = f"the broadcast group lost {first}" if first else f"the broadcast failed: {error or late}"
+        for peer in self.channel.peers:
+            self.channel.lose(peer, reason)
+
+
+class CollectiveReceiver(BucketedReceiver):
+    """A rank's side."""
+
+    def __init__(self, offer: Offer, rank: int, token: str) -> None:
+        super().__init__(offer, rank, token)
+        self._group: _Group | None = None
+        self._room: list[Tensor] = []
+
+    def init_process_group(self) -> None:
+        address = self.offer.address
+        expect({"type": "address", **address}, session=str, channel=str)
+        backends = ["gloo", "nccl"] if torch.cuda.is_available() else ["gloo"]
+        facts = {"holds": self.holds, "group": next(iter(_kept), ""), "backends": backends}
+        self._channel.connect(address["channel"], address["session"], facts)
+        message = self._channel.receive("form a group for")
+        expect(message, name=str)
+        if message["type"] != "group":
+            raise BrokenMessage(f"a {message['type'][:40]} message came where a group was due")
+        if message["name"] not in _kept:
+            _forget()
+            _kept[message["name"]] = self._join(message)
+        self._group = _kept[message["name"]]
+        self._channel.send({"type": "ready"})
+
+    def _join(self, message: Mapping[str, Any]) -> _Group:
+        expect(dict(message), backend=str, host=str, port=int, rank=int, world=int)
+        limit = timedelta(seconds=self._channel.remaining_s())
+        try:
+            store = dist.TCPStore(message["host"], message["port"], None, False, limit)
+            facts = (message["backend"], message["rank"], message["world"], _own_address(message["host"]))
+            return _Group(message["name"], store, *facts, limit.total_seconds())
+        except RuntimeError as error:
+            raise WeightSyncError(f"{self._channel.name} could not join the group of the sender: {error}") from error
+
+    def _bucket(self, message: Mapping[str, Any]) -> Tensor:
+        expect(dict(message), used=int)
+        used = message["used"]
+        if self._group is None or not 0 <= used < 1 << 40:
+            raise BrokenMessage(f"a bucket of {used} bytes was announced")
+        if not self._room or self._room[0].numel() < used:
+            self._room = [torch.empty(used, dtype=torch.uint8, device=self._group.device)]
+        room = self._room[0][:used]
+        if used == 0:
+            return room
+        try:
+            work = self._group.broadcast(room)
+            while not work.is_completed():
+                self._channel.raise_if_aborted()
+                time.sleep(POLL_S)
+            work.wait(timedelta(seconds=POLL_S))
+        except RuntimeError as error:
+            _forget()
+            if isinstance(error, WeightSyncError):
+                raise
+            raise WeightSyncError(f"{self._channel.name}: the broadcast of a bucket failed: {error}") from error
+        return room
+
+    def _release(self) -> None:
+        if self._room and self._room[0].is_cuda:
+            torch.cuda.synchronize(self._room[0].device)
+
+    def finalize(self, failure: str = "", digest: str = "") -> None:
+        if failure:
+            _forget()
+        self._group, self._room = None, []
+        super().finalize(failure, digest)
+
+
+class _Group:
+    """One process group; the sender is rank 0."""
+
+    def __init__(
+        self, name: str, store: dist.Store, backend: str, rank: int, world: int, host: str, timeout_s: float
+    ) -> None:
+        self.name = name
+        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        limit = timedelta(seconds=max(timeout_s, 1.0))
+        prefixed = dist.PrefixStore(name, store)
+        self._store = store  # rank 0's is the server of the others
+        if backend == "nccl":
+            self._group: Any = dist.ProcessGroupNCCL(prefixed, rank, world)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = limit
+            options._threads = 1
+            self._group = dist.ProcessGroupGloo(prefixed, rank, world, options)
+
+    def abort(self) -> None:
+        """End what is under way: without it, letting go of the group would wait for the group's own deadline."""
+        self._group.abort()
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.asyncOp = True
+        return self._group.broadcast([tensor], options)
+
+
+_kept: dict[str, _Group] = {}  # of this receiver's process, the one of its last sync
+
+
+def _forget() -> None:
+    for group in _kept.values():
+        group.abort()
+    _kept.clear()
+
+
+def _listening_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
+    """A store that listens on `host` only (by itself it would on every interface)."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        limit = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(
+            host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+        )
+    return store, port
+
+
+def _own_address(host: str) -> str:
+    """The address of this machine from which `host` is reached."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])

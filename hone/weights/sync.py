@@ -1,0 +1,207 @@
+"""Drives one weight sync after another: pause, send and receive at the same time, prove, resume.
+
+    sync(weights, version)
+      pause every replica --> engine.prepare --offer--> replica.receive_weights   (a task each) --.
+                                    |                                                             |-> verify --> resume
+                              engine.send_weights                                  (one task) ----'
+      a replica whose task fails is dropped by the engine, stopped, and named in the WeightSyncError;
+      the others finish, are proven and resume.
+
+One deadline covers it all. Nothing here knows a transport or a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from hone.types import Metric, Metrics
+from hone.weights.base import (
+    CheckpointEngine,
+    Full,
+    NamedTensors,
+    Offer,
+    Payload,
+    Receipt,
+    Replica,
+    Sent,
+    WeightSyncError,
+    verify,
+)
+
+REASON_TIMEOUT_S = 2.0  # what a replica that the channel has lost may take to say why
+STOP_TIMEOUT_S = 10.0  # a replica that cannot even be told to stop is its owner's to kill
+
+
+class CheckpointEngineManager:
+    """The replicas of a run and the transport that feeds them."""
+
+    def __init__(self, engine: CheckpointEngine, pause_mode: str = "keep") -> None:
+        """`pause_mode`: what `Replica.pause` is told before each sync (abort, wait, keep)."""
+        self._engine = engine
+        self._pause_mode = pause_mode
+        self._replicas: dict[str, Replica] = {}
+        self._versions: dict[str, int] = {}
+
+    def add_replica(self, replica: Replica) -> None:
+        """Take a replica in: it receives from the next sync on. Raises ValueError for a name that is there."""
+        if replica.name in self._replicas:
+            raise ValueError(f"replica {replica.name} is already there")
+        self._replicas[replica.name] = replica
+
+    def remove_replica(self, name: str) -> None:
+        """Let a replica go; unknown names are no error, since a failed sync removes replicas too."""
+        self._replicas.pop(name, None)
+        self._versions.pop(name, None)
+
+    @property
+    def versions(self) -> Mapping[str, int | None]:
+        """Replica -> the version that it has proven to serve; None before its first sync."""
+        return {name: self._versions.get(name) for name in self._replicas}
+
+    async def sync(
+        self, weights: NamedTensors, version: int, payload: Payload | None = None, only: Sequence[str] | None = None
+    ) -> Metrics:
+        """Send `weights` as `version` to every replica (or to those in `only`: one that was restarted), and prove it.
+
+        Raises WeightSyncError, whose `replicas` are stopped and removed; all others serve `version` by then.
+        """
+        chosen = {name: self._replicas[name] for name in (self._replicas if only is None else only)}
+        if not chosen:
+            raise WeightSyncError(f"no replica is there to receive weight version {version}")
+        failed: dict[str, str] = {}
+        started = time.perf_counter()
+        try:
+            sent = await self._transfer(chosen, weights, version, payload or Full(), failed)
+        finally:
+            await self._engine.finalize()
+        seconds = time.perf_counter() - started
+        await self._each(chosen, failed, {n: r.resume() for n, r in chosen.items() if n not in failed}, "resume")
+        for name in chosen:
+            if name not in failed:
+                self._versions[name] = version
+        if failed:
+            await self._give_up(chosen, failed, version)
+        return {
+            "weights/version": Metric.max(version),
+            "weights/bytes": Metric.sum(sent.bytes),
+            "weights/tensors": Metric.max(sent.tensors),
+            "weights/buckets": Metric.max(sent.buckets),
+            "weights/replicas": Metric.max(len(chosen)),
+            "perf/weight_transfer_seconds": Metric.mean(seconds),
+            "perf/weight_sync_gb_per_s": Metric.mean(sent.bytes / seconds / 1e9),
+        }
+
+    async def _transfer(
+        self,
+        chosen: Mapping[str, Replica],
+        weights: NamedTensors,
+        version: int,
+        payload: Payload,
+        failed: dict[str, str],
+    ) -> Sent:
+        """Pause, send, receive, verify; who fails is put into `failed` with the reason."""
+        await self._each(chosen, failed, {n: r.pause(self._pause_mode) for n, r in chosen.items()}, "pause")
+        receiving = {name: replica for name, replica in chosen.items() if name not in failed}
+        if not receiving:
+            await self._give_up(chosen, failed, version)
+        receipts: dict[str, Sequence[Receipt]] = {}
+        tasks: list[asyncio.Task[None]] = []
+        limit = asyncio.timeout(self._engine.timeout_s + STOP_TIMEOUT_S)
+        try:
+            async with limit:
+                self._engine.build_topology({name: replica.ranks for name, replica in receiving.items()})
+                offer = self._engine.prepare(version, payload)
+                tasks += [
+                    asyncio.create_task(
+                        self._receive(replica, offer, receipts, failed), name=f"receive weights: {name}"
+                    )
+                    for name, replica in receiving.items()
+                ]
+                await self._engine.init_process_group()
+                sent = await self._engine.send_weights(weights, version)
+                if lost := [task for task in tasks if task.get_name().rpartition(": ")[2] in sent.lost]:
+                    await asyncio.wait(lost, timeout=REASON_TIMEOUT_S)  # its own reason says more than the channel's
+                for name, reason in sent.lost.items():
+                    failed.setdefault(name, reason)
+                await asyncio.gather(*(task for task in tasks if task.get_name().rpartition(": ")[2] not in failed))
+        except BaseException as error:
+            if not (isinstance(error, TimeoutError) and limit.expired()):
+                failed.update({name: f"the sender failed: {error}" for name in receiving if name not in failed})
+                await self._stop(chosen, failed)
+                raise
+            sent = Sent(version, "", 0, 0)
+            missing = [name for name in receiving if name not in receipts]
+            reason = f"weight version {version} was not sent and acknowledged within {self._engine.timeout_s:g} s"
+            failed.update({name: reason for name in missing or receiving if name not in failed})
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for name in receiving:
+            if name not in failed:
+                _check(name, receiving[name].ranks, sent, receipts.get(name, ()), failed)
+        return sent
+
+    async def _receive(
+        self, replica: Replica, offer: Offer, receipts: dict[str, Sequence[Receipt]], failed: dict[str, str]
+    ) -> None:
+        """One replica's side; a failure reaches the sender at once, so that it does not wait for the deadline."""
+        try:
+            receipts[replica.name] = await replica.receive_weights(offer.for_replica(replica.name).to_json())
+        except Exception as error:  # noqa: BLE001  whatever a server's client raises, this replica has failed
+            failed[replica.name] = f"{type(error).__name__}: {error}"
+            self._engine.drop(replica.name, failed[replica.name])
+
+    async def _each(
+        self,
+        chosen: Mapping[str, Replica],
+        failed: dict[str, str],
+        calls: Mapping[str, Coroutine[Any, Any, None]],
+        what: str,
+    ) -> None:
+        """Make one call per replica at the same time; who raises or is late has failed."""
+
+        async def one(name: str, call: Coroutine[Any, Any, None]) -> None:
+            try:
+                async with asyncio.timeout(self._engine.timeout_s):
+                    await call
+            except TimeoutError:
+                failed[name] = f"it did not {what} within {self._engine.timeout_s:g} s"
+            except Exception as error:  # noqa: BLE001  see _receive
+                failed[name] = f"it did not {what}: {type(error).__name__}: {error}"
+
+        await asyncio.gather(*(one(name, call) for name, call in calls.items()))
+
+    async def _stop(self, chosen: Mapping[str, Replica], failed: Mapping[str, str]) -> list[str]:
+        """Stop and remove every failed replica; what could not be told so is returned as text."""
+        unheard: dict[str, str] = {}
+        for name, reason in failed.items():
+            self.remove_replica(name)
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await chosen[name].stop(reason)
+            except Exception as error:  # noqa: BLE001  see _receive; the sync's own error is raised by the caller
+                unheard[name] = f"{type(error).__name__}: {error}"
+        return [f"{name} could not be stopped ({reason})" for name, reason in unheard.items()]
+
+    async def _give_up(self, chosen: Mapping[str, Replica], failed: Mapping[str, str], version: int) -> None:
+        unheard = await self._stop(chosen, failed)
+        reasons = [f"replica {name}: {reason}" for name, reason in failed.items()]
+        raise WeightSyncError(
+            f"weight version {version} is not served by {len(failed)} of {len(chosen)} replicas: "
+            + "; ".join([*reasons, *unheard]),
+            list(failed),
+        )
+
+
+def _check(name: str, ranks: int, sent: Sent, receipts: Sequence[Receipt], failed: dict[str, str]) -> None:
+    if len(receipts) != ranks:
+        failed[name] = f"{len(receipts)} of its {ranks} ranks acknowledged version {sent.version}"
+        return
+    try:
+        verify(sent, receipts)
+    except WeightSyncError as error:
+        failed[name] = str(error)

@@ -1,0 +1,134 @@
+"""Receivers for the tests: real processes, one per rank, that take offers and keep what comes, as a server would.
+
+A fault is a word for the receiving process: what it does wrong in the next sync. `dies:3` kills itself with SIGKILL
+while it holds the third tensor; others are in `_take`.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+
+import torch
+
+from hone.models.digest import digest_tensors
+from hone.rollout.base import WeightReceipt
+from hone.weights.door import receive
+
+TOKEN = "a token for tests"
+CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process without threads that has imported all this
+CONTEXT.set_forkserver_preload(
+    ["tests.weights.receiving", *(f"hone.weights.{n}" for n in ("ipc", "collective", "delta"))]
+)
+
+
+def serve(pipe):
+    """One rank: holds the weights of the last sync."""
+    torch.set_num_threads(1)
+    holds: dict[str, torch.Tensor] = {}
+    while True:
+        try:
+            offer, rank, token, fault, copy = pipe.recv()
+        except EOFError:
+            return
+        try:
+            with receive(offer, rank, token, copy) as delivery:
+                _take(delivery, holds, fault)
+            facts = {name: (str(t.dtype), tuple(t.shape)) for name, t in holds.items()}
+            pipe.send((delivery.version, delivery.digest, digest_tensors(holds.items()), facts))
+        except Exception as error:  # noqa: BLE001  told to the test
+            pipe.send(f"{type(error).__name__}: {error}")
+
+
+def _take(delivery, holds, fault):
+    what, _, number = fault.partition(":")
+    for count, (name, tensor) in enumerate(delivery, 1):
+        if what == "dies" and count == int(number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "raises" and count == int(number):
+            raise ValueError("the loader does not like this tensor")
+        if what == "leaves" and count == int(number):
+            return
+        if what == "silent" and count == int(number):
+            signal.pause()
+        if what == "skips" and name == number:
+            continue
+        if what == "keeps" and name == number and name in holds:  # as a tied head that nobody updates
+            continue
+        holds[name] = tensor.clone()
+
+
+class Rank:
+    """One receiving process."""
+
+    def __init__(self):
+        self._pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._turn = threading.Lock()
+
+    def take(self, *request):
+        """Ask, and wait for the answer: (version, digest of what came, digest of what is held, facts), or an error."""
+        with self._turn:
+            self._pipe.send(request)
+            if not self._pipe.poll(60):
+                raise TimeoutError("the receiving process did not answer within 60 s")
+            return self._pipe.recv()
+
+    def stop(self):
+        self._pipe.close()
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(5)
+
+
+class ProcessReplica:
+    """A replica whose ranks are processes; what the manager's protocol asks for, and notes of what was asked."""
+
+    def __init__(self, name="r0", ranks=1, token=TOKEN):
+        self.name = name
+        self.ranks = ranks
+        self.token = token
+        self.fault = ""  # of its last rank
+        self.copy = True
+        self.asked = []
+        self.facts = {}
+        self.delays = {}  # what -> seconds
+        self.processes = [Rank() for _ in range(ranks)]
+
+    async def pause(self, mode):
+        self.asked.append(f"pause {mode}")
+        await asyncio.sleep(self.delays.get("pause", 0))
+
+    async def resume(self):
+        self.asked.append("resume")
+
+    async def stop(self, reason):
+        self.asked.append(f"stop: {reason}")
+
+    async def receive_weights(self, offer):
+        faults = [""] * (self.ranks - 1) + [self.fault]
+        answers = await asyncio.gather(
+            *(
+                asyncio.to_thread(rank.take, offer, number, self.token, fault, self.copy)
+                for number, (rank, fault) in enumerate(zip(self.processes, faults, strict=True))
+            )
+        )
+        wrong = [answer for answer in answers if isinstance(answer, str)]
+        if wrong:
+            raise RuntimeError(wrong[0])
+        self.facts = answers[-1][3]
+        return [WeightReceipt(self.name, version, held, len(facts), 0) for version, _, held, facts in answers]
+
+    def replace_rank(self, number=-1):
+        self.processes[number].stop()
+        self.processes[number] = Rank()
+
+    def close(self):
+        for rank in self.processes:
+            with contextlib.suppress(OSError):
+                rank.stop()

@@ -1,0 +1,31 @@
+"""`ipc` through the memory of a GPU, and `collective` over NCCL; they need one and two devices."""
+
+import asyncio
+
+import pytest
+import torch
+
+from hone.weights import TRANSPORTS
+from hone.weights.memory import CudaBuffers
+from hone.weights.sync import CheckpointEngineManager
+from tests.weights.conftest import every_kind
+from tests.weights.receiving import TOKEN
+
+pytestmark = pytest.mark.gpu
+one_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@one_device
+def test_buckets_in_the_memory_of_the_device(replicas):
+    engine, replica = TRANSPORTS.get("ipc")(1 << 14, 60, TOKEN), replicas("r0", ranks=2)
+    weights = {name: tensor.detach().cuda() for name, tensor in every_kind().items()}
+
+    async def whole():
+        manager = CheckpointEngineManager(engine)
+        manager.add_replica(replica)
+        for version in (1, 2):
+            await manager.sync(weights.items(), version)
+            assert isinstance(engine._buffers, CudaBuffers)
+        await engine.close()
+
+    asyncio.run(whole())

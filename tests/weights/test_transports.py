@@ -1,0 +1,373 @@
+"""What every transport must do, with receivers in processes of their own."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from hone.models.digest import digest_tensors
+from hone.rollout.base import WeightReceipt
+from hone.weights import TRANSPORTS
+from hone.weights.base import Adapter, Full, Offer, WeightSyncError
+from hone.weights.buckets import size_of
+from hone.weights.delta import DeltaEngine
+from hone.weights.door import receive
+from hone.weights.sync import CheckpointEngineManager
+from tests.weights.conftest import every_kind
+from tests.weights.receiving import CONTEXT, TOKEN
+
+BUCKET = 1 << 14  # bytes: smaller than some tensors, larger than most
+FILE_DTYPES = [
+    getattr(torch, n)
+    for n in ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+]
+FILE_DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64, torch.complex64]
+
+MAKE = {
+    "ipc": lambda: TRANSPORTS.get("ipc")(BUCKET, 30, TOKEN),
+    "collective": lambda: TRANSPORTS.get("collective")(BUCKET, 30, TOKEN),
+    "disk": lambda: TRANSPORTS.get("disk")(BUCKET, 30, TOKEN),
+    "delta over ipc": lambda: DeltaEngine(BUCKET, 30, TOKEN, over="ipc"),
+    "delta over collective": lambda: DeltaEngine(BUCKET, 30, TOKEN, over="collective"),
+}
+BUCKETED = ["ipc", "collective", "delta over ipc"]
+every_transport = pytest.mark.parametrize("transport", MAKE)
+
+
+def kinds_for(transport):
+    return every_kind(FILE_DTYPES) if transport == "disk" else every_kind()
+
+
+def plain():
+    return {f"layer.{i}": torch.randn(40, 64) for i in range(8)}  # 10 KiB each: one to a bucket
+
+
+def run(engine, body):
+    """Run `await body(manager, engine)` and close the engine."""
+
+    async def whole():
+        try:
+            return await body(CheckpointEngineManager(engine))
+        finally:
+            await engine.close()
+
+    return asyncio.run(whole())
+
+
+@every_transport
+def test_every_kind_of_tensor_arrives_bit_for_bit(transport, replicas):
+    weights = kinds_for(transport)
+    replica = replicas("r0")
+
+    async def body(manager):
+        manager.add_replica(replica)
+        for version in (1, 2):
+            metrics = await manager.sync(weights.items(), version)
+            assert replica.facts == {name: (str(t.dtype), tuple(t.shape)) for name, t in weights.items()}
+            assert metrics["weights/version"].value == version
+            assert metrics["weights/tensors"].value == len(weights)
+            assert manager.versions == {"r0": version}
+            if version == 1 and "delta" not in transport:
+                assert metrics["weights/bytes"].value == sum(size_of(t) for t in weights.values())
+                assert metrics["weights/buckets"].value > 5
+        assert replica.asked == ["pause keep", "resume"] * 2
+
+    run(MAKE[transport](), body)
+
+
+@every_transport
+def test_replicas_with_several_ranks_join_and_leave_between_syncs(transport, replicas):
+    first, second = replicas("r0", ranks=2), replicas("r1")
+    second.copy = False
+    weights = plain()
+
+    async def body(manager):
+        manager.add_replica(first)
+        await manager.sync(weights.items(), 1)
+        manager.add_replica(second)
+        weights["layer.3"] += 1
+        await manager.sync(weights.items(), 2)
+        assert manager.versions == {"r0": 2, "r1": 2}
+        manager.remove_replica("r0")
+        weights["layer.4"][0, 0] = 7
+        await manager.sync(weights.items(), 3)
+        assert manager.versions == {"r1": 3}
+        manager.add_replica(first)
+        await manager.sync(weights.items(), 3, only=["r0"])
+        await manager.sync(weights.items(), 4)
+        assert manager.versions == {"r0": 4, "r1": 4}
+        with pytest.raises(ValueError, match="r1 is already there"):
+            manager.add_replica(second)
+
+    run(MAKE[transport](), body)
+
+
+@every_transport
+def test_an_adapter_travels_with_its_configuration(transport):
+    engine = MAKE[transport]()
+    payload = Adapter("tuned", {"r": 4, "target_modules": ["q_proj"]})
+
+    async def body(_):
+        engine.build_topology({"r0": 1})
+        offer = engine.prepare(3, payload).for_replica("r0").to_json()
+        assert TOKEN not in str(offer)
+        assert Offer.from_json(offer).payload == payload
+        await engine.finalize()
+
+    run(engine, body)
+
+
+@every_transport
+def test_a_killed_receiver_is_named_and_the_next_sync_works(transport, replicas):
+    replica, weights = replicas("r0", ranks=2), plain()
+    replica.fault = "dies:4"
+
+    async def body(manager):
+        manager.add_replica(replica)
+        with pytest.raises(
+            WeightSyncError, match="weight version 1 is not served by 1 of 1 replicas: replica r0"
+        ) as at:
+            await manager.sync(weights.items(), 1)
+        assert at.value.replicas == ("r0",)
+        assert replica.asked[-1].startswith("stop: ")
+        assert manager.versions == {}
+        replica.fault = ""
+        replica.replace_rank()
+        manager.add_replica(replica)
+        await manager.sync(weights.items(), 1)
+        assert manager.versions == {"r0": 1}
+
+    run(MAKE[transport](), body)
+
+
+@pytest.mark.parametrize("fault", ["dies:3", "raises:3", "leaves:3"])
+@pytest.mark.parametrize("transport", ["ipc", "disk"])
+def test_the_other_replicas_are_served_when_one_fails(transport, fault, replicas):
+    good, bad, weights = replicas("good", ranks=2), replicas("bad"), plain()
+    bad.fault = fault
+
+    async def body(manager):
+        manager.add_replica(good)
+        manager.add_replica(bad)
+        with pytest.raises(WeightSyncError, match="1 of 2 replicas: replica bad") as at:
+            await manager.sync(weights.items(), 5)
+        assert at.value.replicas == ("bad",)
+        assert manager.versions == {"good": 5}
+        assert good.asked == ["pause keep", "resume"]
+        assert bad.asked[0] == "pause keep"
+        assert "resume" not in bad.asked
+
+    run(MAKE[transport](), body)
+
+
+def test_a_killed_receiver_is_noticed_though_its_replica_says_nothing(replicas):
+    """The kernel closes the connection: nobody has to wait for the deadline of 30 s."""
+    replica = replicas("r0")
+    replica.fault = "dies:4"
+    receive = replica.receive_weights
+
+    async def mute(offer):
+        try:
+            return await receive(offer)
+        except EOFError:
+            return await asyncio.sleep(20)
+
+    replica.receive_weights = mute
+
+    async def body(manager):
+        manager.add_replica(replica)
+        with pytest.raises(WeightSyncError, match="replica r0: its rank 0: it died, or hung up"):
+            await manager.sync(plain().items(), 1)
+
+    run(MAKE["ipc"](), body)
+
+
+@pytest.mark.parametrize("transport", BUCKETED)
+def test_a_silent_receiver_meets_the_deadline(transport, replicas):
+    engine = MAKE[transport]()
+    for part in (engine, getattr(engine, "_carrier", engine)):
+        part.timeout_s = 1.5
+    replica, weights = replicas("r0"), plain()
+    replica.fault = "silent:3"
+
+    async def body(manager):
+        manager.add_replica(replica)
+        try:
+            with pytest.raises(WeightSyncError, match=r"replica r0: .*within 1.5 s"):
+                await manager.sync(weights.items(), 1)
+        finally:
+            os.kill(replica.processes[0].process.pid, signal.SIGKILL)  # ends the thread that waits for its answer
+
+    run(engine, body)
+
+
+@every_transport
+def test_another_token_is_refused(transport, replicas):
+    engine = MAKE[transport]()
+    for part in (engine, getattr(engine, "_carrier", engine)):
+        part.timeout_s = 3
+    stranger = replicas("r0", token="guessed")
+
+    async def body(manager):
+        manager.add_replica(stranger)
+        with pytest.raises(WeightSyncError, match="token"):
+            await manager.sync(plain().items(), 1)
+
+    run(engine, body)
+
+
+@every_transport
+def test_an_error_in_the_stream_reaches_everybody(transport, replicas):
+    replica = replicas("r0")
+
+    def stream():
+        yield from list(plain().items())[:5]
+        raise ZeroDivisionError("the gather failed")
+
+    async def body(manager):
+        manager.add_replica(replica)
+        with pytest.raises(ZeroDivisionError, match="the gather failed"):
+            await manager.sync(stream(), 1)
+        assert "the sender failed: the gather failed" in replica.asked[-1]
+        assert manager.versions == {}
+        manager.add_replica(replica)
+        await manager.sync(plain().items(), 2)
+
+    run(MAKE[transport](), body)
+
+
+@every_transport
+def test_a_name_that_comes_twice_is_an_error(transport, replicas):
+    replica, weight = replicas("r0"), torch.zeros(3)
+
+    async def body(manager):
+        manager.add_replica(replica)
+        with pytest.raises(ValueError, match="'w' comes twice"):
+            await manager.sync([("w", weight), ("w", weight)], 1)
+
+    run(MAKE[transport](), body)
+
+
+@pytest.mark.parametrize("fault", ["skips:layer.3", "keeps:lm_head"])
+@every_transport
+def test_a_receiver_that_takes_in_something_else_is_caught(transport, fault, replicas):
+    """Everything arrives, but a tensor is skipped by the loader, or a tied head stays as it was."""
+    replica, weights = replicas("r0"), plain()
+    weights["embedding"] = weights["lm_head"] = torch.randn(8, 4)
+
+    async def body(manager):
+        manager.add_replica(replica)
+        if "keeps" in fault:
+            await manager.sync(weights.items(), 1)
+        weights["embedding"] += 1
+        replica.fault = fault
+        with pytest.raises(WeightSyncError, match="a tensor was lost, stale or changed on the way"):
+            await manager.sync(weights.items(), 2)
+        assert "resume" not in replica.asked[-2:]
+
+    run(MAKE[transport](), body)
+
+
+def sender(transport, pipe):
+    """A trainer's process that stops in the middle of a stream."""
+    engine = MAKE[transport]()
+
+    def stream():
+        for count, item in enumerate(plain().items()):
+            if count == 5:
+                pipe.send("middle")
+                signal.pause()
+            yield item
+
+    async def whole():
+        engine.build_topology({"r0": 1})
+        pipe.send(engine.prepare(1, Full()).for_replica("r0").to_json())
+        await engine.init_process_group()
+        await engine.send_weights(stream(), 1)
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("transport", ["ipc", "disk"])
+def test_a_killed_sender_is_noticed_at_once_and_leaves_nothing(transport):
+    before = set(Path("/dev/shm").iterdir())
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=sender, args=(transport, theirs), daemon=True)
+    process.start()
+    assert ours.poll(30)
+    offer = ours.recv()
+
+    def take():
+        count = 0
+        with receive(offer, 0, TOKEN) as delivery:
+            for _ in delivery:
+                count += 1
+                if count == 4:
+                    process.kill()
+                    process.join()
+
+    def wait_and_take():
+        if transport == "disk":  # nothing to take before the manifest is there
+            assert ours.poll(30)
+            process.kill()
+            process.join()
+        take()
+
+    with pytest.raises(WeightSyncError, match=r"died while r0/0 waited|no sender of weights"):
+        wait_and_take()
+    assert set(Path("/dev/shm").iterdir()) == before
+
+
+def test_no_replica_is_an_error():
+    async def body(manager):
+        with pytest.raises(WeightSyncError, match="no replica is there to receive weight version 1"):
+            await manager.sync([], 1)
+
+    run(MAKE["ipc"](), body)
+
+
+def test_a_replica_that_does_not_pause_in_time_is_stopped_and_nothing_is_sent(replicas):
+    engine = MAKE["ipc"]()
+    engine.timeout_s = 0.5
+    slow = replicas("slow")
+    slow.delays["pause"] = 5
+
+    async def body(manager):
+        manager.add_replica(slow)
+        with pytest.raises(WeightSyncError, match=r"replica slow: it did not pause within 0\.5 s"):
+            await manager.sync(plain().items(), 1)
+
+    run(engine, body)
+
+
+def test_local_receivers_take_the_same_tensors():
+    """`local`, behind the same door: the receiver runs on the sender's event loop."""
+    weights = every_kind()
+    engine = TRANSPORTS.get("local")(BUCKET, 5, TOKEN)
+
+    class Inside:
+        name, ranks, token = "inside", 1, TOKEN
+
+        async def pause(self, mode=""):
+            pass
+
+        resume = stop = pause
+
+        async def receive_weights(self, offer):
+            with receive(offer, 0, self.token) as delivery:
+                held = dict(delivery)
+            return [WeightReceipt(self.name, delivery.version, digest_tensors(held.items()), len(held), 0)]
+
+    async def body(manager):
+        replica = Inside()
+        manager.add_replica(replica)
+        metrics = await manager.sync(weights.items(), 4)
+        assert metrics["weights/tensors"].value == len(weights)
+        replica.token = "another"
+        with pytest.raises(WeightSyncError, match="token is not this run's"):
+            await manager.sync(weights.items(), 5)
+
+    run(engine, body)
