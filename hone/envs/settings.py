@@ -8,6 +8,17 @@ from hone.config import Choice, Config, FromRegistry, setting
 from hone.envs import ENVS
 
 
+class AgentSettings(Choice):
+    """An agent program that talks to the policy over the OpenAI protocol, and knows nothing else of hone."""
+
+    name: str = setting("agent", "an agent program at the endpoint")
+    program: str = setting(meaning="async function (base_url, api_key, prompt): file.py:name or package.module:name")
+    client_sampling: bool = setting(
+        False,
+        "whether temperature, top_p ... of the agent's requests count; else rollout.sampling does, as training needs",
+    )
+
+
 class EpisodeConfig(Config):
     """How one prompt is played out."""
 

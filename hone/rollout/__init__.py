@@ -5,6 +5,13 @@
 
 from hone.registry import Registry
 
-ROLLOUT_ENGINES = Registry("rollout engine", {"builtin": "hone.rollout.builtin:BuiltinEngine"})
+ROLLOUT_ENGINES = Registry(
+    "rollout engine",
+    {
+        "builtin": "hone.rollout.builtin:BuiltinEngine",
+        "vllm": "hone.rollout.vllm:VllmServer",
+        "sglang": "hone.rollout.sglang:SglangServer",
+    },
+)
 
 __all__ = ["ROLLOUT_ENGINES"]

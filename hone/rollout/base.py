@@ -1,14 +1,25 @@
-"""The contract of a rollout engine: tokens in; tokens, log-probs and the weight version of each token out."""
+"""The contract of a rollout engine: tokens in; tokens, log-probs and the weight version of each token out.
+
+Two kinds of engine keep it. One in the trainer's process (the built-in engine) is given weights as a stream,
+`update_weights`. One in a process of its own (vLLM, SGLang, the built-in engine as a server) is held by a
+`ServerAdapter`; it is offered weights, `receive_weights`, and takes them from a channel.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 
+from hone.rollout.settings import RolloutConfig
 from hone.types import Completion, Metrics, SamplingParams
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of requests that run when an engine pauses. `abort`: they end now with the tokens they have; `wait`:
+`pause` returns when they are done; `keep`: they stand still until `resume`. New requests wait for `resume` in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +33,22 @@ class WeightReceipt:
     bytes: int
 
 
-class RolloutEngine(Protocol):
-    """One replica that generates. All coroutines run on one event loop."""
+class ReplicaLost(RuntimeError):
+    """A replica's process died, or does not answer any more: its requests can be sent to another."""
+
+
+class Generating(Protocol):
+    """What every engine does. All coroutines run on one event loop."""
 
     @property
     def weight_version(self) -> int: ...
 
     async def generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
-        """Continue `token_ids`. Raises ValueError for a request that cannot be served (too long, empty)."""
+        """Continue `token_ids`.
 
-    async def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightReceipt:
-        """Replace every weight; KV and prefix caches of older versions are dropped before the next token."""
-
-    def expected_weights(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Name -> dtype and shape of every tensor that `update_weights` wants, tied heads included."""
+        Raises ValueError for a request that cannot be served (too long, empty), ReplicaLost if the engine died on the
+        way, RuntimeError if it fails or has no weights.
+        """
 
     async def sleep(self, level: int) -> None:
         """Give memory back. Level 1: drop the KV cache; level 2: the weights too (they must be sent again)."""
@@ -45,10 +58,100 @@ class RolloutEngine(Protocol):
     async def abort_all(self) -> None:
         """End every running request now; each `generate` returns its partial tokens with `StopReason.ABORTED`."""
 
-    async def pause(self) -> None:
-        """Stop producing tokens; running requests wait."""
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop producing tokens; see `PauseMode` for the requests that run."""
 
     async def resume(self) -> None: ...
 
     def metrics(self) -> Metrics:
         """Throughput and cache figures since the last call (`rollout/` names)."""
+
+
+class RolloutEngine(Generating, Protocol):
+    """One replica that generates in the trainer's process."""
+
+    async def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightReceipt:
+        """Replace every weight; KV and prefix caches of older versions are dropped before the next token."""
+
+    def expected_weights(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Name -> dtype and shape of every tensor that `update_weights` wants, tied heads included."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """All that a server adapter is constructed from: `ROLLOUT_ENGINES.get(backend)(spec)`.
+
+    Constructing reads the settings and starts nothing; `start` does.
+    """
+
+    settings: RolloutConfig
+    model: str  # folder or hub name of the Hugging Face model; its weights need not be read, a sync brings them
+    dtype: str  # in which the server stores weights and computes, unless the engine's options say otherwise
+    number: int  # of the replica, from 0
+    logs: Path  # folder of server logs, which exists; `<logs>/<name>.log`
+    token: str = field(repr=False)  # the run's; for the environment variable HONE_TOKEN of the server, nothing else
+    tokenizer: str = ""  # folder or hub name; empty: the model's own
+    revision: str = ""  # of a hub model
+    trust_remote_code: bool = False
+    devices: tuple[int, ...] = ()  # indices of the accelerators that this replica may use; empty: all that are seen
+    environment: Mapping[str, str] = field(default_factory=dict)  # further variables, from the platform
+
+    @property
+    def name(self) -> str:
+        return f"{self.settings.backend}-{self.number}"
+
+
+class ServerAdapter(Generating, Protocol):
+    """One replica in a process of its own, seen from the trainer's process.
+
+    It is a `Replica` of `hone.weights` too (name, ranks, pause, receive_weights, resume, stop). Its coroutines raise
+    ReplicaLost when the process died or its connection broke, so that the router can send the request elsewhere.
+    """
+
+    name: str
+
+    @property
+    def ranks(self) -> int:
+        """Processes of it that receive weights (tensor parallel size)."""
+
+    @property
+    def positional_seed(self) -> bool:
+        """Whether a token's random number depends on the request's seed and the token's position alone.
+
+        Then a request that is sent again with its first tokens goes on as if it had never stopped. An engine whose
+        random stream begins anew with each request gets another seed for the rest, drawn from the first.
+        """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point dtype in which it stores weights: what it is sent is cast to it first."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server's process runs."""
+
+    async def start(self) -> None:
+        """Start the server and wait until it answers; again after it died. Raises ServerFailed with its last lines.
+
+        A server that has just started serves nothing (version -1) before it received weights.
+        """
+
+    async def receive_weights(self, offer: Mapping[str, Any]) -> list[WeightReceipt]:
+        """Let the server take in the weights that a sender offers; one receipt per worker of it."""
+
+    async def stop(self, reason: str) -> None:
+        """Serve nothing more (version -1) until whole weights were received: what it has is unknown or partly new."""
+
+    async def close(self) -> None:
+        """End the server with everything it started; again is fine."""
+
+
+__all__ = [
+    "Generating",
+    "PauseMode",
+    "ReplicaLost",
+    "RolloutEngine",
+    "ServerAdapter",
+    "ServerSpec",
+    "WeightReceipt",
+]

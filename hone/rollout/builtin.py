@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,11 +22,12 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hone.models.digest import digest_tensors
-from hone.rollout.base import WeightReceipt
+from hone.rollout.base import PauseMode, WeightReceipt
 from hone.rollout.batching import Counters, PrefillPolicy, RunningBatch
-from hone.rollout.cache import CacheLimits, KVCache
+from hone.rollout.cache import CacheLimits, KVCache, PackedPrompts
 from hone.rollout.decoder import Decoder, build_decoder
 from hone.rollout.requests import Request, StopStrings, check_prompt, check_sampling
+from hone.rollout.scoring import in_turns
 from hone.rollout.settings import BuiltinSettings
 from hone.types import Completion, Metric, Metrics, SamplingParams, StopReason
 
@@ -39,6 +40,9 @@ class BuiltinEngine:
     Built from a model, it serves a copy of that model's weights as version 0. Built from a config, it serves nothing
     (version -1) before the first `update_weights`.
     """
+
+    in_process = True  # constructed from a model or config; a server's adapter is, from a `ServerSpec`
+    positional_seed = True
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class BuiltinEngine:
         self._policy = PrefillPolicy(settings.prefill_tokens, settings.share_prompts)
         self._stop_strings = lru_cache(maxsize=64)(lambda stop: StopStrings(stop, tokenizer))
         self._queue: deque[Request] = deque()
+        self._later: deque[Request] | None = None  # what comes while `pause("wait")` lets the others end
         self._open: set[str] = set()  # ids of requests that wait or run
         self._driver: asyncio.Task[None] | None = None
         self._paused = False
@@ -98,7 +103,7 @@ class BuiltinEngine:
         """
         request = self._accept(request_id, tuple(token_ids), sampling)
         self._open.add(request_id)
-        self._queue.append(request)
+        (self._queue if self._later is None else self._later).append(request)
         self._start_driver()
         try:
             return await request.future
@@ -106,8 +111,26 @@ class BuiltinEngine:
             self._open.discard(request_id)
             if request.row >= 0:  # the caller was cancelled
                 self._batch.drop(request)
-            elif request in self._queue:
-                self._queue.remove(request)
+            for waiting in (self._queue, self._later or ()):
+                if request in waiting:
+                    waiting.remove(request)
+
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[tuple[int, ...]], temperature: float) -> list[Tensor]:
+        """Log-prob of each token of each sequence after the earlier ones, at a temperature; 0 for first tokens.
+
+        Raises ValueError for a sequence that is empty or too long, RuntimeError if the engine serves no weights.
+        """
+        self._check_serving()
+        for number, sequence in enumerate(sequences):
+            check_prompt(f"score/{number}", sequence, self._vocabulary, self._longest + 1)
+        found: list[Tensor] = []
+        for turn in in_turns(sequences, self._policy.tokens_at_once):
+            chosen = [sequences[number] for number in turn]
+            prompts = PackedPrompts.of(chosen, list(range(len(turn))), self._device)
+            scores = self._decoder.score(prompts, temperature)
+            found += scores.split([len(sequence) for sequence in chosen])
+        return found
 
     def _accept(self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Request:
         check_prompt(request_id, prompt, self._vocabulary, self._longest)
@@ -169,25 +192,40 @@ class BuiltinEngine:
 
     def _fail_all(self, message: str, cause: BaseException | None) -> None:
         """Every waiting `generate` gets the error; the engine is empty afterwards, and can take new requests."""
-        for request in [*self._batch.evict(), *self._queue]:
+        for request in [*self._batch.evict(), *self._queue, *(self._later or ())]:
             request.fail(message, cause)
         self._queue.clear()
+        if self._later:
+            self._later.clear()
         self._cache.release()
 
     # ----------------------------------------------------------------------------------------- abort and pause
 
     async def abort_all(self) -> None:
         """End every running and waiting request now; each `generate` returns the tokens it has."""
-        for request in [*self._batch.evict(), *self._queue]:
+        for request in [*self._batch.evict(), *self._queue, *(self._later or ())]:
             self._finish(request, StopReason.ABORTED)
         self._queue.clear()
+        if self._later:
+            self._later.clear()
 
-    async def pause(self) -> None:
-        """Stop producing tokens after the current step; running requests keep their KV and wait for `resume`."""
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop producing tokens after the current step; `keep`: running requests keep their KV and wait for `resume`.
+
+        `abort`: every request ends with the tokens it has; `wait`: returns when all that are here now are done.
+        """
+        if mode == "abort":
+            await self.abort_all()
+        if mode == "wait":
+            self._later = deque() if self._later is None else self._later
+            while self._has_work():
+                await asyncio.sleep(0)
         self._paused = True
 
     async def resume(self) -> None:
         self._paused = False
+        self._queue.extend(self._later or ())
+        self._later = None
         self._start_driver()
 
     # ------------------------------------------------------------------------------------------------- weights
@@ -242,6 +280,12 @@ class BuiltinEngine:
         self._version = self._batch.weight_version = version
         self._not_serving = ""
         self._start_driver()
+
+    async def stop(self, reason: str) -> None:
+        """Serve nothing more until whole weights have come; requests that run or wait fail with `reason`."""
+        self._not_serving = f"it was stopped ({reason}); send whole weights with update_weights"
+        self._version = -1
+        self._fail_all(f"rollout replica {self.replica} was stopped: {reason}", None)
 
     def _requeue_running(self) -> None:
         """Running requests go back to the front of the queue, in order, to be prefilled anew."""

@@ -28,6 +28,9 @@ class Decoder(Protocol):
     def decode(self, step: Step, cache: KVCache) -> Tensor:
         """Write keys and values of each row's token; logits of the next one, [step.rows, V] float32 or wider."""
 
+    def score(self, prompts: PackedPrompts, temperature: float) -> Tensor:
+        """Log-prob of each token after the earlier ones of its sequence, [T]; 0 for first tokens. No cache is used."""
+
 
 def build_decoder(
     execution: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, longest: int

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hone.models.attention import Scoring, attend
 from hone.rollout.cache import CacheShape, KVCache, PackedPrompts, Step
+from hone.rollout.scoring import following_logprobs
 
 _FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on the sequence
@@ -144,6 +145,15 @@ class FusedDecoder:
         hidden = self._forward(step.token_ids, self._rope_at(step.positions, step.columns), attention)
         logits = F.linear(self._normed(hidden, self._norm), self._head)[:n]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def score(self, prompts: PackedPrompts, temperature: float) -> Tensor:
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            return attend(q, k, v, prompts.packing, self._scoring)[0].transpose(0, 1).flatten(1)
+
+        rope = self._rope_at(prompts.positions, max(prompts.packing.lengths))
+        hidden = self._normed(self._forward(prompts.token_ids, rope, attention), self._norm)
+        return following_logprobs(prompts, hidden, lambda rows: F.linear(rows, self._head), temperature)
 
     def _forward(self, token_ids: Tensor, rope: Tensor, attention: _Attention) -> Tensor:
         """[T] tokens -> [T, hidden] before the last norm; ends early where `attention` returns None."""

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hone.models.attention import Scoring, Window, packed, packed_attention_forward, packed_mask
 from hone.rollout.cache import CacheShape, KVCache, PackedPrompts, Step
+from hone.rollout.scoring import following_logprobs
 
 SLOTS = "hone_slots"  # the name of `slot_attention` in transformers' registries
 
@@ -134,6 +135,14 @@ class GenericDecoder:
             self._model.base_model(
                 input_ids=prompts.token_ids[None], position_ids=prompts.positions[None], use_cache=False
             )
+
+    def score(self, prompts: PackedPrompts, temperature: float) -> Tensor:
+        """See `Decoder`; all logits of the prompts exist at once, for what a model does to them is its own."""
+        with torch.inference_mode(), _during(_Forward(prompts.rows.shape[0])), packed(prompts.packing):
+            output = self._model(
+                input_ids=prompts.token_ids[None], position_ids=prompts.positions[None], use_cache=False
+            )
+        return following_logprobs(prompts, output.logits[0], lambda logits: logits, temperature)
 
     def decode(self, step: Step, cache: KVCache) -> Tensor:
         at = cache.addresses(torch.arange(step.rows, device=self._device), step.positions[: step.rows])

@@ -79,7 +79,15 @@ class RolloutConfig(Config):
     tensor_parallel: int = setting(1, "devices that one server spreads its model over", unit="devices", ge=1)
     start_timeout_s: float = setting(600.0, "deadline for a server to be ready", unit="s", gt=0)
     request_timeout_s: float = setting(600.0, "deadline of one request to a server", unit="s", gt=0)
+    requests_per_replica: int = setting(
+        512, "requests that one of several replicas, or a server, has at a time; others wait in order", ge=1
+    )
     max_restarts: int = setting(3, "how often a dead server is started again in one run", ge=0)
+    sleep_while_training: Literal["auto", "none", "level_1", "level_2"] = setting(
+        "auto",
+        "what the rollout gives back before training: its KV cache (1), weights too (2); auto: none on a CPU, else 1 "
+        "inside the trainer's process and 2 for servers",
+    )
     sampling: SamplingConfig = setting(meaning="how training completions are sampled", factory=SamplingConfig)
 
     @field_validator("backend")

@@ -10,20 +10,25 @@ from hone.data.settings import DatasetConfig
 from hone.data.stream import read_prompts
 from hone.envs import ENVS
 from hone.envs.episode import EpisodeRunner, Play, Speech
+from hone.envs.settings import AgentSettings
 from hone.models.settings import ModelConfig
+from hone.models.tokenizer import vocabulary_digest
+from hone.rewards.model import RewardModels
 from hone.rewards.rubric import Rubric
 from hone.rollout.settings import SamplingConfig
 from hone.runtime import RUNTIMES
 from hone.runtime.settings import RuntimeConfig
+from hone.trainers.agents import AgentRunner
 from hone.trainers.base import Place
 from hone.trainers.evaluation import EvaluationSet, Evaluator
 from hone.trainers.loop import EventLoop
 from hone.trainers.playing import Player
 from hone.trainers.recorder import Recorder
+from hone.trainers.reward_models import place_reward_models
 from hone.trainers.settings import PolicyRunConfig
 from hone.types import SamplingParams
 from hone.workers.handles import RolloutHandle, TrainHandle
-from hone.workers.rollout import served_dtype, start_rollout
+from hone.workers.rollout import RolloutSpec, start_rollout
 from hone.workers.train import TrainSpec, TrainWorker
 
 EVALUATION_SEED = 1_000_003  # added to the run's: an evaluation must not replay the random numbers of a training step
@@ -65,8 +70,9 @@ class Answering:
         self._language = language
         self._place = place
         self._evaluation = config.evaluation
+        self._started: RolloutHandle | None = None
+        self.rubric = Rubric(config.reward, self._reward_models(config, place))
         self.loop = EventLoop()
-        self.rubric = Rubric(config.reward)
         try:
             self.loop.run(self.rubric.start())
             self._assemble(config, model, language, place)
@@ -75,12 +81,30 @@ class Answering:
             raise
 
     def _assemble(self, config: PolicyRunConfig, model: ModelConfig, language: Language, place: Place) -> None:
-        engine = start_rollout(config.rollout, model, config.actor.compute_dtype, language.renderer.tokenizer)
-        self.rollout = RolloutHandle(engine, served_dtype(engine), self.loop.run, place.recorder.phase)
-        runner = EpisodeRunner(config.episode, ENVS.get(config.episode.env.name), language.speech)
+        spec = RolloutSpec(
+            settings=config.rollout,
+            weights=config.weights,
+            model=model,
+            compute_dtype=config.actor.compute_dtype,
+            tokenizer=language.renderer.tokenizer,
+            folder=place.folder,
+        )
+        self.rollout = self._started = start_rollout(spec, self.loop.run, place.recorder.phase)
+        env = config.episode.env
+        runner: EpisodeRunner | AgentRunner
+        if isinstance(env, AgentSettings):
+            runner = AgentRunner(config.episode, env, language.renderer)
+        else:
+            runner = EpisodeRunner(config.episode, ENVS.get(env.name), language.speech)
         self.player = Player(runner, self.rollout, self.rubric, self.loop, place.recorder)
         sampling = language.sampling(config.rollout.sampling)
         self.play = Play(self.rollout.generate, sampling, config.run.seed, config.update.samples_per_prompt)
+
+    def _reward_models(self, config: PolicyRunConfig, place: Place) -> RewardModels:
+        def role(name: str, spec: TrainSpec) -> TrainHandle:
+            return place_role(name, spec, config.runtime, place.recorder)
+
+        return place_reward_models(config.reward, vocabulary_digest(self._language.renderer.tokenizer), role)
 
     def evaluator(self) -> Evaluator:
         """The held-out sets of the run file, read and rendered."""
@@ -91,9 +115,13 @@ class Answering:
         return Evaluator(config, sets, self.player, play, self._place.tracking)
 
     def close(self) -> None:
-        """End the reward processes and the event loop."""
-        self.loop.run(self.rubric.close())
-        self.loop.close()
+        """End the rollout's servers, the reward processes and the event loop."""
+        try:
+            if self._started is not None:
+                self._started.close()
+        finally:
+            self.loop.run(self.rubric.close())
+            self.loop.close()
 
     def _evaluation_set(self, name: str, config: DatasetConfig) -> EvaluationSet:
         prompts, dropped = read_prompts(name, config, self._language.renderer, f"evaluation.sets.{name}")

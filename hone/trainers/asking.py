@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hone.data.rendering import Renderer
 from hone.data.stream import make_renderer
@@ -26,8 +27,9 @@ from hone.trainers.loop import EventLoop
 from hone.trainers.recorder import Recorder
 from hone.trainers.settings import PolicyRunConfig
 from hone.types import Message
+from hone.weights.settings import WeightSyncConfig
 from hone.workers.handles import RolloutHandle
-from hone.workers.rollout import served_dtype, start_rollout
+from hone.workers.rollout import RolloutSpec, start_rollout
 from hone.workers.train import TrainSpec
 
 
@@ -38,7 +40,7 @@ def evaluate_model(config: PolicyRunConfig, model: ModelConfig) -> dict[str, flo
     place = quiet_place(Path(config.run.dir), language)
     answering = Answering(config, model, language, place)
     try:
-        policy = place_role("policy", TrainSpec(model, config.actor), config.runtime, place.recorder)
+        policy = place_role("policy", TrainSpec(model, config.actor.alone()), config.runtime, place.recorder)
         answering.rollout.sync_from(policy, version=0)
         return answering.evaluator().run(step=0)
     finally:
@@ -62,12 +64,18 @@ def generate_answers(model: ModelConfig, questions: Questions, compute_dtype: st
     renderer = Renderer(load_tokenizer(model))
     recorder = Recorder(Timer())
     loop = EventLoop()
-    engine = start_rollout(questions.rollout, model, compute_dtype, renderer.tokenizer)
-    rollout = RolloutHandle(engine, served_dtype(engine), loop.run, recorder.phase)
-    spec = TrainSpec(model, EngineConfig(compute_dtype=compute_dtype))
-    rollout.sync_from(place_role("policy", spec, runtime, recorder), version=0)
     try:
-        return loop.run(_ask(rollout, renderer, questions))
+        with TemporaryDirectory(prefix="hone-generate-") as folder:
+            asked = RolloutSpec(
+                questions.rollout, WeightSyncConfig(), model, compute_dtype, renderer.tokenizer, Path(folder)
+            )
+            rollout = start_rollout(asked, loop.run, recorder.phase)
+            try:
+                spec = TrainSpec(model, EngineConfig(compute_dtype=compute_dtype))
+                rollout.sync_from(place_role("policy", spec, runtime, recorder), version=0)
+                return loop.run(_ask(rollout, renderer, questions))
+            finally:
+                rollout.close()
     finally:
         loop.close()
 

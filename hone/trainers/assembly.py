@@ -1,35 +1,40 @@
-"""Wires a run: settings in, a trainer whose parts fit each other out. The only place that knows all the parts.
+"""Wires a policy run: settings in, a trainer whose parts fit each other out. The only place that knows all its parts.
 
-model folder --+--> actor, critic, reference (train workers) --.
-               +--> answering (rollout engine, rewards) -------+--> PolicyTrainer
-data ------------> prompt stream ------------------------------'
+model folder --+--> actor, critic, reference, teachers, process reward model (train workers) --.
+               +--> answering (rollout engine, rewards) --------------------------------------+--> PolicyTrainer
+data ------------> prompt stream -------------------------------------------------------------'
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hone.algorithms.algorithm import Algorithm
-from hone.algorithms.objective import SftObjective
+from hone.algorithms.distillation import Distillation
+from hone.algorithms.objective import FULL_KL
+from hone.algorithms.process_reward import PROCESS_REWARDS
+from hone.algorithms.shaping import GREEDY_REWARD, OVERLONG
 from hone.config import ConfigError, count_as_read
-from hone.data.packing import Sample
-from hone.data.settings import DatasetConfig
-from hone.data.stream import PromptStream, SampleStream, read_samples
+from hone.data.stream import PromptStream
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
+from hone.registry import unknown
+from hone.runtime import ranks
 from hone.runtime.settings import RuntimeConfig
 from hone.trainers.answering import Answering, Language, place_role
 from hone.trainers.base import Place
 from hone.trainers.gallery import Gallery
 from hone.trainers.policy import PolicyParts, PolicyTrainer
-from hone.trainers.settings import PolicyRunConfig, SupervisedRunConfig
-from hone.trainers.supervised import SupervisedParts, SupervisedTrainer
+from hone.trainers.process_reward import ProcessRewards
+from hone.trainers.settings import PolicyRunConfig, TeacherConfig
+from hone.trainers.teachers import Teacher, Teachers
 from hone.workers.handles import TrainHandle
+from hone.workers.scoring import Scorer
 from hone.workers.train import TrainSpec
 
 
@@ -49,10 +54,23 @@ def local_model(model: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def prepare_process(runtime: RuntimeConfig) -> None:
-    """Threads and determinism of this process."""
-    torch.set_num_threads(runtime.threads or len(os.sched_getaffinity(0)))
+    """Threads and determinism of this process, and its meeting with the other ranks if torchrun started several."""
+    ranks.join(runtime.collective_timeout_s)
+    torch.set_num_threads(runtime.threads or max(1, len(os.sched_getaffinity(0)) // ranks.local_ranks()))
     if runtime.deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def require_same_tokens(key: str, model: ModelConfig, tokenizer: Any) -> None:
+    """Raise ConfigError if a model's token ids mean something else than the policy's."""
+    theirs, ours = load_tokenizer(model).get_vocab(), tokenizer.get_vocab()
+    unlike = sorted(token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token))
+    if unlike:
+        token = unlike[0]
+        raise ConfigError(
+            f"{key}: its tokens are not the policy's: {len(unlike)} differ, the first is {token!r}, number "
+            f"{theirs.get(token, 'none')} there and {ours.get(token, 'none')} here"
+        )
 
 
 class PolicyAssembly:
@@ -81,7 +99,9 @@ class PolicyAssembly:
             algorithm=algorithm,
             actor=actor,
             critic=self._critic() if algorithm.needs_values else None,
-            reference=self._reference() if algorithm.needs_reference else None,
+            reference=self._reference() if self._needs_reference(algorithm) else None,
+            teachers=self._teachers(),
+            process_rewards=self._process_rewards(),
             gallery=Gallery(self._place.tracking, None if per_step == "all" else per_step),
         )
         return PolicyTrainer(config, parts, self._place)
@@ -100,8 +120,22 @@ class PolicyAssembly:
         config = self._config
         produced = {"rewards", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "extras.sum_pi_squared"}
         produced |= {f"components.{name}" for name in config.reward.components}
-        outputs = {"entropy", "sum_pi_squared"}  # what an engine's forward can give beyond log-probs
-        missing = sorted((algorithm.required_fields - produced) | (algorithm.policy_objective().needs - outputs))
+        if algorithm.needs_greedy:  # the trainer then plays one greedy answer to each prompt
+            produced.add(f"components.{GREEDY_REWARD}")
+            if GREEDY_REWARD in config.reward.components:
+                raise ConfigError(
+                    f"reward.components.{GREEDY_REWARD}: the name is that of the baseline of {algorithm.name}; "
+                    "name the component otherwise"
+                )
+        if config.process_reward is not None:
+            produced.add(f"extras.{PROCESS_REWARDS}")
+        outputs = {"entropy", "sum_pi_squared", FULL_KL}  # what an engine's forward can give beyond log-probs
+        if config.algorithm.overlong is not None:
+            produced.add(f"components.{OVERLONG}")
+        fields = {
+            name for name in algorithm.required_fields if name.partition("/")[0] not in produced
+        }  # x/y: part of x
+        missing = sorted(fields | (algorithm.policy_objective().needs - outputs))
         if missing:
             raise ConfigError(
                 f"algorithm {algorithm.name}: needs {', '.join(missing)}, which no part of this run produces "
@@ -112,8 +146,24 @@ class PolicyAssembly:
             raise ConfigError(f"critic: algorithm.advantage {advantage} needs a critic; add the section `critic: {{}}`")
         if config.critic is not None and not algorithm.needs_values:
             raise ConfigError(f"critic: algorithm.advantage {advantage} has no critic; remove the section")
-        if config.reference is not None and not algorithm.needs_reference:
+        if config.reference is not None and not self._needs_reference(algorithm):
             raise ConfigError("reference: algorithm.kl.coef is 0, so there is no reference; remove the section")
+        self._require_process_rewards(algorithm)
+
+    def _require_process_rewards(self, algorithm: Algorithm) -> None:
+        """Raise ConfigError if the process reward model has no use, or nothing to learn from."""
+        process = self._config.process_reward
+        if process is None:
+            return
+        if f"extras.{PROCESS_REWARDS}" not in algorithm.required_fields:
+            advantage = self._config.algorithm.advantage.name
+            raise ConfigError(f"process_reward: algorithm.advantage {advantage} has no use for it (prime has)")
+        known = ["reward", *self._config.reward.components]
+        if process.outcome.partition("/")[0] not in known:
+            raise ConfigError(unknown("process_reward.outcome", process.outcome, known))
+
+    def _needs_reference(self, algorithm: Algorithm) -> bool:
+        return algorithm.needs_reference or self._config.process_reward is not None
 
     @property
     def _optimizer_steps(self) -> int:
@@ -124,45 +174,74 @@ class PolicyAssembly:
         steps = self._optimizer_steps
         if config.critic is not None:  # its schedule begins when it does
             steps = max(1, steps - config.critic.warmup_steps * self._steps_per_batch)
-        spec = TrainSpec(self._model, config.actor, temperature=self._temperature, total_steps=steps)
+        kl = config.algorithm.kl
+        whole = kl.kind == "full" and kl.coef > 0  # then the actor compares its own logits with the reference's
+        spec = TrainSpec(
+            self._model,
+            config.actor,
+            temperature=self._temperature,
+            total_steps=steps,
+            reference=self._reference_model if whole else None,
+        )
         return self._role("actor", spec)
+
+    @property
+    def _reference_model(self) -> ModelConfig:
+        return self._config.reference or self._model
 
     def _reference(self) -> TrainHandle:
         """The policy before training, asked only: it computes as the actor does."""
-        spec = TrainSpec(self._config.reference or self._model, self._config.actor, temperature=self._temperature)
-        return self._role("reference", spec)
+        if self._config.reference is not None:
+            require_same_tokens("reference", self._config.reference, self._language.renderer.tokenizer)
+        return self._role(
+            "reference", TrainSpec(self._reference_model, self._config.actor, temperature=self._temperature)
+        )
+
+    def _teachers(self) -> Teachers | None:
+        """The teachers by name, asked only. Raises ConfigError for one whose tokens are not the policy's."""
+        config = self._config.distillation
+        if config is None:
+            return None
+        found = {}
+        for name, one in config.teachers.items():
+            require_same_tokens(f"distillation.teachers.{name}", one.model, self._language.renderer.tokenizer)
+            found[name] = self._teacher(name, one)
+        return Teachers(config, found, Distillation(config), self._place.recorder)
+
+    def _teacher(self, name: str, config: TeacherConfig) -> Teacher:
+        if config.served_by == "rollout":
+            return self._rollout_teacher(f"distillation.teachers.{name}.served_by", config)
+        spec = TrainSpec(config.model, config.engine or self._config.actor, temperature=self._temperature)
+        return self._role(f"teacher_{name}", spec)
+
+    def _rollout_teacher(self, key: str, config: TeacherConfig) -> Teacher:
+        """The built-in rollout engine with the teacher's weights. Raises ConfigError for a loss that needs more."""
+        distillation = self._config.distillation
+        if distillation is not None and distillation.loss.name != "reverse_kl":
+            raise ConfigError(f"{key}: rollout scores sampled tokens; loss {distillation.loss.name} needs engine")
+        compute = (config.engine or self._config.actor).compute_dtype
+        return Scorer(config.model, self._config.rollout.builtin, compute, self._temperature)
+
+    def _process_rewards(self) -> ProcessRewards | None:
+        config = self._config.process_reward
+        if config is None:
+            return None
+        parts = self._config.update.minibatches
+        spec = TrainSpec(
+            config.model or self._model,
+            config.engine,
+            temperature=self._temperature,
+            total_steps=self._config.run.steps * parts,
+        )
+        return ProcessRewards(config, self._role("process_reward", spec), self._place.recorder, parts)
 
     def _critic(self) -> TrainHandle:
         critic = self._config.critic
         assert critic is not None  # `_require_fields` saw to it
+        if critic.model is not None:  # a reward model, say
+            require_same_tokens("critic.model", critic.model, self._language.renderer.tokenizer)
         model = critic.model or self._model
         return self._role("critic", TrainSpec(model, critic.engine, "value_model", total_steps=self._optimizer_steps))
 
     def _role(self, role: str, spec: TrainSpec) -> TrainHandle:
         return place_role(role, spec, self._config.runtime, self._place.recorder)
-
-
-def assemble_supervised(
-    config: SupervisedRunConfig, model: ModelConfig, language: Language, place: Place, data_key: str = "data"
-) -> SupervisedTrainer:
-    """A supervised trainer with its data opened and its model loaded; `data_key` is where the data is set."""
-    samples = SampleStream(config.data, language.renderer, config.run.seed, data_key)
-    held_out = {name: _held_out(name, one, language, place) for name, one in config.evaluation_sets.items()}
-    spec = TrainSpec(model, config.engine, total_steps=config.run.steps)
-    parts = SupervisedParts(
-        samples=samples,
-        model=place_role("model", spec, config.runtime, place.recorder),
-        loss=SftObjective(),
-        aggregation=config.aggregation,
-        held_out=held_out,
-        samples_per_step=config.samples_per_step,
-        evaluate_every=config.evaluation_every_steps,
-    )
-    return SupervisedTrainer(config.run.steps, config.checkpoint, parts, place)
-
-
-def _held_out(name: str, config: DatasetConfig, language: Language, place: Place) -> Sequence[Sample]:
-    samples, dropped = read_samples(name, config, language.renderer, f"evaluation_sets.{name}")
-    if dropped:
-        place.tracking.message(f"evaluation set {name}: {dropped} samples are too long and were dropped")
-    return samples

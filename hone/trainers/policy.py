@@ -10,10 +10,12 @@ One thread runs both halves in turn; inside `collect` everything happens on one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.history import SKIPPED
+from hone.algorithms.objective import REFERENCE_STATES
 from hone.data.packing import minibatches, pack, select
 from hone.data.stream import PromptStream
 from hone.trainers.answering import Answering
@@ -21,9 +23,12 @@ from hone.trainers.base import Place, Trainer
 from hone.trainers.checkpoints import Checkpoint, PartWriter
 from hone.trainers.gallery import Gallery
 from hone.trainers.ledger import PromptLedger
-from hone.trainers.playing import count_statuses, describe
+from hone.trainers.playing import count_statuses, describe, describe_greedy
+from hone.trainers.process_reward import ProcessRewards
+from hone.trainers.randomness import draw_chance
 from hone.trainers.settings import PolicyRunConfig
-from hone.types import Batch, LossFn, Metric, Prompt, Status, TrajectoryGroup
+from hone.trainers.teachers import Teachers
+from hone.types import Batch, LossFn, Metric, ModelOutput, Prompt, Status, TrajectoryGroup
 from hone.workers.handles import TrainHandle
 
 
@@ -37,6 +42,8 @@ class PolicyParts:
     actor: TrainHandle
     critic: TrainHandle | None
     reference: TrainHandle | None
+    teachers: Teachers | None
+    process_rewards: ProcessRewards | None
     gallery: Gallery
 
 
@@ -47,12 +54,16 @@ class PolicyTrainer(Trainer):
         super().__init__(config.run.steps, config.checkpoint, place)
         self.prompts = parts.prompts
         self.player = parts.answering.player
-        self.play = parts.answering.play
+        self.play = replace(parts.answering.play, greedy=parts.algorithm.needs_greedy)
         self.rollout = parts.answering.rollout
         self.algorithm = parts.algorithm
         self.actor = parts.actor
         self.critic = parts.critic
         self.reference = parts.reference
+        self.teachers = parts.teachers
+        self.process_rewards = parts.process_rewards
+        policy = parts.algorithm.policy_objective()
+        self.objective = self.teachers.objective(policy) if self.teachers else policy
         self.evaluator = parts.answering.evaluator()
         self.gallery = parts.gallery
         self.ledger = PromptLedger()
@@ -90,19 +101,27 @@ class PolicyTrainer(Trainer):
         batch = pack(played)  # dropped groups have nothing trainable left
         self.recorder.tokens(batch.num_tokens)
         self.gallery.show(step, played, batch, self.actor)
-        return batch
+        return self.teachers.assign(batch, played) if self.teachers else batch
 
     def update(self, batch: Batch, version: int) -> None:
         """Forwards -> advantages -> train -> weight sync."""
-        if self.algorithm.needs_old_logprobs:
+        self.rollout.make_room()
+        if self.needs_old_logprobs:
             output = self.actor.infer_batch(batch, self.algorithm.infer_needs)
             batch = batch.with_(old_logprobs=output.logprobs, extras={**batch.extras, **output.extras})
         if self.reference:
-            batch = batch.with_(ref_logprobs=self.reference.infer_batch(batch).logprobs)
+            batch = with_reference(batch, self.reference.infer_batch(batch, self.algorithm.reference_needs))
         if self.critic:
             batch = batch.with_(values=self.critic.infer_batch(batch).values)
-        batch = self.algorithm.advantages(batch)
+        if self.teachers:
+            batch = self.teachers.advise(batch)
+        if self.process_rewards:
+            self.update_begins()  # its model learns here
+            batch = self.process_rewards.judge(batch)
+        batch = self.algorithm.advantages(batch, pretraining=version <= self.critic_warmup_steps)
         self.recorder.record(self.algorithm.measure(batch))
+        if self.teachers:
+            batch = self.teachers.credit(batch)
         self.update_begins()
         for minibatch in self.cut(batch, version):
             for model, loss in self.learners(version):
@@ -113,9 +132,14 @@ class PolicyTrainer(Trainer):
     # ------------------------------------------------------------------------------------------------ its parts
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next prompts of the stream, entered into the ledger as in flight."""
-        prompts = self.prompts.take(count)
-        self.ledger.drawn(prompt.draw for prompt in prompts)
+        """The next prompts of the stream that are worth playing, entered into the ledger as in flight."""
+        prompts, skipped = self.prompts.take_unless(self.skips, count)
+        self.ledger.drawn(sorted(prompt.draw for prompt in [*prompts, *skipped]))
+        self.ledger.skipped((prompt.draw for prompt in skipped), SKIPPED)
+        if self.teachers:
+            self.teachers.require(prompts)
+        if self.algorithm.skips_prompts:
+            self.recorder.record({"rollout/prompts_skipped": Metric.sum(len(skipped))})
         self.recorder.record(
             {
                 "rollout/epoch": Metric.max(self.prompts.epoch),
@@ -124,15 +148,21 @@ class PolicyTrainer(Trainer):
         )
         return prompts
 
+    def skips(self, prompt: Prompt) -> bool:
+        """Whether a prompt is passed over because it is expected to teach nothing; the same in every launch."""
+        probability = self.algorithm.skip_probability(prompt.prompt_id)
+        return probability > 0 and draw_chance(self.seed, prompt.draw) < probability
+
     def settle(self, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """The groups worth training on, then the others with their trajectories marked; these leave the ledger."""
-        self.recorder.record(describe(groups))
+        self.recorder.record({**describe(groups), **describe_greedy(groups)})
         self.recorder.record(self.player.metrics())
         self.ledger.finished(group.prompt.draw for group in groups)
         kept, dropped = self.algorithm.keep(groups)
         for one in dropped:
             self.ledger.dropped([one.group.prompt.draw], one.reason)
         settled = [*kept, *(one.group for one in dropped)]
+        self.recorder.record(self.algorithm.measure_prompts())
         self.recorder.record({**count_statuses(settled), "rollout/groups_dropped": Metric.sum(len(dropped))})
         return settled
 
@@ -143,12 +173,23 @@ class PolicyTrainer(Trainer):
             for indices in minibatches(batch, count, epoch, self.seed + step):
                 yield self.algorithm.weigh(select(batch, indices))
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the policy's log-probs are needed before the update."""
+        of_teachers = self.teachers is not None and self.teachers.needs_old_logprobs
+        return self.algorithm.needs_old_logprobs or of_teachers
+
+    def trained_roles(self) -> list[TrainHandle]:
+        """Every model that learns: what a checkpoint has to hold."""
+        process = self.process_rewards.model if self.process_rewards else None
+        return [role for role in (self.actor, self.critic, process) if role]
+
     def learners(self, step: int) -> Iterator[tuple[TrainHandle, LossFn]]:
         """Who learns in this step, and from which loss."""
         if self.critic:
             yield self.critic, self.algorithm.value_objective()
         if step > self.critic_warmup_steps:
-            yield self.actor, self.algorithm.policy_objective()
+            yield self.actor, self.objective
 
     # --------------------------------------------------------------------------------- around the step (base.py)
 
@@ -162,8 +203,7 @@ class PolicyTrainer(Trainer):
         return self.evaluator.score(figures)
 
     def parts(self) -> Mapping[str, PartWriter]:
-        roles = [role for role in (self.actor, self.critic) if role]
-        return {role.role: role.save_checkpoint for role in roles}
+        return {role.role: role.save_checkpoint for role in self.trained_roles()}
 
     def state(self) -> dict[str, Any]:
         return {
@@ -173,9 +213,8 @@ class PolicyTrainer(Trainer):
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        for role in (self.actor, self.critic):
-            if role:
-                role.load_checkpoint(checkpoint.part(role.role))
+        for role in self.trained_roles():
+            role.load_checkpoint(checkpoint.part(role.role))
         self.prompts.load_state_dict(checkpoint.state["prompts"])
         self.ledger.load_state_dict(checkpoint.state["ledger"])
         self.algorithm.load_state_dict(checkpoint.state["algorithm"])
@@ -183,3 +222,11 @@ class PolicyTrainer(Trainer):
 
     def finish(self) -> None:
         self.actor.export_hf(self.folder / "export")
+
+
+def with_reference(batch: Batch, output: ModelOutput) -> Batch:
+    """The batch with the reference's view of it: log-probs and, for KL over the whole vocabulary, hidden states."""
+    batch = batch.with_(ref_logprobs=output.logprobs)
+    if "states" not in output.extras:
+        return batch
+    return batch.with_(extras={**batch.extras, REFERENCE_STATES: output.extras["states"]})

@@ -1,4 +1,4 @@
-"""Run files: everything that `hone train` and `hone sft` can be told, each section owned by the part it configures."""
+"""Run files of `hone train`, and the sections that every kind of run has; each is owned by the part it configures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from hone.algorithms.settings import AggregationSettings, AlgorithmConfig
+from hone.algorithms.distillation_settings import DistillationConfig
+from hone.algorithms.settings import AlgorithmConfig
 from hone.config import Config, setting
 from hone.data.settings import DataConfig, DatasetConfig
 from hone.engines.settings import EngineConfig
@@ -16,6 +17,7 @@ from hone.rewards.settings import RewardConfig
 from hone.rollout.settings import RolloutConfig
 from hone.runtime.settings import RuntimeConfig
 from hone.tracking.settings import TrackingConfig
+from hone.weights.settings import WeightSyncConfig
 
 
 class RunConfig(Config):
@@ -71,6 +73,50 @@ class CriticConfig(Config):
     warmup_steps: int = setting(0, "first steps that train the critic alone", unit="steps", ge=0)
 
 
+class TeacherConfig(Config):
+    """A model that judges the policy's tokens; it is never trained."""
+
+    model: ModelConfig = setting(meaning="its weights; its tokens have to be the policy's")
+    engine: EngineConfig | None = setting(None, "how it is computed; default: as the actor")
+    served_by: Literal["engine", "rollout"] = setting(
+        "engine",
+        "a training engine that only infers, or the built-in rollout engine (for reverse_kl)",
+    )
+
+
+class TeachersConfig(DistillationConfig):
+    """On-policy distillation: teachers judge what the policy samples, beside the task's own reward."""
+
+    teachers: dict[str, TeacherConfig] = setting(meaning="the teachers by name", min_length=1)
+    teacher_field: str = setting(
+        "", "column of the data that names each row's teacher (also data_source); needed if there are several"
+    )
+
+    @model_validator(mode="after")
+    def _every_row_has_one(self) -> TeachersConfig:
+        if len(self.teachers) > 1 and not self.teacher_field:
+            raise ValueError(f"teacher_field should name the column that chooses among {', '.join(self.teachers)}")
+        return self
+
+
+class TeachersFirstConfig(TeachersConfig):
+    """The same, where the task's own reward counts only if asked for."""
+
+    task_coef: float = setting(0.0, "strength of the task's own reward; 0: the teacher alone", ge=0)
+
+
+class ProcessRewardConfig(Config):
+    """A language model that learns from outcomes beside the policy and rewards each token (PRIME)."""
+
+    model: ModelConfig | None = setting(None, "its weights; default: the policy before training")
+    engine: EngineConfig = setting(meaning="how it is trained", factory=EngineConfig)
+    beta: float = setting(0.05, "a token's reward is beta (log p - log p of the reference)", gt=0)
+    outcome: str = setting("reward", "what it predicts, between 0 and 1: reward, or a reward component's name")
+    update: Literal["before", "after"] = setting(
+        "before", "whether it learns from a batch before it judges it, or after"
+    )
+
+
 class PolicyRunConfig(Config):
     """A reinforcement-learning run: `hone train`."""
 
@@ -83,9 +129,12 @@ class PolicyRunConfig(Config):
     algorithm: AlgorithmConfig = setting(meaning="advantages and loss", factory=AlgorithmConfig)
     episode: EpisodeConfig = setting(meaning="how a prompt is played out", factory=EpisodeConfig)
     rollout: RolloutConfig = setting(meaning="the engine that generates, and how it samples", factory=RolloutConfig)
+    weights: WeightSyncConfig = setting(meaning="how weights reach the rollout", factory=WeightSyncConfig)
     actor: EngineConfig = setting(meaning="how the policy is trained", factory=EngineConfig)
     critic: CriticConfig | None = setting(None, "the value model, for estimators that need one (gae)")
     reference: ModelConfig | None = setting(None, "what KL is measured against; default: the policy before training")
+    distillation: TeachersConfig | None = setting(None, "teachers beside the task's reward")
+    process_reward: ProcessRewardConfig | None = setting(None, "the process reward model, for the estimator prime")
     warm_start: WarmStartConfig | None = setting(None, "supervised steps first")
     evaluation: EvaluationConfig = setting(meaning="held-out measurements", factory=EvaluationConfig)
     checkpoint: CheckpointConfig = setting(meaning="saved states", factory=CheckpointConfig)
@@ -102,20 +151,8 @@ class PolicyRunConfig(Config):
         return self
 
 
-class SupervisedRunConfig(Config):
-    """A supervised fine-tuning run: `hone sft`."""
+class DistillRunConfig(PolicyRunConfig):
+    """On-policy distillation: `hone distill`. The same run, in which the teachers come first."""
 
-    kind: Literal["sft"] = setting("sft", "supervised fine-tuning")
-    run: RunConfig = setting(meaning="which run")
-    model: ModelConfig = setting(meaning="the model before training")
-    data: DataConfig = setting(meaning="samples to train on")
-    samples_per_step: int = setting(meaning="samples in one optimizer step", unit="samples", ge=1)
-    aggregation: AggregationSettings = setting(
-        meaning="how token losses become one number", factory=AggregationSettings
-    )
-    engine: EngineConfig = setting(meaning="how the model is trained", factory=EngineConfig)
-    evaluation_sets: dict[str, DatasetConfig] = setting(meaning="held-out sets whose loss is measured", factory=dict)
-    evaluation_every_steps: int = setting(0, "steps between evaluations; 0: only before and after", unit="steps", ge=0)
-    checkpoint: CheckpointConfig = setting(meaning="saved states", factory=CheckpointConfig)
-    tracking: TrackingConfig = setting(meaning="where figures are written", factory=TrackingConfig)
-    runtime: RuntimeConfig = setting(meaning="where the workers run", factory=RuntimeConfig)
+    kind: Literal["distill"] = setting("distill", "on-policy distillation")  # type: ignore[assignment]
+    distillation: TeachersFirstConfig = setting(meaning="the teachers, and how their view is used")

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from hone.rollout.base import RolloutEngine
+from hone.rollout.router import Router
 from hone.runtime.base import PhaseFn, WorkerGroup
-from hone.types import Batch, Completion, LossFn, Metrics, ModelOutput, SamplingParams
-from hone.weights.local import sync
+from hone.types import Batch, Completion, LossFn, Metrics, ModelOutput, SamplingParams, merge_metrics
+from hone.workers.probe import Probe
+from hone.workers.weight_ways import WeightWay
 
 R = TypeVar("R")
 RecordFn = Callable[[Metrics], None]
 RunFn = Callable[[Coroutine[Any, Any, Any]], Any]
 
-OWN_METRICS = ("critic",)
+OWN_METRICS = ("critic", "process_reward")
 """Roles that learn beside the policy: their loss, learning rate and gradient norm are not merged with the policy's."""
 
 
@@ -26,6 +29,7 @@ class TrainHandle:
 
     def __init__(self, group: WorkerGroup, record: RecordFn) -> None:
         self.role = group.role
+        self.updates = 0  # how often its weights were changed
         self._group = group
         self._record = record
 
@@ -33,7 +37,8 @@ class TrainHandle:
         self._group.call("initialize")
 
     def train_batch(self, batch: Batch, loss: LossFn) -> None:
-        """One optimizer step; its metrics are recorded, the critic's `train/...` under `critic/...`."""
+        """One optimizer step; its metrics are recorded, `train/...` of `OWN_METRICS` under the role's name."""
+        self.updates += 1
         metrics: Metrics = self._group.call("train_batch", batch, loss)
         if self.role in OWN_METRICS:
             metrics = {name.replace("train/", f"{self.role}/", 1): metric for name, metric in metrics.items()}
@@ -51,33 +56,100 @@ class TrainHandle:
         self._group.call("save_checkpoint", folder)
 
     def load_checkpoint(self, folder: Path) -> None:
+        self.updates += 1
         self._group.call("load_checkpoint", folder)
 
     def export_hf(self, folder: Path) -> None:
         self._group.call("export_hf", folder)
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutParts:
+    """What a rollout is made of (`workers.rollout` builds it)."""
+
+    engine: RolloutEngine | Router
+    dtype: torch.dtype  # in which it stores weights
+    way: WeightWay
+    sleep_level: int = 0  # what it gives back while the policy is trained; 0: nothing
+    probe: Probe | None = None  # compares log-probs of both sides after each sync
+
+
 class RolloutHandle:
     """The rollout role: generation for episodes, and the receiving end of the weight sync."""
 
-    def __init__(self, engine: RolloutEngine, dtype: torch.dtype, run: RunFn, phase: PhaseFn) -> None:
-        self._engine = engine
-        self._dtype = dtype
+    def __init__(self, parts: RolloutParts, run: RunFn, phase: PhaseFn) -> None:
+        self._parts = parts
+        self._engine = parts.engine
         self._run = run
         self._phase = phase
+        self._actor: TrainHandle | None = None  # whose weights are served
+        self._actor_updates = 0  # how often it had been changed when they were sent
+        self._version = -1
+        self._kept: Metrics = {}  # counted before a probe, and not yet asked for
+        self._asleep = False
+        if isinstance(parts.engine, Router):
+            parts.engine.restore_with(self._restore)
 
     async def generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
         return await self._engine.generate(request_id, token_ids, sampling)
 
+    def make_room(self) -> None:
+        """Give the memory that training needs back, where rollout and training share a device.
+
+        Nothing is generated until the next `sync_from`, which wakes the engine.
+        """
+        if self._parts.sleep_level and not self._asleep:
+            with self._phase("sleep"):
+                self._run(self._engine.sleep(self._parts.sleep_level))
+            self._asleep = True
+
     def sync_from(self, actor: TrainHandle, version: int) -> Metrics:
         """Send the actor's weights as `version`; returns only when their arrival is proven."""
         with self._phase("weight_sync"):
-            metrics: Metrics = self._run(sync(actor.weights(self._dtype), self._engine.update_weights, version))
+            self._actor, self._actor_updates, self._version = actor, actor.updates, version
+            metrics: Metrics = self._run(self._send(actor, version))
+        if self._parts.probe is not None:
+            with self._phase("weight_probe"):
+                metrics |= self._compare(self._parts.probe, actor, version)
         return metrics
+
+    async def _send(self, actor: TrainHandle, version: int) -> Metrics:
+        if self._asleep:
+            await self._engine.wake_up(("weights",))
+        metrics = await self._parts.way.send(lambda: actor.weights(self._parts.dtype), version)
+        if self._asleep:
+            await self._engine.wake_up(("kv_cache",))
+            self._asleep = False
+        return metrics
+
+    async def _restore(self, replica: Any) -> bool:
+        """Weights for a replica that was started anew: the actor's, if they are still those that the others serve."""
+        actor = self._actor
+        if actor is None or actor.updates != self._actor_updates:
+            return False
+        await self._parts.way.restore(replica, lambda: actor.weights(self._parts.dtype), self._version)
+        return True
+
+    def _compare(self, probe: Probe, actor: TrainHandle, version: int) -> Metrics:
+        replicas = self._engine.replicas if isinstance(self._engine, Router) else [self._engine]
+        self._kept = merge_metrics(self._kept, self._engine.metrics())
+        asked = self._run(probe.ask(replicas, version))
+        self._engine.metrics()  # what the probe counts is not the step's
+        return probe.compare(asked, lambda batch: actor.infer_batch(batch), version)
 
     @property
     def weight_version(self) -> int:
         return self._engine.weight_version
 
     def metrics(self) -> Metrics:
-        return self._engine.metrics()
+        """What the engine has counted since the last call."""
+        kept, self._kept = self._kept, {}
+        return merge_metrics(kept, self._engine.metrics())
+
+    def close(self) -> None:
+        """End every server and the sender of weights; nothing of them survives. Again is fine."""
+        try:
+            if isinstance(self._engine, Router):
+                self._run(self._engine.close())
+        finally:
+            self._run(self._parts.way.close())

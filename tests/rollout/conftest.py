@@ -1,6 +1,8 @@
 """Tiny models of several architectures, and what transformers itself says about a sequence."""
 
 import asyncio
+import secrets
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +36,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "qwen3_wide": lambda: Qwen3Config(
+        **{**SIZES, "head_dim": 32}, tie_word_embeddings=True
+    ),  # vLLM's smallest on a CPU
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "llama": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "llama_yarn": lambda: LlamaConfig(**SIZES, rope_parameters=YARN),
@@ -104,3 +109,97 @@ def tokenizer():
     from hone.models.tokenizer import build_tokenizer
 
     return build_tokenizer(BuildConfig())
+
+
+# -------------------------------------------------------------------------------------- the real vLLM, started once
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 64}  # options of every test server
+
+
+@pytest.fixture(scope="session")
+def runner():
+    """One event loop for everything that talks to a server which several tests share."""
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def vllm_python():
+    """The interpreter that has vLLM; where there is none, the test skips."""
+    python = ROOT / ".venv-vllm" / "bin" / "python"
+    if not python.is_file():
+        pytest.skip("there is no .venv-vllm: make test-vllm")
+    return python
+
+
+@pytest.fixture(scope="session")
+def vllm_adapter(vllm_python, tiny, tokenizer, tmp_path_factory):
+    """`vllm_adapter(name, engine={...}, **rollout)`: an adapter for the tiny model, not started."""
+    from hone.rollout.base import ServerSpec
+    from hone.rollout.settings import RolloutConfig
+    from hone.rollout.vllm import VllmServer
+
+    folder = tmp_path_factory.mktemp("vllm")
+    tiny("qwen3_wide").save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+    def make(number=0, engine=(), model=folder / "model", **rollout):
+        options = {**SMALL, **dict(engine)}
+        wanted = {"python": str(vllm_python), "start_timeout_s": 280, **rollout}
+        config = RolloutConfig(backend="vllm", engine=options, **wanted)
+        slow = {"PYTHONPATH": str(Path(__file__).parent)}  # for slow_steps.py
+        token = secrets.token_hex(16)
+        return VllmServer(ServerSpec(config, str(model), "float32", number, folder, token, environment=slow))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def vllm_server(vllm_adapter, runner):
+    """A started server without weights, slowed down a little; whoever uses it leaves it awake and not paused."""
+    server = vllm_adapter(engine={"logits_processors": ["slow_steps:SlowSteps"]})
+    runner.run(server.start())
+    yield server
+    runner.run(server.close())
+
+
+# ------------------------------------------------------------------------------------ the real SGLang, started once
+
+
+@pytest.fixture(scope="session")
+def sglang_python():
+    """The interpreter that has SGLang; where there is none, the test skips."""
+    python = ROOT / ".venv-sglang" / "bin" / "python"
+    if not python.is_file():
+        pytest.skip("there is no .venv-sglang: make test-sglang")
+    return python
+
+
+@pytest.fixture(scope="session")
+def sglang_adapter(sglang_python, tiny, tokenizer, tmp_path_factory):
+    """`sglang_adapter(number, engine={...}, **rollout)`: an adapter for the tiny model, not started."""
+    from hone.rollout.base import ServerSpec
+    from hone.rollout.settings import RolloutConfig
+    from hone.rollout.sglang import SglangServer
+
+    folder = tmp_path_factory.mktemp("sglang")
+    tiny("qwen3").save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+    def make(number=0, engine=(), **rollout):
+        options = {"max_total_tokens": 8192, "max_running_requests": 64, **dict(engine)}
+        wanted = {"python": str(sglang_python), "start_timeout_s": 400, **rollout}
+        config = RolloutConfig(backend="sglang", engine=options, **wanted)
+        return SglangServer(ServerSpec(config, str(folder / "model"), "float32", number, folder, secrets.token_hex(16)))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def sglang_server(sglang_adapter, runner):
+    """A started server without weights; whoever uses it leaves it awake and not paused."""
+    server = sglang_adapter()
+    runner.run(server.start())
+    yield server
+    runner.run(server.close())

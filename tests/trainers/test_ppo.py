@@ -47,7 +47,7 @@ def optimizer_steps(run, step, role="actor"):
 
 
 def weights(run, step, role="actor"):
-    return load_file(run / "checkpoints" / f"step_{step:08d}" / role / "model.safetensors")
+    return load_file(run / "checkpoints" / f"step_{step:08d}" / role / "model-00000-of-00001.safetensors")
 
 
 def same(one, other):

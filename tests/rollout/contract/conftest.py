@@ -2,32 +2,36 @@
 
 import asyncio
 import random
+import secrets
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hone.rollout.base import RolloutEngine
+from hone.rollout.base import ServerSpec
 from hone.rollout.builtin import BuiltinEngine
-from hone.rollout.settings import BuiltinSettings
+from hone.rollout.remote import RemoteBuiltin
+from hone.rollout.router import Router
+from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.types import SamplingParams
-
-ENGINES = {
-    "builtin-fused": lambda model, tokenizer: BuiltinEngine(BuiltinSettings(execution="fused"), model, tokenizer),
-    "builtin-generic": lambda model, tokenizer: BuiltinEngine(BuiltinSettings(execution="generic"), model, tokenizer),
-    "builtin-few-slots": lambda model, tokenizer: BuiltinEngine(BuiltinSettings(slots=3), model, tokenizer),
-}
+from hone.weights import TRANSPORTS
+from hone.weights.sync import CheckpointEngineManager
 
 
 @dataclass
 class Bench:
     """One engine under test, beside the model whose weights it serves and another of the same shape."""
 
-    engine: RolloutEngine
+    engine: Any
     model: Any
     other_model: Any
     tokenizer: Any
     tolerance: float = 1e-5  # of log-probs against transformers, float32
+    hides_aborts: bool = False  # whether requests that a pause aborted are sent again
+    positional_seed: bool = True  # whether a request that is sent again goes on with the same random numbers
+    min_p_first: bool = False  # whether min-p comes before top-k and top-p
+    joint_filters: bool = False  # whether top-p looks at the probabilities that top-k has not renormalised
 
     def prompts(self, number, longest=24):
         draw = random.Random(0)
@@ -52,8 +56,153 @@ class Bench:
     def weights(self, model):
         return list(model.state_dict().items())
 
+    async def update(self, stream, version):
+        """Replace the engine's weights; the receipt."""
+        return await self.engine.update_weights(stream, version)
 
-@pytest.fixture(params=sorted(ENGINES))
-def bench(request, tiny, tokenizer):
-    model = tiny("qwen3", seed=0)
-    return Bench(ENGINES[request.param](model, tokenizer), model, tiny("qwen3", seed=1), tokenizer)
+
+class Served(Bench):
+    """An engine in a process of its own: time passes there by itself, and weights reach it through a channel."""
+
+    async def let_run(self, turns=6):
+        told = self.engine._metrics.get("rollout/tokens")
+        for _ in range(min(10 * turns, 60)):
+            await asyncio.sleep(0.004)
+            await self.engine.look()
+            if self.engine._metrics["rollout/tokens"].value > (told.value if told else 0):
+                return
+
+    async def update(self, stream, version):
+        sender = TRANSPORTS.get("ipc")(2**16, 30.0, self.engine._spec.token)
+        recorder = _Recording(self.engine)
+        syncs = CheckpointEngineManager(sender)
+        syncs.add_replica(recorder)
+        try:
+            await syncs.sync(stream, version)
+        finally:
+            await sender.close()
+        return recorder.receipts[0]
+
+
+class ServedByVllm(Served):
+    """The real vLLM. What it does otherwise than the built-in engine stands here."""
+
+    async def let_run(self, turns=6):
+        if self.engine._paused:
+            await asyncio.sleep(0.02 * turns)
+            return
+        before = await self._produced()
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if turns != 6 or await self._produced() > before:
+                return
+
+    async def _produced(self):
+        """Tokens that came out so far, those of running requests too."""
+        async with self.engine._open_session().get("http://vllm/metrics") as reply:
+            lines = (await reply.text()).splitlines()
+        return float(next(line.split()[-1] for line in lines if line.startswith("vllm:generation_tokens_total")))
+
+
+class ServedBySglang(Served):
+    """The real SGLang."""
+
+    async def let_run(self, turns=6):
+        await asyncio.sleep(0.02 * turns)
+
+
+class _Recording:
+    """A replica whose receipts are kept for the test."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.receipts = []
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    async def receive_weights(self, offer):
+        self.receipts = await self._engine.receive_weights(offer)
+        return self.receipts
+
+
+def inside(**settings):
+    return lambda model, tokenizer, server: BuiltinEngine(BuiltinSettings(**settings), model, tokenizer)
+
+
+def routed(model, tokenizer, server):
+    engines = [BuiltinEngine(BuiltinSettings(), model, tokenizer, replica=f"builtin-{i}") for i in range(2)]
+    return Router(engines, RolloutConfig(), tokenizer)
+
+
+ENGINES = {
+    "builtin-fused": inside(execution="fused"),
+    "builtin-generic": inside(execution="generic"),
+    "builtin-few-slots": inside(slots=3),
+    "builtin-separate": lambda model, tokenizer, server: server(),
+    "router": routed,
+    "vllm": lambda model, tokenizer, server: server(),
+    "sglang": lambda model, tokenizer, server: server(),
+}
+BENCHES = {"builtin-separate": Served, "vllm": ServedByVllm, "sglang": ServedBySglang}
+MODELS = {"vllm": "qwen3_wide"}
+REAL = {"vllm": pytest.mark.vllm, "sglang": pytest.mark.sglang}
+
+
+@pytest.fixture(scope="session")
+def finish(runner):
+    """`finish(coroutine)`: its result, all on one loop as in a run; no test waits without end."""
+    return lambda coroutine: runner.run(asyncio.wait_for(coroutine, 60))
+
+
+class SlowRemote(RemoteBuiltin):
+    program = (str(Path(__file__).with_name("slow_server.py")),)
+
+
+@pytest.fixture(scope="session")
+def server(tiny, tokenizer, finish, tmp_path_factory):
+    """`server()`: the adapter of a server that is started once."""
+    folder = tmp_path_factory.mktemp("server")
+    started = []
+
+    def adapter():
+        if not started:
+            tiny("qwen3", seed=0).save_pretrained(folder / "model")
+            tokenizer.save_pretrained(folder / "model")
+            config = RolloutConfig(start_timeout_s=120)
+            spec = ServerSpec(config, str(folder / "model"), "float32", 0, folder, secrets.token_hex(16))
+            started.append(SlowRemote(spec))
+            finish(started[0].start())
+        return started[0]
+
+    yield adapter
+    for engine in started:
+        finish(engine.close())
+
+
+async def _as_new(bench):
+    """A server that other tests have used: awake, not paused, nothing running, the first model's weights."""
+    await bench.engine.abort_all()
+    await bench.engine.wake_up()
+    await bench.engine.resume()
+    await bench.update(bench.weights(bench.model), 0)
+    bench.engine.metrics()
+
+
+@pytest.fixture(params=[pytest.param(e, marks=REAL.get(e, ())) for e in sorted(ENGINES)])
+def bench(request, tiny, tokenizer, server, finish):
+    name = MODELS.get(request.param, "qwen3")
+    model, other = tiny(name, seed=0), tiny(name, seed=1)
+    kind = BENCHES.get(request.param, Bench)
+    if request.param in REAL:
+        shared = request.getfixturevalue(f"{request.param}_server")
+        server = lambda: shared  # noqa: E731
+    made = kind(ENGINES[request.param](model, tokenizer, server), model, other, tokenizer)
+    made.hides_aborts = request.param == "router"
+    if request.param == "vllm":
+        made.tolerance, made.positional_seed, made.min_p_first = 1e-4, False, True
+    if request.param == "sglang":
+        made.tolerance, made.joint_filters = 1e-4, True
+    if kind is not Bench:
+        finish(_as_new(made))
+    return made

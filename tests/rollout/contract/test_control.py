@@ -6,6 +6,7 @@ import pytest
 
 from hone.models.digest import digest_tensors
 from hone.types import SamplingParams, StopReason
+from hone.weights.base import WeightSyncError
 
 LONG = {"max_tokens": 40}
 
@@ -20,13 +21,14 @@ async def during(bench, prompts, action, **sampling):
 
 def test_abort_gives_the_tokens_so_far_and_a_resend_continues_them(bench, finish):
     prompts = bench.prompts(5)
-    whole = finish(bench.all(prompts, **LONG))
+    how = {} if bench.positional_seed else {"temperature": 0.0}  # else other tokens come, of the same distribution
+    whole = finish(bench.all(prompts, **LONG, **how))
 
     async def resend(i, partial):
-        wanted = SamplingParams(max_tokens=40 - len(partial), ignore_eos=True, seed=i)
+        wanted = SamplingParams(max_tokens=40 - len(partial), ignore_eos=True, seed=i, **how)
         return await bench.engine.generate(f"again{i}", (*prompts[i], *partial), wanted)
 
-    cut = finish(during(bench, prompts, bench.engine.abort_all))
+    cut = finish(during(bench, prompts, bench.engine.abort_all, **how))
     assert any(c.token_ids for c in cut)
     for i, completion in enumerate(cut):
         assert completion.stop_reason is StopReason.ABORTED
@@ -69,12 +71,51 @@ def test_a_request_that_comes_while_paused_waits(bench, finish):
     assert len(finish(story())) == 2
 
 
+def test_a_pause_that_waits_lets_the_running_end_and_keeps_the_later_ones(bench, finish):
+    prompts = bench.prompts(4)
+
+    async def story():
+        running = asyncio.create_task(bench.all(prompts[:3], tag="early", **LONG))
+        await bench.let_run()
+        pausing = asyncio.create_task(bench.engine.pause("wait"))
+        await bench.let_run(1)
+        later = asyncio.create_task(bench.all(prompts[3:], tag="late"))
+        await pausing
+        assert [len(c.token_ids) for c in await running] == [40] * 3
+        await bench.let_run(20)
+        assert not later.done()
+        await bench.engine.resume()
+        return await later
+
+    assert len(finish(story())[0].token_ids) == 16
+
+
+def test_a_pause_that_aborts_ends_requests_or_hides_that_it_did(bench, finish):
+    """An engine gives back what it has; a router sends the rest again, and nobody above it sees a difference."""
+    prompts = bench.prompts(5)
+    whole = finish(bench.all(prompts, **LONG))
+
+    async def pause_a_while():
+        await bench.engine.pause("abort")
+        await bench.let_run(20)
+        await bench.engine.resume()
+
+    for found, expected in zip(finish(during(bench, prompts, pause_a_while)), whole, strict=True):
+        if bench.hides_aborts:
+            assert found.token_ids == expected.token_ids
+            assert found.stop_reason is StopReason.LENGTH
+            assert found.request_id == expected.request_id
+        else:
+            assert found.stop_reason is StopReason.ABORTED
+            assert found.token_ids == expected.token_ids[: len(found.token_ids)]
+
+
 def test_an_update_in_flight_is_seen_by_the_very_next_token(bench, finish, gap, forward):
     """Tokens say which weights sampled them; those after the update are computed from KV of the new weights only."""
     prompts = bench.prompts(3)
 
     async def update():
-        await bench.engine.update_weights(bench.weights(bench.other_model), 7)
+        await bench.update(bench.weights(bench.other_model), 7)
 
     for prompt, completion in zip(prompts, finish(during(bench, prompts, update)), strict=True):
         versions = completion.weight_versions
@@ -92,7 +133,7 @@ def test_an_update_reaches_prompts_that_were_seen_before(bench, finish, gap):
     """No cached prefix of older weights survives."""
     prompts = bench.prompts(4)
     finish(bench.all(prompts))
-    finish(bench.engine.update_weights(bench.weights(bench.other_model), 1))
+    finish(bench.update(bench.weights(bench.other_model), 1))
     assert bench.engine.weight_version == 1
     for prompt, completion in zip(prompts, finish(bench.all(prompts)), strict=True):
         assert set(completion.weight_versions) == {1}
@@ -101,7 +142,7 @@ def test_an_update_reaches_prompts_that_were_seen_before(bench, finish, gap):
 
 def test_the_receipt_proves_what_is_served(bench, finish):
     sent = bench.weights(bench.other_model)
-    receipt = finish(bench.engine.update_weights(iter(reversed(sent)), 3))
+    receipt = finish(bench.update(iter(reversed(sent)), 3))
     assert receipt.version == bench.engine.weight_version == 3
     assert receipt.digest == digest_tensors(sent) != digest_tensors(bench.weights(bench.model))
     assert receipt.tensors == len(sent)
@@ -126,13 +167,13 @@ def test_a_bad_update_is_refused_by_name_and_stops_the_replica(bench, finish, fa
     async def story():
         running = asyncio.create_task(bench.all(bench.prompts(3), tag="before", **LONG))
         await bench.let_run()
-        with pytest.raises(ValueError, match=name.replace(".", r"\.")):
-            await bench.engine.update_weights(stream, 2)
+        with pytest.raises((ValueError, WeightSyncError), match=name.replace(".", r"\.")):
+            await bench.update(stream, 2)
         with pytest.raises(RuntimeError):
             await running
         with pytest.raises(RuntimeError, match=r"update_weights|did not complete"):
             await bench.all(bench.prompts(1))
-        await bench.engine.update_weights(sent.items(), 2)
+        await bench.update(sent.items(), 2)
         return await bench.all(bench.prompts(1))
 
     assert set(finish(story())[0].weight_versions) == {2}
@@ -141,7 +182,7 @@ def test_a_bad_update_is_refused_by_name_and_stops_the_replica(bench, finish, fa
 def test_what_was_sent_is_copied(bench, finish, gap):
     """A trainer that goes on training must not change what the rollout serves."""
     sent = bench.weights(bench.other_model)
-    finish(bench.engine.update_weights(((n, t) for n, t in sent), 1))
+    finish(bench.update(((n, t) for n, t in sent), 1))
     before = finish(bench.all(bench.prompts(3)))
     for _, tensor in sent:
         tensor.data.zero_()
@@ -160,7 +201,7 @@ def test_sleep_and_wake(bench, finish, gap, level):
         await bench.engine.wake_up(("weights",))
         if level == 2:
             assert bench.engine.weight_version == -1
-            await bench.engine.update_weights(bench.weights(bench.other_model), 1)
+            await bench.update(bench.weights(bench.other_model), 1)
         with pytest.raises(RuntimeError, match="wake_up"):
             await bench.all(prompts[:1], tag="half awake")
         await bench.engine.wake_up(("kv_cache",))

@@ -30,6 +30,8 @@ def test_logprobs_are_those_of_the_filtered_distribution(bench, finish, forward)
         rows = forward(bench.model, (*prompt, *completion.token_ids))[len(prompt) - 1 : -1]
         for row, token, logprob in zip(rows, completion.token_ids, completion.logprobs, strict=True):
             p, order = (row / 0.7).softmax(-1).sort(descending=True)
+            if bench.min_p_first:
+                p = p[p >= 0.02 * p[0]]
             p = p[:20] / p[:20].sum()
             kept = int((p.cumsum(0) - p < 0.8).sum())
             p = p[:kept] / p[:kept].sum()

@@ -1,0 +1,200 @@
+"""The built-in engine in a process of its own, seen from the trainer's: `rollout.builtin.process: separate`.
+
+    RemoteBuiltin (here) --HTTP, JSON, the run's token--> hone/workers/serve.py: BuiltinEngine
+          `-- ServerProcess: starts it, watches it, ends it
+
+Every reply carries the weight version and what the engine has counted since its last one, so `weight_version` and
+`metrics` need no request. The protocol is written down in `hone/workers/serve.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import aiohttp
+import torch
+
+import hone
+from hone.config import count_as_read, plain
+from hone.rollout.base import PauseMode, ReplicaLost, ServerSpec, WeightReceipt
+from hone.rollout.guard import LOOPBACK
+from hone.rollout.server import ServerProcess
+from hone.types import Completion, Metric, Metrics, Reducer, SamplingParams, StopReason, merge_metrics
+
+CONTROL_S = 60.0  # deadline of a control request, which has nothing to wait for
+COUNTED = ("rollout/tokens", "rollout/prefill_tokens", "rollout/requests", "rollout/aborted")  # reported even if 0
+ERRORS: Mapping[str, type[Exception]] = {"ValueError": ValueError, "RuntimeError": RuntimeError}
+
+
+class RemoteBuiltin:
+    """A `ServerAdapter`; constructing reads the settings, `start` starts the process."""
+
+    positional_seed = True
+    ranks = 1
+    program: ClassVar[tuple[str, ...]] = ("-m", "hone.workers.serve")
+
+    def __init__(self, spec: ServerSpec) -> None:
+        settings = spec.settings
+        count_as_read(settings.builtin)  # the process reads them
+        self.name = spec.name
+        self._spec = spec
+        self._start_timeout_s = settings.start_timeout_s
+        self._request_timeout_s = settings.request_timeout_s
+        own = settings.builtin.dtype
+        self._dtype: torch.dtype = getattr(torch, spec.dtype if own == "auto" else own)
+        self._address = spec.logs / f".{self.name}.port"
+        self._server = ServerProcess(
+            self.name, self._command(settings.python), self._environment(), spec.logs / f"{self.name}.log"
+        )
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # whose the session is
+        self._version = -1
+        self._metrics: Metrics = {}
+
+    def _command(self, python: str) -> list[str]:
+        spec = self._spec
+        told = {
+            "model": spec.model,
+            "tokenizer": spec.tokenizer,
+            "revision": spec.revision,
+            "trust_remote_code": spec.trust_remote_code,
+            "dtype": spec.dtype,
+            "settings": plain(spec.settings.builtin),
+            "replica": self.name,
+            "address": str(self._address),
+            "threads": torch.get_num_threads(),
+        }
+        return [python or sys.executable, *self.program, json.dumps(told)]
+
+    def _environment(self) -> dict[str, str]:
+        paths = [str(Path(hone.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        path = os.pathsep.join(filter(None, paths))
+        return {**self._spec.environment, "HONE_TOKEN": self._spec.token, "PYTHONPATH": path}
+
+    # --------------------------------------------------------------------------------------------- its process
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def alive(self) -> bool:
+        return self._server.alive
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        """Start the process; it serves nothing (version -1) before it received weights. Raises ServerFailed."""
+        self._address.unlink(missing_ok=True)
+        self._version = -1
+        await self._server.start(self._answers, self._start_timeout_s)
+
+    async def _answers(self) -> bool:
+        if not self._address.is_file():
+            return False
+        try:
+            await self._control("look")
+        except ReplicaLost as error:  # it listens a moment after it said where
+            raise ConnectionError(str(error)) from error
+        return True
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+        await self._server.stop()
+        self._version = -1
+
+    # ---------------------------------------------------------------------------------------------- its verbs
+
+    async def generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
+        """Continue `token_ids`; the router gives it its deadline. A caller that is cancelled frees its slot there."""
+        asked = {"request_id": request_id, "token_ids": list(token_ids), "sampling": asdict(sampling)}
+        found = await self._request("generate", asked, None)
+        return Completion(
+            request_id=request_id,
+            token_ids=tuple(found["token_ids"]),
+            logprobs=tuple(found["logprobs"]),
+            weight_versions=tuple(found["weight_versions"]),
+            stop_reason=StopReason(found["stop_reason"]),
+        )
+
+    async def receive_weights(self, offer: Mapping[str, Any]) -> list[WeightReceipt]:
+        """Let it take in what a sender offers. Raises ValueError for tensors that do not fit the model."""
+        found = await self._request("receive_weights", {"offer": dict(offer)}, float(offer["timeout_s"]) + CONTROL_S)
+        return [WeightReceipt(**receipt) for receipt in found["receipts"]]
+
+    async def stop(self, reason: str) -> None:
+        await self._control("stop", reason=reason)
+
+    async def abort_all(self) -> None:
+        await self._control("abort_all")
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        deadline = self._request_timeout_s if mode == "wait" else CONTROL_S
+        await self._request("pause", {"mode": mode}, deadline)
+
+    async def resume(self) -> None:
+        await self._control("resume")
+
+    async def sleep(self, level: int) -> None:
+        await self._control("sleep", level=level)
+
+    async def wake_up(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+        await self._control("wake_up", tags=list(tags))
+
+    async def look(self) -> None:
+        """Ask for version and figures now; every other request brings them too."""
+        await self._control("look")
+
+    def metrics(self) -> Metrics:
+        """What its replies have told since the last call."""
+        found = merge_metrics({name: Metric.sum(0) for name in COUNTED}, self._metrics)
+        self._metrics = {}
+        return found
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    async def _control(self, verb: str, **body: Any) -> None:
+        await self._request(verb, body, CONTROL_S)
+
+    async def _request(self, verb: str, body: Mapping[str, Any], timeout_s: float | None) -> dict[str, Any]:
+        """One request and its reply. Raises the server's ValueError or RuntimeError, ReplicaLost, or RuntimeError if
+        the reply is late."""
+        try:
+            url = f"http://{LOOPBACK}:{int(self._address.read_text())}/{verb}"
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._open_session().post(url, json=body, timeout=timeout) as reply:
+                found: dict[str, Any] = await reply.json()
+                status = reply.status
+        except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+            if isinstance(error, TimeoutError):
+                raise RuntimeError(f"replica {self.name} did not answer {verb} within {timeout_s} s") from error
+            raise ReplicaLost(f"replica {self.name} was lost during {verb}: {self._server.ended or error!r}") from error
+        if status != 200:
+            raise ERRORS.get(found.get("kind", ""), RuntimeError)(str(found.get("error", found)))
+        self._version = int(found["weight_version"])
+        told = {name: Metric(total, count, Reducer(kind)) for name, (total, count, kind) in found["metrics"].items()}
+        self._metrics = merge_metrics(self._metrics, told)
+        return found
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session.closed or self._loop is not loop:
+            self._loop = loop
+            headers = {"Authorization": f"Bearer {self._spec.token}"}
+            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        return self._session
+
+
+__all__ = ["RemoteBuiltin"]

@@ -1,0 +1,114 @@
+"""Plays episodes in which an agent program asks the policy, instead of an environment being asked.
+
+    prompt --(n samples)--> key --> program(base_url, key, prompt) <--HTTP--> endpoint <--> rollout
+                                        | ends, fails, or its deadline passes
+                            recorded trajectories of the episode --> score(group) -> TrajectoryGroup
+
+It stands where `hone.envs.episode.EpisodeRunner` stands, with the same `run`. An episode may give several
+trajectories (branches, several agents); they share its number, so the episode counts once in its group's baseline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hone.data.rendering import Renderer
+from hone.envs.agent import load_program
+from hone.envs.episode import Play, ScoreFn, request_seed
+from hone.envs.settings import AgentSettings, EpisodeConfig
+from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
+from hone.workers.agents import AgentSession, AgentTask, Endpoint
+
+
+class AgentRunner:
+    """Runs groups of agent episodes to their end, and scores each group as soon as it is complete."""
+
+    def __init__(self, config: EpisodeConfig, settings: AgentSettings, renderer: Renderer) -> None:
+        self._program = load_program(settings.program)
+        self._client_sampling = settings.client_sampling
+        self._timeout_s = config.timeout_s
+        self._renderer = renderer
+
+    async def run(self, prompts: Sequence[Prompt], play: Play, score: ScoreFn) -> list[TrajectoryGroup]:
+        """The groups of `prompts`, in their order. Raises what the rollout engine or the scoring raised."""
+        async with Endpoint(self._renderer) as endpoint:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [tasks.create_task(self._group(endpoint, one, play, score)) for one in prompts]
+            except BaseExceptionGroup as failures:
+                first: BaseException = failures
+                while isinstance(first, BaseExceptionGroup):
+                    first = first.exceptions[0]
+                raise first from failures
+            return [await task for task in running]
+
+    async def _group(self, endpoint: Endpoint, prompt: Prompt, play: Play, score: ScoreFn) -> TrajectoryGroup:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._episode(endpoint, prompt, i, play)) for i in range(play.samples)]
+            alone = (
+                tasks.create_task(self._episode(endpoint, prompt, play.samples, play.greedily)) if play.greedy else None
+            )
+        played = [one for task in running for one in await task]
+        scored = await score(TrajectoryGroup(prompt, tuple(played)))
+        if alone is None:
+            return scored
+        greedy = await score(TrajectoryGroup(prompt, tuple((await alone)[:1])))
+        return replace(scored, greedy=greedy.trajectories[0])
+
+    async def _episode(self, endpoint: Endpoint, prompt: Prompt, sample: int, play: Play) -> list[Trajectory]:
+        task = AgentTask(
+            generate=play.generate,
+            sampling=play.sampling,
+            request_id=f"{play.step}/{prompt.draw}/{sample}",
+            seed_of=lambda number: request_seed(play.seed, play.step, prompt.draw, sample, number),
+            client_sampling=self._client_sampling,
+        )
+        key = endpoint.admit(task)
+        session = endpoint.session(key)
+        answer, status, error = None, Status.OK, ""
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                answer = await self._program(endpoint.base_url, key, prompt)
+        except Exception as failure:  # noqa: BLE001  foreign code: its failure is the trajectory's status and error
+            status, error = self._failed(session, failure, deadline.expired())
+        finally:
+            endpoint.dismiss(key)
+        if session.failure is not None:
+            raise session.failure
+        return _marked(session.trajectories(prompt.prompt_id, sample, answer), prompt, sample, status, error)
+
+    def _failed(self, session: AgentSession, failure: Exception, late: bool) -> tuple[Status, str]:
+        """What a program's exception says: the deadline, the policy's own length, or the program."""
+        if late:
+            waited = "the rollout engine" if session.waiting else "the program"
+            status = Status.ENGINE_FAILED if session.waiting else Status.ENV_FAILED
+            return status, f"no end after {self._timeout_s:g} s; waited for {waited}"
+        reason = f"{type(failure).__name__}: {failure}"
+        if session.tracks and session.outgrown and _is_refusal(failure):
+            return Status.TRUNCATED, reason
+        return Status.ENV_FAILED, reason
+
+
+def _is_refusal(failure: BaseException | None) -> bool:
+    """Whether an exception comes from a request that the endpoint refused (OpenAI clients keep the HTTP status)."""
+    while failure is not None:
+        if getattr(failure, "status_code", None) == 400:
+            return True
+        failure = failure.__cause__ or failure.__context__
+    return False
+
+
+def _marked(recorded: list[Trajectory], prompt: Prompt, sample: int, status: Status, error: str) -> list[Trajectory]:
+    """The trajectories with the episode's status; a failed one in place of none."""
+    if not recorded:
+        nothing = Trajectory(prompt.prompt_id, sample, (), 0, (), (), (), "", StopReason.STOP, episode=sample)
+        failed = Status.ENV_FAILED if status is Status.OK else status
+        return [nothing.with_(status=failed, error=error or "the program asked the policy nothing")]
+    if status is Status.OK:
+        return recorded
+    return [one.with_(status=status, error=error) for one in recorded]
+
+
+__all__ = ["AgentRunner"]

@@ -1,0 +1,76 @@
+"""RL teaches a model from random weights, judged by exact match: two rows of the learning table in each run.
+
+Which two changes from day to day, so that every row that reached 99 % in the table has its turn, and is printed.
+`HONE_LEARNING_ROWS=grpo-ppo,gpg-gpg` chooses others, `HONE_LEARNING_ROWS=all` takes all.
+
+With log-probs or answers off by one position the mean reward still rises, but exact match does not.
+"""
+
+import datetime
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from hone.algorithms import ADVANTAGES, POLICY_LOSSES
+from hone.registry import resolve
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = f"{ROOT}/benchmarks/learning_table.py"
+ROWS = resolve(f"{SCRIPT}:ROWS")
+PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+TABLE = PAGE.partition("<!-- learning table: begin -->")[2].partition("<!-- learning table: end -->")[0]
+REACHED = re.findall(r"^\| `(\w+)` \| `(\w+)` \|.*\| \d+ \| \d+ \| [\d.]+ \|$", TABLE, re.MULTILINE)
+LEARNING = [row for row in ROWS if (row.advantage, row.loss) in REACHED]  # of which the page says how long it took
+ROWS_PER_DAY = 2
+ELSEWHERE = {"prime": "trains a process reward model beside the policy: recipes/prime"}
+
+
+def chosen(rows, wanted, day):
+    """The rows that are named, all of them, or those of the day."""
+    if wanted == "all":
+        return rows
+    if wanted:
+        return [resolve(f"{SCRIPT}:row_named")(name.strip()) for name in wanted.split(",")]
+    first = day.toordinal() * ROWS_PER_DAY
+    return [rows[(first + place) % len(rows)] for place in range(ROWS_PER_DAY)]
+
+
+TODAY = chosen(LEARNING, os.environ.get("HONE_LEARNING_ROWS", ""), datetime.datetime.now(datetime.UTC).date())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("row", TODAY, ids=lambda row: row.name)
+def test_the_row_learns_to_reverse_three_characters(row, tmp_path, capsys):
+    result = resolve(f"{SCRIPT}:learn")(row, tmp_path, deadline_s=800)
+    with capsys.disabled():
+        print(f"\nlearning: {row.name} has {result.exact_match:.3f} after {result.steps} steps ", end="")
+    first = next(resolve(f"{SCRIPT}:read")(tmp_path / "run" / "metrics.jsonl"))
+    assert first["eval/held_out/exact_match"] < 0.05
+    assert result.exact_match >= 0.99
+    assert result.steps is not None
+
+
+def test_every_estimator_and_every_loss_has_a_row():
+    assert {row.advantage for row in ROWS} == set(ADVANTAGES) - set(ELSEWHERE)
+    assert {row.loss for row in ROWS} == set(POLICY_LOSSES)
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def test_every_row_has_its_day():
+    days = [datetime.date(2026, 1, 1) + datetime.timedelta(days=number) for number in range(len(ROWS))]
+    assert {row.name for day in days for row in chosen(LEARNING, "", day)} == {row.name for row in LEARNING}
+    assert LEARNING
+    assert chosen(ROWS, "", days[0]) == chosen(ROWS, "", days[0])
+    assert (
+        chosen(ROWS, "gpg-gpg, rloo-dro", days[0]) == [row for row in ROWS if row.name in ("gpg-gpg", "rloo-dro")][:2]
+    )
+
+
+def test_the_page_speaks_of_every_row():
+    measured, _, missing = TABLE.partition("Not measured yet:")
+    found = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", measured, re.MULTILINE)
+    found += re.findall(r"`(\w+)` with `(\w+)`", missing)
+    assert sorted(found) == sorted((row.advantage, row.loss) for row in ROWS)

@@ -1,0 +1,380 @@
+"""The endpoint, asked by the real `openai` client: what it records is exactly what was sampled."""
+
+import asyncio
+import json
+
+import aiohttp
+import openai
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hone.data.rendering import Renderer
+from hone.rollout.builtin import BuiltinEngine
+from hone.rollout.endpoint import Endpoint
+from hone.rollout.sessions import AgentTask
+from hone.rollout.settings import BuiltinSettings
+from hone.rollout.tool_calls import parse_hermes
+from hone.types import Completion, SamplingParams, Status, StopReason
+
+USER = {"role": "user", "content": "ab"}
+SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+
+
+class Recording:
+    """A GenerateFn that keeps what it was asked and what it gave."""
+
+    def __init__(self, generate):
+        self._generate = generate
+        self.asked, self.given = [], []
+
+    async def __call__(self, request_id, token_ids, sampling):
+        self.asked.append((request_id, token_ids, sampling))
+        self.given.append(await self._generate(request_id, token_ids, sampling))
+        return self.given[-1]
+
+
+def saying(language, *texts):
+    """A GenerateFn that says one text after another: for what a tiny model would not say by itself."""
+    left = list(texts)
+
+    async def generate(request_id, token_ids, sampling):
+        ids = language.tokenizer(left.pop(0), add_special_tokens=False)["input_ids"]
+        versions, logprobs = (3,) * len(ids), tuple(-0.5 - i for i in range(len(ids)))
+        return Completion(request_id, tuple(ids), logprobs, versions, StopReason.STOP)
+
+    return generate
+
+
+@pytest.fixture(scope="module")
+def engine(tiny, tokenizer):
+    config = tiny("qwen3").config
+    config.max_position_embeddings = 512
+    return BuiltinEngine(BuiltinSettings(), AutoModelForCausalLM.from_config(config), tokenizer)
+
+
+@pytest.fixture
+def talk(tokenizer, engine, finish):
+    """`talk(story)`: run `story(client, session)`; returns (its result, session, recording)."""
+
+    def run(story, generate=None, budget=200, **task):
+        async def all_of_it():
+            language = Renderer(tokenizer)
+            recording = Recording(generate(language) if generate else engine.generate)
+            wanted = SamplingParams(budget, stop_token_ids=tuple(language.end_token_ids))
+            async with Endpoint(language) as endpoint:
+                key = endpoint.admit(AgentTask(recording, wanted, "1/7/0", lambda number: 100 + number, **task))
+                async with client_of(endpoint, key) as client:
+                    result = await story(client, endpoint.session(key))
+                return result, endpoint.dismiss(key), recording
+
+        return finish(all_of_it())
+
+    return run
+
+
+def client_of(endpoint, key):
+    """The real client; it need not load certificates to speak to loopback."""
+    http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
+    return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=key, timeout=30, http_client=http)
+
+
+def ask(client, messages, **more):
+    return client.chat.completions.create(model="policy", messages=messages, **{"max_tokens": 6, **more})
+
+
+def test_a_conversation_is_recorded_token_by_token(talk, tokenizer):
+    async def story(client, session):
+        messages = [USER]
+        for _ in range(3):
+            reply = await ask(client, messages, extra_body={"return_token_ids": True}, logprobs=True)
+            choice = reply.choices[0]
+            messages += [choice.message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
+            assert reply.usage.completion_tokens == len(choice.token_ids) == len(choice.logprobs.content)
+        return messages
+
+    _, session, recording = talk(story)
+    (one,) = session.trajectories("task/7", 0)
+    renderer = Renderer(tokenizer)
+    expected, mask, logprobs, versions = list(renderer.render_prompt([USER])), [], [], []
+    assert one.prompt_length == len(expected)
+    mask, logprobs, versions = [0] * len(expected), [0.0] * len(expected), [-1] * len(expected)
+    for turn, (asked, given) in enumerate(zip(recording.asked, recording.given, strict=True)):
+        if turn:
+            new = renderer.render_continuation(expected, [{"role": "user", "content": "more"}])
+            expected += new
+            mask, logprobs, versions = mask + [0] * len(new), logprobs + [0.0] * len(new), versions + [-1] * len(new)
+        assert asked[:2] == (f"1/7/0/{turn}", tuple(expected))
+        assert asked[2].seed == 100 + turn
+        expected += given.token_ids
+        mask, logprobs, versions = (
+            mask + [1] * len(given.token_ids),
+            [*logprobs, *given.logprobs],
+            [*versions, *given.weight_versions],
+        )
+    assert (one.token_ids, one.loss_mask) == (tuple(expected), tuple(mask))
+    assert (one.rollout_logprobs, one.weight_versions) == (tuple(logprobs), tuple(versions))
+    assert (one.turns, one.episode, one.prompt_id) == (3, 0, "task/7")
+    assert one.status in (Status.OK, Status.TRUNCATED)
+
+
+def test_a_stream_tells_the_same_as_a_whole_reply(talk):
+    async def whole(client, session):
+        return (await ask(client, [USER], max_tokens=60)).choices[0]
+
+    async def streamed(client, session):
+        text, finish, usage = "", None, None
+        async for chunk in await ask(
+            client, [USER], max_tokens=60, stream=True, stream_options={"include_usage": True}
+        ):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                finish = choice.finish_reason or finish
+        return text, finish, usage
+
+    one, _, given = talk(whole)
+    (text, ended, usage), session, recording = talk(streamed)
+    assert recording.given == given.given
+    assert (text, ended) == (one.message.content, one.finish_reason)
+    assert usage.completion_tokens == len(recording.given[0].token_ids)
+    assert session.trajectories("p", 0)[0].response == text
+
+
+def calls_search(language):
+    return saying(language, 'I look.<tool_call>\n{"name": "search", "arguments": {"q": "x"}}\n</tool_call>', "It is 4.")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_there_and_back(talk, stream):
+    async def story(client, session):
+        if stream:
+            calls, content = [], ""
+            async for chunk in await ask(client, [USER], tools=[SEARCH], max_tokens=100, stream=True):
+                content += chunk.choices[0].delta.content or ""
+                calls += chunk.choices[0].delta.tool_calls or []
+                ended = chunk.choices[0].finish_reason
+            told = {
+                "role": "assistant",
+                "content": content,
+                "tool_calls": [c.model_dump(exclude={"index"}) for c in calls],
+            }
+        else:
+            choice = (await ask(client, [USER], tools=[SEARCH], max_tokens=100)).choices[0]
+            told, ended, calls = choice.message, choice.finish_reason, choice.message.tool_calls
+        assert ended == "tool_calls"
+        assert (calls[0].function.name, json.loads(calls[0].function.arguments)) == ("search", {"q": "x"})
+        result = {"role": "tool", "tool_call_id": calls[0].id, "content": "4"}
+        return (await ask(client, [USER, told, result], tools=[SEARCH], max_tokens=100)).choices[0]
+
+    last, session, recording = talk(story, calls_search)
+    assert (last.message.content, last.finish_reason, last.message.tool_calls) == ("It is 4.", "stop", None)
+    (one,) = session.trajectories("p", 0)
+    assert one.turns == 2
+    first_end = one.prompt_length + len(recording.given[0].token_ids)
+    assert one.token_ids[:first_end] == recording.asked[0][1] + recording.given[0].token_ids
+    assert recording.asked[1][1][:first_end] == one.token_ids[:first_end], "the call was not encoded again"
+    assert one.response.startswith("I look.<tool_call>")
+
+
+def test_without_tools_on_offer_nothing_is_a_call(talk):
+    async def story(client, session):
+        return (await ask(client, [USER], max_tokens=100)).choices[0]
+
+    choice, _, _ = talk(story, calls_search)
+    assert choice.message.tool_calls is None
+    assert "<tool_call>" in choice.message.content
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "calls"),
+    [
+        ("no call", "no call", []),
+        ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        ('a<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>b', "ab", [("f", '{"x": 1}')]),
+        ("<tool_call>{not json}</tool_call>", "<tool_call>{not json}</tool_call>", []),
+        ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
+    ],
+)
+def test_calls_in_text(text, left, calls):
+    found_left, found = parse_hermes(text)
+    assert (found_left, [(c["name"], c["arguments"]) for c in found]) == (left, calls)
+
+
+def test_several_answers_are_trajectories_of_one_episode_and_nothing_is_trained_on_twice(talk):
+    async def story(client, session):
+        first = (await ask(client, [USER])).choices[0].message
+        history = [USER, first, {"role": "user", "content": "b"}]
+        return (await ask(client, history, n=3)).choices
+
+    choices, session, recording = talk(story)
+    trajectories = session.trajectories("p", 4)
+    assert [choice.index for choice in choices] == [0, 1, 2]
+    assert len({one.token_ids for one in trajectories}) == 3
+    assert {one.episode for one in trajectories} == {4}
+    assert [sampling.seed for _, _, sampling in recording.asked] == [100, 101, 102, 103]
+    assert len({prompt for _, prompt, _ in recording.asked[1:]}) == 1
+    assert sum(sum(one.loss_mask) for one in trajectories) == sum(len(c.token_ids) for c in recording.given)
+
+
+def test_a_rewritten_history_begins_a_new_trajectory(talk, tokenizer):
+    async def story(client, session):
+        first = (await ask(client, [USER])).choices[0].message
+        await ask(client, [USER, first, {"role": "user", "content": "b"}])
+        await ask(client, [USER, {"role": "assistant", "content": "other"}, {"role": "user", "content": "b"}])
+
+    _, session, recording = talk(story)
+    one, two = session.trajectories("p", 0)
+    assert (one.turns, two.turns) == (2, 1)
+    rewritten = [USER, {"role": "assistant", "content": "other"}, {"role": "user", "content": "b"}]
+    assert two.token_ids[: two.prompt_length] == Renderer(tokenizer).render_prompt(rewritten)
+    assert sum(two.loss_mask) == len(recording.given[2].token_ids)
+
+
+def test_a_retry_continues_from_the_recorded_prompt_of_that_point(talk):
+    async def story(client, session):
+        first = (await ask(client, [USER])).choices[0].message
+        history = [USER, first, {"role": "user", "content": "b"}]
+        await asyncio.gather(ask(client, history), ask(client, history))
+        await ask(client, history)
+
+    _, session, recording = talk(story)
+    assert len({prompt for _, prompt, _ in recording.asked[1:]}) == 1
+    assert sorted(one.turns for one in session.trajectories("p", 0)) == [1, 1, 2]
+    sampled = sum(len(c.token_ids) for c in recording.given)
+    assert sum(sum(one.loss_mask) for one in session.trajectories("p", 0)) == sampled
+
+
+def test_stop_strings_end_what_is_told_and_not_what_is_recorded(talk):
+    async def story(client, session):
+        return (await ask(client, [USER], stop=["lo"])).choices[0]
+
+    choice, session, recording = talk(story, lambda language: saying(language, "hello"))
+    assert choice.message.content == "hel"
+    assert recording.asked[0][2].stop == ("lo",)
+    assert session.trajectories("p", 0)[0].token_ids[-5:] == recording.given[0].token_ids
+
+
+def test_text_completions_by_text_and_by_ids(talk, tokenizer):
+    async def by_text(client, session):
+        one = (await client.completions.create(model="policy", prompt="abc", max_tokens=4, logprobs=1)).choices[0]
+        assert len(one.logprobs.token_logprobs) == 4
+        await client.completions.create(model="policy", prompt="abc" + one.text + " and", max_tokens=4)
+
+    async def by_ids(client, session):
+        given = (await client.completions.create(model="policy", prompt=[9, 10], max_tokens=4)).choices
+        assert len(given) == 1
+        ids = [9, 10, *session.tracks[0].ids[2:], 11]
+        await client.completions.create(model="policy", prompt=ids, max_tokens=4)
+
+    def encode(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    for story, first, between in ((by_text, "abc", " and"), (by_ids, [9, 10], [11])):
+        start, new = (encode(one) if isinstance(one, str) else one for one in (first, between))
+        _, session, recording = talk(story)
+        (one,) = session.trajectories("p", 0)
+        middle, end = (given.token_ids for given in recording.given)
+        assert one.token_ids == (*start, *middle, *new, *end)
+
+
+def test_the_runs_sampling_counts_unless_the_agents_is_asked_for(talk):
+    async def story(client, session):
+        await ask(client, [USER], temperature=0.3, top_p=0.5, max_tokens=4)
+
+    _, _, of_run = talk(story)
+    _, _, of_client = talk(story, client_sampling=True)
+    assert (of_run.asked[0][2].temperature, of_run.asked[0][2].top_p) == (1.0, 1.0)
+    assert (of_client.asked[0][2].temperature, of_client.asked[0][2].top_p) == (0.3, 0.5)
+    assert of_run.asked[0][2].max_tokens == 4
+
+
+def test_the_budget_is_of_the_whole_session(talk):
+    async def story(client, session):
+        await ask(client, [USER], max_tokens=8)
+        await ask(client, [USER], max_tokens=8)
+        with pytest.raises(openai.BadRequestError, match="budget of sampled tokens"):
+            await ask(client, [USER])
+
+    _, session, recording = talk(story, lambda language: saying(language, "12345678", "1234"), budget=12)
+    assert [sampling.max_tokens for _, _, sampling in recording.asked] == [8, 4]
+    assert session.budget == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"n": 0}, "n: "),
+        ({"extra_body": {"guided_json": {}}}, "guided_json"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name_and_not_recorded(talk, more, message):
+    async def story(client, session):
+        with pytest.raises(openai.BadRequestError, match=message):
+            await ask(client, [USER], **more)
+
+    _, session, recording = talk(story)
+    assert (session.trajectories("p", 0), recording.asked) == ([], [])
+
+
+def test_a_prompt_that_the_engine_refuses_is_the_agents_to_hear_of(talk):
+    async def story(client, session):
+        with pytest.raises(openai.BadRequestError, match="leaves no room"):
+            await ask(client, [{"role": "user", "content": "a" * 600}])
+
+    _, session, _ = talk(story)
+    assert session.outgrown
+    assert session.failure is None
+
+
+def test_an_engine_that_breaks_is_asked_once_and_known_to_the_session(talk):
+    def broken(language):
+        async def generate(request_id, token_ids, sampling):
+            raise RuntimeError("not finite")
+
+        return generate
+
+    async def story(client, session):
+        with pytest.raises(openai.InternalServerError, match="not finite"):
+            await ask(client, [USER])
+
+    _, session, recording = talk(story, broken)
+    assert str(session.failure) == "not finite"
+    assert len(recording.asked) == 1
+    assert session.trajectories("p", 0) == []
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/docs", "/openapi.json", "/", "/nothing"])
+def test_no_door_opens_without_a_key(talk, path):
+    async def story(client, session):
+        url = str(client.base_url).removesuffix("/v1/") + path
+        found = []
+        async with aiohttp.ClientSession() as http:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {client.api_key}"}):
+                for method in ("GET", "POST"):
+                    async with http.request(method, url, headers=headers, json={}) as reply:
+                        found.append(reply.status)
+        return found
+
+    found, _, recording = talk(story)
+    assert found == [401] * 6
+    assert recording.asked == []
+
+
+def test_a_key_ends_with_its_session(talk, tokenizer, engine, finish):
+    async def story():
+        async with Endpoint(Renderer(tokenizer)) as endpoint:
+            task = AgentTask(engine.generate, SamplingParams(8), "1/1/0", lambda number: number)
+            keys = [endpoint.admit(task), endpoint.admit(task)]
+            endpoint.dismiss(keys[0])
+            async with client_of(endpoint, keys[0]) as client:
+                with pytest.raises(openai.AuthenticationError):
+                    await ask(client, [USER])
+            async with client_of(endpoint, keys[1]) as client:
+                assert [model.id async for model in client.models.list()] == ["policy"]
+
+    finish(story())

@@ -1,0 +1,302 @@
+"""The router: who serves a request, and what nobody above it notices."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from hone.rollout.base import ReplicaLost
+from hone.rollout.builtin import BuiltinEngine
+from hone.rollout.router import RequestLate, Router
+from hone.rollout.settings import BuiltinSettings, RolloutConfig
+from hone.types import Completion, SamplingParams, StopReason
+
+WANTED = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
+
+
+class Mortal:
+    """The built-in engine as a process would hold it: it can die, start again empty, and be given weights."""
+
+    positional_seed = True
+
+    def __init__(self, model, tokenizer, number, order):
+        self.name = f"mortal-{number}"
+        self._model, self._tokenizer = model, tokenizer
+        self.alive = True
+        self.starts = 0
+        self.fail_starts = 0
+        self.seen, self.order = [], order
+        self.engine = BuiltinEngine(BuiltinSettings(), model, tokenizer, replica=self.name)
+
+    def __getattr__(self, verb):
+        return getattr(self.engine, verb)
+
+    async def generate(self, request_id, token_ids, sampling):
+        if not self.alive:
+            raise ReplicaLost(f"{self.name} is dead")
+        self.seen.append((request_id, token_ids, sampling))
+        self.order.append(request_id)
+        completion = await self.engine.generate(request_id, token_ids, sampling)
+        if not self.alive:  # its process ended before it could answer
+            raise ReplicaLost(f"{self.name} died during {request_id}")
+        return completion
+
+    async def die(self):
+        self.alive = False
+        await self.engine.abort_all()
+
+    async def close(self):
+        self.alive = False
+
+    async def start(self):
+        self.starts += 1
+        if self.starts <= self.fail_starts:
+            raise RuntimeError("no memory")
+        self.engine = BuiltinEngine(BuiltinSettings(), self._model.config, self._tokenizer, replica=self.name)
+        self.alive = True
+
+
+@pytest.fixture
+def fleet(tiny, tokenizer):
+    """`fleet(2, **settings)`: a router over mortals that gives weights to those that start again, and the mortals."""
+
+    def make(count=2, **settings):
+        model = tiny("qwen3")
+        order = []
+        mortals = [Mortal(model, tokenizer, number, order) for number in range(count)]
+        router = Router(mortals, RolloutConfig(**settings), tokenizer)
+
+        async def restore(engine):
+            await engine.update_weights(model.state_dict().items(), 0)
+            return True
+
+        router.restore_with(restore)
+        return router, mortals
+
+    return make
+
+
+async def steps(number=12):
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+def test_turns_of_a_trajectory_stay_with_their_replica_and_others_go_where_is_least_to_do(fleet, finish):
+    router, mortals = fleet(3)
+
+    async def story():
+        wanted = replace(WANTED, max_tokens=2)
+        for turn, order in enumerate(((0, 1, 2, 3, 4, 5), (3, 1, 5, 0, 2, 4), (5, 4, 3, 2, 1, 0))):
+            await asyncio.gather(*(router.generate(f"1/0/{i}/{turn}", (9, 10 + i), wanted) for i in order))
+
+    finish(story())
+    homes = [{request.rpartition("/")[0] for request, _, _ in one.seen} for one in mortals]
+    assert sorted(len(one) for one in homes) == [2, 2, 2]
+    assert len(set.union(*homes)) == 6, "no trajectory was at two replicas"
+
+
+def test_a_replica_has_so_many_requests_at_a_time_and_the_others_wait_in_order(fleet, finish):
+    router, mortals = fleet(2, requests_per_replica=2)
+    most = [0, 0]
+
+    async def story():
+        wanted = replace(WANTED, max_tokens=5)
+        running = [asyncio.create_task(router.generate(f"r{i}", (9, 10), wanted)) for i in range(10)]
+        while not all(task.done() for task in running):
+            for place, mortal in enumerate(mortals):
+                most[place] = max(most[place], len(mortal.engine._open))
+            await asyncio.sleep(0)
+
+    finish(story())
+    assert most == [2, 2]
+    assert mortals[0].order == [f"r{i}" for i in range(10)]
+
+
+def test_a_replica_that_dies_in_the_middle_is_not_noticed(fleet, finish):
+    router, mortals = fleet(2)
+    alone = finish(mortals[0].engine.generate("x", (9, 10), WANTED))
+
+    async def story():
+        running = [asyncio.create_task(router.generate(f"1/{i}/0/0", (9, 10), WANTED)) for i in range(4)]
+        await steps()
+        await mortals[1].die()
+        found = await asyncio.gather(*running)
+        await router.revived()
+        later = await asyncio.gather(*(router.generate(f"2/{i}/0/0", (9, 10), WANTED) for i in range(4)))
+        return found, later
+
+    found, later = finish(story())
+    assert {(c.token_ids, c.stop_reason) for c in (*found, *later)} == {(alone.token_ids, StopReason.LENGTH)}
+    assert mortals[1].starts == 1
+    assert sum(request.startswith("2/") for request, _, _ in mortals[1].seen) == 2, "it serves again"
+    metrics = router.metrics()
+    assert metrics["rollout/requests_resent"].value == 2
+    assert metrics["rollout/replica_restarts"].value == 1
+
+
+def test_the_only_replica_is_waited_for(fleet, finish):
+    router, (mortal,) = fleet(1)
+    mortal.fail_starts = 1
+
+    async def story():
+        running = asyncio.create_task(router.generate("r", (9, 10), WANTED))
+        await steps()
+        await mortal.die()
+        return await running
+
+    assert len(finish(story()).token_ids) == 40
+    assert mortal.starts == 2
+
+
+def test_one_that_died_while_nothing_ran_is_noticed_before_it_is_asked(fleet, finish):
+    router, mortals = fleet(2)
+
+    async def story():
+        await mortals[0].die()
+        return await router.generate("r", (9, 10), WANTED)
+
+    assert len(finish(story()).token_ids) == 40
+    assert [request for request, _, _ in mortals[1].seen] == ["r"]
+
+
+def test_without_weights_to_give_it_waits_for_a_sync(fleet, finish):
+    router, mortals = fleet(2)
+
+    async def nothing_yet(engine):
+        return False
+
+    router.restore_with(nothing_yet)
+
+    async def story():
+        await mortals[1].die()
+        await router.generate("a", (9, 10), WANTED)
+        await router.revived()
+        assert mortals[1].alive
+        await asyncio.gather(*(router.generate(f"b{i}", (9, 10), WANTED) for i in range(3)))
+        assert mortals[1].seen == []
+        assert mortals[1] in router.replicas, "a sync reaches it"
+        await mortals[1].update_weights(mortals[1]._model.state_dict().items(), 0)
+        router.replica_serves(mortals[1])
+        await asyncio.gather(*(router.generate(f"c{i}", (9, 10), WANTED) for i in range(3)))
+
+    finish(story())
+    assert mortals[1].seen
+
+
+def test_when_no_replica_is_left_everybody_hears_why(fleet, finish):
+    router, mortals = fleet(2, max_restarts=1)
+    for mortal in mortals:
+        mortal.fail_starts = 9
+
+    async def story():
+        running = [asyncio.create_task(router.generate(f"r{i}", (9, 10), WANTED)) for i in range(3)]
+        await steps()
+        for mortal in mortals:
+            await mortal.die()
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    for error in finish(story()):
+        assert isinstance(error, RuntimeError)
+        assert "mortal-0" in str(error)
+        assert "no memory" in str(error)
+        assert "max_restarts = 1" in str(error)
+
+
+def test_a_late_answer_names_replica_and_request(fleet, finish):
+    router, (mortal,) = fleet(1, request_timeout_s=2.0)
+
+    async def story():
+        await mortal.engine.pause()
+        with pytest.raises(RequestLate, match=r"mortal-0 did not answer request 'r' within 2 s"):
+            await router.generate("r", (9, 10), WANTED)
+        await mortal.engine.resume()
+        return await router.generate("again", (9, 10), replace(WANTED, max_tokens=1))
+
+    assert len(finish(story()).token_ids) == 1
+
+
+def test_a_caller_that_leaves_gives_its_seat_back(fleet, finish):
+    router, (mortal,) = fleet(1, requests_per_replica=1)
+
+    async def story():
+        tasks = [asyncio.create_task(router.generate(f"r{i}", (9, 10), WANTED)) for i in range(3)]
+        await steps()
+        tasks[0].cancel()  # has the seat
+        tasks[1].cancel()  # waits
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return tasks[2].result()
+
+    assert len(finish(story()).token_ids) == 40
+    assert [request for request, _, _ in mortal.seen] == ["r0", "r2"]
+
+
+class Pieces:
+    """Gives a completion in two pieces: the first ends aborted after so many tokens."""
+
+    def __init__(self, ids, first, positional_seed):
+        self.positional_seed = positional_seed
+        self._ids, self._first = ids, first
+        self.asked = []
+
+    async def generate(self, request_id, token_ids, sampling):
+        self.asked.append((request_id, token_ids, sampling))
+        piece = self._ids[: self._first] if len(self.asked) == 1 else self._ids[self._first :]
+        reason = StopReason.ABORTED if len(self.asked) == 1 else StopReason.LENGTH
+        version = len(self.asked)
+        return Completion(request_id, tuple(piece), (-0.25,) * len(piece), (version,) * len(piece), reason)
+
+
+@pytest.mark.parametrize("positional", [True, False])
+def test_the_rest_of_a_completion_is_asked_for_with_what_is_left(finish, positional):
+    engine = Pieces([11, 12, 13, 14, 15], 2, positional)
+    found = finish(Router([engine], RolloutConfig()).generate("1/2/3/0", (9,), replace(WANTED, max_tokens=5)))
+    (first, second) = engine.asked
+    assert first[:2] == ("1/2/3/0", (9,))
+    assert second[:2] == ("1/2/3/0+1", (9, 11, 12))
+    assert (first[2].max_tokens, second[2].max_tokens) == (5, 3)
+    assert (second[2].seed == first[2].seed) is positional
+    assert (found.request_id, found.token_ids) == ("1/2/3/0", (11, 12, 13, 14, 15))
+    assert found.weight_versions == (1, 1, 2, 2, 2)
+    assert len(found.logprobs) == 5
+    assert found.stop_reason is StopReason.LENGTH
+
+
+def test_a_stop_string_may_lie_across_two_pieces(finish, tokenizer):
+    ids = tokenizer("say stop now", add_special_tokens=False)["input_ids"]
+    engine = Pieces(ids, 6, True)  # "say st" + "op now"
+    wanted = replace(WANTED, stop=("stop",))
+    found = finish(Router([engine], RolloutConfig(), tokenizer).generate("r", (9,), wanted))
+    assert tokenizer.decode(found.token_ids) == "say stop"
+    assert found.stop_reason is StopReason.STOP
+    assert len(found.logprobs) == len(found.weight_versions) == 8
+
+
+def test_an_abort_ends_those_that_wait_too(fleet, finish):
+    router, _ = fleet(1, requests_per_replica=1)
+
+    async def story():
+        running = [asyncio.create_task(router.generate(f"r{i}", (9, 10), WANTED)) for i in range(3)]
+        await steps()
+        await router.abort_all()
+        return await asyncio.gather(*running)
+
+    found = finish(story())
+    assert [c.stop_reason for c in found] == [StopReason.ABORTED] * 3
+    assert found[0].token_ids
+    assert found[2].token_ids == ()
+
+
+def test_a_closed_router_refuses_and_ends_its_replicas(fleet, finish):
+    router, mortals = fleet(2)
+
+    async def story():
+        running = asyncio.create_task(router.generate("r", (9, 10), WANTED))
+        await steps(3)
+        await router.close()
+        with pytest.raises(RuntimeError, match="no rollout replica is left"):
+            await router.generate("late", (9, 10), WANTED)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    finish(story())
+    assert not any(mortal.alive for mortal in mortals)

@@ -1,0 +1,296 @@
+"""The rollout of a run: in the trainer's process or as servers, the same tokens and the same proofs."""
+
+import asyncio
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+
+from hone.config import ConfigError
+from hone.rollout.server import ServerFailed
+from hone.types import Completion, ModelOutput, SamplingParams, StopReason
+from hone.weights.base import WeightSyncError
+from hone.weights.settings import WeightSyncConfig
+from hone.workers.probe import Probe
+from hone.workers.rollout import server_specs
+
+WANTED = SamplingParams(max_tokens=24, ignore_eos=True)
+INSIDE = {"process": "inside"}
+
+
+async def many(rollout, number=8, step=1, **changes):
+    return await asyncio.gather(
+        *(rollout.generate(f"{step}/{i}/0/0", (5, 6, 7 + i), replace(WANTED, seed=i, **changes)) for i in range(number))
+    )
+
+
+def living(folder):
+    """Process ids of everything that was started with this folder on its command line."""
+    found = []
+    for entry in os.listdir("/proc"):
+        try:
+            with open(f"/proc/{entry}/cmdline", "rb") as file:
+                command = file.read()
+            with open(f"/proc/{entry}/stat") as file:
+                state = file.read().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            continue
+        if entry.isdigit() and str(folder).encode() in command and state not in "ZX":
+            found.append(int(entry))
+    return found
+
+
+def test_servers_say_what_the_engine_inside_says_and_outlive_a_dead_one(start, actor, loop, tmp_path):
+    """One story, because a server takes seconds to start: equality, versions, the proof, a death, the end."""
+    inside = start(builtin=INSIDE)
+    servers = start(weights=WeightSyncConfig(verify="probe", timeout_s=60), replicas=2)
+    for rollout in (inside, servers):
+        metrics = rollout.sync_from(actor, 3)
+        assert metrics["weights/version"].value == 3
+    assert metrics["weights/replicas"].value == 2
+    assert metrics["weights/buckets"].value >= 1
+    assert metrics["correction/probe_max_abs_difference"].value < 1e-4
+    assert servers.weight_version == 3
+    expected = loop.run(many(inside))
+    found = loop.run(many(servers))
+    assert [(c.token_ids, c.weight_versions) for c in found] == [(c.token_ids, c.weight_versions) for c in expected]
+    for one, two in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
+    assert servers.metrics()["rollout/tokens"].value == 8 * 24, "the probe's tokens are not the step's"
+
+    victim, other = servers._engine.replicas
+    assert sorted(os.listdir(tmp_path / "servers")) == [
+        ".builtin-0.port",
+        ".builtin-1.port",
+        "builtin-0.log",
+        "builtin-1.log",
+    ]
+
+    async def with_a_death():
+        running = asyncio.create_task(many(servers, 16, max_tokens=100))
+        await asyncio.sleep(0.02)
+        os.kill(victim._server.process_ids()[0], signal.SIGKILL)
+        return await running, await servers._engine.revived()
+
+    finished, _ = loop.run(with_a_death())
+    assert [c.token_ids for c in finished] == [c.token_ids for c in loop.run(many(inside, 16, max_tokens=100))]
+    assert {version for c in finished for version in c.weight_versions} == {3}
+    assert servers.metrics()["rollout/replica_restarts"].value == 1
+    assert (victim.alive, victim.weight_version, other.weight_version) == (True, 3, 3)
+    again = loop.run(many(servers, 4))
+    assert [c.token_ids for c in again] == [c.token_ids for c in loop.run(many(inside, 4))]
+
+    os.kill(victim._server.process_ids()[0], signal.SIGKILL)
+    servers.sync_from(actor, 4)  # reaches the other; the dead one gets it when it has started again
+    assert other.weight_version == 4
+    loop.run(servers._engine.revived())
+    assert (victim.alive, victim.weight_version) == (True, 4)
+
+    assert len(living(tmp_path)) >= 2
+    servers.close()
+    assert living(tmp_path) == []
+    servers.close()
+
+
+def test_every_door_of_a_server_asks_for_the_token(start, actor, loop, tmp_path):
+    """Its HTTP routes and its weight channel; what those who know the token may not say is refused too."""
+    rollout = start()
+    (server,) = rollout._engine.replicas
+    port = int((tmp_path / "servers" / ".builtin-0.port").read_text())
+    token = server._spec.token
+    verbs = ["generate", "receive_weights", "pause", "resume", "abort_all", "sleep", "wake_up", "stop", "look"]
+    paths = [*verbs, "docs", "openapi.json", "nothing"]
+
+    async def knock():
+        found = {}
+        async with aiohttp.ClientSession() as http:
+            for path in paths:
+                for shown in (None, "Bearer wrong", f"Bearer {token[:-1]}", f"Basic {token}", f"Bearer {token} x"):
+                    headers = {"Authorization": shown} if shown else {}
+                    async with http.post(
+                        f"http://127.0.0.1:{port}/{path}", json={"level": 2}, headers=headers
+                    ) as reply:
+                        found.setdefault(path, set()).add(reply.status)
+            async with http.post(
+                f"http://127.0.0.1:{port}/nothing", headers={"Authorization": f"Bearer {token}"}
+            ) as reply:
+                return found, reply.status
+
+    found, known = loop.run(knock())
+    assert found == {path: {401} for path in paths}
+    assert known == 404
+    rollout.sync_from(actor, 0)
+    assert len(loop.run(many(rollout, 2))) == 2, "nobody put it to sleep"
+    addresses = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()]
+    assert {one.partition(":")[0] for one in addresses if one.endswith(f":{port:04X}")} == {"0100007F"}, "loopback"
+    for pid in [*server._server.process_ids(), server._server._process.pid]:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            assert token.encode() not in file.read()
+    assert token not in repr(server._spec)
+    assert token not in (tmp_path / "servers" / "builtin-0.log").read_text()
+
+    async def hang_up():
+        """A caller that leaves frees its slot there: the same id can be used again, and soon nothing runs."""
+        long = replace(WANTED, max_tokens=110)
+        for _ in range(5):
+            running = asyncio.create_task(server.generate("same", (5, 6), long))
+            await asyncio.sleep(0.01)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            for _ in range(100):
+                await asyncio.sleep(0.02)
+                server.metrics()
+                await server.look()
+                if not server.metrics()["rollout/tokens"].value:
+                    break
+        return await server.generate("same", (5, 6), replace(WANTED, max_tokens=2))
+
+    assert len(loop.run(hang_up()).token_ids) == 2
+
+    with pytest.raises(ValueError, match="vocabulary"):
+        loop.run(rollout.generate("bad", (10**6,), WANTED))
+    with pytest.raises(ValueError, match="malformed request"):
+        loop.run(server._request("pause", {}, 10.0))
+    with pytest.raises(ValueError, match="abort, wait, keep"):
+        loop.run(server._request("pause", {"mode": "never"}, 10.0))
+    with pytest.raises(RuntimeError, match="format"):
+        loop.run(server.receive_weights({"timeout_s": 1.0}))
+    loop.run(server.resume())
+    rollout.sync_from(actor, 1)
+    before = [c.token_ids for c in loop.run(many(rollout, 2))]
+    right = rollout._parts.way._engine._token
+    rollout._parts.way._engine._token = "not " + right
+    with pytest.raises(WeightSyncError):
+        rollout.sync_from(actor, 2)
+    rollout._parts.way._engine._token = right
+    rollout.sync_from(actor, 3)
+    after = loop.run(many(rollout, 2))
+    assert [c.token_ids for c in after] == before
+    assert {version for c in after for version in c.weight_versions} == {3}
+
+
+def test_room_is_made_and_taken_back_around_a_sync(start, actor, loop):
+    rollout = start(builtin=INSIDE, sleep_while_training="level_2")
+    rollout.sync_from(actor, 0)
+    first = loop.run(many(rollout, 2))
+    rollout.make_room()
+    rollout.make_room()
+    with pytest.raises(RuntimeError, match="asleep"):
+        loop.run(many(rollout, 1))
+    rollout.sync_from(actor, 1)
+    again = loop.run(many(rollout, 2))
+    assert [c.token_ids for c in again] == [c.token_ids for c in first]
+    assert {version for c in again for version in c.weight_versions} == {1}
+
+
+def test_on_a_cpu_nothing_sleeps_unless_it_is_told_to(start, actor, loop):
+    rollout = start(builtin=INSIDE)
+    rollout.sync_from(actor, 0)
+    rollout.make_room()
+    assert len(loop.run(many(rollout, 1))) == 1
+
+
+def test_two_engines_inside_share_the_requests(start, actor, loop):
+    one, two = start(builtin=INSIDE), start(builtin=INSIDE, replicas=2)
+    for rollout in (one, two):
+        rollout.sync_from(actor, 0)
+    assert [c.token_ids for c in loop.run(many(two))] == [c.token_ids for c in loop.run(many(one))]
+    assert two.metrics()["rollout/replicas_serving"].value == 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "settings", "message"),
+    [
+        ({"transport": "ipc"}, {"builtin": INSIDE}, "'ipc' is for servers"),
+        ({"transport": "local"}, {}, "'local' is within one process"),
+        ({"transport": "pigeon"}, {}, "'pigeon' is unknown"),
+    ],
+)
+def test_a_transport_has_to_fit_the_rollout(start, weights, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        start(weights=WeightSyncConfig(**weights), **settings)
+
+
+def test_a_server_that_does_not_start_is_an_error_with_its_last_lines(start, tmp_path):
+    with pytest.raises(ServerFailed, match="max_sequence_tokens=4096 is beyond the model's context"):
+        start(builtin={"process": "separate", "max_sequence_tokens": 4096})
+    assert living(tmp_path) == []
+
+
+def test_specs_of_servers_hold_no_secret_in_their_text(start, tmp_path, model):
+    rollout = start(builtin=INSIDE)
+    assert rollout.weight_version == -1
+    spec = replace_spec(start, tmp_path)
+    for one in server_specs(spec, "secret-token"):
+        assert "secret-token" not in repr(one)
+        assert one.environment["OMP_NUM_THREADS"] == "1"
+        assert json.dumps([str(one.logs), one.model, one.dtype])
+    assert [one.name for one in server_specs(spec, "t")] == ["builtin-0", "builtin-1", "builtin-2"]
+
+
+def replace_spec(start, folder):
+    from hone.rollout.settings import RolloutConfig
+    from hone.workers.rollout import RolloutSpec
+
+    return RolloutSpec(RolloutConfig(replicas=3), WeightSyncConfig(), start.model, "float32", None, folder)
+
+
+# ---------------------------------------------------------------------------------------------------------- the probe
+
+
+def says(*logprobs, version=4):
+    tokens = tuple(range(20, 20 + len(logprobs)))
+    return Completion("p", tokens, logprobs, (version,) * len(logprobs), StopReason.LENGTH)
+
+
+def infer(*logprobs):
+    """A trainer that gives these log-probs to the sampled tokens."""
+
+    def run(batch):
+        found = torch.zeros(batch.num_tokens)
+        found[batch.loss_mask] = torch.tensor(logprobs)
+        return ModelOutput(logprobs=found)
+
+    return run
+
+
+def test_the_probe_takes_rounding_for_rounding():
+    probe = Probe(100, 1.0, [torch.float32])
+    metrics = probe.compare([("a", says(-1.0, -2.0)), ("b", says(-1.0, -2.0))], infer(-1.0, -2.0005, -1.0, -2.0), 4)
+    assert metrics["correction/probe_max_abs_difference"].value == pytest.approx(5e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [-2.01, float("nan")])
+def test_the_probe_stops_the_step_where_a_replica_computes_otherwise(wrong):
+    probe = Probe(100, 1.0, [torch.float32])
+    with pytest.raises(WeightSyncError, match="replica b serves weight version 4, but its log-probs") as caught:
+        probe.compare([("a", says(-1.0, -2.0)), ("b", says(-1.0, wrong))], infer(-1.0, -2.0, -1.0, -2.0), 4)
+    assert caught.value.replicas == ("b",)
+
+
+def test_the_probe_is_as_strict_as_the_coarser_dtype_allows():
+    coarse = Probe(100, 1.0, [torch.float32, torch.bfloat16])
+    coarse.compare([("a", says(-1.0))], infer(-1.1), 4)
+    with pytest.raises(WeightSyncError):
+        coarse.compare([("a", says(-1.0))], infer(-1.4), 4)
+
+
+def test_the_probe_looks_at_versions():
+    with pytest.raises(WeightSyncError, match=r"weight versions \{3\}, sent was 4"):
+        Probe(100, 1.0, [torch.float32]).compare([("a", says(-1.0, version=3))], infer(-1.0), 4)
+
+
+def test_a_stale_head_is_caught_by_the_probe(start, actor, loop):
+    """The fault is real: an engine that keeps its old output head and a digest that nobody compares."""
+    rollout = start(builtin=INSIDE, weights=WeightSyncConfig(verify="probe"))
+    rollout.sync_from(actor, 0)
+    engine = rollout._engine
+    with torch.no_grad():
+        engine._decoder.weights()["lm_head.weight"].mul_(-1)
+    with pytest.raises(WeightSyncError, match="does not compute with the weights it was sent"):
+        rollout._compare(rollout._parts.probe, actor, 0)
