@@ -193,7 +193,9 @@ class RemoteBuiltin:
         if self._session is None or self._session.closed or self._loop is not loop:
             self._loop = loop
             headers = {"Authorization": f"Bearer {self._spec.token}"}
-            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+            # an idle connection is given up before the server does so: a reused one would look like a lost replica
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+            self._session = aiohttp.ClientSession(headers=headers, connector=connector)
         return self._session
 
 
