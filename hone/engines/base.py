@@ -39,6 +39,10 @@ class EngineSpec(Protocol):
     def total_steps(self) -> int:
         """Optimizer steps of the whole run, for the schedule; 0: a model that is never trained."""
 
+    @property
+    def reference(self) -> ModelConfig | None:
+        """What "full_kl" compares with: its head is loaded here, its "states" come with the batch; None: nothing."""
+
 
 class BaseEngine(Protocol):
     """One model that can be trained and asked; two model types: `language_model` and `value_model`."""
@@ -70,7 +74,10 @@ class BaseEngine(Protocol):
         """Model on the device, dropout off, for the duration."""
 
     def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
-        """Every weight under its Hugging Face name (tied heads included), and the adapter's config if it is one."""
+        """Every weight under its Hugging Face name (tied heads included), and the adapter's config if it is one.
+
+        Whole tensors on every rank, gathered as they are taken: every rank has to take all of them.
+        """
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move parts of the engine between its device and CPU memory."""

@@ -4,8 +4,9 @@
                                                                                       |
     working weights (compute_dtype) <--publish-- masters <--optimizer, if the norm is finite--
 
-One process holds the whole model here. Nothing below reads a mesh: the loss weights carry the denominator of the whole
-step, gradients are sums, and weights are reached through `Weights` alone, which is where sharding will go.
+On one process or on a mesh of many (see `mesh`): the loss weights carry the denominator of the whole step and gradients
+are sums, so neither how a batch was cut nor how it was spread changes them. Weights are reached through `Weights` or
+`ShardedWeights`; every rank of a mesh makes the same calls, for each is a meeting of all.
 """
 
 from __future__ import annotations
@@ -23,16 +24,22 @@ from torch import Tensor, nn
 from hone.data.packing import restore, select
 from hone.engines import checkpoint as files
 from hone.engines.base import EngineSpec
-from hone.engines.forward import Forward, language_forward, value_forward
+from hone.engines.export import export_weights, in_dtype
+from hone.engines.forward import Forward, head_of_reference, language_forward, value_forward
 from hone.engines.layout import cut_batch
-from hone.engines.optimizers import build_optimizer, gradient_norm, scale_gradients
-from hone.engines.precision import Weights
+from hone.engines.mesh import Mesh, open_mesh
+from hone.engines.optimizers import build_optimizer, scale_gradients
+from hone.engines.precision import Weights, kept_wide
 from hone.engines.probe import check_body, check_head
 from hone.engines.schedules import Schedule
+from hone.engines.sharded_weights import ShardedWeights
+from hone.engines.sharding import Sharder, inside, nothing, sharded_forward, whole_weights
+from hone.engines.shards import Part, Shard
 from hone.models.attention import checkpoint_contexts
 from hone.models.fused_norm import fuse_norms
 from hone.models.loading import DTYPES, load_language_model, load_value_model, without_progress_bars
 from hone.models.tokenizer import load_tokenizer
+from hone.models.transformers_patches import ShardFn
 from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput, merge_metrics
 
 
@@ -40,14 +47,14 @@ class Fsdp2Engine:
     """See `hone.engines.base.BaseEngine`. `spec.total_steps == 0` makes an engine that only infers."""
 
     model: nn.Module
-    weights: Weights
+    weights: Weights | ShardedWeights
     optimizer: torch.optim.Optimizer
     schedule: Schedule
 
     def __init__(self, spec: EngineSpec, device: str) -> None:
         """Raises ValueError for settings that do not fit together; touches no weights yet."""
         self.model_type = spec.model_type
-        self.device = device
+        self.device = self._home = device
         self._spec = spec
         self._trained = spec.total_steps > 0
         config = spec.engine
@@ -55,6 +62,9 @@ class Fsdp2Engine:
         self._compute = DTYPES[config.compute_dtype]
         self._chunk = config.logprob_chunk_tokens
         self._checkpointing = config.activation_checkpointing
+        self.mesh = open_mesh(config.parallel, device)
+        self._offload = config.offload
+        self._at_work: frozenset[str] = frozenset()  # with `offload`: what is on the device now
         if spec.temperature <= 0:
             raise ValueError(f"temperature={spec.temperature} should be positive: greedy samples have no log-probs")
         if self._trained:
@@ -65,31 +75,55 @@ class Fsdp2Engine:
 
     def initialize(self) -> None:
         """Load or build the model, try it out (see `probe`), and make optimizer and schedule."""
-        self.model = self._load()
+        self._forward = self._prepare() if self.mesh is None else self._prepare_sharded(self.mesh)
+        if self._trained:
+            if self._checkpointing:
+                self._body.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": checkpoint_contexts})
+            self.optimizer = build_optimizer(
+                self._optimizer_config, self.weights.masters, in_parts=self.mesh is not None
+            )
+            self._lr = self.schedule.apply(self.optimizer, self._optimizer_config.lr)
+        if self._offload:
+            self.to("cpu")
+
+    def _prepare(self) -> Forward:
+        self.model = self._load(None)
         self.weights = Weights(self.model, self._compute, self._trained)
         self.model.to(self.device)
         if self.device == "cpu":
             fuse_norms(self.model)
-        self._forward = self._checked_forward()
-        if self._trained:
-            if self._checkpointing:
-                self._body.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": checkpoint_contexts})
-            self.optimizer = build_optimizer(self._optimizer_config, self.weights.masters)
-            self._lr = self.schedule.apply(self.optimizer, self._optimizer_config.lr)
+        return self._checked_forward()
 
-    def _load(self) -> nn.Module:
+    def _prepare_sharded(self, mesh: Mesh) -> Forward:
+        sharder = Sharder(mesh, DTYPES[self._spec.model.dtype], self._compute)
+        self.model = self._load(lambda model: sharder.shard(model, self._name(model)))
+        self.model.to(self.device)
+        sharder.wrap(self.model)
+        if self.device == "cpu":
+            fuse_norms(self.model)
+        forward = inside(self.model, self._checked_forward)
+        self.model.reshard()  # type: ignore[operator]
+        self.weights = ShardedWeights(self.model, mesh, self._trained, sharder.partial)
+        return sharded_forward(self.model, forward, mesh)
+
+    def _load(self, shard: ShardFn | None) -> nn.Module:
         load: Any = load_value_model if self.model_type == "value_model" else load_language_model
-        model: nn.Module = load(self._spec.model)
+        model: nn.Module = load(self._spec.model, shard)
         return model
 
+    def _name(self, model: Any) -> str:
+        return self._spec.model.path or f"architecture {model.config.model_type!r}"
+
     def _checked_forward(self) -> Forward:
-        name = self._spec.model.path or f"architecture {self._body.config.model_type!r}"
+        name = self._name(self._body)
         self.model.eval()
         hidden = check_body(self._body, name)
         if self.model_type == "value_model":
             return value_forward(self.model)  # type: ignore[arg-type]
         check_head(self.model, hidden, name)
-        return language_forward(self.model, self._spec.temperature, self._chunk)
+        reference, compute = self._spec.reference, self._spec.engine.compute_dtype
+        head = None if reference is None else head_of_reference(reference, compute, self.device)
+        return language_forward(self.model, self._spec.temperature, self._chunk, head)
 
     @property
     def _body(self) -> Any:
@@ -98,8 +132,9 @@ class Fsdp2Engine:
     # ----------------------------------------------------------------------------------------------------- training
 
     def train_batch(self, batch: Batch, loss: LossFn) -> Metrics:
-        metrics = self.forward_backward(batch, loss)
-        return merge_metrics(metrics, self.optimizer_step(), self.lr_scheduler_step())
+        with self.train_mode():
+            metrics = self.forward_backward(batch, loss)
+            return merge_metrics(metrics, self.optimizer_step(), self.lr_scheduler_step())
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Metrics:
         """Accumulate gradients of the batch; `batch.loss_weights` is required.
@@ -110,28 +145,44 @@ class Fsdp2Engine:
         if batch.loss_weights is None:
             raise ValueError("batch.loss_weights is not set: the loss has no denominator (see aggregation)")
         needs: frozenset[str] = getattr(loss, "needs", frozenset())
-        parts = []
+        cut = cut_batch(batch, self._max_tokens, whole_groups=getattr(loss, "whole_groups", False))
+        trained = _has_loss(batch)
+        cut = [indices for indices in cut if any(trained[i] for i in indices)]
+        missing = self._missing(len(cut))
         with self.train_mode():
-            for indices in cut_batch(batch, self._max_tokens):
-                part = _on(select(batch, indices), self.device)
-                if bool(part.loss_mask.any()):
-                    parts.append(self._microbatch(part, loss, needs))
+            parts = [self._microbatch(_on(select(batch, indices), self.device), loss, needs) for indices in cut]
+            for _ in range(missing):
+                sum(self._idle()).backward()  # type: ignore[union-attr]
         return _step_metrics(parts)
 
-    def _microbatch(self, part: Batch, loss: LossFn, needs: frozenset[str]) -> tuple[int, dict[str, Tensor]]:
-        """One forward and backward; the number of trained tokens and the sums that the metrics are made from."""
+    def _missing(self, microbatches: int) -> int:
+        """How many micro-batches some other rank has more than this one: every rank has to join its collectives."""
+        return self.mesh.most(microbatches, self.device) - microbatches if self.mesh else 0
+
+    def _idle(self) -> list[Tensor]:
+        """A forward that gives zeros, connected to every weight."""
+        assert self.mesh is not None
+        output = self._forward(_on(nothing(self.mesh.sizes.sequence), self.device), frozenset())
+        return [(value * 0).sum() for value in (output.logprobs, output.values) if value is not None]
+
+    def _microbatch(self, part: Batch, loss: LossFn, needs: frozenset[str]) -> dict[str, Tensor]:
+        """One forward and backward; for each metric its sum, and the number of tokens that it is a mean over, [2]."""
         result = loss(self._forward(part, needs), part)
         mask = part.loss_mask
         assert part.loss_weights is not None
         total = (result.values * part.loss_weights)[mask].sum()
         total.backward()  # type: ignore[no-untyped-call]
         self.weights.collect()
-        sums = {name: values.detach()[mask].sum() for name, values in result.metrics.items()}
-        return int(mask.sum()), {"train/loss": total.detach(), **sums}
+        sums = {"train/loss": torch.stack([total.detach().double(), mask.sum().double()])}
+        for name, values in result.metrics.items():
+            counted = result.counted.get(name, mask)
+            sums[name] = torch.stack([values.detach()[counted].sum().double(), counted.sum().double()])
+        return sums
 
     def optimizer_step(self) -> Metrics:
         """Clip and step; a gradient norm that is not finite leaves weights and optimizer as they are."""
-        norm = gradient_norm(self.weights.masters)
+        self.weights.settle()
+        norm = self.weights.gradient_norm()
         finite = math.isfinite(norm)
         if finite:
             if self._max_norm is not None and norm > self._max_norm:
@@ -139,7 +190,8 @@ class Fsdp2Engine:
             self.optimizer.step()
             self.weights.publish()
         self.weights.clear_gradients()
-        metrics = {"train/lr": Metric.mean(self._lr), "train/skipped_steps": Metric.sum(0.0 if finite else 1.0)}
+        skipped = not finite and self.data_parallel_rank == 0  # one for all ranks: their metrics are added up
+        metrics = {"train/lr": Metric.mean(self._lr), "train/skipped_steps": Metric.sum(float(skipped))}
         return metrics | ({"train/grad_norm": Metric.mean(norm)} if finite else {})
 
     def lr_scheduler_step(self) -> Metrics:
@@ -151,8 +203,16 @@ class Fsdp2Engine:
 
     def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
         cut = cut_batch(batch, self._max_tokens)
+        missing = self._missing(len(cut))
         with self.eval_mode(), torch.no_grad():
             outputs = [self._forward(_on(select(batch, indices), self.device), needs) for indices in cut]
+            for _ in range(missing):
+                self._idle()
+        if self.mesh:
+            self.model.reshard()  # type: ignore[operator]
+
+        if not outputs:  # a rank without sequences
+            return ModelOutput()
 
         def joined(pick: Any) -> Tensor | None:
             found = [pick(output) for output in outputs]
@@ -169,13 +229,29 @@ class Fsdp2Engine:
     @contextmanager
     def _mode(self, training: bool) -> Iterator[None]:
         before = self.model.training
-        if before != training:
-            self.model.train(training)
+        with self._at_device(frozenset({"model", "optimizer", "grad"} if training else {"model"})):
+            if before != training:
+                self.model.train(training)
+            try:
+                yield
+            finally:
+                if before != training:
+                    self.model.train(before)
+
+    @contextmanager
+    def _at_device(self, parts: frozenset[str]) -> Iterator[None]:
+        """With `offload`, parts that are not on the device yet are brought there, and taken away again."""
+        missing = parts - self._at_work if self._offload else frozenset()
+        if not missing:
+            yield
+            return
+        self.to(self._home, **{part: part in missing for part in ("model", "optimizer", "grad")})
+        self._at_work |= missing
         try:
             yield
         finally:
-            if before != training:
-                self.model.train(before)
+            self._at_work -= missing
+            self.to("cpu", **{part: part in missing for part in ("model", "optimizer", "grad")})
 
     def train_mode(self) -> AbstractContextManager[None]:
         if not self._trained:
@@ -188,7 +264,12 @@ class Fsdp2Engine:
     # ------------------------------------------------------------------------------------------------ weights, state
 
     def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
-        """Every entry of the model's state dict, in master precision; each tensor owns its storage."""
+        """Every entry of the model's state dict, in master precision; each tensor owns its storage.
+
+        On a mesh every rank gets whole tensors, and every rank has to take all of them.
+        """
+        if self.mesh is not None:
+            return whole_weights(self.model, self.weights), None
         return ((name, tensor.clone()) for name, tensor in self._state().items()), None
 
     def _state(self) -> dict[str, Tensor]:
@@ -210,24 +291,33 @@ class Fsdp2Engine:
             for state in self.optimizer.state.values():
                 state |= {k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
 
-    def _saved(self) -> dict[str, Tensor]:
+    def _saved(self) -> list[Part]:
         """What a checkpoint holds of the model: each weight once, and persistent buffers."""
-        state = self._state()
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        return {n: t for n, t in state.items() if n not in parameters or n in self.weights.names()}
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        buffers = [(name, one) for name, one in self.model.state_dict().items() if name not in parameters]
+        first = self.mesh is None or self.mesh.rank == 0
+        return [*self.weights.parts(), *((n, one, Shard(tuple(one.shape), (), 1, first)) for n, one in buffers)]
+
+    def _trained_parts(self) -> list[Part]:
+        shards = {name: shard for name, _, shard in self.weights.parts()}
+        return [(name, master, shards[name]) for name, master in self.weights.masters.items()]
 
     def save_checkpoint(self, folder: Path) -> None:
-        names = {weight: name for name, weight in self.weights.masters.items()}
-        tensors, plain = files.optimizer_state(self.optimizer, names)
-        files.save_tensors(folder / files.MODEL_FILE, self._saved())
-        files.save_tensors(folder / files.OPTIMIZER_FILE, tensors)
+        rank, ranks = (self.mesh.rank, self.mesh.sizes.world) if self.mesh else (0, 1)
+        tensors, plain = files.optimizer_parts(self.optimizer, self._trained_parts(), rank == 0)
+        files.save_parts(folder / files.part_file(files.MODEL, rank, ranks), self._saved())
+        files.save_parts(folder / files.part_file(files.OPTIMIZER, rank, ranks), tensors)
         facts = {
             "format": files.FORMAT,
+            "ranks": ranks,
             "optimizer": type(self.optimizer).__name__,
             "optimizer_numbers": plain,
             "schedule_step": self.schedule.step_count,
         }
-        (folder / files.ENGINE_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        if rank == 0:
+            (folder / files.ENGINE_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        if self.mesh:
+            self.mesh.meet()
 
     def load_checkpoint(self, folder: Path) -> None:
         """Raises CheckpointError naming the file: missing, damaged, or of another model or optimizer."""
@@ -237,33 +327,51 @@ class Fsdp2Engine:
             raise files.CheckpointError(
                 f"{folder} was written with {facts['optimizer']}, this run's optimizer is {mine}"
             )
-        tensors = files.load_tensors(folder / files.OPTIMIZER_FILE)
-        files.fill(folder / files.MODEL_FILE, self._saved())
-        files.restore_optimizer(self.optimizer, self.weights.masters, tensors, facts["optimizer_numbers"])
+        model, optimizer = (files.PartsReader(folder, kind, facts["ranks"]) for kind in (files.MODEL, files.OPTIMIZER))
+        tensors = files.read_all(model, self._saved())
+        numbers = facts["optimizer_numbers"]
+        state = files.read_optimizer(optimizer, self._trained_parts(), numbers, self.optimizer)
+        for live, stored in tensors:
+            live.copy_(stored)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(state)
         self.weights.publish()
         self.schedule.step_count = facts["schedule_step"]
         self._lr = self.schedule.apply(self.optimizer, self._optimizer_config.lr)
 
     def export_hf(self, folder: Path) -> None:
         """Weights as they are computed with (compute_dtype), config and tokenizer."""
-        with without_progress_bars():
-            self.model.save_pretrained(folder)  # type: ignore[operator]
-        load_tokenizer(self._spec.model).save_pretrained(folder)
+        if self.mesh:
+            weights = in_dtype(whole_weights(self.model, self.weights), self._compute, kept_wide(self.model))
+            export_weights(self.model, weights, folder, writes=self.mesh.rank == 0)
+        else:
+            with without_progress_bars():
+                self.model.save_pretrained(folder)  # type: ignore[operator]
+        if self.mesh is None or self.mesh.rank == 0:
+            load_tokenizer(self._spec.model).save_pretrained(folder)
+        if self.mesh:
+            self.mesh.meet()
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         raise NotImplementedError("this engine trains all weights: there is no adapter to disable")
 
     @property
     def data_parallel_rank(self) -> int:
-        return 0
+        return self.mesh.data_parallel_rank if self.mesh else 0
 
     @property
     def data_parallel_size(self) -> int:
-        return 1
+        return self.mesh.data_parallel_size if self.mesh else 1
 
     @property
     def is_output_rank(self) -> bool:
-        return True
+        return self.mesh is None or self.mesh.is_output_rank
+
+
+def _has_loss(batch: Batch) -> list[bool]:
+    """For each sequence, whether it has a token with a loss."""
+    before = torch.nn.functional.pad(batch.loss_mask.cumsum(0), (1, 0))[batch.cu_seqlens]
+    return (before[1:] > before[:-1]).tolist()
 
 
 def _on(batch: Batch, device: str) -> Batch:
@@ -280,14 +388,15 @@ def _on(batch: Batch, device: str) -> Batch:
     return batch.with_(**changes)
 
 
-def _step_metrics(parts: list[tuple[int, dict[str, Tensor]]]) -> Metrics:
-    """Metrics of a step from each micro-batch's token count and sums: one transfer from the device for all."""
+def _step_metrics(parts: list[dict[str, Tensor]]) -> Metrics:
+    """Metrics of a step from each micro-batch's sums and counts: one transfer from the device for all."""
     if not parts:
         return {"train/loss": Metric.sum(0.0)}
-    names = list(parts[0][1])
-    table = torch.stack([torch.stack([sums[name].double() for name in names]) for _, sums in parts]).tolist()
+    names = list(parts[0])
+    table = torch.stack([torch.stack([sums[name] for name in names]) for sums in parts]).tolist()
     merged: list[Metrics] = []
-    for (count, _), row in zip(parts, table, strict=True):
-        one = {name: Metric.mean(total / count, count) for name, total in zip(names, row, strict=True)}
-        merged.append(one | {"train/loss": Metric.sum(row[0])})
+    for row in table:
+        found = {name: (total, count) for name, (total, count) in zip(names, row, strict=True)}
+        one = {name: Metric.mean(total / count, count) for name, (total, count) in found.items() if count}
+        merged.append(one | {"train/loss": Metric.sum(found["train/loss"][0])})
     return merge_metrics(*merged)

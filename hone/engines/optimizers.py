@@ -19,13 +19,24 @@ _UNSUITABLE = {
 }
 
 
-def build_optimizer(config: OptimizerConfig, weights: dict[str, Tensor]) -> Optimizer:
+# They do not work element by element, so an update of a part is not a part of the update.
+_WHOLE = {
+    "Adafactor": "takes means over the rows and columns of a whole matrix",
+    "Muon": "orthogonalises a whole matrix",
+}
+
+
+def build_optimizer(config: OptimizerConfig, weights: dict[str, Tensor], in_parts: bool = False) -> Optimizer:
     """The optimizer over named weights: matrices with weight decay, vectors (biases, norms) without.
 
-    Raises ValueError naming the key for an unknown optimizer, an argument that it does not have or a value that it
-    does not take.
+    `in_parts`: the weights are this rank's parts of larger ones. Raises ValueError naming the key for an unknown
+    optimizer, one that cannot work on parts, an argument that it does not have or a value that it does not take.
     """
     cls = _find(config.name)
+    if in_parts and config.name in _WHOLE:
+        raise ValueError(
+            f"engine.optimizer.name: {config.name} {_WHOLE[config.name]}, and each rank has a part of it; choose AdamW"
+        )
     known = inspect.signature(cls).parameters
     arguments: dict[str, Any] = {"lr": config.lr, **config.options}
     if config.betas is not None:

@@ -9,10 +9,13 @@ update smaller than a 256th of it would be lost there; the float32 master keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+
+from hone.engines.optimizers import gradient_norm
+from hone.engines.shards import Part, Shard
 
 
 class Weights:
@@ -22,7 +25,7 @@ class Weights:
         """Turns `model` into the working copy, in place; without `trained`, no masters are kept."""
         self._working = dict(model.named_parameters())
         self.masters: dict[str, Tensor] = {}
-        keep = _kept_wide(model)
+        keep = kept_wide(model)
         for name, parameter in self._working.items():
             master = parameter.data
             if compute != master.dtype and not keep(name):
@@ -52,6 +55,13 @@ class Weights:
         if self._apart:
             torch._foreach_copy_([self._working[n] for n in self._apart], list(self._apart.values()))
 
+    def settle(self) -> None:
+        """Nothing is partial in one process."""
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of all gradients together."""
+        return gradient_norm(self.masters)
+
     def clear_gradients(self) -> None:
         for parameter in (*self._working.values(), *self.masters.values()):
             parameter.grad = None
@@ -62,6 +72,11 @@ class Weights:
 
     def names(self) -> list[str]:
         return list(self._working)
+
+    def parts(self) -> Iterator[Part]:
+        """Each weight once, in the highest precision there is (live), all of it."""
+        for name, weight in self._working.items():
+            yield name, self.best(name), Shard.whole(weight)
 
     def move(self, device: str, *, model: bool, optimizer: bool, grad: bool) -> None:
         """Move working weights (`model`), masters kept apart (`optimizer`) and gradients to a device."""
@@ -74,7 +89,7 @@ class Weights:
                 weight.grad = weight.grad.to(device)
 
 
-def _kept_wide(model: nn.Module) -> Callable[[str], bool]:
+def kept_wide(model: nn.Module) -> Callable[[str], bool]:
     """Weights that an architecture wants in float32 whatever the rest is computed in (some routers)."""
     parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return lambda name: any(part in name for part in parts)

@@ -45,7 +45,8 @@ def check_head(model: Any, hidden: Tensor, name: str) -> None:
     """Refuse a model whose logits are not those of `Head` on its body's hidden states. Raises ModelError."""
     tokens, positions = _probe(model)
     with packed(_whole(hidden.device)):
-        logits = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
+        # `forward`, for a sharded model must not be entered twice, and this runs inside of it
+        logits = model.forward(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
     gap = (Head.of(model).logits(hidden) - logits).abs().max()
     scale = logits.abs().max().float()
     if not bool(gap <= _tolerance(hidden) * scale):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hone.config import Config, setting
@@ -28,6 +29,54 @@ class ScheduleConfig(Config):
     decay_fraction: float = setting(0.1, "share of all steps that wsd decays over", gt=0, le=1)
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many ranks each dimension of the mesh has; replicate x shard x sequence x tensor is all of them."""
+
+    replicate: int
+    shard: int
+    sequence: int
+    tensor: int
+    expert: int
+
+    @property
+    def world(self) -> int:
+        return self.replicate * self.shard * self.sequence * self.tensor
+
+
+class ParallelConfig(Config):
+    """How a model and its batches lie over the ranks; by default all ranks share out both (FSDP)."""
+
+    replicate: int = setting(1, "copies of the sharded model, each with batches of its own (HSDP)", ge=1)
+    shard: int | None = setting(None, "ranks that share out weights and batches; null: all that is left", ge=1)
+    sequence: int = setting(1, "ranks that share out the tokens of each micro-batch (Ulysses)", ge=1)
+    tensor: int = setting(1, "ranks that share out each layer's matrices", ge=1)
+    expert: int = setting(1, "ranks that share out the experts; they are the same ranks as above, not more", ge=1)
+
+    def sizes(self, world: int) -> Sizes:
+        """The mesh over `world` ranks. Raises ValueError naming the dimension that does not fit."""
+        rest = world
+        for name, size in (("replicate", self.replicate), ("sequence", self.sequence), ("tensor", self.tensor)):
+            if rest % size:
+                whole = f"{rest} of {world} ranks" if rest != world else f"{world} ranks"
+                raise ValueError(f"parallel.{name} = {size} does not divide {whole}")
+            rest //= size
+        if self.shard is not None and self.shard != rest:
+            raise ValueError(
+                f"parallel.shard = {self.shard}, but {rest} of {world} ranks are left for it (replicate x shard x "
+                f"sequence x tensor should be {world}); leave it null, or change the number of ranks"
+            )
+        holders = rest * self.sequence * self.tensor
+        if holders % self.expert:
+            raise ValueError(
+                f"parallel.expert = {self.expert} does not divide the {holders} ranks of one copy of the model "
+                "(shard x sequence x tensor)"
+            )
+        if self.expert > 1 and self.expert % self.tensor:
+            raise ValueError(f"parallel.expert = {self.expert} should be a multiple of parallel.tensor = {self.tensor}")
+        return Sizes(self.replicate, rest, self.sequence, self.tensor, self.expert)
+
+
 class EngineConfig(Config):
     """One model's engine."""
 
@@ -39,7 +88,13 @@ class EngineConfig(Config):
         "bfloat16", "of forward and backward; the optimizer updates weights in model.dtype"
     )
     activation_checkpointing: bool = setting(False, "recompute layers in the backward to save memory")
+    offload: bool = setting(False, "keep weights and optimizer state in CPU memory while the model is not at work")
     logprob_chunk_tokens: int = setting(1024, "at most so many rows of logits exist at once", unit="tokens", ge=1)
     optimizer: OptimizerConfig = setting(factory=OptimizerConfig, meaning="how weights are updated")
     schedule: ScheduleConfig = setting(factory=ScheduleConfig, meaning="learning rate over the run")
     max_grad_norm: float | None = setting(1.0, "gradients are scaled down to this norm; null: never", gt=0)
+    parallel: ParallelConfig = setting(factory=ParallelConfig, meaning="how the work is spread over several ranks")
+
+    def alone(self) -> EngineConfig:
+        """The same engine in one process, whatever mesh it was trained on."""
+        return self.model_copy(update={"parallel": ParallelConfig()})

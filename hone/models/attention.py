@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hone.models import cpu_attention
 from hone.models.cpu_attention import band, causal_mask
+from hone.models.sequence_parallel import SequenceRanks, current_ranks
 
 PACKED = "hone_packed"
 
@@ -68,6 +69,7 @@ class Packing:
     cu_seqlens: Tensor  # [N+1] int32, on the device of the batch
     lengths: tuple[int, ...]
     runs: tuple[Run, ...]
+    ranks: SequenceRanks | None = None  # who shares the row; each has a slice of its tokens
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, parents: Sequence[int | None] | None = None) -> Packing:
@@ -80,7 +82,7 @@ class Packing:
         if not lengths or ends[0] != 0 or min(lengths) < 1:
             raise ValueError(f"cu_seqlens should start at 0 and increase, found {ends[:8]}{'...' * (len(ends) > 8)}")
         parents = parents or [None] * len(lengths)
-        return cls(cu_seqlens.to(torch.int32), lengths, _runs(lengths, parents, cu_seqlens.device))
+        return cls(cu_seqlens.to(torch.int32), lengths, _runs(lengths, parents, cu_seqlens.device), current_ranks())
 
     @property
     def num_tokens(self) -> int:
@@ -304,7 +306,15 @@ def packed_attention_forward(
     strange = [name for name, value in asked.items() if value is not None and name not in _WITHOUT_EFFECT]
     if strange:
         raise NotImplementedError(f"{type(module).__name__} asks for {strange} in its attention: not supported")
-    return attend(query, key, value, _current(), scoring).transpose(1, 2), None
+    packing = _current()
+    if packing.ranks is None:
+        return attend(query, key, value, packing, scoring).transpose(1, 2), None
+    if scoring.sinks is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} has attention sinks: not supported with sequence parallelism"
+        )
+    query, key, value = (packing.ranks.to_heads(x, packing.num_tokens) for x in (query, key, value))
+    return packing.ranks.to_tokens(attend(query, key, value, packing, scoring)).transpose(1, 2), None
 
 
 def _window(mask: Window | Tensor | None, argument: int | None) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from hone.models.building import build_model
 from hone.models.errors import ModelError
 from hone.models.settings import ModelConfig
 from hone.models.source import check_source
+from hone.models.transformers_patches import ShardFn, shard_while_loading
 from hone.registry import unknown
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -51,24 +52,34 @@ class ValueModel(nn.Module):
         save_file({"score.weight": self.score.weight.detach().contiguous()}, Path(folder) / VALUE_HEAD_FILE)
 
 
-def load_language_model(model: ModelConfig) -> PreTrainedModel:
+def load_language_model(model: ModelConfig, shard: ShardFn | None = None) -> PreTrainedModel:
     """A causal language model in `model.dtype` on the CPU, with packed attention.
 
-    Raises ModelError naming the folder and what is wrong: missing, no config.json, unknown or quantised architecture,
-    code of its own, weights missing.
+    With `shard`, the model is sharded while it is empty, and then only this rank's shards are read from its files; a
+    model that is built on the spot is built whole first. Raises ModelError naming the folder and what is wrong:
+    missing, no config.json, unknown or quantised architecture, code of its own, weights missing.
     """
     if model.build is not None:
-        return build_model(model.build, DTYPES[model.dtype])
+        built = build_model(model.build, DTYPES[model.dtype])
+        if shard is not None:
+            shard(built)
+        return built
     check_model_source(model)
-    return _from_pretrained(AutoModelForCausalLM, model)
+    return _from_pretrained(AutoModelForCausalLM, model, shard)
 
 
-def load_value_model(model: ModelConfig) -> ValueModel:
-    """A value model: the body of the language model at `model.path`, and its value head if one lies beside it."""
+def load_value_model(model: ModelConfig, shard: ShardFn | None = None) -> ValueModel:
+    """A value model: the body of the language model at `model.path`, and its value head if one lies beside it.
+
+    `shard` is as in `load_language_model`, and is given the body; the head is small and whole.
+    """
     if model.build is not None:
-        return ValueModel(cast(PreTrainedModel, build_model(model.build, DTYPES[model.dtype]).base_model))
+        body = cast(PreTrainedModel, build_model(model.build, DTYPES[model.dtype]).base_model)
+        if shard is not None:
+            shard(body)
+        return ValueModel(body)
     check_model_source(model)
-    value_model = ValueModel(_from_pretrained(AutoModel, model))
+    value_model = ValueModel(_from_pretrained(AutoModel, model, shard))
     head = Path(str(model.path)) / VALUE_HEAD_FILE
     if head.is_file():
         value_model.load_state_dict(load_file(head), strict=False)
@@ -90,9 +101,10 @@ def check_model_source(model: ModelConfig) -> dict[str, Any]:
     return config
 
 
-def _from_pretrained(cls: Any, model: ModelConfig) -> PreTrainedModel:
+def _from_pretrained(cls: Any, model: ModelConfig, shard: ShardFn | None) -> PreTrainedModel:
+    sharded: AbstractContextManager[dict[str, Any]] = nullcontext({}) if shard is None else shard_while_loading(shard)
     try:
-        with without_progress_bars():
+        with without_progress_bars(), sharded as options:
             loaded, report = cls.from_pretrained(
                 model.path,
                 revision=model.revision or "main",
@@ -101,6 +113,7 @@ def _from_pretrained(cls: Any, model: ModelConfig) -> PreTrainedModel:
                 attn_implementation=PACKED,
                 use_safetensors=True,  # never a pickle
                 output_loading_info=True,
+                **options,
             )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

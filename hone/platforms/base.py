@@ -95,6 +95,12 @@ class PlatformBase(ABC):
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
+    def collectives(self) -> str:
+        """What `torch.distributed` is started with: gloo for CPU memory, this platform's backend for its devices."""
+        if self.device == "cpu":
+            return self.collectives_backend
+        return f"cpu:gloo,{self.device}:{self.collectives_backend}"
+
     # --------------------------------------------------------------------------------------------------- memory
 
     def memory(self, index: int = 0) -> MemoryFacts:

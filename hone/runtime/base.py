@@ -26,5 +26,9 @@ class WorkerGroup(Protocol):
     def close(self) -> None: ...
 
 
+class RankLost(RuntimeError):
+    """A collective did not end, because another rank did; the message names who waited, and for what."""
+
+
 class WorkerFailed(RuntimeError):
     """A method of a worker raised; the message names the role, the rank and the method."""

@@ -1,19 +1,40 @@
-"""The local runtime: one rank per role, in this process."""
+"""The local runtime: this process hosts one rank of each role; under torchrun, its peers host the others.
+
+every rank: call(method, batch) --> its part of the batch --> its worker --> results of all ranks, merged
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
+from hone.data.packing import select
+from hone.runtime import ranks
 from hone.runtime.base import PhaseFn
+from hone.runtime.split import encode, merge, split_groups
+from hone.types import Batch
 
 PHASES = {"infer_batch": "forward", "train_batch": "backward"}
 """What a verb is called in the timings; any other verb goes by its own name."""
 
 
-class LocalWorkerGroup:
-    """Calls its one worker directly: nothing is split, nothing is copied.
+class Spread(Protocol):
+    """What a worker says of its place among the ranks of its role."""
 
-    With one rank the worker's own exception is the clearest error there is, so it is passed on as it is.
+    @property
+    def data_parallel_rank(self) -> int: ...
+
+    @property
+    def data_parallel_size(self) -> int: ...
+
+    @property
+    def is_output_rank(self) -> bool: ...
+
+
+class LocalWorkerGroup:
+    """Calls its one worker directly; alone, nothing is split and nothing is copied.
+
+    The worker's own exception is the clearest error there is, so it is passed on as it is: the process ends with it,
+    and the other ranks' collectives with `RankLost`.
     """
 
     def __init__(self, role: str, worker: Any, phase: PhaseFn) -> None:
@@ -23,7 +44,23 @@ class LocalWorkerGroup:
 
     def call(self, method: str, *arguments: Any) -> Any:
         with self._phase(PHASES.get(method, method)):
-            return getattr(self._worker, method)(*arguments)
+            if ranks.ranks() == 1:
+                return getattr(self._worker, method)(*arguments)
+            with ranks.answered(f"in {method} of role {self.role}"):
+                return self._call_part(self._worker, method, arguments)
+
+    def _call_part(self, worker: Spread, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Run a method on this rank's part of the batch among its arguments, if there is one."""
+        batch = next((one for one in arguments if isinstance(one, Batch)), None)
+        parts = split_groups(batch, worker.data_parallel_size) if batch is not None else None
+        if parts is not None:
+            own = parts[worker.data_parallel_rank]
+            arguments = tuple(select(one, own) if isinstance(one, Batch) else one for one in arguments)
+        result = getattr(worker, method)(*arguments)
+        encoded = encode(result)
+        if encoded is None:
+            return result
+        return merge([one for one in ranks.exchange(encoded if worker.is_output_rank else b"") if one], parts, batch)
 
     def close(self) -> None:
         close = getattr(self._worker, "close", None)

@@ -15,4 +15,5 @@ class RuntimeConfig(Config):
         meaning="what places the workers: local is this process", factory=lambda: Choice(name="local")
     )
     threads: int = setting(0, "CPU threads of a worker; 0: all cores that this process may use", ge=0)
+    collective_timeout_s: float = setting(1800.0, "longest wait of one rank for the others", unit="s", gt=0)
     deterministic: bool = setting(False, "only deterministic GPU kernels: bit-equal resume at a cost in speed")

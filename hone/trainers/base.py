@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hone.runtime import ranks
 from hone.tracking.base import TrackingError
 from hone.tracking.hub import Tracking
 from hone.trainers.checkpoints import Checkpoint, CheckpointStore, PartWriter
@@ -107,12 +108,14 @@ class Trainer(ABC):
                     self._write(step, self.evaluate(step))
                     if step % self._save_every == 0 or step == self.steps:
                         self.save(step)
-                    if self._interrupts:
+                    if ranks.agree(self._interrupts):
                         raise Interrupted(step)
             except TrackingError:  # the record cannot be written: a checkpoint ahead of it would leave a gap in it
                 raise
-            except BaseException:
-                self._save_what_is_whole(step)
+            except BaseException as error:
+                # a save is a meeting of all ranks: where one fails alone, the others do not come
+                if ranks.ranks() == 1 or isinstance(error, Interrupted):
+                    self._save_what_is_whole(step)
                 raise
         self.finish()
 
@@ -138,7 +141,7 @@ class Trainer(ABC):
             return
         self.tracking.flush()  # the record must reach at least as far as the checkpoint
         with self.recorder.phase("save_checkpoint"):
-            parts = {**self.parts(), "random": save_random_state}
+            parts = {**self.parts(), "random": _by_the_first(save_random_state)}
             self.store.save(step, parts, self._settled, self._score)
         self._saved_step = step
 
@@ -183,3 +186,8 @@ class Trainer(ABC):
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def _by_the_first(write: PartWriter) -> PartWriter:
+    """A part that is the same on every rank, written once."""
+    return lambda folder: write(folder) if ranks.is_first() else None

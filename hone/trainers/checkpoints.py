@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hone.runtime import ranks
+
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 1
@@ -56,41 +58,55 @@ class CheckpointStore:
 
     def prepare(self) -> None:
         """Create the folder and clear away what an interrupted save left."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for partial in self._folder.glob(".*.partial"):
-            shutil.rmtree(partial)
+        if ranks.is_first():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for partial in self._folder.glob(".*.partial"):
+                shutil.rmtree(partial)
+        ranks.meet()
 
     def save(
         self, step: int, parts: Mapping[str, PartWriter], state: Mapping[str, Any], score: float | None = None
     ) -> Path:
         """Write, seal and publish the checkpoint of `step`, then remove those that are no longer kept.
 
+        Every rank calls this: each writes its own files, and the first seals and publishes what all have written.
         Raises CheckpointError if the disk has too little room (the last checkpoint's size, and a tenth more).
         """
-        self._require_room(step)
         partial = self._folder / f".step_{step:08d}.partial"
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+        final = self._folder / f"step_{step:08d}"
         try:
+            self._make_room(step, partial, parts)
             for name, write in parts.items():
-                (partial / name).mkdir()
                 write(partial / name)
-            _write_json(partial / STATE, {"format": FORMAT, "step": step, "score": score, "state": state})
-            _write_json(partial / MANIFEST, {"format": FORMAT, "files": _fingerprints(partial)})
+            ranks.meet()
+            if ranks.is_first():
+                _write_json(partial / STATE, {"format": FORMAT, "step": step, "score": score, "state": state})
+                _write_json(partial / MANIFEST, {"format": FORMAT, "files": _fingerprints(partial)})
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(
                 f"cannot write the checkpoint of step {step} into {self._folder}: {error}; earlier ones stand"
             ) from error
-        final = self._folder / f"step_{step:08d}"
-        if final.exists():
-            shutil.rmtree(final)
-        _sync_folder(partial)
-        partial.rename(final)
-        _sync_folder(self._folder)
-        self._remove_old()
+        if ranks.is_first():
+            if final.exists():
+                shutil.rmtree(final)
+            _sync_folder(partial)
+            partial.rename(final)
+            _sync_folder(self._folder)
+            self._remove_old()
+        ranks.meet()
         return final
+
+    def _make_room(self, step: int, partial: Path, parts: Mapping[str, PartWriter]) -> None:
+        """Empty folders for the parts, there for every rank when this returns."""
+        if ranks.is_first():
+            self._require_room(step)
+            if partial.exists():
+                shutil.rmtree(partial)
+            for name in parts:
+                (partial / name).mkdir(parents=True)
+            partial.mkdir(parents=True, exist_ok=True)
+        ranks.meet()
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint, verified byte by byte; None if there is none.

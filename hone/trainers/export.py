@@ -68,7 +68,9 @@ def export_checkpoint(folder: Path, output: Path, which: str = "latest") -> Path
     checkpoint = choose(folder, which)
     role, engine = ("actor", config.actor) if isinstance(config, PolicyRunConfig) else ("model", config.engine)
     model_type = "value_model" if isinstance(config, RewardModelRunConfig) else "language_model"
-    worker = TrainWorker(TrainSpec(base_model(folder, config), engine, model_type, total_steps=config.run.steps))
+    worker = TrainWorker(
+        TrainSpec(base_model(folder, config), engine.alone(), model_type, total_steps=config.run.steps)
+    )
     worker.initialize()
     worker.load_checkpoint(checkpoint.part(role))
     worker.export_hf(output)

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from hone.config import Config, ConfigError, dump, plain
+from hone.runtime import ranks
 
 LOCK = ".lock"
 IDENTITY = ("kind", "model", "warm_start")
@@ -23,10 +24,13 @@ IDENTITY = ("kind", "model", "warm_start")
 
 @contextmanager
 def claim(folder: Path) -> Iterator[None]:
-    """Hold the run folder; the kernel lets go of it however the process ends.
+    """Hold the run folder; the kernel lets go of it however the process ends. Of several ranks, the first holds it.
 
     Raises ConfigError if another process is writing this run.
     """
+    if not ranks.is_first():
+        yield
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+", encoding="utf-8") as lock:
         try:

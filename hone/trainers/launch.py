@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from hone.config import Config, Loaded, count_as_read, plain, require_all_read
+from hone.config import Config, ConfigError, Loaded, count_as_read, plain, require_all_read
 from hone.data.stream import make_renderer
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
@@ -52,8 +52,16 @@ WARM_START = "warm_start"
 
 
 def run_policy(loaded: Loaded[PolicyRunConfig]) -> Path:
-    """Train a policy to the end of its run file, or further from where its folder stands; returns the run folder."""
+    """Train a policy to the end of its run file, or further from where its folder stands; returns the run folder.
+
+    Raises ConfigError under torchrun: every rank would generate the same answers.
+    """
     config = loaded.config
+    if ranks.ranks() > 1:
+        raise ConfigError(
+            f"runtime: a {config.kind} run was started on {ranks.ranks()} ranks, but the local runtime trains policies "
+            "in one process; start it without torchrun (sft, prefer and reward-model run on many ranks)"
+        )
     folder = Path(config.run.dir)
     with claim(folder):
         changes, model, language = _begin(config, folder)

@@ -25,6 +25,7 @@ class TrainSpec:
     model_type: str = "language_model"
     temperature: float = 1.0  # of the rollouts: log-probs are those of the distribution that was sampled
     total_steps: int = 0  # optimizer steps of the whole run, for the schedule; 0: a model that is never trained
+    reference: ModelConfig | None = None  # whose head "full_kl" needs here; its states come with the batch
 
 
 class TrainWorker:
@@ -35,6 +36,18 @@ class TrainWorker:
 
     def initialize(self) -> None:
         self.engine.initialize()
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.engine.data_parallel_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.engine.data_parallel_size
+
+    @property
+    def is_output_rank(self) -> bool:
+        return self.engine.is_output_rank
 
     def train_batch(self, batch: Batch, loss: LossFn) -> Metrics:
         """One optimizer step on a mini-batch that carries its `loss_weights`."""

@@ -24,6 +24,7 @@ class Spec:
     model_type: str = "language_model"
     temperature: float = 1.0
     total_steps: int = 100
+    reference: ModelConfig | None = None
 
 
 @pytest.fixture
@@ -31,10 +32,11 @@ def make_engine():
     """make_engine(engine settings..., model=..., spec fields...) -> an initialised engine on the CPU."""
 
     def make(model=None, model_type="language_model", temperature=1.0, total_steps=100, optimizer=None, **engine):
+        reference = engine.pop("reference", None)
         engine.setdefault("compute_dtype", "float32")
         engine.setdefault("max_tokens_per_microbatch", 64)
         config = EngineConfig(optimizer=OptimizerConfig(**{"lr": 1e-3} | (optimizer or {})), **engine)
-        spec = Spec(model or ModelConfig(build=BUILD), config, model_type, temperature, total_steps)
+        spec = Spec(model or ModelConfig(build=BUILD), config, model_type, temperature, total_steps, reference)
         made = Fsdp2Engine(spec, "cpu")
         made.initialize()
         return made

@@ -7,11 +7,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hone.engines.checkpoint import ENGINE_FILE, MODEL_FILE, OPTIMIZER_FILE, CheckpointError
+from hone.engines.checkpoint import ENGINE_FILE, MODEL, OPTIMIZER, CheckpointError, part_file
+from hone.engines.export import export_weights
 from hone.models.loading import without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
 
+MODEL_FILE, OPTIMIZER_FILE = (part_file(kind, 0, 1) for kind in (MODEL, OPTIMIZER))
 OPTIMIZERS = ["AdamW", "SGD", "Adafactor", "NAdam", "ASGD", "Rprop"]
 SCHEDULE = {"name": "cosine", "warmup_steps": 3}
 
@@ -77,7 +79,7 @@ def test_saved_tensors_do_not_follow_the_live_ones(saved, make_engine, make_batc
 def test_a_checkpoint_that_does_not_fit_is_named(saved, make_engine):
     with pytest.raises(CheckpointError, match="written with AdamW, this run's optimizer is SGD"):
         make_engine(optimizer={"name": "SGD"}).load_checkpoint(saved)
-    with pytest.raises(CheckpointError, match=r"belongs to another model: it lacks \['model\.layers\.2"):
+    with pytest.raises(CheckpointError, match=r"belong to another model: they lack \['model\.layers\.2"):
         make_engine(model=ModelConfig(build=BuildConfig(**SIZES | {"layers": 3}))).load_checkpoint(saved)
     with pytest.raises(CheckpointError, match=r"gate_proj.*\[48, 32\], this run has .*\[40, 32\]"):
         make_engine(model=ModelConfig(build=BuildConfig(**SIZES | {"mlp_size": 40}))).load_checkpoint(saved)
@@ -117,6 +119,21 @@ def test_the_export_loads_in_transformers_to_the_same_model(
         tolerance = 1e-5 if dtype == "float32" else 2e-2  # our norms round elsewhere
         torch.testing.assert_close(loaded(tokens).logits, engine.model(tokens).logits, rtol=tolerance, atol=tolerance)
     assert load_tokenizer(ModelConfig(path=str(tmp_path)))("abc").input_ids == [74, 75, 76]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_an_export_in_several_files_loads_too(architecture, make_engine, tmp_path, monkeypatch):
+    monkeypatch.setattr("hone.engines.export.FILE_BYTES", 20_000)
+    options = {"num_experts": 4, "num_experts_per_tok": 2} if architecture == "qwen3_moe" else {}
+    build = BuildConfig(**SIZES, architecture=architecture, options=options)
+    engine = make_engine(model=ModelConfig(build=build))
+    export_weights(engine.model, engine.get_per_tensor_param()[0], tmp_path, writes=True)
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
+    with without_progress_bars():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    state = engine.model.state_dict()
+    assert loaded.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
 
 
 def test_a_value_model_is_saved_and_restored(make_engine, make_batch, losses, tmp_path):

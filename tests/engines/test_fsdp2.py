@@ -7,6 +7,7 @@ from hone.data.packing import microbatches, select
 from hone.engines.base import BaseEngine
 from hone.models.attention import packed
 from hone.models.settings import BuildConfig, ModelConfig
+from hone.types import LossOutput
 
 SMALL = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_size": 48, "max_positions": 64}
 ARCHITECTURES = {"qwen3": {}, "llama": {}, "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2}}
@@ -197,6 +198,24 @@ def test_a_loss_gets_what_it_needs(make_engine, make_batch, losses):
     assert 0 < metrics["train/entropy"].value < torch.tensor(104.0).log()
 
 
+def test_a_metric_is_the_mean_over_the_tokens_that_the_loss_counts(make_engine, make_batch):
+    """However the batch is cut: the first token of each pair of sequences in one, none at all in another."""
+    batch = make_batch(lengths=(9, 5, 12, 5, 20))
+
+    def loss(output, part):
+        marked = part.loss_mask & (part.position_ids == 4)  # the last token of the sequences of five
+        shown = {"train/position": part.position_ids.double(), "train/all": part.position_ids.double()}
+        return LossOutput(-output.logprobs, shown, {"train/position": marked & (part.token_ids % 2 == 0)})
+
+    at = (batch.position_ids == 4) & (batch.token_ids % 2 == 0)
+    everywhere = batch.position_ids[batch.loss_mask].double().mean().item()
+    assert 0 < int(at.sum()) < 5
+    for budget in (20, 64):
+        metrics = make_engine(max_tokens_per_microbatch=budget).forward_backward(batch, loss)
+        assert (metrics["train/position"].value, metrics["train/position"].count) == (4.0, int(at.sum()))
+        assert metrics["train/all"].value == pytest.approx(everywhere)
+
+
 def test_a_value_model_learns_one_number_per_state(make_engine, make_batch, losses):
     engine, batch = make_engine(model_type="value_model", optimizer={"lr": 1e-2}), make_batch(lengths=(9, 5, 12))
     assert torch.equal(engine.infer_batch(batch).values, torch.zeros(batch.num_tokens))
@@ -266,6 +285,23 @@ def test_parts_move_between_devices(make_engine, make_batch, losses):
     assert torch.equal(engine.infer_batch(batch).logprobs, before)
     engine.to("cuda")
     assert engine.train_batch(batch, losses.likelihood)["train/skipped_steps"].value == 0
+
+
+def test_offload_changes_where_weights_are_and_nothing_else(make_engine, make_batch, losses):
+    one, other = make_engine(compute_dtype="bfloat16"), make_engine(compute_dtype="bfloat16", offload=True)
+    where = []
+    move, other.to = other.to, lambda device, **parts: where.append((device, *sorted(p for p in parts if parts[p])))
+    batch = make_batch()
+    other.infer_batch(batch)
+    with other.train_mode():
+        other.infer_batch(batch)
+    model, rest = ("model",), ("grad", "model", "optimizer")
+    assert where == [("cpu", *model), ("cpu", *model), ("cpu", *rest), ("cpu", *rest)]  # there is one device here
+    other.to = move
+    results = [
+        [engine.train_batch(batch, losses.policy)["train/loss"].value for _ in range(2)] for engine in (one, other)
+    ]
+    assert results[0] == results[1]
 
 
 def test_an_engine_without_steps_only_infers(make_engine, make_batch, losses):

@@ -1,0 +1,104 @@
+"""A sharded model as a Hugging Face folder, written while it is gathered: no rank ever holds all of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from hone.models.loading import VALUE_HEAD_FILE, ValueModel
+
+FILE_BYTES = 4 * 2**30
+Named = tuple[str, Tensor]
+
+
+def export_weights(model: Any, weights: Iterable[Named], folder: Path, writes: bool) -> None:
+    """Write `weights` (whole, under the names of `model`) and the configs into `folder`, as `save_pretrained` would.
+
+    Every rank calls this, for taking the weights is a collective; only one `writes`. Tied weights are written once.
+    """
+    if not isinstance(model, ValueModel):
+        _export(model, weights, folder, writes)
+        return
+    head: dict[str, Tensor] = {}
+    _export(model.body, _of_the_body(weights, head), folder, writes)
+    if writes:
+        save_file(head, folder / VALUE_HEAD_FILE)
+
+
+def _export(model: Any, weights: Iterable[Named], folder: Path, writes: bool) -> None:
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    files: dict[Path, list[str]] = {}
+    total, dtype = 0, model.dtype
+    for chunk in _chunks((name, one) for name, one in weights if name not in tied):
+        if writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {n: t.contiguous().cpu() for n, t in revert_weight_conversion(model, chunk).items()}
+            path = folder / f"model-{len(files) + 1:05d}.safetensors"
+            save_file(tensors, path, metadata={"format": "pt"})
+            files[path] = list(tensors)
+            dtype = next(one.dtype for one in tensors.values() if one.is_floating_point())
+            total += sum(one.numel() * one.element_size() for one in tensors.values())
+    if writes:
+        _name_files(folder, files, total)
+        _save_configs(model, folder, dtype)
+
+
+def _of_the_body(weights: Iterable[Named], head: dict[str, Tensor]) -> Iterator[Named]:
+    """A value model's body, under the body's own names; what is not of it is put into `head`."""
+    for name, tensor in weights:
+        if name.startswith("body."):
+            yield name.removeprefix("body."), tensor
+        else:
+            head[name] = tensor.cpu()
+
+
+def _chunks(weights: Iterable[Named]) -> Iterator[dict[str, Tensor]]:
+    """Weights of about one file at a time; those of a layer stay together, for some formats fuse them."""
+    chunk: dict[str, Tensor] = {}
+    held, layer = 0, ""
+    for name, tensor in weights:
+        now = f".{name}".partition(".layers.")[2].partition(".")[0]
+        if held > FILE_BYTES and now != layer:
+            yield chunk
+            chunk, held = {}, 0
+        chunk[name], layer = tensor, now
+        held += tensor.numel() * tensor.element_size()
+    yield chunk
+
+
+def _name_files(folder: Path, files: dict[Path, list[str]], total: int) -> None:
+    """One file is model.safetensors; several are numbered, and an index says which has what."""
+    if len(files) == 1:
+        next(iter(files)).rename(folder / "model.safetensors")
+        return
+    where: dict[str, str] = {}
+    for number, (path, names) in enumerate(files.items(), 1):
+        final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        path.rename(folder / final)
+        where |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _save_configs(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # the name that `fully_shard` gives a class
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def in_dtype(weights: Iterable[Named], dtype: torch.dtype, wide: Any) -> Iterator[Named]:
+    """Floating-point weights in `dtype`, but for the names that `wide` wants as they are."""
+    for name, tensor in weights:
+        narrow = tensor.is_floating_point() and not wide(name)
+        yield name, tensor.to(dtype) if narrow else tensor

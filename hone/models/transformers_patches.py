@@ -1,0 +1,43 @@
+"""Patches on transformers (5.16 to 5.19), each with what it is for and when it can go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.mixin import DistributedMixin
+
+ShardFn = Callable[[Any], None]
+"""Shards an empty model (on the meta device) in place."""
+
+
+@contextmanager
+def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
+    """Within the block, `from_pretrained(**yielded)` shards with our function; then each rank reads its shards only.
+
+    transformers calls `maybe_distribute_model` on the empty model, and its loader reads for each DTensor the part that
+    this rank holds; but the meshes that can be asked for there have no replicas and no sequence dimension. This can go
+    when `from_pretrained` takes a model that is sharded already, or a function that shards it.
+    Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/distributed/mixin.py
+    """
+
+    def prepare(cls: type[Any], config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
+        return config, device_map, None
+
+    def distribute(cls: type[Any], model: Any, config: Any, mesh: Any) -> Any:
+        shard(model)
+        model.config.distributed_config = None  # its meshes are not transformers' to know
+        return model
+
+    names = ("prepare_distribute_model", "maybe_distribute_model")
+    before = {name: DistributedMixin.__dict__[name] for name in names}
+    patches: dict[str, Any] = {names[0]: classmethod(prepare), names[1]: classmethod(distribute)}
+    for name, patch in patches.items():
+        setattr(DistributedMixin, name, patch)
+    try:
+        yield {"distributed_config": DistributedConfig()}
+    finally:
+        for name, original in before.items():
+            setattr(DistributedMixin, name, original)
