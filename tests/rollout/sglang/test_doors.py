@@ -1,4 +1,4 @@
-"""Nobody without the run's token gets an answer from SGLang's server, and nobody at all from a door that hone needs not."""
+"""Without the run's token SGLang's server answers nobody, and through doors that hone does not use nobody at all."""
 
 import asyncio
 import re

@@ -1,0 +1,119 @@
+"""Patches of SGLang 0.5.23 for CPUs: stand-ins for libraries that its modules import, and one kernel.
+
+Importing this file puts them in place, if `SGLANG_USE_CPU_ENGINE=1` says that the server runs on a CPU, and only for
+what is not installed. SGLang's own CPU build, which brings `sgl_kernel`, is compiled from source
+(https://github.com/sgl-project/sglang/blob/main/docs/platforms/cpu_server.md). Nothing of SGLang is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from transformers.utils import import_utils
+
+ABSENT = (
+    "sgl_kernel",  # kernels; imported by layers and by models, called where a CUDA device or AMX was found
+    "torchaudio",  # of multimodal models
+    "torchvision",  # of multimodal models; its usual build is for CUDA and breaks every model import beside a CPU torch
+)
+
+
+class _Name:
+    """Something of a library that is not there: it can be named and passed on; to use it is an error."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __getattr__(self, name: str) -> _Name:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(f"{self._path}.{name}")
+
+    def __call__(self, *arguments: Any, **named: Any) -> NoReturn:
+        raise RuntimeError(f"{self._path} is not installed: it is not needed on a CPU, but was called")
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return ()
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(f"{self.__name__}.{name}")
+
+
+class _StandIns(MetaPathFinder, Loader):
+    """Finds any module of the libraries that are absent; an installed one is found before it."""
+
+    def __init__(self, absent: Sequence[str]) -> None:
+        self._absent = tuple(absent)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in self._absent:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing in it."""
+
+
+def install_stand_ins(absent: Sequence[str] = ABSENT) -> list[str]:
+    """Let `import <name>` succeed for those of `absent` that are not installed; their names."""
+    missing = [name for name in absent if name not in sys.modules and importlib.util.find_spec(name) is None]
+    if missing:
+        import_utils.is_torchvision_available()  # asked once and kept: transformers is to know that it is absent
+        sys.meta_path.append(_StandIns(missing))
+    return missing
+
+
+# ------------------------------------------------------------------------------------------------- random numbers
+
+BITS = 0xFFFFFFFF
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Random bits of each request and token: MurmurHash3 (x86, 32 bits) of seed, position, column.
+
+    seed [n] (64 bits), positions [n], columns [m] -> uint32 [n, m]. After
+    https://github.com/aappleby/smhasher/blob/master/src/MurmurHash3.cpp (public domain) with seed 0 over 16 bytes.
+    """
+    seed = seed.view(torch.int64)[:, None]
+    blocks = (seed & BITS, (seed >> 32) & BITS, positions.long()[:, None] & BITS, columns.long()[None, :] & BITS)
+    h = torch.zeros((), dtype=torch.int64)
+    for block in blocks:
+        mixed = (_rotated((block * 0xCC9E2D51) & BITS, 15) * 0x1B873593) & BITS
+        h = (_rotated(h ^ mixed, 13) * 5 + 0xE6546B64) & BITS
+    h = h ^ 16  # bytes that were mixed in
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = ((h ^ (h >> shift)) * factor) & BITS
+    return (h ^ (h >> 16)).to(torch.uint32)
+
+
+def _rotated(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((x << bits) | (x >> (32 - bits))) & BITS
+
+
+def install_hash() -> torch.library.Library:
+    """Define the operator that SGLang's sampling asks `sgl_kernel` for on a CPU; it lives as long as what is given."""
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    return library
+
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and "sgl_kernel" in install_stand_ins():
+    _OPERATORS = install_hash()
+
+__all__ = ["ABSENT", "install_hash", "install_stand_ins", "murmur_hash32"]

@@ -1,0 +1,280 @@
+"""What runs inside SGLang's own processes: its start, the guard of its doors, and the receiving end of the weight sync.
+
+    python -m hone.workers.sglang <options>
+        API process   listens on a unix socket; no path without the run's token, and only the paths that hone uses:
+                      others of SGLang unpickle what they are sent
+        schedulers    (spawned, one per rank; they import this file first) take weights at
+                      POST /update_weights_from_ipc {"zmq_handles": {"offer": <JSON>}}
+                      offer --> hone.weights.door --> (name, tensor)* --> model.load_weights
+                      receipt: digest of what came in; refused unless every parameter of the model was filled
+
+Imported by SGLang's Python, which has hone's package folder on its path and nothing else of hone's environment.
+Tested with SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import hone.rollout.sglang_cpu  # noqa: F401  before anything of SGLang: it imports what a CPU does not have
+
+# isort: split
+import torch
+import uvicorn
+from sglang.srt.entrypoints import http_server
+from sglang.srt.layers import sampler
+from sglang.srt.managers import schedule_batch
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.sampling import sampling_batch_info
+from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils import kill_process_tree
+from transformers import AutoModelForCausalLM
+
+from hone.rollout.guard import App, Receive, Scope, Send, TokenGuard, same_token
+from hone.rollout.keeper import die_with_parent
+from hone.weights.base import Adapter, WeightSyncError
+from hone.weights.door import Delivery, receive
+
+TOKEN_VARIABLE = "HONE_TOKEN"
+SOCKET_VARIABLE = "HONE_SOCKET"
+PATHS = frozenset(
+    {
+        "/ready",
+        "/server_info",
+        "/generate",
+        "/abort_request",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/update_weights_from_ipc",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+    }
+)
+SHOWN = 5  # names in a message; the rest is a number
+LONGEST = 300  # characters of somebody else's message
+GATHERED = 8192  # bytes of one rank's receipt at most
+
+
+def environment(name: str) -> str:
+    """A variable that hone sets. Raises RuntimeError if this process was started without it."""
+    value = os.environ.get(name, "")
+    if not value:
+        raise RuntimeError(f"{name} is not set: a server of hone is started by hone")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------- the doors
+
+
+class KnownPaths:
+    """An ASGI application around another: a path that hone does not use is not there."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or scope["path"] in PATHS:
+            await self._app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": b'{"error": {"message": "hone does not open this path"}}'})
+
+
+class GuardedConfig(uvicorn.Config):
+    """uvicorn's settings for SGLang's application: guarded, and on a unix socket instead of a port."""
+
+    def __init__(self, app: Any, **named: Any) -> None:
+        token = environment(TOKEN_VARIABLE)
+        guarded = TokenGuard(KnownPaths(app), lambda shown: same_token(shown, token))
+        super().__init__(guarded, uds=environment(SOCKET_VARIABLE), access_log=False, **named)
+
+
+def main(arguments: list[str]) -> None:
+    """Run SGLang's server until it is told to end."""
+    uvicorn.Config = GuardedConfig  # type: ignore[misc]
+    http_server._freeze_gc_after_server_warmup = lambda server_args: None  # a request to a port that is not ours
+    try:
+        http_server.launch_server(prepare_server_args(arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+# --------------------------------------------------------------------------------------------- seeds, filters, ends
+
+
+class _Seeded:
+    """SGLang's settings of execution, which say for one file that requests have seeds.
+
+    SGLang reads them in its deterministic mode only, which also exchanges attention and matrix products; without it a
+    request's `sampling_seed` is ignored in silence. Sampling itself needs `sampling_backend=pytorch`.
+    """
+
+    deterministic = SimpleNamespace(enable_deterministic_inference=True)
+
+    def __init__(self, settings: Any) -> None:
+        self._settings = settings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._settings, name)
+
+
+_ENDS = schedule_batch.Req._check_token_based_finish
+_FILTERS = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+
+
+def ends_at_a_token(request: Any, tokens: list[int]) -> bool:
+    """Whether a request ends at one of its new tokens; also at its stop ids while `ignore_eos` is set.
+
+    SGLang's own forgets the stop ids then.
+    """
+    wanted = request.sampling_params
+    if not (wanted.ignore_eos and wanted.stop_token_ids):
+        return bool(_ENDS(request, tokens))
+    for place, token in enumerate(tokens):
+        if token in wanted.stop_token_ids:
+            request.finished_reason = schedule_batch.FINISH_MATCHED_TOKEN(matched=token)
+            request.finished_len = len(request.output_ids) - len(tokens) + place + 1
+            return True
+    return False
+
+
+def sample_filtered(
+    probs: torch.Tensor, top_ks: Any, top_ps: Any, min_ps: torch.Tensor, need_min_p: bool, *others: Any, **named: Any
+) -> Any:
+    """SGLang's top-k, top-p and min-p, with seeds where min-p is asked for: its own ends the scheduler there.
+
+    Min-p is a fraction of the likeliest token's probability, and what it takes away are the least likely ones; so it
+    makes no difference that it comes first.
+    """
+    if need_min_p:
+        probs = probs.masked_fill(probs < probs.amax(-1, keepdim=True) * min_ps.view(-1, 1), 0.0)
+    return _FILTERS(probs, top_ks, top_ps, min_ps, False, *others, **named)
+
+
+# ------------------------------------------------------------------------------------------------- weight transfer
+
+
+def update_weights_from_offer(updater: WeightUpdater, request: Any) -> tuple[bool, str]:
+    """Take the place of `WeightUpdater.update_weights_from_ipc`: whether it went well, and the receipts as JSON.
+
+    Nothing is raised: an exception would end the scheduler.
+    """
+    rank = updater.tp_rank
+    try:
+        receipt = _take_in(updater, json.loads(request.zmq_handles["offer"]), rank)
+    except Exception as error:  # noqa: BLE001  whatever it is, the trainer is told
+        receipt = {"error": f"{type(error).__name__}: {error}"}
+    receipts = _gather(receipt)
+    errors = [f"worker {rank}: {found['error']}" for rank, found in enumerate(receipts) if "error" in found]
+    return not errors, "; ".join(errors) or json.dumps(receipts)
+
+
+def _take_in(updater: WeightUpdater, offer: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    model = updater.get_model()
+    with receive(offer, rank, environment(TOKEN_VARIABLE)) as delivery:
+        if isinstance(delivery.payload, Adapter):
+            raise WeightSyncError("SGLang takes whole weights, and an adapter was offered")
+        names: list[str] = []
+        known = checkpoint_shapes(updater.model_config.hf_config)
+        updater.begin_weight_update()
+        hollow(model)
+        try:
+            model.load_weights(_noting(delivery, names, known))
+        except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
+            if isinstance(error, WeightSyncError) or not names:
+                raise
+            raise WeightSyncError(f"{names[-1]!r} does not fit the model: {_one_line(error)}") from error
+        if missing := sorted(set(known) - set(names)):
+            raise WeightSyncError(f"not sent: {_listing(missing)}")
+        if gaps := unfilled(model):
+            raise WeightSyncError(f"not sent in full, or NaN: weights of SGLang's {_listing(gaps)}")
+        updater.end_weight_update(run_post_load=False)
+    return {
+        "replica": delivery.replica,
+        "rank": rank,
+        "version": delivery.version,
+        "digest": delivery.digest,
+        "tensors": delivery.tensors,
+        "bytes": delivery.bytes,
+    }
+
+
+def checkpoint_shapes(config: Any) -> dict[str, torch.Size]:
+    """Name -> shape of every tensor of Hugging Face's model; empty for an architecture that only SGLang has."""
+    try:
+        with torch.device("meta"):
+            return {
+                name: tensor.shape for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()
+            }
+    except (ValueError, KeyError, ImportError, AttributeError, TypeError):
+        return {}
+
+
+def _noting(
+    delivery: Delivery, names: list[str], known: Mapping[str, torch.Size]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The delivery's tensors; `names` says which came. Those of another model are refused, which SGLang does not do."""
+    for name, tensor in delivery:
+        if known and name not in known:
+            raise WeightSyncError(f"the model has no {name}")
+        if known and tensor.shape != known[name]:
+            raise WeightSyncError(f"{name} has shape {[*tensor.shape]}, the model's has {[*known[name]]}")
+        names.append(name)
+        yield name, tensor
+
+
+def hollow(model: torch.nn.Module) -> None:
+    """Fill every parameter with NaN, so that one that is not sent shows: SGLang's loaders skip what they do not know
+    and miss nothing."""
+    for parameter in model.parameters():
+        if parameter.dtype.is_floating_point:
+            parameter.data.fill_(torch.nan)
+
+
+def unfilled(model: torch.nn.Module) -> list[str]:
+    """Parameters with a NaN in them: nothing, or not enough, came for them; or the trainer's weights are NaN."""
+    found = []
+    for name, parameter in model.named_parameters():
+        if parameter.dtype.is_floating_point and bool(parameter.data.isnan().any()):
+            found.append(name)
+    return found
+
+
+def _gather(receipt: dict[str, Any]) -> list[dict[str, Any]]:
+    """The receipts of all ranks, in their order; as bytes, through the group that SGLang's schedulers agree by."""
+    group = get_parallel().tp_group
+    if group.world_size == 1:
+        return [receipt]
+    text = json.dumps(receipt).encode()
+    own = torch.zeros(GATHERED, dtype=torch.uint8)
+    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    every = [torch.zeros_like(own) for _ in range(group.world_size)]
+    torch.distributed.all_gather(every, own, group=group.cpu_group)
+    return [json.loads(bytes(one.tolist()).rstrip(b"\0")) for one in every]
+
+
+def _listing(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
+
+
+WeightUpdater.update_weights_from_ipc = update_weights_from_offer
+schedule_batch.Req._check_token_based_finish = ends_at_a_token
+sampler.top_k_top_p_min_p_sampling_from_probs_torch = sample_filtered
+sampling_batch_info.get_exec = lambda: _Seeded(get_exec())
+
+if __name__ == "__mp_main__":  # a scheduler, or the detokenizer
+    die_with_parent()
+if __name__ == "__main__":
+    main(sys.argv[1:])
