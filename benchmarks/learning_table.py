@@ -91,7 +91,7 @@ ROWS = [
     Row("grpo", "gmpo", TWO_STEPS),
     Row("grpo", "clip_cov", {**TWO_STEPS, **MANY_CANDIDATES}),
     Row("grpo", "kl_cov", TWO_STEPS),
-    Row("rloo", "dro", TWO_STEPS),
+    Row("grpo", "dro", TWO_STEPS),
     Row("grpo", "sft", {"algorithm.resample.scheme": "power"}),
 ]
 

@@ -165,6 +165,10 @@ class Completion:
     stop_reason: StopReason
 
 
+class PromptTooLong(ValueError):
+    """A prompt that leaves no room for an answer: a conversation outgrew the rollout engine, and nothing is wrong."""
+
+
 GenerateFn = Callable[[str, tuple[int, ...], SamplingParams], Awaitable[Completion]]
 """`generate(request_id, token_ids, sampling) -> Completion`: the one door between an environment and a model."""
 
@@ -292,6 +296,7 @@ class LossOutput:
     values: torch.Tensor  # [T]; entries where the mask is 0 are ignored
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each [T] detached, mean over masked tokens
     counted: Mapping[str, torch.Tensor] = field(default_factory=dict)  # metric -> [T] bool: means over these instead
+    largest: Mapping[str, torch.Tensor] = field(default_factory=dict)  # more metrics, each [T]: max over masked tokens
 
 
 LossFn = Callable[[ModelOutput, Batch], LossOutput]

@@ -162,9 +162,13 @@ def gpg(batch: Batch, settings: GpgAdvantageSettings) -> Advantages:
 def max_rl(batch: Batch, settings: AdvantageSettings) -> Advantages:
     """(r - mean of the group) / (mean of the group + 1e-6), for binary rewards, arXiv 2602.02710.
 
-    A group of one gives A = r.
+    A group of one gives A = r. Raises ValueError for a reward outside [0, 1]: the mean is a success rate here, and a
+    negative one would turn every sign round.
     """
     episodes = Episodes.of(batch, sequence_rewards(batch))
+    wrong = episodes.rewards[(episodes.rewards < 0) | (episodes.rewards > 1)]
+    if len(wrong):
+        raise ValueError(f"max_rl takes rewards between 0 and 1, found {wrong[0].item():g}")
     mean = episodes.mean(episodes.rewards)
     scaled = (episodes.rewards - mean) / (mean + EPSILON)
     return _on_tokens(batch, episodes, torch.where(episodes.alone, episodes.rewards, scaled))

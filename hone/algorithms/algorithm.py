@@ -22,9 +22,16 @@ from hone.algorithms.kl import adapt_coef, kl_penalty
 from hone.algorithms.objective import FULL_KL, IS_WEIGHTS, POSITIVE, SELECTED, PolicyObjective, ValueObjective
 from hone.algorithms.resampling import resample
 from hone.algorithms.segments import loss_token_counts, masked_mean, sequence_mean, spread
-from hone.algorithms.settings import AggregationSettings, AlgorithmConfig, GaeSettings, Mode
+from hone.algorithms.settings import (
+    AggregationSettings,
+    AlgorithmConfig,
+    GaeSettings,
+    GdpoSettings,
+    Mode,
+)
 from hone.algorithms.shaping import (
     GREEDY_REWARD,
+    OVERLONG,
     Dropped,
     check_buffer,
     metric_of,
@@ -32,7 +39,7 @@ from hone.algorithms.shaping import (
     split_trainable,
     with_greedy_reward,
 )
-from hone.config import Config
+from hone.config import Choice, Config
 from hone.registry import resolve
 from hone.types import Batch, Metric, Metrics, TrajectoryGroup
 
@@ -56,6 +63,7 @@ class Algorithm:
             if max_response_tokens is None:
                 raise ValueError("algorithm.overlong needs to know the longest response: pass max_response_tokens")
             check_buffer(max_response_tokens, config.overlong)
+        check_reward_shaping(config)
         self.name = config.preset or f"{config.advantage.name} + {config.loss.name}"
         self._estimator: Callable[[Batch, Any], Advantages] = ADVANTAGES.get(config.advantage.name)
         self._advantage = config.advantage
@@ -87,7 +95,7 @@ class Algorithm:
     def needs_old_logprobs(self) -> bool:
         """Whether a forward before the update is needed: with one step per batch, old is the current policy."""
         if self._correction.old == "rollout":
-            return False
+            return bool(self.infer_needs)  # for what comes with the forward; its log-probs give way to the rollout's
         kl_in_reward = self._kl.where == "in_reward" and self._kl.coef > 0
         declared = "old_logprobs" in getattr(self._advantage, "required_fields", frozenset())
         before_the_step = bool(self._correction.normalize or self._correction.rejections or kl_in_reward)
@@ -112,10 +120,10 @@ class Algorithm:
         """Every field of `Batch` that must be filled before `advantages`; `extras.x` and `components.x` name a key."""
         fields = set(getattr(self._advantage, "required_fields", frozenset({"rewards"})))
         uses_rollout = self._correction.old == "rollout" or self._correction.weights or self._correction.rejections
-        if self.needs_old_logprobs:
-            fields.add("old_logprobs")
-        elif self._correction.old == "rollout":
+        if self._correction.old == "rollout":
             fields.discard("old_logprobs")
+        elif self.needs_old_logprobs:
+            fields.add("old_logprobs")
         if uses_rollout:
             fields.add("rollout_logprobs")
         if self.needs_reference and self._kl.kind != "full":
@@ -127,7 +135,8 @@ class Algorithm:
     @property
     def infer_needs(self) -> frozenset[str]:
         """Outputs beyond log-probs that the forward for `old_logprobs` must give; they go into `Batch.extras`."""
-        extras = {name.removeprefix("extras.") for name in self.required_fields if name.startswith("extras.")}
+        declared: frozenset[str] = getattr(self._advantage, "required_fields", frozenset())
+        extras = {name.removeprefix("extras.") for name in declared if name.startswith("extras.")}
         return frozenset(extras - OF_OTHER_ROLES)
 
     @property
@@ -168,7 +177,8 @@ class Algorithm:
         kept, dropped = split_trainable(groups, self._sampling)
         if self._history is not None and self._sampling is not None:
             metric = self._sampling.metric
-            usable = [(group.prompt.prompt_id, group.trainable) for group in groups if group.trainable]
+            whole = [group for group in groups if len(group.trainable) == len(group.trajectories) > 1]
+            usable = [(group.prompt.prompt_id, group.trainable) for group in whole]  # a failure teaches nothing of it
             self._history.observe((name, [metric_of(one, metric) for one in found]) for name, found in usable)
         return [with_greedy_reward(group) for group in kept], dropped
 
@@ -226,15 +236,16 @@ class Algorithm:
             raise ValueError(f"advantage {self._advantage.name} has no critic, so there is no value objective")
         return self._value_objective
 
-    def measure(self, batch: Batch, logprobs: Tensor | None = None) -> Metrics:
+    def measure(self, batch: Batch) -> Metrics:
         """What is known of a batch after `advantages`: mismatch to the rollout, KL to the reference, critic's fit.
 
-        `logprobs` are the trainer's, if the batch carries no old ones. Figures that cannot be known are left out.
+        Figures that cannot be known are left out; without old log-probs of the trainer, the objective measures the
+        mismatch in its own forward.
         """
         mask = batch.loss_mask | batch.extras.get(REJECTED, torch.zeros_like(batch.loss_mask))
-        current = batch.old_logprobs if logprobs is None else logprobs
+        current = batch.old_logprobs
         metrics: Metrics = {}
-        itself = self._correction.old == "rollout" and logprobs is None  # then the objective measures the gap
+        itself = self._correction.old == "rollout"  # then the objective measures the gap
         if current is not None and batch.rollout_logprobs is not None and not itself:
             metrics |= mismatch(current, batch.rollout_logprobs, mask, batch.cu_seqlens, self._correction.band)
         if current is not None and batch.ref_logprobs is not None and self._kl.kind != "full":
@@ -303,6 +314,29 @@ class Algorithm:
         old, rollout = _field(batch.old_logprobs, "old_logprobs"), _field(batch.rollout_logprobs, "rollout_logprobs")
         kept = accepted(old, rollout, batch.loss_mask, batch.cu_seqlens, self._correction.rejections)
         return _with_extra(batch, REJECTED, batch.loss_mask & ~kept).with_(loss_mask=kept)
+
+
+def check_reward_shaping(config: AlgorithmConfig) -> None:
+    """Raise ValueError if something is to be added to a reward that the estimator does not read, or cannot take."""
+    advantage = config.advantage
+    if config.kl.coef > 0 and config.kl.where == "in_reward":
+        check_takes_token_rewards(advantage, "kl.where: in_reward")
+    if config.overlong is None:
+        return
+    if not getattr(advantage, "any_rewards", True):
+        raise ValueError(f"overlong: advantage {advantage.name} is for rewards of 0 and 1, and a penalty is neither")
+    if isinstance(advantage, GdpoSettings) and OVERLONG not in advantage.weights:
+        raise ValueError(
+            f"overlong: advantage gdpo reads only the components that it weighs; add {OVERLONG!r} to weights"
+        )
+
+
+def check_takes_token_rewards(advantage: Choice, what: str) -> None:
+    """Raise ValueError if the estimator does not read rewards that were put on tokens."""
+    if isinstance(advantage, GdpoSettings):
+        raise ValueError(f"{what}: advantage gdpo reads reward components, not rewards on tokens; use in_loss")
+    if not getattr(advantage, "any_rewards", True):
+        raise ValueError(f"{what}: advantage {advantage.name} is for rewards of 0 and 1; use in_loss")
 
 
 def _resolved(config: AlgorithmConfig) -> AggregationSettings:

@@ -95,15 +95,38 @@ def _log_ratio(old: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, old - rollout, 0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def mismatch_tokens(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """The part of the gap that is a plain mean over tokens, each [T]: for a loss whose `old` is the current policy."""
+def mismatch_tokens(
+    old: Tensor, rollout: Tensor, mask: Tensor, band: tuple[float, float] | None = None
+) -> dict[str, Tensor]:
+    """The part of the gap that is a plain mean over tokens, each [T]."""
     log_ratio = _log_ratio(old.detach(), rollout, mask)
     ratio = log_ratio.exp()
+    low, high = band or DEFAULT_BAND
     return {
         "correction/kl": -log_ratio,
         "correction/k3": ratio - log_ratio - 1,
         "correction/mean_abs_difference": log_ratio.abs(),
+        "correction/chi2_token": ratio.square() - 1,
+        "correction/outside_band": ((ratio < low) | (ratio > high)).to(ratio.dtype),
     }
+
+
+def mismatch_sequences(old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor) -> dict[str, Tensor]:
+    """The part of the gap that is a plain mean over sequences with a loss token, each [N]."""
+    log_ratio = _log_ratio(old.detach(), rollout, mask)
+    sums = sequence_sum(log_ratio, cu_seqlens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    trainer, roll = (sequence_mean(x, mask, cu_seqlens) for x in (old.detach(), rollout))
+    return {
+        "correction/chi2_sequence": (2 * sums).exp() - 1,
+        "correction/trainer_perplexity": (-trainer).exp(),
+        "correction/rollout_perplexity": (-roll).exp(),
+        "correction/log_perplexity_difference": roll - trainer,
+    }
+
+
+def mismatch_largest(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """The part of the gap that is a maximum over tokens, each [T]."""
+    return {"correction/max_abs_difference": _log_ratio(old.detach(), rollout, mask).abs()}
 
 
 def mismatch(
@@ -118,26 +141,15 @@ def mismatch(
     tokens = int(mask.sum())
     if not tokens:
         return {}
-    log_ratio = _log_ratio(old, rollout, mask).double()
-    ratio = log_ratio[mask].exp()
-    counts = loss_token_counts(mask, cu_seqlens)
-    rows = counts > 0
-    sums = sequence_sum(log_ratio, cu_seqlens)[rows].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    trainer, roll = (sequence_mean(x.double(), mask, cu_seqlens)[rows] for x in (old, rollout))
-    low, high = band or DEFAULT_BAND
-    outside = (ratio < low) | (ratio > high)
-    means = {name: values.double()[mask].mean() for name, values in mismatch_tokens(old, rollout, mask).items()}
-    means |= {
-        "correction/chi2_token": ratio.square().mean() - 1,
-        "correction/ess": ratio.sum().square() / (tokens * ratio.square().sum()),
-        "correction/outside_band": outside.double().mean(),
-    }
-    per_sequence = {
-        "correction/chi2_sequence": (2 * sums).exp().mean() - 1,
-        "correction/trainer_perplexity": (-trainer).exp().mean(),
-        "correction/rollout_perplexity": (-roll).exp().mean(),
-        "correction/log_perplexity_difference": (roll - trainer).mean(),
-    }
+    old, rollout = old.double(), rollout.double()
+    ratio = _log_ratio(old, rollout, mask)[mask].exp()
+    rows = loss_token_counts(mask, cu_seqlens) > 0
+    count = int(rows.sum())
+    means = {name: values[mask].mean() for name, values in mismatch_tokens(old, rollout, mask, band).items()}
+    means["correction/ess"] = ratio.sum().square() / (tokens * ratio.square().sum())
     metrics = {name: Metric.mean(value.item(), tokens) for name, value in means.items()}
-    metrics |= {name: Metric.mean(value.item(), int(rows.sum())) for name, value in per_sequence.items()}
-    return metrics | {"correction/max_abs_difference": Metric.max(log_ratio.abs().max().item())}
+    for name, values in mismatch_sequences(old, rollout, mask, cu_seqlens).items():
+        metrics[name] = Metric.mean(values[rows].mean().item(), count)
+    for name, values in mismatch_largest(old, rollout, mask).items():
+        metrics[name] = Metric.max(values.max().item())
+    return metrics

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from hone.algorithms import POLICY_LOSSES
-from hone.algorithms.correction import importance_weights, mismatch_tokens
+from hone.algorithms.correction import importance_weights, mismatch_largest, mismatch_sequences, mismatch_tokens
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.losses import LossInputs
+from hone.algorithms.segments import on_last_loss_token, spread
 from hone.algorithms.settings import AlgorithmConfig, ValueLossSettings
 from hone.types import Batch, LossOutput, ModelOutput
 
@@ -75,8 +76,22 @@ class PolicyObjective:
             metrics["train/entropy"] = output.entropy.detach()
         unmeasured = batch.old_logprobs is None or self._correction.old == "rollout"  # else `Algorithm.measure` did it
         if unmeasured and batch.rollout_logprobs is not None:
-            metrics |= mismatch_tokens(lp, batch.rollout_logprobs, mask)
+            gap = self._gap(lp, batch.rollout_logprobs, batch)
+            return LossOutput(torch.where(mask, values, 0), {**metrics, **gap.metrics}, gap.counted, gap.largest)
         return LossOutput(torch.where(mask, values, 0), metrics)
+
+    def _gap(self, lp: Tensor, rollout: Tensor, batch: Batch) -> LossOutput:
+        """How far the rollout's policy is from the current one, as metrics: means over tokens and sequences, maxima."""
+        mask, cu_seqlens = batch.loss_mask, batch.cu_seqlens
+        of_sequences = mismatch_sequences(lp, rollout, mask, cu_seqlens)
+        last = on_last_loss_token(torch.ones(batch.num_sequences, device=lp.device), mask, cu_seqlens).bool()
+        return LossOutput(
+            lp,
+            mismatch_tokens(lp, rollout, mask, self._correction.band)
+            | {name: spread(values, cu_seqlens) for name, values in of_sequences.items()},
+            dict.fromkeys(of_sequences, last),
+            mismatch_largest(lp, rollout, mask),
+        )
 
     def _penalty(self, lp: Tensor, output: ModelOutput, batch: Batch) -> Tensor:
         if self._kl_kind == "full":

@@ -33,6 +33,11 @@ class AdvantageSettings(Choice):
         """Fields of `Batch` that must be filled; `extras.x` and `components.x` name a key of a mapping."""
         return frozenset({"rewards"})
 
+    @property
+    def any_rewards(self) -> bool:
+        """Whether rewards may be any numbers; else only 0 and 1."""
+        return True
+
 
 class GaeSettings(AdvantageSettings):
     """Generalised advantage estimation."""
@@ -123,6 +128,10 @@ class MaxRlSettings(AdvantageSettings):
     """Maximum-likelihood RL for binary rewards."""
 
     name: str = "max_rl"
+
+    @property
+    def any_rewards(self) -> bool:
+        return False
 
 
 class OptimalTokenBaselineSettings(AdvantageSettings):

@@ -42,7 +42,7 @@ def report(error: BaseException, command: str = "") -> int:
     """Write what happened to stderr; returns the exit code of the command."""
     show = os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0")
     if isinstance(error, KeyboardInterrupt):
-        runs = command in ("train", "sft", "distill")
+        runs = command in ("train", "sft", "prefer", "reward-model", "distill")
         say("interrupted" + (": the last checkpoint stands, and the same command continues from it" if runs else ""))
         code = EXIT_INTERRUPTED
     elif isinstance(error, RunFailed):

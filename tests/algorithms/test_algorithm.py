@@ -26,6 +26,7 @@ from hone.algorithms.settings import (
     ResampleSettings,
     RlooSettings,
 )
+from hone.config import build
 from hone.types import ModelOutput, Prompt, StopReason, Trajectory, TrajectoryGroup
 
 IN_REWARD = KlSettings(where="in_reward", coef=0.1, kind="k1")
@@ -230,8 +231,6 @@ def test_measure_says_what_is_known(batch):
     assert "correction/kl" not in of_rollout.measure(of_rollout.advantages(batch)), "compared with itself it would be 0"
     nothing = algorithm().measure(batch.with_(old_logprobs=None))
     assert nothing == {}
-    given = algorithm().measure(batch.with_(old_logprobs=None), logprobs=batch.old_logprobs)
-    assert given["correction/max_abs_difference"].value == pytest.approx(math.log(4))
 
 
 def test_covariance_losses_pick_over_the_whole_mini_batch(batch):
@@ -295,3 +294,36 @@ def test_groups_are_shaped_and_kept():
     assert [one.reward for one in kept[0].trajectories] == [0.0, -1.0]
     assert dropped[0].reason == "reward is 1 for all 2 trajectories"
     assert algorithm(advantage=GrpoSettings()).shape([group(1.0)])[0].trajectories[0].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"advantage": {"name": "gdpo", "weights": {"a": 1.0}}, "kl": {"where": "in_reward", "coef": 0.1}},
+            "gdpo reads",
+        ),
+        ({"advantage": "max_rl", "kl": {"where": "in_reward", "coef": 0.1}}, "max_rl is for rewards of 0 and 1"),
+        ({"advantage": "max_rl", "overlong": {"buffer_tokens": 2}}, "max_rl is for rewards of 0 and 1"),
+        ({"advantage": {"name": "gdpo", "weights": {"a": 1.0}}, "overlong": {"buffer_tokens": 2}}, "overlong_penalty"),
+    ],
+)
+def test_a_reward_that_the_estimator_would_not_see_is_refused(parts, message):
+    with pytest.raises(ValueError, match=message):
+        Algorithm(build(AlgorithmConfig, parts, "test"), 1, 8)
+
+
+def test_gdpo_takes_the_overlong_penalty_as_a_component():
+    weights = {"a": 1.0, "overlong_penalty": 0.5}
+    parts = {"advantage": {"name": "gdpo", "weights": weights}, "overlong": {"buffer_tokens": 2}}
+    assert Algorithm(build(AlgorithmConfig, parts, "test"), 1, 8).name == "gdpo + ppo"
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_a_token_baseline_gets_its_forward_also_where_old_is_the_rollout(name):
+    """The forward is for `sum_pi_squared`; its log-probs give way to the rollout's."""
+    parts = {"advantage": name, "correction": {"old": "rollout"}}
+    chosen = Algorithm(build(AlgorithmConfig, parts, "test"), 1)
+    assert chosen.needs_old_logprobs
+    assert chosen.infer_needs == {"sum_pi_squared"}
+    assert "old_logprobs" not in chosen.required_fields

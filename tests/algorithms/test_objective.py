@@ -70,6 +70,15 @@ def test_the_gap_to_the_rollout_is_measured_where_old_is_the_current_policy(batc
     close(metrics["correction/kl"], [0, -0.5, 0])
     close(metrics["correction/k3"], [0, math.exp(0.5) - 1.5, 0])
     close(metrics["correction/mean_abs_difference"], [0, 0.5, 0])
+    close(metrics["correction/chi2_token"], [0, math.e - 1, 0])
+    close(metrics["correction/outside_band"], [0, 0, 0])  # 0.5 to 2
+    whole = PolicyObjective(AlgorithmConfig())(output([0, -1.0, -2.0]), batch.with_(rollout_logprobs=rollout))
+    assert whole.counted["correction/trainer_perplexity"].tolist() == [False, False, True]  # once per sequence
+    close(whole.metrics["correction/trainer_perplexity"], [math.exp(1.5)] * 3)
+    close(whole.metrics["correction/rollout_perplexity"], [math.exp(1.75)] * 3)
+    close(whole.metrics["correction/log_perplexity_difference"], [-0.25] * 3)
+    close(whole.metrics["correction/chi2_sequence"], [math.e - 1] * 3)
+    close(whole.largest["correction/max_abs_difference"], [0, 0.5, 0])
     known = batch.with_(rollout_logprobs=rollout, old_logprobs=rollout)
     assert "correction/kl" not in PolicyObjective(AlgorithmConfig())(output([0, -1.0, -2.0]), known).metrics
     of_rollout = PolicyObjective(AlgorithmConfig(correction=CorrectionSettings(old="rollout")))

@@ -70,6 +70,9 @@ def played(draw):
     return groups
 
 
+TAKES_NO_PENALTY = ("gdpo", "max_rl")  # refused: one reads components alone, the other rewards of 0 and 1
+
+
 def known(ids, scale):
     """A figure for each token that depends on nothing but the token: what a model's forward would give."""
     return scale * torch.sin(ids.double() * 12.9898).abs().float()
@@ -79,7 +82,7 @@ def advantages(name, groups):
     """(prompt, sample) -> the advantages of its tokens, by the calls that a trainer makes."""
     config = AlgorithmConfig(
         advantage=estimator(name),
-        overlong=OverlongSettings(buffer_tokens=2, factor=0.5),
+        overlong=None if name in TAKES_NO_PENALTY else OverlongSettings(buffer_tokens=2, factor=0.5),
         dynamic_sampling=DynamicSamplingSettings(skip_zero_variance=SkipZeroVarianceSettings()),
     )
     algorithm = Algorithm(config, steps_per_batch=2, max_response_tokens=LONGEST)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.algorithms.preference import Answers, Pairs, orpo, simpo
-from hone.algorithms.preference_settings import OrpoSettings, SimpoSettings
+from hone.algorithms.preference import Answers, Pairs, cdpo, orpo, simpo
+from hone.algorithms.preference_settings import CdpoSettings, OrpoSettings, SimpoSettings
 from tests.oracle.sides import many, near
 
 pytest.importorskip("trl.experimental.cpo", reason="this TRL has no CPO trainer")
@@ -43,6 +43,19 @@ def test_simpo(seed, count, margin):
         alpha=0.0, loss_type="simpo", simpo_gamma=margin, beta=2.0, label_smoothing=0.0, accelerator=device
     )
     expected, *_ = CPOTrainer.cpo_loss(side, *other)
+    near(found, expected)
+    near(torch.autograd.grad(found.sum(), mine)[0], torch.autograd.grad(expected.sum(), other)[0])
+
+
+@many
+@given(st.integers(0, 10_000), st.integers(1, 8), st.sampled_from([0.1, 0.3]))
+def test_cdpo(seed, count, smoothing):
+    """TRL's CPO with soft labels is cDPO without a reference."""
+    mine, other = means(seed, count), means(seed, count)
+    found = cdpo(pairs(mine), CdpoSettings(beta=0.5, label_smoothing=smoothing))
+    device = SimpleNamespace(device="cpu")
+    side = SimpleNamespace(alpha=0.0, loss_type="sigmoid", beta=0.5, label_smoothing=smoothing, accelerator=device)
+    expected, *_ = CPOTrainer.cpo_loss(side, *(4 * one for one in other))
     near(found, expected)
     near(torch.autograd.grad(found.sum(), mine)[0], torch.autograd.grad(expected.sum(), other)[0])
 

@@ -66,6 +66,7 @@ def test_a_run_with(tmp_path, number, advantage, loss, mode, kind, correction, s
     for step in metrics(tmp_path / "run")[1:]:
         assert math.isfinite(step["train/loss"])
         assert step["train/grad_norm"] > 0
+        assert step["train/policy_loss"] != 0  # what is left without KL, entropy and likelihood terms
         assert step["train/skipped_steps"] == 0
         assert step["reward/failed"] == 0
 
