@@ -1,5 +1,11 @@
-"""Where workers run: the same worker classes in this process, or (later) as actors on many machines."""
+"""Where workers run: the same worker classes in this process and its peers, or as actors on many machines."""
 
-from hone.registry import Registry
+from hone.registry import Entry, Registry
 
-RUNTIMES = Registry("runtime", {"local": "hone.runtime.local:LocalWorkerGroup"})
+RUNTIMES = Registry(
+    "runtime",
+    {
+        "local": "hone.runtime.local:LocalWorkerGroup",
+        "ray": Entry("hone.runtime.ray:RayWorkerGroup", "hone.runtime.settings:RaySettings", ("ray",)),
+    },
+)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from hone.data.packing import select
 from hone.runtime import ranks
 from hone.runtime.base import PhaseFn
+from hone.runtime.settings import RuntimeConfig
 from hone.runtime.split import encode, merge, split_groups
 from hone.types import Batch
 
@@ -41,6 +42,11 @@ class LocalWorkerGroup:
         self.role = role
         self._worker = worker
         self._phase = phase
+
+    @classmethod
+    def place(cls, role: str, worker_class: Any, spec: Any, runtime: RuntimeConfig, phase: PhaseFn) -> LocalWorkerGroup:
+        """Make this process's worker of a role. Its own errors pass through."""
+        return cls(role, worker_class(spec), phase)
 
     def call(self, method: str, *arguments: Any) -> Any:
         with self._phase(PHASES.get(method, method)):

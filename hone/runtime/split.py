@@ -38,9 +38,7 @@ def split_groups(batch: Batch, parts: int) -> list[list[int]]:
 def encode(result: Any) -> bytes | None:
     """A result that ranks have to merge, as bytes; None for one that they do not (it is the same on all of them)."""
     if isinstance(result, ModelOutput):
-        found = {name: value for name in _FIELDS if (value := getattr(result, name)) is not None}
-        found |= {f"extras.{name}": value for name, value in result.extras.items()}
-        return _TENSORS + save({name: value.detach().cpu().contiguous() for name, value in found.items()})
+        return _TENSORS + save({name: one.detach().cpu().contiguous() for name, one in tensors_of(result).items()})
     if isinstance(result, dict) and all(isinstance(value, Metric) for value in result.values()):
         return _METRICS + json.dumps({n: [m.total, m.count, m.reducer.value] for n, m in result.items()}).encode()
     return None
@@ -50,7 +48,19 @@ def merge(results: Sequence[bytes], parts: Sequence[Sequence[int]] | None, batch
     """One result from those of the data-parallel ranks, in their order; `parts` says who had which sequences."""
     if results[0][:1] == _METRICS:
         return merge_metrics(*(_metrics(one) for one in results))
-    decoded = [load(one[1:]) for one in results]
+    return merge_tensors([load(one[1:]) for one in results], parts, batch)
+
+
+def tensors_of(output: ModelOutput) -> dict[str, Tensor]:
+    """The tensors that an output has, by name; those of `extras` as `extras.NAME`."""
+    found = {name: value for name in _FIELDS if (value := getattr(output, name)) is not None}
+    return found | {f"extras.{name}": value for name, value in output.extras.items()}
+
+
+def merge_tensors(
+    decoded: Sequence[dict[str, Tensor]], parts: Sequence[Sequence[int]] | None, batch: Batch | None
+) -> ModelOutput:
+    """One output from the tensors of the data-parallel ranks (`tensors_of`), in the order of the batch."""
     if parts is None or batch is None:
         return _output(decoded[0])
     having = [(tensors, part) for tensors, part in zip(decoded, parts, strict=True) if part]

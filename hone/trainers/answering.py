@@ -51,10 +51,9 @@ class Language:
 def place_role(role: str, spec: TrainSpec, runtime: RuntimeConfig, recorder: Recorder) -> TrainHandle:
     """One model on the devices of the run, ready to be trained or asked. Raises ConfigError if its settings clash."""
     try:
-        worker = TrainWorker(spec)
+        group = RUNTIMES.get(runtime.backend.name).place(role, TrainWorker, spec, runtime, recorder.phase)
     except ValueError as error:
         raise ConfigError(f"{role}: {error}") from error
-    group = RUNTIMES.get(runtime.backend.name)(role, worker, recorder.phase)
     handle = TrainHandle(group, recorder.record)
     handle.initialize()
     return handle

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from hone.runtime import ranks
+from hone.runtime.base import WorkerFailed
 from hone.tracking.base import TrackingError
 from hone.tracking.hub import Tracking
 from hone.trainers.checkpoints import Checkpoint, CheckpointStore, PartWriter
@@ -114,7 +115,8 @@ class Trainer(ABC):
                 raise
             except BaseException as error:
                 # a save is a meeting of all ranks: where one fails alone, the others do not come
-                if ranks.ranks() == 1 or isinstance(error, Interrupted):
+                alone = ranks.ranks() == 1 and not isinstance(error, WorkerFailed)
+                if alone or isinstance(error, Interrupted):
                     self._save_what_is_whole(step)
                 raise
         self.finish()

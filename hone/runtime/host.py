@@ -1,0 +1,332 @@
+"""One rank's process under a single driver: it holds the rank's workers, and answers calls with what is to be merged.
+
+    driver --call(role, method, arguments)--> RankHost --> its part of each Batch --> worker --> Answer | Failure
+
+All roles of a pool live in the same processes, one for each rank, and share their process group. Nothing here knows
+how a call gets here (see `ray`). Tensors come and go as NumPy arrays, which a transport can share without a copy.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hone.config import Config, forget_reads, sections
+from hone.data.packing import select
+from hone.platforms.base import current_platform
+from hone.runtime import ranks
+from hone.runtime.base import RankLost
+from hone.runtime.split import tensors_of
+from hone.types import Batch, ModelOutput
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_OWN_LINES = (":job_id:", ":actor_name:", ":task_name:")  # what Ray writes into a process's log for itself
+
+Arrays = dict[str, tuple[np.ndarray, str]]
+"""Name -> (array, torch's name of the dtype, which NumPy may not have)."""
+
+
+def to_array(tensor: Tensor) -> tuple[np.ndarray, str]:
+    """A tensor's memory as an array: of integers of the same size where NumPy has no such dtype (bfloat16)."""
+    tensor = tensor.detach().cpu().contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    return (tensor if hasattr(np, name) else tensor.view(_INTEGERS[tensor.element_size()])).numpy(), name
+
+
+def to_tensor(array: np.ndarray, dtype: str) -> Tensor:
+    """The tensor that `to_array` took, as a view. The memory may be shared and read-only: never write into it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        tensor = torch.from_numpy(array)
+    wanted: torch.dtype = getattr(torch, dtype)
+    return tensor if tensor.dtype == wanted else tensor.view(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Stands for a `Batch` among the arguments of a call; its tensors travel beside them."""
+
+    names: tuple[tuple[str, str], ...]  # field, and key where the field is a mapping; in the order of the arrays
+    dtypes: tuple[str, ...]
+    parts: tuple[tuple[int, ...], ...]  # which sequences are whose, by data-parallel rank
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is, for its peers and for people."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    device: int  # index of its device among those that its process sees
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What every rank is set up with."""
+
+    folder: Path  # the driver's working folder: paths of a run file are relative to it
+    environment: Mapping[str, str]
+    threads: int
+    deterministic: bool
+    collective_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a process says of itself."""
+
+    node: str  # address
+    node_id: str
+    process: int
+    logs: tuple[str, ...]  # files that its output goes to, on its node
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call gave on one rank; empty from a rank that only repeats another's results."""
+
+    tensors: Arrays | None = None
+    value: Any = None
+    is_stream: bool = False
+    of_output_rank: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a call raised on one rank, as text: an exception of any library, wherever it is installed."""
+
+    kind: str
+    message: str
+    trace: str
+    is_consequence: bool  # it waited for another rank, whose failure is the one to look at
+
+
+@dataclass(slots=True)
+class _Work:
+    """What the process is doing now, for those who ask from another thread."""
+
+    phase: str = "idle"
+    since: float = field(default_factory=time.monotonic)
+    thread: int = 0
+
+
+class RankHost:
+    """The workers of one rank."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Any] = {}
+        self._specs: dict[str, Any] = {}
+        self._streams: dict[str, Iterator[tuple[str, Tensor]]] = {}
+        self._work = _Work()
+        self._store: dist.TCPStore | None = None
+
+    # ------------------------------------------------------------------------------------------------------ set-up
+
+    def open_store(self, address: str, count: int, timeout_s: float) -> int:
+        """Listen for the other ranks on one address (never on all); returns the port."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as listener:
+            listener.bind((address, 0))
+            listener.listen()
+            port: int = listener.getsockname()[1]
+            deadline = timedelta(seconds=timeout_s)
+            descriptor = os.dup(listener.fileno())
+            self._store = dist.TCPStore(
+                address, port, count, True, deadline, wait_for_workers=False, master_listen_fd=descriptor
+            )
+        return port
+
+    def join(self, place: Place, setup: Setup, address: str, port: int) -> Failure | None:
+        """Set this process up, and meet the other ranks."""
+        try:
+            with self._doing("join"):
+                self._join(place, setup, address, port)
+        except Exception as error:  # noqa: BLE001  whatever it is, the driver says it and ends the run
+            return _failure(error)
+        return None
+
+    def _join(self, place: Place, setup: Setup, address: str, port: int) -> None:
+        if not setup.folder.is_dir():
+            raise FileNotFoundError(f"{setup.folder} is not on {socket.gethostname()}: all ranks have to see the run")
+        os.chdir(setup.folder)
+        os.environ.update(setup.environment)
+        own = {"RANK": place.rank, "WORLD_SIZE": place.ranks, "LOCAL_WORLD_SIZE": place.local_ranks}
+        os.environ.update({name: str(value) for name, value in own.items()})
+        os.environ["LOCAL_RANK"] = str(place.local_rank)
+        platform = current_platform()
+        if platform.device != "cpu":
+            platform.set_device(place.device)
+        torch.set_num_threads(setup.threads or max(1, len(os.sched_getaffinity(0)) // place.local_ranks))
+        if setup.deterministic:
+            torch.use_deterministic_algorithms(True)
+        if place.ranks > 1:
+            if address.startswith("127."):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            deadline = timedelta(seconds=setup.collective_timeout_s)
+            store = self._store or dist.TCPStore(address, port, place.ranks, False, deadline)
+            dist.init_process_group(
+                platform.collectives(), store=store, rank=place.rank, world_size=place.ranks, timeout=deadline
+            )
+
+    def place(self, role: str, worker_class: Any, spec: Any, seed: int) -> Failure | tuple[int, int]:
+        """Make the worker of a role, in the place of an earlier one; gives its data-parallel rank and their number.
+
+        `seed` is that of the driver's generators: what the worker draws is the same on all ranks and in all launches.
+        """
+        for config in _configs(spec):
+            forget_reads(config)
+        self._workers.pop(role, None)
+        try:
+            with self._doing(f"making {role}"):
+                current_platform().seed(seed)
+                self._workers[role] = worker = worker_class(spec)
+        except Exception as error:  # noqa: BLE001  see `join`
+            return _failure(error)
+        self._specs[role] = spec
+        return worker.data_parallel_rank, worker.data_parallel_size
+
+    def reads(self, role: str) -> list[dict[str, list[str]]]:
+        """For each settings object of the role's spec: section -> the keys that its worker has read."""
+        return [
+            {section.prefix: sorted(section.config._reads) for section in sections(config)}
+            for config in _configs(self._specs[role])
+        ]
+
+    # ------------------------------------------------------------------------------------------------------- calls
+
+    def run(self, role: str, method: str, arguments: tuple[Any, ...], *arrays: np.ndarray) -> Answer | Failure:
+        """Call a worker with its part of every batch among the arguments; `arrays` are the batches' tensors."""
+        try:
+            with self._doing(f"{method} of {role}"), ranks.answered(f"in {method} of role {role}"):
+                worker = self._workers[role]
+                left = iter(arrays)
+                own = [
+                    _batch(one, left, worker.data_parallel_rank) if isinstance(one, BatchPlan) else one
+                    for one in arguments
+                ]
+                return self._answer(role, getattr(worker, method)(*own))
+        except Exception as error:  # noqa: BLE001  see `join`
+            return _failure(error)
+
+    def _answer(self, role: str, result: Any) -> Answer:
+        if isinstance(result, Iterator):
+            self._streams[role] = result
+            return Answer(is_stream=True)
+        if not self._workers[role].is_output_rank:
+            return Answer(of_output_rank=False)
+        if isinstance(result, ModelOutput):
+            return Answer({name: to_array(tensor) for name, tensor in tensors_of(result).items()})
+        return Answer(value=result)
+
+    def next_bucket(self, role: str, most_bytes: int, is_wanted: bool) -> Arrays | Failure:
+        """The next tensors of the stream that the role's last call opened; empty after the last.
+
+        Tensors are taken until they are `most_bytes`. Every rank takes part, for gathering a tensor is a meeting of
+        all; only the one that is wanted hands them on.
+        """
+        found: Arrays = {}
+        size = 0
+        try:
+            with self._doing(f"stream of {role}"), ranks.answered(f"in the stream of role {role}"):
+                for name, tensor in self._streams[role]:
+                    size += tensor.nbytes
+                    if is_wanted:
+                        found[name] = to_array(tensor)
+                    if size >= most_bytes:
+                        break
+        except Exception as error:  # noqa: BLE001  see `join`
+            return _failure(error)
+        return found
+
+    # ---------------------------------------------------------------------------------------------------- liveness
+
+    def doing(self) -> tuple[str, float, str]:
+        """(phase, seconds since it began, Python stack) of the working thread; asked from another one."""
+        frame = sys._current_frames().get(self._work.thread)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        return self._work.phase, time.monotonic() - self._work.since, stack
+
+    def _doing(self, phase: str) -> _Busy:
+        return _Busy(self._work, phase)
+
+
+class _Busy:
+    """Notes what the process does, and writes out what the block printed."""
+
+    def __init__(self, work: _Work, phase: str) -> None:
+        self._work = work
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._work.phase, self._work.since = self._phase, time.monotonic()
+        self._work.thread = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._work.phase, self._work.since = f"idle after {self._phase}", time.monotonic()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _failure(error: Exception) -> Failure:
+    text = " ".join(str(error).split())
+    return Failure(type(error).__name__, text, traceback.format_exc(), isinstance(error, RankLost))
+
+
+def _batch(plan: BatchPlan, arrays: Iterator[np.ndarray], rank: int) -> Batch:
+    """This rank's sequences of a batch, in memory of their own."""
+    given: dict[str, Any] = {"components": {}, "extras": {}}
+    for (name, key), dtype in zip(plan.names, plan.dtypes, strict=True):
+        tensor = to_tensor(next(arrays), dtype)
+        if key:
+            given[name][key] = tensor
+        else:
+            given[name] = tensor
+    return select(Batch(**given), plan.parts[rank])
+
+
+def _configs(spec: Any) -> list[Config]:
+    values = [getattr(spec, one.name) for one in fields(spec)] if is_dataclass(spec) else [spec]
+    return [value for value in values if isinstance(value, Config)]
+
+
+def note_reads(spec: Any, reads: Sequence[Mapping[str, Sequence[str]]]) -> None:
+    """Count here as read what a worker elsewhere has read of its copy of the spec."""
+    for config, keys in zip(_configs(spec), reads, strict=True):
+        for section in sections(config):
+            for name in keys[section.prefix]:
+                getattr(section.config, name)
+
+
+def last_lines(logs: Sequence[str], count: int = 20) -> list[str]:
+    """The last lines of a process's log files on this machine."""
+    found: list[str] = []
+    for path in map(Path, logs):
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 65536))
+                lines = file.read().decode("utf-8", errors="replace").splitlines()
+            found += [line for line in lines if line.strip() and not line.startswith(_OWN_LINES)][-count:]
+    return found
+
+
+def own_logs() -> tuple[str, ...]:
+    """The files that this process's stdout and stderr go to, where the system tells."""
+    places = [Path(f"/proc/self/fd/{number}") for number in (1, 2)]
+    return tuple(dict.fromkeys(os.readlink(place) for place in places if place.exists()))

@@ -1,0 +1,453 @@
+"""The Ray runtime: one driver, and an actor for each rank; the only file that imports Ray.
+
+    driver (trainer, rollout's front, run folder)
+      |  ResourcePool: placement group, one RankHost actor per rank; all roles of a run share them
+      '- RayWorkerGroup("actor").call("train_batch", batch, loss)
+             batch tensors --put once--> object store --views--> rank 0, 1, ...: its part --> worker
+             answers of the output ranks <--merged by type--
+
+A call is given to every rank at once and waited for with a deadline: a rank that fails, or whose process is lost, ends
+the call with its name; if nothing ends for `stall_timeout_s`, every rank's phase and Python stack are shown first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hone.config import ConfigError
+from hone.data.packing import MAPPINGS, PER_SEQUENCE, PER_TOKEN
+from hone.models.errors import ModelError
+from hone.platforms.base import PlatformBase, current_platform
+from hone.runtime.base import PhaseFn, RankLost, WorkerFailed
+from hone.runtime.host import (
+    Answer,
+    Arrays,
+    BatchPlan,
+    Facts,
+    Failure,
+    Place,
+    RankHost,
+    Setup,
+    last_lines,
+    note_reads,
+    own_logs,
+    to_array,
+    to_tensor,
+)
+from hone.runtime.local import PHASES
+from hone.runtime.ray_patches import LOOPBACK, on_loopback
+from hone.runtime.settings import RaySettings, RuntimeConfig
+from hone.runtime.split import merge_tensors, split_groups
+from hone.types import Batch, Metric, merge_metrics
+
+R = TypeVar("R")
+
+GRACE_S = (
+    3.0  # after a rank that only waited for another failed: how long the one that it waited for may take to say so
+)
+ASK_S = 5.0  # how long a rank may take to say what it is doing
+LOOK_S = 1.0  # how often a wait is interrupted to look at the clock
+SHARE_OF_CPU = 0.001  # what a rank on the CPU reserves: ranks may outnumber cores, and a bundle may not be empty
+PASSED_ON = ("HONE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")  # environment variables of the driver that ranks get too
+MAKING = "making "
+INPUT_ERRORS: Mapping[str, type[Exception]] = {one.__name__: one for one in (ConfigError, ModelError)}
+"""What a worker raises for input that a person can mend: it is raised here as it was there."""
+MAKING_ERRORS: Mapping[str, type[Exception]] = {**INPUT_ERRORS, "ValueError": ValueError}
+"""The same of a worker's construction, whose ValueErrors are about its settings."""
+
+
+class _Actor(RankHost):
+    """A rank's process as Ray runs it."""
+
+    def facts(self) -> Facts:
+        context = ray.get_runtime_context()
+        return Facts(ray.util.get_node_ip_address(), context.get_node_id(), os.getpid(), own_logs())
+
+
+def connect(settings: RaySettings) -> None:
+    """Join the cluster that the settings name, or start one on this machine; again is fine.
+
+    Raises ConfigError if there is no cluster at the address.
+    """
+    address = settings.address or ("auto" if settings.nodes > 1 else "local")
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address != "local":
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except ConnectionError as error:
+            raise ConfigError(
+                f"runtime.backend.address: there is no Ray cluster at {address!r} ({' '.join(str(error).split())}); "
+                "run `ray start` on every machine first"
+            ) from error
+        return
+    with on_loopback():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address=LOOPBACK,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One actor, and what it said of itself."""
+
+    actor: Any
+    facts: Facts
+
+
+class ResourcePool:
+    """The devices of a run, one process on each. Closed when nothing refers to it any more, or when a rank is lost."""
+
+    def __init__(self, settings: RaySettings, runtime: RuntimeConfig) -> None:
+        """Raises ConfigError if the cluster lacks the devices, WorkerFailed if a rank cannot be set up."""
+        self.settings = settings
+        self.broken = ""  # why, once it is
+        self._start_s = settings.start_timeout_s
+        self.size = settings.nodes * settings.devices
+        self._order = threading.Lock()  # every rank has to get calls in the same order: they meet in each
+        connect(settings)
+        self._ranks: list[_Rank] = []
+        platform = current_platform()
+        group = self._reserve(platform)
+        actors = [self._start(platform, group, rank) for rank in range(self.size)]
+        self._finalizer = weakref.finalize(self, _end, group, actors)
+        self._ranks = [_Rank(actor, Facts("?", "", 0, ())) for actor in actors]
+        facts = self.wait([one.actor.facts.remote() for one in self._ranks], "start", "pool", self._start_s)
+        self._ranks = [_Rank(actor, one) for actor, one in zip(actors, facts, strict=True)]
+        self._join(platform, runtime)
+
+    def _reserve(self, platform: PlatformBase) -> Any:
+        """One bundle for each node, with all its ranks' devices: the ranks of a node are neighbours."""
+        settings = self.settings
+        share = SHARE_OF_CPU if platform.device == "cpu" else 1
+        bundle = {platform.ray_resource: settings.devices * share}
+        strategy = "STRICT_SPREAD" if settings.nodes > 1 else "STRICT_PACK"
+        group = placement_group([bundle] * settings.nodes, strategy=strategy)
+        if not group.wait(self._start_s):
+            remove_placement_group(group)
+            there = {name: amount for name, amount in ray.cluster_resources().items() if name == platform.ray_resource}
+            raise ConfigError(
+                f"runtime.backend: {settings.nodes} node(s) with {settings.devices} free device(s) each were not to be "
+                f"had within start_timeout_s={self._start_s:g}; the cluster has {len(ray.nodes())} node(s) and {there}"
+            )
+        return group
+
+    def _start(self, platform: PlatformBase, group: Any, rank: int) -> Any:
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank // self.settings.devices)
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": where, "max_restarts": 0}
+        if platform.device != "cpu":
+            options |= {"num_gpus": 1} if platform.ray_resource == "GPU" else {"resources": {platform.ray_resource: 1}}
+        return ray.remote(concurrency_groups={"watch": 1}, **options)(_Actor).remote()
+
+    def _join(self, platform: PlatformBase, runtime: RuntimeConfig) -> None:
+        settings, address, port = self.settings, self._ranks[0].facts.node, 0
+        deadline = runtime.collective_timeout_s
+        if self.size > 1:
+            opened = self._ranks[0].actor.open_store.remote(address, self.size, deadline)
+            port = self.wait([opened], "rendezvous", "pool", self._start_s)[0]
+        setup = Setup(
+            folder=Path.cwd(),
+            environment={name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)},
+            threads=runtime.threads,
+            deterministic=runtime.deterministic,
+            collective_timeout_s=deadline,
+        )
+        here = settings.devices
+        places = [Place(rank, self.size, rank % here, here, 0) for rank in range(self.size)]
+        calls = [
+            one.actor.join.remote(place, setup, address, port) for one, place in zip(self._ranks, places, strict=True)
+        ]
+        self.wait(calls, "join", "pool", self._start_s + deadline)
+
+    # ------------------------------------------------------------------------------------------------------- calls
+
+    def everywhere(self, call: Callable[[int, Any], Any], phase: str, role: str) -> list[Any]:
+        """Make one call on every rank, and wait for all. `call` is given rank and actor, and gives Ray's reference.
+
+        Raises WorkerFailed, naming role, rank, node and phase; the pool is closed then.
+        """
+        return self.wait(self.submit(call, role), phase, role)
+
+    def submit(self, call: Callable[[int, Any], Any], role: str) -> list[Any]:
+        if self.broken:
+            raise WorkerFailed(f"role {role} has no ranks any more: {self.broken}")
+        with self._order:
+            return [call(rank, one.actor) for rank, one in enumerate(self._ranks)]
+
+    def wait(self, calls: Sequence[Any], phase: str, role: str, timeout_s: float = 0.0) -> list[Any]:
+        """What each rank answered; `timeout_s` is the longest wait without one, by default `stall_timeout_s`."""
+        timeout_s = timeout_s or self.settings.stall_timeout_s
+        answers: dict[int, Any] = {}
+        waiting = {call: rank for rank, call in enumerate(calls)}
+        consequence: tuple[int, Failure] | None = None
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                if consequence is not None:
+                    self._fail(role, phase, *consequence, waiting.values())
+                self._stalled(role, phase, timeout_s, waiting.values())
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, LOOK_S))
+            for call in done:
+                rank = waiting.pop(call)
+                answer = self._answer(call, rank, role, phase)
+                if isinstance(answer, Failure) and not answer.is_consequence:
+                    self._fail(role, phase, rank, answer)
+                if isinstance(answer, Failure) and consequence is None:
+                    consequence = rank, answer
+                    deadline = time.monotonic() + GRACE_S
+                elif consequence is None:
+                    deadline = time.monotonic() + timeout_s
+                answers[rank] = answer
+        if consequence is not None:
+            self._fail(role, phase, *consequence)
+        return [answers[rank] for rank in range(len(calls))]
+
+    def _answer(self, call: Any, rank: int, role: str, phase: str) -> Any:
+        try:
+            return ray.get(call, timeout=self.settings.stall_timeout_s)
+        except RayActorError as error:
+            self._lost(role, phase, rank, error)
+        except RayError as error:
+            self._fail(role, phase, rank, Failure(type(error).__name__, " ".join(str(error).split()), "", False))
+
+    # ------------------------------------------------------------------------------------------------------ failing
+
+    def _where(self, rank: int) -> str:
+        facts = self._ranks[rank].facts
+        return f"rank {rank} of {self.size} on node {facts.node} (process {facts.process})"
+
+    def _lost(self, role: str, phase: str, rank: int, error: RayActorError) -> NoReturn:
+        self._show_log(rank)
+        told = re.search(r"Worker exit type: (\w+)(?: Worker exit detail: (.*?\.))?", " ".join(str(error).split()))
+        reason = " ".join(filter(None, told.groups())) if told else "its process or its machine has ended"
+        self._break(f"role {role}: {self._where(rank)} was lost in phase {phase}: {reason}", error)
+
+    def _fail(self, role: str, phase: str, rank: int, failure: Failure, waiting: Sequence[int] | Any = ()) -> NoReturn:
+        if failure.kind in (MAKING_ERRORS if phase.startswith(MAKING) else INPUT_ERRORS):
+            self.close()
+            raise MAKING_ERRORS[failure.kind](failure.message)
+        self._show_log(rank)
+        if waiting:
+            self._show_stacks(waiting)
+        self._break(
+            f"role {role}: {self._where(rank)} failed in phase {phase}: {failure.kind}: {failure.message}",
+            RankLost(failure.trace) if failure.is_consequence else RuntimeError(failure.trace),
+        )
+
+    def _stalled(self, role: str, phase: str, timeout_s: float, waiting: Sequence[int] | Any) -> NoReturn:
+        silent = sorted(waiting)
+        self._show_stacks(range(self.size))
+        key = "stall_timeout_s" if timeout_s == self.settings.stall_timeout_s else "start_timeout_s"
+        self._break(
+            f"role {role}: no progress in phase {phase} for runtime.backend.{key}={timeout_s:g}; "
+            f"waiting for {'; '.join(self._where(rank) for rank in silent)}",
+            None,
+        )
+
+    def _break(self, reason: str, cause: BaseException | None) -> NoReturn:
+        """End every rank: those that are left may wait for the one that failed."""
+        self.broken = reason
+        self.close()
+        raise WorkerFailed(reason) from cause
+
+    def close(self) -> None:
+        """End every rank's process and give the devices back; again is fine."""
+        self.broken = self.broken or "its pool was closed"
+        self._finalizer()
+
+    def _show_log(self, rank: int) -> None:
+        facts = self._ranks[rank].facts
+        lines = _on_node(facts.node_id, lambda: last_lines(facts.logs))
+        _say(f"last lines of the log of {self._where(rank)}:", lines or ["(it wrote none)"])
+
+    def _show_stacks(self, waiting: Sequence[int] | Any) -> None:
+        for rank in sorted(waiting):
+            watch = self._ranks[rank].actor.doing.options(concurrency_group="watch")
+            try:
+                phase, seconds, stack = ray.get(watch.remote(), timeout=ASK_S)
+            except (GetTimeoutError, RayError) as error:
+                _say(f"{self._where(rank)} does not answer ({type(error).__name__})", [])
+                continue
+            _say(f"{self._where(rank)}: {phase} for {seconds:.0f} s", stack.splitlines())
+
+
+def _end(group: Any, actors: Sequence[Any]) -> None:
+    if not ray.is_initialized():
+        return
+    for actor in actors:
+        ray.kill(actor)
+    remove_placement_group(group)
+
+
+def _on_node(node_id: str, work: Callable[[], R]) -> R | None:
+    """The result of some work on another machine of the cluster; None if that machine does not answer."""
+    if node_id in ("", ray.get_runtime_context().get_node_id()):
+        return work()
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    remote = ray.remote(lambda: work()).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+    try:
+        result: R = ray.get(remote.remote(), timeout=2 * ASK_S)
+    except (GetTimeoutError, RayError):
+        return None
+    return result
+
+
+def _say(headline: str, lines: Sequence[str]) -> None:
+    sys.stderr.write("\n".join([headline, *(f"    {line}" for line in lines), ""]))
+    sys.stderr.flush()
+
+
+_pools: weakref.WeakValueDictionary[tuple[Any, ...], ResourcePool] = weakref.WeakValueDictionary()
+
+
+def _pool(runtime: RuntimeConfig) -> ResourcePool:
+    """The pool of these settings: all roles of a run lie on one."""
+    settings = runtime.backend
+    assert isinstance(settings, RaySettings)
+    key = (
+        (settings.devices, settings.nodes, settings.address, settings.stall_timeout_s, settings.start_timeout_s),
+        (settings.bucket_mib, runtime.threads, runtime.deterministic, runtime.collective_timeout_s),
+        str(Path.cwd()),
+    )
+    pool = _pools.get(key)
+    if pool is None or pool.broken:
+        pool = _pools[key] = ResourcePool(settings, runtime)
+    return pool
+
+
+class Shelf:
+    """Tensors in Ray's object store, put there once for as long as the driver holds them: a batch only grows."""
+
+    def __init__(self) -> None:
+        self._placed: Any = WeakTensorKeyDictionary()
+
+    def put(self, tensor: Tensor) -> tuple[Any, str]:
+        """(reference to the array, torch's name of the dtype)."""
+        if tensor not in self._placed:
+            array, dtype = to_array(tensor)
+            self._placed[tensor] = ray.put(array), dtype
+        found: tuple[Any, str] = self._placed[tensor]
+        return found
+
+
+_shelf = Shelf()
+
+
+class RayWorkerGroup:
+    """The ranks of one role, as actors. See `hone.runtime.base.WorkerGroup`."""
+
+    def __init__(self, role: str, pool: ResourcePool, data_parallel_size: int, spec: Any, phase: PhaseFn) -> None:
+        self.role = role
+        self._pool = pool
+        self._parts = data_parallel_size
+        self._spec = spec
+        self._phase = phase
+
+    @classmethod
+    def place(cls, role: str, worker_class: Any, spec: Any, runtime: RuntimeConfig, phase: PhaseFn) -> RayWorkerGroup:
+        """Make a role's workers on the run's pool.
+
+        Raises the worker's own ConfigError, ModelError or ValueError; WorkerFailed for anything else.
+        """
+        pool = _pool(runtime)
+        seed = torch.initial_seed()
+        made = pool.everywhere(
+            lambda _, actor: actor.place.remote(role, worker_class, spec, seed), f"{MAKING}{role}", role
+        )
+        return cls(role, pool, made[0][1], spec, phase)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        with self._phase(PHASES.get(method, method)):
+            batch = next((one for one in arguments if isinstance(one, Batch)), None)
+            parts = self._split(batch)
+            planned, references = self._plan(arguments, parts)
+            answers: list[Answer] = self._pool.everywhere(
+                lambda _, actor: actor.run.remote(self.role, method, planned, *references), method, self.role
+            )
+            if method == "initialize":
+                self._note_reads()
+        if answers[0].is_stream:
+            return self._stream()
+        return _merge([answer for answer in answers if answer.of_output_rank], parts, batch)
+
+    def _split(self, batch: Batch | None) -> list[list[int]] | None:
+        return None if batch is None else split_groups(batch, self._parts)
+
+    def _plan(self, arguments: tuple[Any, ...], parts: list[list[int]] | None) -> tuple[tuple[Any, ...], list[Any]]:
+        """The arguments with each batch replaced by its plan, and references to the batches' arrays."""
+        planned: list[Any] = []
+        references: list[Any] = []
+        for one in arguments:
+            if isinstance(one, Batch):
+                assert parts is not None
+                named = dict(_tensors(one))
+                placed = [_shelf.put(tensor) for tensor in named.values()]
+                references += [reference for reference, _ in placed]
+                one = BatchPlan(tuple(named), tuple(dtype for _, dtype in placed), tuple(map(tuple, parts)))
+            planned.append(one)
+        return tuple(planned), references
+
+    def _stream(self) -> Iterator[tuple[str, Tensor]]:
+        """The pairs of a stream that is open on every rank; one bucket is on its way while another is used."""
+        most = self._pool.settings.bucket_mib * 2**20
+        role = self.role
+
+        def ask() -> list[Any]:
+            return self._pool.submit(lambda rank, actor: actor.next_bucket.remote(role, most, rank == 0), role)
+
+        coming = ask()
+        while True:
+            bucket: Arrays = self._pool.wait(coming, "weights", role)[0]
+            if not bucket:
+                return
+            coming = ask()
+            yield from ((name, to_tensor(array, dtype)) for name, (array, dtype) in bucket.items())
+
+    def _note_reads(self) -> None:
+        note_reads(self._spec, self._pool.everywhere(lambda _, a: a.reads.remote(self.role), "reads", self.role)[0])
+
+    def close(self) -> None:
+        """The role's ranks end with the pool, when no role uses it."""
+
+
+def _tensors(batch: Batch) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    for name in ("cu_seqlens", *PER_TOKEN, *PER_SEQUENCE):
+        value = getattr(batch, name)
+        if value is not None:
+            yield (name, ""), value
+    for name in MAPPINGS:
+        yield from (((name, key), value) for key, value in getattr(batch, name).items())
+
+
+def _merge(answers: Sequence[Answer], parts: list[list[int]] | None, batch: Batch | None) -> Any:
+    first = answers[0]
+    if first.tensors is not None:
+        decoded = [{name: to_tensor(*one) for name, one in (answer.tensors or {}).items()} for answer in answers]
+        return merge_tensors(decoded, parts, batch)
+    if isinstance(first.value, dict) and all(isinstance(value, Metric) for value in first.value.values()):
+        return merge_metrics(*(answer.value for answer in answers))
+    return first.value

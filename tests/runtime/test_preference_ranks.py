@@ -1,0 +1,62 @@
+"""Learning from preferences over two ranks: whole pairs, KTO's baseline of the whole mini-batch, one process's record."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hone.cli.main import main
+from hone.models.loading import VALUE_HEAD_FILE
+from tests.ranks import run_ranks
+from tests.trainers.preference_task import written
+from tests.trainers.tiny import metrics
+
+OTHER = {"hidden_size": 32, "layers": 1, "heads": 2, "mlp_size": 64, "max_positions": 32, "characters": "abcd"}
+REFERENCE = {"build": {**OTHER, "seed": 1}}
+RUNS = {
+    "dpo": ("prefer", {"samples_per_step": 1, "reference": {"model": REFERENCE}}),
+    "kto": ("prefer", {"samples_per_step": 3, "reference": {"model": REFERENCE, "logprobs": "live"}}),
+    "bradley_terry": ("reward-model", {"samples_per_step": 3}),
+}
+OVERRIDES = ("run.steps=3", "runtime.collective_timeout_s=60")
+
+
+def start(command, path):
+    return main([command, str(path), *OVERRIDES])
+
+
+def start_all(paths):
+    """Every run, one after the other, on this rank."""
+    return {name: start(RUNS[name][0], path) for name, path in paths.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """folder / "alone" or "spread" / loss / "run": each loss on one process, and on two ranks of one fork."""
+    folder = tmp_path_factory.mktemp("runs")
+    paths = {
+        kind: {
+            name: written(folder / kind / name, command.replace("-", "_"), name, **changes)
+            for name, (command, changes) in RUNS.items()
+        }
+        for kind in ("alone", "spread")
+    }
+    assert set(start_all(paths["alone"]).values()) == {0}
+    for codes in run_ranks(2, start_all, paths["spread"]):
+        assert set(codes.values()) == {0}
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_learn_what_one_process_learns(runs, name):
+    """Three items a step are two for one rank and one for the other; of one pair a step the other rank has nothing."""
+    alone, spread = (runs / kind / name / "run" for kind in ("alone", "spread"))
+    assert len(metrics(alone)) == len(metrics(spread)) == 4
+    for mine, theirs in zip(metrics(spread), metrics(alone), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    start = load_file(alone / "model" / "model.safetensors")
+    for file in ("model.safetensors", *([VALUE_HEAD_FILE] if name == "bradley_terry" else [])):
+        one, other = (load_file(run / "export" / file) for run in (alone, spread))
+        assert one.keys() == other.keys()
+        for key, weight in one.items():
+            torch.testing.assert_close(other[key], weight, rtol=1e-5, atol=1e-5)
+            assert not torch.equal(weight, start.get(key, torch.zeros_like(weight))), f"{key} was never trained"

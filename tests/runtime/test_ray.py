@@ -1,0 +1,228 @@
+"""The Ray runtime over real actors: the figures of one process, errors with names in bounded time, loopback only."""
+
+import gc
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from hone.config import ConfigError, load
+from hone.data.packing import Sample, pack_samples
+from hone.runtime import ray as runtime
+from hone.runtime.base import WorkerFailed
+from hone.runtime.host import to_array, to_tensor
+from hone.runtime.ray_patches import on_loopback
+from hone.runtime.settings import RaySettings, RuntimeConfig
+from hone.trainers.launch import run_policy
+from hone.trainers.settings import PolicyRunConfig
+from tests.runtime.workers import Broken, Echo, Hanging, Killed, Second, Spec
+from tests.trainers.tiny import metrics, recipe
+
+LOCAL = ["run.steps=4", "actor.schedule.name=constant", "actor.max_tokens_per_microbatch=64"]
+BOUND_S = 60.0  # an error has to come long before any of Ray's or torch's own timeouts; seconds are the usual
+
+
+def overrides(devices):
+    return [*LOCAL, "runtime.backend.name=ray", f"runtime.backend.devices={devices}"]
+
+
+def train(folder, given):
+    run_policy(load(PolicyRunConfig, recipe(folder), given))
+    return metrics(folder / "run")
+
+
+def config(devices=2, stall_timeout_s=1800.0):
+    backend = RaySettings(devices=devices, stall_timeout_s=stall_timeout_s)
+    return RuntimeConfig(backend=backend, threads=1)
+
+
+def place(worker_class, role="actor", **changes):
+    return runtime.RayWorkerGroup.place(role, worker_class, Spec(), config(**changes), lambda _: nullcontext())
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two ranks, kept between the tests that lose none."""
+    return runtime._pool(config())
+
+
+def assert_close(one, other):
+    assert len(one) == len(other)
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(mine[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5) for name in theirs)
+
+
+def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_there(pool, tmp_path):
+    local = train(tmp_path / "local", LOCAL)
+    assert_close(train(tmp_path / "ray", overrides(2)), local)
+    parts = list((tmp_path / "ray" / "run" / "checkpoints" / "step_00000004" / "actor").glob("model*"))
+    assert len(parts) == 2  # written by the ranks
+
+    train(tmp_path / "both", [*overrides(2), "run.steps=2"])
+    continued = train(tmp_path / "both", LOCAL)
+    learned = [{k: v for k, v in one.items() if not k.startswith("eval/")} for one in continued]
+    expected = [{k: v for k, v in one.items() if not k.startswith("eval/")} for one in local]
+    assert_close(learned, expected)
+
+
+def test_one_rank_is_equal_to_the_bit(tmp_path):
+    given = ["run.steps=2"]
+    assert train(tmp_path / "ray", [*overrides(1), *given]) == train(tmp_path / "local", [*LOCAL, *given])
+
+
+def make_batch(lengths):
+    samples = [Sample(tuple(range(2, 2 + n)), (0,) + (1,) * (n - 1)) for n in lengths]
+    return pack_samples(samples)
+
+
+def test_batches_are_split_and_results_merged_by_type(pool):
+    group = place(Echo)
+    batch = make_batch([9, 1, 4, 4])
+    output = group.call("infer_batch", batch, frozenset())
+    assert torch.equal(output.logprobs, batch.token_ids.float() + 1)
+    assert torch.equal(output.extras["exact"], batch.token_ids.to(torch.bfloat16))
+    tokens = [int((output.extras["rank"] == rank).sum()) for rank in range(2)]
+    assert sorted(tokens) == [8, 10]
+    before = batch.token_ids.clone()
+    factor = 2.5
+    found = group.call("train_batch", batch, lambda x: x * factor)
+    assert found["a"].value == pytest.approx(tokens[1] / 18)
+    assert found["b"].value == 5.0
+    assert torch.equal(batch.token_ids, before)
+    assert group.call("where", Path("runs/x")) == ("runs/x", 0)
+
+
+def test_results_are_those_of_output_ranks(pool):
+    group = place(Second)
+    assert group.call("where", "x") == ("x", 0)
+    output = group.call("infer_batch", make_batch([3, 2]))
+    assert output.logprobs.tolist() == [3.0, 4.0, 5.0, 3.0, 4.0]
+
+
+def test_weights_come_in_buckets_and_whole(pool):
+    group = place(Echo)
+    pool_settings = group._pool.settings
+    assert pool_settings.bucket_mib * 2**20 > 5 * 2**19
+    group._pool.settings = RaySettings(devices=2, bucket_mib=1)
+    try:
+        asked = []
+        submit = group._pool.submit
+        group._pool.submit = lambda call, role: asked.append(role) or submit(call, role)
+        found = dict(group.call("weights", 5))
+    finally:
+        group._pool.settings = pool_settings
+        del group._pool.submit
+    assert {name: (one.dtype, one.unique().tolist()) for name, one in found.items()} == {
+        f"w{number}": (torch.bfloat16, [float(number)]) for number in range(5)
+    }
+    assert len(asked) == 1 + 4  # the call; two, two, one tensor, and the end
+
+
+def test_a_tensor_is_put_into_the_store_once_while_it_lives():
+    shelf = runtime.Shelf()
+    runtime.connect(RaySettings())
+    tensor = torch.arange(5)
+    first, _ = shelf.put(tensor)
+    assert shelf.put(tensor)[0] is first
+    assert shelf.put(tensor.clone())[0] is not first
+    del tensor
+    gc.collect()
+    assert len(shelf._placed) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.float8_e4m3fn])
+def test_tensors_survive_as_arrays(dtype):
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    back = to_tensor(*to_array(tensor))
+    assert back.dtype == dtype
+    assert torch.equal(back.float(), tensor.float())
+
+
+def listening():
+    """Addresses that this process and its descendants listen on, as the kernel writes them."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+    family = {os.getpid()}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    inodes = set()
+    for process in family:
+        try:
+            links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
+        except OSError:
+            continue
+        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+def test_nothing_listens_beyond_loopback_and_tokens_are_asked_for(pool):
+    found = listening()
+    assert len(found) > 6  # Ray's servers, the ranks, their meeting point
+    assert {one for one in found if one not in ("0100007F", "0000000000000000FFFF00000100007F")} == set()
+    assert os.environ.get("RAY_AUTH_MODE", "token") == "token"
+
+
+def test_the_patch_is_still_needed(pool):
+    from importlib import import_module
+
+    services = import_module("ray._private.services")
+    original = services.resolve_ip_for_localhost
+    with on_loopback():
+        assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
+    assert services.resolve_ip_for_localhost is original
+    assert "get_node_ip_address" in original.__code__.co_names  # it replaces loopback by another address
+
+
+def test_settings_that_clash_are_errors_of_input(pool, tmp_path):
+    with pytest.raises(ConfigError, match=r"actor: .*expert"):
+        train(tmp_path, [*overrides(2), "actor.parallel.expert=3"])
+
+
+def fails(worker_class, capfd, **changes):
+    """What a call says that cannot end, and what it printed before; within the bound."""
+    group = place(worker_class, "critic", **changes)
+    begun = time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        group.call("train_batch", make_batch([2, 3]), None)
+    assert time.monotonic() - begun < BOUND_S
+    with pytest.raises(WorkerFailed, match="role critic has no ranks any more"):
+        group.call("initialize")
+    return caught.value, capfd.readouterr().err
+
+
+def test_a_rank_that_raises_is_named_with_its_last_lines(capfd):
+    error, printed = fails(Broken, capfd)
+    assert "role critic: rank 1 of 2 on node 127.0.0.1" in str(error)
+    assert "failed in phase train_batch: ZeroDivisionError: division by zero" in str(error)
+    assert "1 / 0" in str(error.__cause__)
+    assert "about to divide" in printed
+
+
+def test_a_rank_that_is_killed_is_named_with_its_last_lines(capfd):
+    error, printed = fails(Killed, capfd)
+    assert "role critic: rank 1 of 2 on node 127.0.0.1" in str(error)
+    assert "was lost in phase train_batch" in str(error)
+    assert "still here" in printed
+
+
+def test_a_rank_that_hangs_is_shown_with_its_stack(capfd):
+    error, printed = fails(Hanging, capfd, stall_timeout_s=4.0)
+    assert "role critic: no progress in phase train_batch for runtime.backend.stall_timeout_s=4" in str(error)
+    assert "train_batch of critic for" in printed
+    assert "time.sleep(1000)" in printed
+    assert "in barrier" in printed  # the other rank's stack
+
+
+def test_too_few_devices_are_an_error_before_anything_starts():
+    given = RaySettings(nodes=2, address="local", start_timeout_s=0.5)
+    with pytest.raises(ConfigError, match=r"2 node\(s\) with 1 free device"):
+        runtime.ResourcePool(given, RuntimeConfig(backend=given))
