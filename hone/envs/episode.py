@@ -26,6 +26,7 @@ from hone.types import (
     GenerateFn,
     Message,
     Prompt,
+    PromptTooLong,
     SamplingParams,
     Status,
     StopReason,
@@ -81,12 +82,13 @@ class _Record:
         self.turns += 1
         self.stop_reason = completion.stop_reason
 
-    def refused(self, prompt: Prompt, sample: int, error: str) -> Trajectory:
-        """The engine does not serve the next turn: the end of a conversation that outgrew it, or of nothing."""
-        if not self.turns:
-            return self.finish(prompt, sample, Status.ENGINE_FAILED, error)
+    def refused(self, prompt: Prompt, sample: int, error: ValueError) -> Trajectory:
+        """The engine does not serve the next turn: the end of a conversation that outgrew it, or a failure."""
+        message = f"{prompt.prompt_id}: {error}"
+        if not (self.turns and isinstance(error, PromptTooLong)):
+            return self.finish(prompt, sample, Status.ENGINE_FAILED, message)
         self.stop_reason = StopReason.LENGTH
-        return self.finish(prompt, sample, Status.TRUNCATED, error)
+        return self.finish(prompt, sample, Status.TRUNCATED, message)
 
     def finish(self, prompt: Prompt, sample: int, status: Status, error: str = "") -> Trajectory:
         return Trajectory(
@@ -199,7 +201,7 @@ class EpisodeRunner:
             try:
                 completion = await self._generate(prompt, sample, turn, play, record, budget)
             except ValueError as error:  # cannot be served, such as a prompt beyond the context: the others can
-                return record.refused(prompt, sample, f"{prompt.prompt_id}: {error}")
+                return record.refused(prompt, sample, error)
             budget -= len(completion.token_ids)
             text = self._speech.decode(completion.token_ids)
             record.sampled(completion, text)

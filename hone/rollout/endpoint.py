@@ -36,9 +36,11 @@ from hone.rollout.guard import LOOPBACK, TokenGuard, bearer_token
 from hone.rollout.openai_protocol import Answer, BadRequest, ChatAsked, Reply, TextAsked, error_body, supported
 from hone.rollout.sessions import AgentSession, AgentTask, Language, Opening
 from hone.rollout.tool_calls import ParseFn, parse_hermes
-from hone.types import Completion, SamplingParams, StopReason
+from hone.types import Completion, PromptTooLong, SamplingParams, StopReason
 
 START_S, STOP_S = 10.0, 10.0
+BUDGET_USED, TOO_LONG = "token_budget_exhausted", "context_length_exceeded"  # what a refusal says of length
+HUNG_UP = 499  # nobody reads it
 
 
 class Endpoint:
@@ -125,37 +127,59 @@ class Endpoint:
         session = self._sessions[bearer_token(request.scope)]
         try:
             asked = kind(**supported(json.loads(await request.body())))
-            reply = await self._answer(session, asked)
-        except BadRequest as error:
-            return _refuse(400, str(error), error.code)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            return _refuse(400, f"{place}: {first['msg']} (found {first['input']!r:.80})", "invalid_request")
+            reply = await self._answer_unless_gone(request, session, asked)
         except (ConfigError, ValueError, KeyError, TypeError) as error:  # rendering, JSON, or the engine's refusal
-            return _refuse(400, f"{type(error).__name__}: {error}", "invalid_request")
+            message, code = _reason(error)
+            session.outgrown = code in (BUDGET_USED, TOO_LONG)
+            return _refuse(400, message, code)
         except Exception as error:  # noqa: BLE001  the engine broke: the run hears of it, and the agent of no retry
             session.failure = error
             return _refuse(500, f"the rollout engine failed: {error}", "engine_failed")
+        if reply is None:
+            return Response(status_code=HUNG_UP)
         if asked.stream:
             return StreamingResponse(reply.stream(asked.wants_usage), media_type="text/event-stream")
         return JSONResponse(reply.whole())
 
+    async def _answer_unless_gone(
+        self, request: Request, session: AgentSession, asked: ChatAsked | TextAsked
+    ) -> Reply | None:
+        """The reply; None if the client hung up before there was one: then nothing more is sampled, or recorded."""
+        answer = asyncio.create_task(self._answer(session, asked))
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return await answer
+            session.hung_up_at = asyncio.get_running_loop().time()
+            return None
+        finally:
+            answer.cancel()
+            gone.cancel()
+            await asyncio.gather(answer, gone, return_exceptions=True)
+
     async def _answer(self, session: AgentSession, asked: ChatAsked | TextAsked) -> Reply:
+        """Generate within the budget."""
+        count = asked.n or 1
+        longest = await session.room(asked.longest, count)
+        if longest < 1:
+            left = f"{session.budget} left for {count} answers"
+            raise BadRequest(f"the episode's budget of sampled tokens is used up ({left})", BUDGET_USED)
+        with session.reserved(longest * count):
+            return await self._generate(session, asked, longest)
+
+    async def _generate(self, session: AgentSession, asked: ChatAsked | TextAsked, longest: int) -> Reply:
         """Generate, record, and only then tell."""
-        if session.budget <= 0:
-            session.outgrown = True
-            raise BadRequest("the episode's budget of sampled tokens is used up", "token_budget_exhausted")
         chat = isinstance(asked, ChatAsked)
         if isinstance(asked, ChatAsked):
             opening = session.open_chat(asked.messages, asked.offered)
         else:
             opening = session.open_text(asked.only_prompt)
-        sampling = asked.sampling(session.task.sampling, session.budget, session.task.client_sampling)
+        sampling = asked.sampling(session.task.sampling, longest, session.task.client_sampling)
         try:
             completions = await self._sample(session, opening, sampling, asked.n or 1)
             answers = [self._tell(one, asked) for one in completions]
-            recorded = [(one.completion, one.message if chat else None, one.text) for one in answers]
+            recorded = [(one.completion, one.message if chat else None) for one in answers]
             session.commit(opening, recorded)  # type: ignore[arg-type]  a message is a mapping with a message's keys
         except BaseException:
             session.give_up(opening)
@@ -179,9 +203,7 @@ class Endpoint:
                     for number in numbers
                 ]
         except BaseExceptionGroup as failures:
-            first = failures.exceptions[0]
-            session.outgrown = session.outgrown or isinstance(first, ValueError)
-            raise first from failures
+            raise failures.exceptions[0] from failures
         finally:
             session.waiting -= count
         completions = [await one for one in running]
@@ -209,6 +231,25 @@ class _InLoopServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has hung up; its request has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _reason(error: Exception) -> tuple[str, str]:
+    """Why a request is refused: the message for people, and the code for programs."""
+    if isinstance(error, BadRequest):
+        return str(error), error.code
+    if isinstance(error, PromptTooLong):
+        return str(error), TOO_LONG
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        return f"{place}: {first['msg']} (found {first['input']!r:.80})", "invalid_request"
+    return f"{type(error).__name__}: {error}", "invalid_request"
 
 
 def _refuse(status: int, message: str, code: str) -> JSONResponse:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.types import Completion, SamplingParams, StopReason
+from hone.types import Completion, PromptTooLong, SamplingParams, StopReason
 
 _MARGIN = 8  # tokens decoded before the ones that can hold the stop string, so that those decode as they do in place
 
@@ -92,11 +92,11 @@ class Request:
 
 
 def check_prompt(request_id: str, token_ids: tuple[int, ...], vocabulary: int, longest: int) -> None:
-    """Raises ValueError for a prompt that cannot be continued."""
+    """Raises ValueError for a prompt that cannot be continued; PromptTooLong is the one that says so of its length."""
     if not token_ids:
         raise ValueError(f"request {request_id!r} has an empty prompt; at least one token is needed")
     if len(token_ids) >= longest:
-        raise ValueError(
+        raise PromptTooLong(
             f"request {request_id!r} has a prompt of {len(token_ids)} tokens, which leaves no room in sequences of at "
             f"most {longest} (max_sequence_tokens)"
         )

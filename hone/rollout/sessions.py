@@ -11,9 +11,11 @@ recorded ids of that point on a track of its own, where they have loss mask 0: e
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,7 +61,7 @@ class Track:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)  # as the client knows them
-    text: str = ""  # of a text completion: prompt and answers, as the client knows them
+    text: str = ""  # of text completions: what the ids say, with special tokens and stop strings that were not told
     marks: list[tuple[int, int]] = field(default_factory=list)  # (messages, ids) where a history may go on or branch
     response: str = ""
     turns: int = 0
@@ -104,7 +106,7 @@ class Opening:
     track: Track
     new_ids: tuple[int, ...]
     new_messages: tuple[Message, ...] = ()
-    new_text: str = ""
+    new_text: str | None = None  # of a text completion that was asked with text
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -121,13 +123,37 @@ class AgentSession:
         self.failure: BaseException | None = None  # of the rollout engine: it ends the run, not only the request
         self.outgrown = False  # whether a request was refused because of its length, or because the budget is used up
         self.waiting = 0  # requests that are being generated
+        self.hung_up_at = -math.inf  # when (time of the event loop) a client last left before it was answered
         self._numbered = 0
         self._spent = 0
+        self._reserved = 0  # by requests that are open
+        self._released = asyncio.Event()
 
     @property
     def budget(self) -> int:
-        """Tokens that may still be sampled."""
-        return self.task.sampling.max_tokens - self._spent
+        """Tokens that may still be sampled, and that no open request may come to need."""
+        return self.task.sampling.max_tokens - self._spent - self._reserved
+
+    async def room(self, wanted: int | None, answers: int) -> int:
+        """Tokens for each of some answers, of which at most `wanted` are asked for (None: all that are left).
+
+        Waits while open requests hold what is wanted: they may leave it. 0: the budget is used up.
+        """
+        while self._reserved and self.budget < answers * (wanted or self.task.sampling.max_tokens):
+            await self._released.wait()
+        left = self.budget // answers
+        return min(wanted or left, left)
+
+    @contextmanager
+    def reserved(self, tokens: int) -> Iterator[None]:
+        """Tokens that no other request gets meanwhile; what was sampled of them is in the budget's account by then."""
+        self._reserved += tokens
+        try:
+            yield
+        finally:
+            self._reserved -= tokens
+            self._released.set()
+            self._released = asyncio.Event()
 
     def next_number(self) -> int:
         """The number of the next sample: its request id and its seed follow from it."""
@@ -174,35 +200,40 @@ class AgentSession:
                 rest = prompt[len(track.text) :]
                 return self._opened(track, self._encode(rest), text=rest)
             if not isinstance(prompt, str) and tuple(prompt[: len(track.ids)]) == tuple(track.ids):
-                return self._opened(track, tuple(prompt[len(track.ids) :]))
+                return self._opened(track, prompt[len(track.ids) :])
         if isinstance(prompt, str):
             return self._opened(Track(""), self._encode(prompt), text=prompt)
-        return self._opened(Track(""), tuple(prompt))
+        return self._opened(Track(""), prompt)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.language.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
 
     @staticmethod
-    def _opened(track: Track, ids: Sequence[int], messages: tuple[Message, ...] = (), text: str = "") -> Opening:
+    def _opened(
+        track: Track, ids: Sequence[int], messages: tuple[Message, ...] = (), text: str | None = None
+    ) -> Opening:
         track.busy = True
         return Opening(track, tuple(ids), messages, text)
 
     # ----------------------------------------------------------------------------------------------- recording
 
-    def commit(self, opening: Opening, answers: Sequence[tuple[Completion, Message | None, str]]) -> None:
-        """Record what was sampled and told: (completion, message, text) of each answer, on a track each."""
+    def commit(self, opening: Opening, answers: Sequence[tuple[Completion, Message | None]]) -> None:
+        """Record what was sampled and told: completion and message of each answer, on a track each."""
         track = opening.track
         length, messages = len(track.ids), len(track.messages)
         tracks = [track, *(track.branch(length, messages) for _ in answers[1:])]
-        for one, (completion, message, text) in zip(tracks, answers, strict=True):
+        for one, (completion, message) in zip(tracks, answers, strict=True):
             one.observe(opening.new_ids)
             one.messages += opening.new_messages
             if message is not None:
                 one.marks.append((len(one.messages), len(one.ids)))
                 one.messages.append(normal(message))
             one.sample(completion, self.language.decode(completion.token_ids))
-            one.text += opening.new_text + text
-            if message is not None:
+            if message is None:
+                said = opening.new_text
+                one.text += self.language.decode(opening.new_ids, keep_special=True) if said is None else said
+                one.text += self.language.decode(completion.token_ids, keep_special=True)
+            else:
                 one.marks.append((len(one.messages), len(one.ids)))
             self._spent += len(completion.token_ids)
             one.busy = False

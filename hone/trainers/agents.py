@@ -72,18 +72,19 @@ class AgentRunner:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 answer = await self._program(endpoint.base_url, key, prompt)
         except Exception as failure:  # noqa: BLE001  foreign code: its failure is the trajectory's status and error
-            status, error = self._failed(session, failure, deadline.expired())
+            status, error = self._failed(session, failure, deadline)
         finally:
             endpoint.dismiss(key)
         if session.failure is not None:
             raise session.failure
         return _marked(session.trajectories(prompt.prompt_id, sample, answer), prompt, sample, status, error)
 
-    def _failed(self, session: AgentSession, failure: Exception, late: bool) -> tuple[Status, str]:
+    def _failed(self, session: AgentSession, failure: Exception, deadline: asyncio.Timeout) -> tuple[Status, str]:
         """What a program's exception says: the deadline, the policy's own length, or the program."""
-        if late:
-            waited = "the rollout engine" if session.waiting else "the program"
-            status = Status.ENGINE_FAILED if session.waiting else Status.ENV_FAILED
+        if deadline.expired():  # a request that ended with the program was open until then
+            for_engine = session.waiting or session.hung_up_at >= (deadline.when() or 0.0)
+            waited = "the rollout engine" if for_engine else "the program"
+            status = Status.ENGINE_FAILED if for_engine else Status.ENV_FAILED
             return status, f"no end after {self._timeout_s:g} s; waited for {waited}"
         reason = f"{type(failure).__name__}: {failure}"
         if session.tracks and session.outgrown and _is_refusal(failure):

@@ -9,7 +9,7 @@ from hone.envs.base import StepResult
 from hone.envs.chat import ChatEnv
 from hone.envs.episode import EpisodeRunner, Play, Speech, request_seed
 from hone.envs.settings import EpisodeConfig
-from hone.types import Completion, Prompt, SamplingParams, Status, StopReason
+from hone.types import Completion, Prompt, PromptTooLong, SamplingParams, Status, StopReason
 
 SPEECH = Speech(
     decode=lambda ids: "".join(chr(96 + i) for i in ids),
@@ -158,13 +158,13 @@ def test_an_engine_that_raises_ends_the_run():
 class Full(Engine):
     """Serves at most `room` tokens of prompt."""
 
-    def __init__(self, room):
+    def __init__(self, room, refusal=PromptTooLong):
         super().__init__()
-        self.room = room
+        self.room, self.refusal = room, refusal
 
     async def generate(self, request_id, token_ids, sampling):
         if len(token_ids) > self.room:
-            raise ValueError(f"a prompt of {len(token_ids)} tokens leaves no room")
+            raise self.refusal(f"a prompt of {len(token_ids)} tokens leaves no room")
         return await super().generate(request_id, token_ids, sampling)
 
 
@@ -180,6 +180,13 @@ def test_a_conversation_that_outgrows_the_context_is_truncated():
     (one,) = group.trajectories
     assert (one.status, one.stop_reason, one.turns) == (Status.TRUNCATED, StopReason.LENGTH, 1)
     assert one.loss_mask == (0, 0, 1, 1, 0)
+
+
+def test_a_turn_that_is_refused_for_another_reason_is_a_failure():
+    (group,) = run(Full(room=4, refusal=ValueError), [prompt()], TwoTurns, samples=1)
+    (one,) = group.trajectories
+    assert (one.status, one.turns) == (Status.ENGINE_FAILED, 1)
+    assert not one.status.trainable
 
 
 def test_an_environment_that_does_not_close_spoils_nothing_and_is_heard_of(caplog):
