@@ -4,8 +4,9 @@
 
 The keeper is the subreaper of the tree: a process whose parent dies becomes its child, so none can get out of reach.
 It ends when the server ends, when it is told to (`stop SECONDS`), and when hone is gone, however that died: the pipe
-closes, or the parent's process id changes. Before it ends, every process of the tree has ended. Standard library only,
-and run by its path: it must start at once, in any interpreter, and outlive whatever goes wrong in hone.
+closes, or the parent's process id changes. Before it ends, every process of the tree has ended; if hone is gone, it
+removes the server's folder (HONE_SERVER_FOLDER), as hone would have. Standard library only, and run by its path: it
+must start at once, in any interpreter, and outlive whatever goes wrong in hone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ GLANCE_S = 0.2  # between two looks at the parent and at the server
 KILL_S = 10.0  # what SIGKILL may take
 ORPHANED_S = 2.0  # what a server is given to end by itself after hone has died
 LOST, UNKILLABLE = 120, 121  # exit statuses of the keeper: hone was gone; some process did not go
+FOLDER = "HONE_SERVER_FOLDER"  # environment variable: the server's private folder, if it has one
 
 
 def main() -> None:
@@ -39,6 +42,8 @@ def main() -> None:
         _wait(server, grace_s)
     if not kill_tree(server):
         os._exit(UNKILLABLE)
+    if lost and (folder := os.environ.get(FOLDER)):
+        shutil.rmtree(folder, ignore_errors=True)
     status = LOST if lost else server.returncode
     os._exit(status if status >= 0 else 128 - status)
 

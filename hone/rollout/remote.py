@@ -22,15 +22,19 @@ import aiohttp
 import torch
 
 import hone
-from hone.config import count_as_read, plain
+from hone.config import ConfigError, count_as_read, plain
 from hone.rollout.base import PauseMode, ReplicaLost, ServerSpec, WeightReceipt
 from hone.rollout.guard import LOOPBACK
 from hone.rollout.server import ServerProcess
-from hone.types import Completion, Metric, Metrics, Reducer, SamplingParams, StopReason, merge_metrics
+from hone.types import Completion, Metric, Metrics, PromptTooLong, Reducer, SamplingParams, StopReason, merge_metrics
 
 CONTROL_S = 60.0  # deadline of a control request, which has nothing to wait for
 COUNTED = ("rollout/tokens", "rollout/prefill_tokens", "rollout/requests", "rollout/aborted")  # reported even if 0
-ERRORS: Mapping[str, type[Exception]] = {"ValueError": ValueError, "RuntimeError": RuntimeError}
+ERRORS: Mapping[str, type[Exception]] = {
+    "PromptTooLong": PromptTooLong,
+    "ValueError": ValueError,
+    "RuntimeError": RuntimeError,
+}
 
 
 class RemoteBuiltin:
@@ -43,6 +47,11 @@ class RemoteBuiltin:
     def __init__(self, spec: ServerSpec) -> None:
         settings = spec.settings
         count_as_read(settings.builtin)  # the process reads them
+        if settings.tensor_parallel != 1:
+            raise ConfigError(
+                f"rollout.tensor_parallel = {settings.tensor_parallel}: the built-in engine uses one device per "
+                "server; set 1, and rollout.replicas for more of them"
+            )
         self.name = spec.name
         self._spec = spec
         self._start_timeout_s = settings.start_timeout_s
@@ -118,9 +127,9 @@ class RemoteBuiltin:
     # ---------------------------------------------------------------------------------------------- its verbs
 
     async def generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
-        """Continue `token_ids`; the router gives it its deadline. A caller that is cancelled frees its slot there."""
+        """Continue `token_ids`, within `rollout.request_timeout_s`. A caller that is cancelled frees its slot there."""
         asked = {"request_id": request_id, "token_ids": list(token_ids), "sampling": asdict(sampling)}
-        found = await self._request("generate", asked, None)
+        found = await self._request("generate", asked, self._request_timeout_s)
         return Completion(
             request_id=request_id,
             token_ids=tuple(found["token_ids"]),
@@ -168,7 +177,7 @@ class RemoteBuiltin:
     async def _control(self, verb: str, **body: Any) -> None:
         await self._request(verb, body, CONTROL_S)
 
-    async def _request(self, verb: str, body: Mapping[str, Any], timeout_s: float | None) -> dict[str, Any]:
+    async def _request(self, verb: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """One request and its reply. Raises the server's ValueError or RuntimeError, ReplicaLost, or RuntimeError if
         the reply is late."""
         try:
@@ -179,7 +188,7 @@ class RemoteBuiltin:
                 status = reply.status
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
             if isinstance(error, TimeoutError):
-                raise RuntimeError(f"replica {self.name} did not answer {verb} within {timeout_s} s") from error
+                raise RuntimeError(f"replica {self.name} did not answer {verb} within {timeout_s:g} s") from error
             raise ReplicaLost(f"replica {self.name} was lost during {verb}: {self._server.ended or error!r}") from error
         if status != 200:
             raise ERRORS.get(found.get("kind", ""), RuntimeError)(str(found.get("error", found)))

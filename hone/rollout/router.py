@@ -18,13 +18,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from hone.rollout.base import Generating, PauseMode, ReplicaLost, WeightReceipt
+from hone.rollout.base import Generating, PauseMode, ReplicaLost
 from hone.rollout.requests import StopStrings
 from hone.rollout.settings import RolloutConfig
 from hone.types import Completion, Metric, Metrics, SamplingParams, StopReason, merge_metrics
@@ -110,6 +108,11 @@ class Router:
         return [seat.engine for seat in self._seats if seat.state in ("serving", "empty") and _alive(seat.engine)]
 
     @property
+    def serving(self) -> list[Any]:
+        """The engines that requests go to: those that have proven the current weights."""
+        return [seat.engine for seat in self._seats if seat.state == "serving"]
+
+    @property
     def weight_version(self) -> int:
         """The oldest version that a serving replica samples from; -1 if there is none."""
         return min((seat.engine.weight_version for seat in self._seats if seat.state == "serving"), default=-1)
@@ -141,10 +144,12 @@ class Router:
             seat = await self._seat(request_id.rpartition("/")[0])
             if seat is None:  # aborted while it waited
                 break
+            life = seat.restarts
             try:
                 piece = await self._ask(seat, piece_id, (*prompt, *joined.tokens), _rest(sampling, joined, seat))
             except ReplicaLost as error:
-                self._down(seat, str(error))
+                if seat.restarts == life:  # else it has been started again since, and that one is not lost
+                    self._down(seat, str(error))
             else:
                 before = len(joined.tokens)
                 joined.add(piece)
@@ -276,8 +281,8 @@ class Router:
                 await seat.engine.close()
                 await seat.engine.start()
                 served = self._restore is not None and await self._restore(seat.engine)
-            except (RuntimeError, OSError) as error:
-                seat.why = f"{seat.why}; start {seat.restarts} failed: {error}"
+            except Exception as error:  # noqa: BLE001  whatever it is: told in `why`, and not the end of the revival
+                seat.why = f"{seat.why}; start {seat.restarts} failed: {type(error).__name__}: {error}"
                 continue
             seat.state = "serving" if served else "empty"
             break
@@ -344,27 +349,6 @@ class Router:
                 self._down(seat, str(result))
             elif isinstance(result, BaseException):
                 raise result
-
-    async def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightReceipt:
-        """Replace the weights of every replica in this process.
-
-        Raises what a replica raises, and RuntimeError if they then differ; none of them serves after that.
-        """
-        weights = list(stream)
-        try:
-            receipts = [await seat.engine.update_weights(weights, version) for seat in self._seats]
-            if len({receipt.digest for receipt in receipts}) != 1:
-                raise RuntimeError(f"replicas serve different weights for version {version}: {receipts}")
-        except Exception as error:
-            for seat in self._seats:
-                await seat.engine.stop(f"the update to weights version {version} did not complete: {error}")
-            raise
-        return replace(receipts[0], replica=", ".join(receipt.replica for receipt in receipts))
-
-    def expected_weights(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """What `update_weights` wants; only where the replicas are in this process."""
-        expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = self._seats[0].engine.expected_weights()
-        return expected
 
     async def close(self) -> None:
         """End every server; whoever still waits gets an error."""

@@ -27,6 +27,7 @@ import hone
 from hone.config import ConfigError, count_as_read
 from hone.models.source import check_source
 from hone.rollout.base import ReplicaLost, ServerSpec
+from hone.rollout.keeper import FOLDER
 from hone.rollout.requests import check_prompt, check_sampling
 from hone.rollout.server import ServerFailed, ServerProcess
 from hone.types import Completion, Metric, Metrics, SamplingParams, StopReason
@@ -74,6 +75,8 @@ class ServedEngine(ABC):
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # whose the session is
         self._open: set[str] = set()
+        self._counted = _Counted()
+        self._busy_since = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -82,8 +85,6 @@ class ServedEngine(ABC):
         self._not_serving = "it has no weights yet"
         self._awake = set(WAKE_TAGS)
         self._paused = False
-        self._counted = _Counted()
-        self._busy_since = 0.0
 
     # ----------------------------------------------------------------------------------------- what an engine adds
 
@@ -132,7 +133,8 @@ class ServedEngine(ABC):
         self._reset()
         self._folder = private_folder()
         log = self._spec.logs / f"{self.name}.log"
-        self._server = ServerProcess(self.name, self._command(self._folder), self._environment(self._folder), log)
+        environment = {**self._environment(self._folder), FOLDER: str(self._folder)}
+        self._server = ServerProcess(self.name, self._command(self._folder), environment, log)
         try:
             await self._server.start(self._answers, self._start_timeout_s)
             await self._check_guard()
@@ -255,6 +257,7 @@ class ServedEngine(ABC):
 
     async def _request(self, method: str, path: str, body: Any = None, timeout_s: float = CONTROL_S) -> dict[str, Any]:
         """One request and its reply. Raises ReplicaLost, TimeoutError, ValueError (400), RuntimeError (others)."""
+        server = self._server  # whose reply it is: by the time it comes, another may have taken its place
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             url = f"http://server{path}"
@@ -271,22 +274,20 @@ class ServedEngine(ABC):
         message = f"replica {self.name} refused {path} (status {status}): {said(found, text)}"
         if status == 400:
             raise ValueError(message)
-        if status >= 500 and await self._dies():
+        if status >= 500 and (server is None or await self._dies(server)):
             raise ReplicaLost(f"{message}{self._last_words()}")
         raise RuntimeError(message)
 
-    async def _dies(self) -> bool:
+    async def _dies(self, server: ServerProcess) -> bool:
         """Whether the server ends within a moment: its engine has died, and that was the last thing it said."""
-        if self._server is None:
-            return True
         timeout = aiohttp.ClientTimeout(total=DYING_S)
-        with suppress(aiohttp.ClientError, OSError):
+        with suppress(aiohttp.ClientError, OSError, ReplicaLost):
             async with self._open_session().get(f"http://server{self.health}", timeout=timeout) as reply:
-                if reply.status == 200:
+                if reply.status == 200 and self._server is server:
                     return False
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._server.wait_dead(), DYING_S)
-        return not self.alive
+            await asyncio.wait_for(server.wait_dead(), DYING_S)
+        return not server.alive
 
     def _last_words(self) -> str:
         """How a server ended, and the first error in the end of its log."""

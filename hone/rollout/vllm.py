@@ -28,6 +28,7 @@ import torch
 from hone.config import count_as_read
 from hone.rollout.base import PauseMode, ReplicaLost, ServerSpec, WeightReceipt
 from hone.rollout.engine_options import command_arguments
+from hone.rollout.keeper import FOLDER
 from hone.rollout.requests import check_prompt, check_sampling
 from hone.rollout.server import ServerFailed, ServerProcess
 from hone.rollout.vllm_start import (
@@ -90,6 +91,8 @@ class VllmServer:
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # whose the session is
         self._open: set[str] = set()
+        self._counted = _Counted()
+        self._busy_since = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -101,8 +104,6 @@ class VllmServer:
         self._paused = False
         self._adapter: str | None = None  # what requests name as their model
         self._adapters: dict[str, tuple[int, str]] = {}  # loaded ones: vLLM's number, folder with the files
-        self._counted = _Counted()
-        self._busy_since = 0.0
 
     # --------------------------------------------------------------------------------------------- its process
 
@@ -133,7 +134,8 @@ class VllmServer:
         self._folder = private_folder()
         command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server", *self._arguments(self._folder)]
         log = self._spec.logs / f"{self.name}.log"
-        self._server = ServerProcess(self.name, command, server_environment(self._spec, self._folder), log)
+        environment = {**server_environment(self._spec, self._folder), FOLDER: str(self._folder)}
+        self._server = ServerProcess(self.name, command, environment, log)
         try:
             await self._server.start(self._answers, self._start_timeout_s)
             await self._check_guard()
@@ -395,6 +397,7 @@ class VllmServer:
 
     async def _request(self, method: str, path: str, body: Any = None, timeout_s: float = CONTROL_S) -> dict[str, Any]:
         """One request and its reply. Raises ReplicaLost, TimeoutError, ValueError (400), RuntimeError (others)."""
+        server = self._server  # whose reply it is: by the time it comes, another may have taken its place
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with self._open_session().request(method, f"http://vllm{path}", json=body, timeout=timeout) as reply:
@@ -410,22 +413,20 @@ class VllmServer:
         message = f"replica {self.name} refused {path} (status {status}): {_message(found, text)}"
         if status == 400:
             raise ValueError(message)
-        if status >= 500 and await self._dies():
+        if status >= 500 and (server is None or await self._dies(server)):
             raise ReplicaLost(f"{message}{self._last_words()}")
         raise RuntimeError(message)
 
-    async def _dies(self) -> bool:
+    async def _dies(self, server: ServerProcess) -> bool:
         """Whether the server ends within a moment: its engine has died, and that was the last thing it said."""
-        if self._server is None:
-            return True
         timeout = aiohttp.ClientTimeout(total=DYING_S)
-        with suppress(aiohttp.ClientError, OSError):
+        with suppress(aiohttp.ClientError, OSError, ReplicaLost):
             async with self._open_session().get("http://vllm/health", timeout=timeout) as reply:
-                if reply.status == 200:
+                if reply.status == 200 and self._server is server:
                     return False
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._server.wait_dead(), DYING_S)
-        return not self.alive
+            await asyncio.wait_for(server.wait_dead(), DYING_S)
+        return not server.alive
 
     def _last_words(self) -> str:
         """How a server ended, and the first error in the end of its log."""

@@ -1,7 +1,8 @@
 """Weight sync: named tensors from a trainer to rollout replicas, in buckets, proven by digest.
 
-`TRANSPORTS` names the ways they can travel (each a `CheckpointEngine`); `base` holds the contract, `sync` drives it
-from the trainer, `door` is what a rollout server's process opens. This file imports no torch.
+`TRANSPORTS` names the ways they can travel to another process (each a `CheckpointEngine`); `base` holds the contract,
+`sync` drives it from the trainer, `door` is what a rollout server's process opens. Inside one process nothing travels:
+`local`. This file imports no torch.
 """
 
 from hone.registry import Registry
@@ -13,7 +14,6 @@ TRANSPORTS = Registry(
         "delta": "hone.weights.delta:DeltaEngine",
         "disk": "hone.weights.disk:DiskEngine",
         "ipc": "hone.weights.ipc:IpcEngine",
-        "local": "hone.weights.local:LocalEngine",
     },
 )
 

@@ -16,9 +16,8 @@ pyzmq, nothing else.
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -139,6 +138,7 @@ class CheckpointEngine(ABC):
     """
 
     transport: ClassVar[str]  # its name in TRANSPORTS
+    all_or_none: bool = False  # whether everybody misses the weights when one receiver is lost in the middle
 
     def __init__(self, bucket_bytes: int, timeout_s: float, token: str) -> None:
         """`bucket_bytes` is the size of one of two buckets; `timeout_s` the deadline of one sync, in seconds."""
@@ -184,7 +184,7 @@ class CheckpointEngine(ABC):
 
 
 class WeightReceiver(ABC):
-    """A rank's side of one sync. Synchronous, as the loaders of all engines are; `receive_weights` is for a loop."""
+    """A rank's side of one sync. Synchronous, as the loaders of all engines are."""
 
     def __init__(self, offer: Offer, rank: int, token: str) -> None:
         self.offer = offer
@@ -210,14 +210,6 @@ class WeightReceiver(ABC):
 
         `failure` empty: everything is taken in; `digest` is of what was received.
         """
-
-    async def receive_weights(self, version: int) -> AsyncIterator[NamedTensor]:
-        """`stream` for an event loop that must stay awake: each wait is in a thread."""
-        if version != self.offer.version:
-            raise WeightSyncError(f"asked to receive version {version}, the offer is for {self.offer.version}")
-        stream = self.stream()
-        while (item := await asyncio.to_thread(next, stream, None)) is not None:
-            yield item
 
 
 # ----------------------------------------------------------------------------------------------------- the proof

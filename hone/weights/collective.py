@@ -5,9 +5,10 @@
       broadcast(bucket n)                           =========>     broadcast(room); read; taken n
 
 The group is apart from every other group of either process, and is kept for the next sync while nobody joins or
-leaves. Its ranks find each other through a TCPStore that listens on the cluster address only, under a key that is
-derived from the run's token and told over the channel where both sides have proven it. A broadcast needs everybody:
-when one receiver is lost in the middle, all of them are, and the next sync builds a new group.
+leaves. Its ranks find each other through a TCPStore, under a random name that is told over the channel where both sides
+have proven the run's token. The store listens on the cluster address only, but it asks nobody who he is: whoever
+reaches its port while a group is built can read and change what stands there. A broadcast needs everybody: when one
+receiver is lost in the middle, all of them are, and the next sync builds a new group.
 
 The tensors themselves travel as the collectives send them, neither encrypted nor signed: for networks that are trusted.
 """
@@ -40,6 +41,7 @@ class CollectiveEngine(BucketedEngine):
     """The trainer's side."""
 
     transport = "collective"
+    all_or_none = True
 
     def __init__(self, bucket_bytes: int, timeout_s: float, token: str, host: str = LOOPBACK) -> None:
         """`host`: the address of this machine in the cluster, on which it listens."""

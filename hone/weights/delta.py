@@ -69,6 +69,7 @@ class DeltaEngine(CheckpointEngine):
         if not issubclass(carrier, BucketedEngine):
             raise ValueError(f"delta cannot travel over {over}: a receiver could not say what it holds")
         self._over = over
+        self.all_or_none = carrier.all_or_none
         self._carrier: BucketedEngine = carrier(bucket_bytes, timeout_s, token)
         self._anchor_every = anchor_every
         self._base: _Base | None = None

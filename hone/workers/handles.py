@@ -123,17 +123,23 @@ class RolloutHandle:
         return metrics
 
     async def _restore(self, replica: Any) -> bool:
-        """Weights for a replica that was started anew: the actor's, if they are still those that the others serve."""
-        actor = self._actor
+        """Weights for a replica that was started anew: the actor's, if they are still those that the others serve.
+
+        The loop may stand still in the middle of it while the actor is trained. Then what was sent is a mixture of two
+        versions, or no longer the one that is served, though its digest is right: False, and the next sync reaches it.
+        """
+        actor, version = self._actor, self._version
         if actor is None or actor.updates != self._actor_updates:
             return False
-        await self._parts.way.restore(replica, lambda: actor.weights(self._parts.dtype), self._version)
-        return True
+        updates = actor.updates
+        await self._parts.way.restore(replica, lambda: actor.weights(self._parts.dtype), version)
+        return (self._actor, actor.updates, self._version) == (actor, updates, version)
 
     def _compare(self, probe: Probe, actor: TrainHandle, version: int) -> Metrics:
-        replicas = self._engine.replicas if isinstance(self._engine, Router) else [self._engine]
+        router = self._engine if isinstance(self._engine, Router) else None
+        replicas = router.serving if router is not None else [self._engine]
         self._kept = merge_metrics(self._kept, self._engine.metrics())
-        asked = self._run(probe.ask(replicas, version))
+        asked = self._run(probe.ask(replicas, version, router.replica_failed if router is not None else None))
         self._engine.metrics()  # what the probe counts is not the step's
         return probe.compare(asked, lambda batch: actor.infer_batch(batch), version)
 

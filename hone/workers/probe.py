@@ -1,11 +1,14 @@
 """`weights.verify: probe`: after a sync, both sides say how probable the same tokens are, and must agree.
 
-    every replica: 8 fixed prompt tokens -> 8 sampled tokens and their log-probs
+    every replica: 72 fixed prompt tokens -> 8 sampled tokens and their log-probs
     the trainer:   log-probs of the same tokens, by its own forward           |difference| <= tolerance, or no step
 
 A digest proves which bytes a replica holds; this proves that it computes with them: a stale output head, an old cache
 or a wrong layout on load changes log-probs by 0.4 and more. Rounding alone changes them by less than the tolerances:
 4e-6 was measured between two engines in float32, 0.07 in bfloat16.
+
+The prompt is the same each time and fills whole blocks of a prefix cache (of 16 or 32 tokens), so that KV of older
+weights would be found there.
 """
 
 from __future__ import annotations
@@ -16,37 +19,52 @@ from typing import Any
 import torch
 
 from hone.data.packing import Sample, pack_samples
+from hone.rollout.base import ReplicaLost
 from hone.types import Batch, Completion, Metric, Metrics, ModelOutput, SamplingParams
 from hone.weights.base import WeightSyncError
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 """Largest difference of one token's log-prob, by the coarser dtype of the two sides."""
-PROMPT_TOKENS, SAMPLED_TOKENS = 8, 8
+PROMPT_TOKENS, SAMPLED_TOKENS = 72, 8
+
+LostFn = Callable[[Any, str], None]
+"""Told of a replica that turned out to be dead, and why."""
 
 
 class Probe:
     """One prompt for all syncs of a run."""
 
-    def __init__(self, vocabulary: int, temperature: float, dtypes: Sequence[torch.dtype]) -> None:
-        """`temperature` is that of the run's rollouts, at which the trainer's log-probs are too."""
-        self.prompt = tuple((7919 * place + 11) % vocabulary for place in range(PROMPT_TOKENS))
+    def __init__(self, vocabulary: int, temperature: float, dtypes: Sequence[torch.dtype], context: int) -> None:
+        """`temperature` is that of the run's rollouts, at which the trainer's log-probs are too; `context` the longest
+        sequence, in tokens, that all engines take."""
+        length = max(1, min(PROMPT_TOKENS, context - SAMPLED_TOKENS))
+        self.prompt = tuple((7919 * place + 11) % vocabulary for place in range(length))
         self.tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
         self._sampling = SamplingParams(SAMPLED_TOKENS, temperature=temperature, ignore_eos=True)
 
-    async def ask(self, replicas: Sequence[Any], version: int) -> list[tuple[str, Completion]]:
-        """(replica, what it sampled) of each."""
+    async def ask(
+        self, replicas: Sequence[Any], version: int, lost: LostFn | None = None
+    ) -> list[tuple[str, Completion]]:
+        """(replica, what it sampled) of each; one that died since the sync is told to `lost` and left out."""
         found = []
         for number, replica in enumerate(replicas):
             name = str(getattr(replica, "name", "") or getattr(replica, "replica", number))
             request = f"probe/{version}/{number}"
-            found.append((name, await replica.generate(request, self.prompt, self._sampling)))
+            try:
+                found.append((name, await replica.generate(request, self.prompt, self._sampling)))
+            except ReplicaLost as error:
+                if lost is None:
+                    raise
+                lost(replica, str(error))
         return found
 
     def compare(
         self, asked: Sequence[tuple[str, Completion]], infer: Callable[[Batch], ModelOutput], version: int
     ) -> Metrics:
         """The largest difference. Raises WeightSyncError, naming replica and figures, if it is beyond the tolerance."""
-        mask = (0,) * PROMPT_TOKENS
+        if not asked:  # all have died: those that are started again prove themselves at the next sync
+            return {}
+        mask = (0,) * len(self.prompt)
         samples = [Sample((*self.prompt, *one.token_ids), (*mask, *(1 for _ in one.token_ids))) for _, one in asked]
         batch = pack_samples(samples)
         logprobs = infer(batch).logprobs

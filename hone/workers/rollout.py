@@ -36,6 +36,7 @@ from hone.workers.probe import Probe
 from hone.workers.weight_ways import ChannelWay, LocalWay
 
 SERVERS = "servers"  # folder of the servers' logs in a run folder
+CONTEXT_OPTIONS = ("max_model_len", "context_length")  # how engines call the longest sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +153,11 @@ def _sleep_level(settings: RolloutConfig, servers: bool) -> int:
 def _probe(spec: RolloutSpec, dtype: torch.dtype) -> Probe | None:
     if spec.weights.verify != "probe":
         return None
-    vocabulary = engine_config(spec.model, spec.compute_dtype).get_text_config().vocab_size
-    temperature = spec.settings.sampling.temperature or 1.0
-    return Probe(vocabulary, temperature, [dtype, DTYPES[spec.compute_dtype]])
+    settings, model = spec.settings, engine_config(spec.model, spec.compute_dtype).get_text_config()
+    longest = [getattr(model, "max_position_embeddings", None), settings.builtin.max_sequence_tokens]
+    longest += [settings.builtin.kv_cache_tokens, *(settings.engine.get(name) for name in CONTEXT_OPTIONS)]
+    context = min(limit for limit in longest if isinstance(limit, int) and limit > 0)
+    return Probe(model.vocab_size, settings.sampling.temperature or 1.0, [dtype, DTYPES[spec.compute_dtype]], context)
 
 
 def engine_config(model: ModelConfig, compute_dtype: str) -> Any:

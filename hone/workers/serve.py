@@ -36,7 +36,7 @@ from hone.rollout.base import PauseMode
 from hone.rollout.builtin import BuiltinEngine
 from hone.rollout.guard import LOOPBACK, TokenGuard, same_token
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams
+from hone.types import PromptTooLong, SamplingParams
 from hone.weights.base import Full
 from hone.weights.door import receive
 from hone.workers.rollout import engine_config
@@ -96,8 +96,9 @@ class EngineServer:
         try:
             found = await result
         except (ValueError, TypeError, KeyError) as error:
+            kind = "PromptTooLong" if isinstance(error, PromptTooLong) else "ValueError"
             text = f"{error}" if isinstance(error, ValueError) else f"malformed request: {error!r}"
-            return JSONResponse({"kind": "ValueError", "error": text}, status_code=400)
+            return JSONResponse({"kind": kind, "error": text}, status_code=400)
         except RuntimeError as error:  # the engine's, or the weight sync's
             return JSONResponse({"kind": "RuntimeError", "error": str(error)}, status_code=500)
         metrics = {name: (m.total, m.count, m.reducer.value) for name, m in self._engine.metrics().items()}

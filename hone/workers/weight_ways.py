@@ -105,11 +105,17 @@ class ChannelWay:
             try:
                 return await self._manager.sync(stream(), version)
             except WeightSyncError as error:
-                if not error.replicas or not await _all_dead([replicas[name] for name in error.replicas]):
+                failed = [replicas[name] for name in error.replicas]
+                dead = await _dead(failed, enough=1 if self._engine.all_or_none else len(failed))
+                if not dead or (len(dead) < len(failed) and not self._engine.all_or_none):
                     raise
-                for name in error.replicas:
-                    self._router.replica_failed(replicas[name], str(error))
-                left = len(replicas) - len(error.replicas)
+                for replica in dead:
+                    self._router.replica_failed(replica, str(error))
+                if living := [replica for replica in failed if replica not in dead]:  # they missed it with the dead one
+                    for replica in living:
+                        self._manager.add_replica(replica)
+                    return await self._manager.sync(stream(), version)
+                left = len(replicas) - len(dead)
                 return {"weights/version": Metric.max(version), "weights/replicas": Metric.max(left)}
 
     @property
@@ -122,14 +128,14 @@ class ChannelWay:
         await self._engine.close()
 
 
-async def _all_dead(replicas: Sequence[ServerAdapter]) -> bool:
-    """Whether each of these processes has ended; its end shows a moment after its connections broke."""
+async def _dead(replicas: Sequence[ServerAdapter], enough: int) -> list[ServerAdapter]:
+    """Whose process has ended; an end shows a moment after its connections broke, so `enough` are waited for."""
     deadline = time.monotonic() + DYING_S
-    while any(replica.alive for replica in replicas):
+    while len(dead := [replica for replica in replicas if not replica.alive]) < enough:
         if time.monotonic() > deadline:
-            return False
+            break
         await asyncio.sleep(0.05)
-    return True
+    return dead
 
 
 __all__ = ["ChannelWay", "LocalWay", "StreamFn", "WeightWay"]

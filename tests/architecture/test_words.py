@@ -155,6 +155,7 @@ WAITS_ALLOWED = {  # "file: call" -> who ends it
     "hone/envs/episode.py: task.result()": "the task is done",
     "hone/models/attention.py: _CURRENT.get()": "a context variable",
     "hone/rollout/generic.py: _CURRENT.get()": "a context variable",
+    "hone/rollout/sessions.py: self._released.wait()": "asyncio; set by every request that ends, within its deadline",
     "hone/rewards/pool.py: self._changed.wait()": "asyncio; every change of the pool sets it",
     "hone/rewards/worker.py: inbox.get()": "the process ends with its parent, which closes the pipe",
     "hone/weights/channel.py: self._changed.wait()": "asyncio; within the deadline of the sync",

@@ -277,6 +277,81 @@ def test_text_completions_by_text_and_by_ids(talk, tokenizer):
         assert one.token_ids == (*start, *middle, *new, *end)
 
 
+def complete(client, prompt, **more):
+    return client.completions.create(model="policy", prompt=prompt, **more)
+
+
+def test_a_text_that_goes_on_after_a_stop_string_shows_it_once(talk, tokenizer):
+    async def story(client, session):
+        first = (await complete(client, "Q", stop=["\nObservation:"])).choices[0]
+        assert first.text == "Act"
+        await complete(client, "QAct\nObservation: 4", stop=["\nObservation:"])
+        await complete(client, "QAct and so on")
+
+    _, session, recording = talk(story, lambda language: saying(language, "Act\nObservation:", "Ok", "Ok"))
+    shown = [tokenizer.decode(list(prompt)) for _, prompt, _ in recording.asked]
+    assert shown == ["Q", "QAct\nObservation: 4", "QAct and so on"], "what the agent sent"
+    one, two = session.trajectories("p", 0)
+    assert one.token_ids[: len(recording.asked[1][1])] == recording.asked[1][1]
+    assert one.token_ids[1:][: len(recording.given[0].token_ids)] == recording.given[0].token_ids, "as it was sampled"
+    assert (one.turns, two.turns, sum(two.loss_mask)) == (2, 1, 2)
+
+
+def test_a_text_that_goes_on_without_the_end_token_is_shown_without_it(talk, tokenizer):
+    end = tokenizer.eos_token
+
+    async def story(client, session):
+        assert (await complete(client, "Q")).choices[0].text == "Act"
+        await complete(client, "QAct more")
+        await complete(client, f"QAct{end}more")
+
+    _, session, recording = talk(story, lambda language: saying(language, f"Act{end}", "Ok", "Ok"))
+    shown = [tokenizer.decode(list(prompt)) for _, prompt, _ in recording.asked]
+    assert shown == ["Q", "QAct more", f"QAct{end}more"]
+    assert [one.turns for one in session.trajectories("p", 0)] == [2, 1]
+
+
+def test_a_text_does_not_go_on_from_ids_that_it_does_not_have(talk, tokenizer):
+    ids = tokenizer("Q", add_special_tokens=False)["input_ids"]
+
+    async def story(client, session):
+        await complete(client, ids)
+        await complete(client, "Act")
+        await complete(client, "QAct")
+
+    _, session, recording = talk(story, lambda language: saying(language, "Act", "Ok", "Ok"))
+    assert [tokenizer.decode(list(prompt)) for _, prompt, _ in recording.asked] == ["Q", "Act", "QAct"]
+    assert [one.turns for one in session.trajectories("p", 0)] == [2, 1]
+
+
+def test_an_answer_that_nobody_waits_for_is_given_up_and_not_recorded(talk):
+    ended = []
+
+    def slow_at_first(language):
+        say = saying(language, "1234")
+
+        async def generate(request_id, token_ids, sampling):
+            if request_id.endswith("/0"):
+                try:
+                    await asyncio.sleep(50)
+                finally:
+                    ended.append(request_id)
+            return await say(request_id, token_ids, sampling)
+
+        return generate
+
+    async def story(client, session):
+        hasty = client.with_options(timeout=0.3, max_retries=1)
+        reply = await ask(hasty, [USER])
+        assert (reply.choices[0].message.content, ended) == ("1234", ["1/7/0/0"])
+        return session.waiting, session.budget
+
+    (waiting, budget), session, _ = talk(story, slow_at_first)
+    assert (waiting, budget) == (0, 196), "nothing runs on, and one answer was paid for"
+    (one,) = session.trajectories("p", 0)
+    assert (one.turns, sum(one.loss_mask)) == (1, 4)
+
+
 def test_the_runs_sampling_counts_unless_the_agents_is_asked_for(talk):
     async def story(client, session):
         await ask(client, [USER], temperature=0.3, top_p=0.5, max_tokens=4)
@@ -297,6 +372,45 @@ def test_the_budget_is_of_the_whole_session(talk):
 
     _, session, recording = talk(story, lambda language: saying(language, "12345678", "1234"), budget=12)
     assert [sampling.max_tokens for _, _, sampling in recording.asked] == [8, 4]
+    assert session.budget == 0
+
+
+def test_several_answers_share_the_budget(talk):
+    async def story(client, session):
+        await client.chat.completions.create(model="policy", messages=[USER], n=3)
+        with pytest.raises(openai.BadRequestError, match=r"budget of sampled tokens .*1 left for 2 answers"):
+            await ask(client, [USER], n=2)
+        return session.outgrown
+
+    outgrown, session, recording = talk(story, lambda language: saying(language, "123", "123", "123"), budget=10)
+    assert [sampling.max_tokens for _, _, sampling in recording.asked] == [3, 3, 3]
+    assert (session.budget, outgrown) == (1, True)
+
+
+def test_requests_at_the_same_time_share_the_budget(talk):
+    go = asyncio.Event()
+
+    def held_up(language):
+        say = saying(language, "12", "123", "12345")
+
+        async def generate(request_id, token_ids, sampling):
+            await go.wait()
+            return await say(request_id, token_ids, sampling)
+
+        return generate
+
+    async def story(client, session):
+        asked = [asyncio.create_task(ask(client, [USER], max_tokens=5)) for _ in range(2)]
+        while session.waiting < 2:
+            await asyncio.sleep(0.01)
+        asked.append(asyncio.create_task(client.chat.completions.create(model="policy", messages=[USER])))
+        await asyncio.sleep(0.2)
+        assert session.waiting == 2, "all is set aside, and some of it may come back"
+        go.set()
+        await asyncio.gather(*asked)
+
+    _, session, recording = talk(story, held_up, budget=10)
+    assert [sampling.max_tokens for _, _, sampling in recording.asked] == [5, 5, 5]
     assert session.budget == 0
 
 
@@ -329,6 +443,21 @@ def test_a_prompt_that_the_engine_refuses_is_the_agents_to_hear_of(talk):
     _, session, _ = talk(story)
     assert session.outgrown
     assert session.failure is None
+
+
+def test_a_refusal_that_is_not_about_length_says_so(talk):
+    async def story(client, session):
+        with pytest.raises(openai.BadRequestError) as long:
+            await ask(client, [{"role": "user", "content": "a" * 600}])
+        with pytest.raises(openai.BadRequestError, match="vocabulary of 104, found 104") as unknown:
+            await complete(client, [9, 104])
+        with pytest.raises(openai.BadRequestError, match="vocabulary of 104, found -1"):
+            await complete(client, [9, -1])
+        assert session.failure is None
+        return long.value.code, unknown.value.code, session.outgrown
+
+    codes, _, _ = talk(story)
+    assert codes == ("context_length_exceeded", "invalid_request", False)
 
 
 def test_an_engine_that_breaks_is_asked_once_and_known_to_the_session(talk):

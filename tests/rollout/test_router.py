@@ -148,6 +148,53 @@ def test_the_only_replica_is_waited_for(fleet, finish):
     assert mortal.starts == 2
 
 
+@pytest.mark.parametrize("error", [KeyError("receipts"), TimeoutError("late"), ZeroDivisionError("no")])
+def test_whatever_goes_wrong_in_a_revival_it_is_tried_again(fleet, finish, error):
+    router, (mortal,) = fleet(1)
+    restores = []
+
+    async def restore(engine):
+        restores.append(engine)
+        if len(restores) == 1:
+            raise error
+        await engine.update_weights(engine._model.state_dict().items(), 0)
+        return True
+
+    router.restore_with(restore)
+
+    async def story():
+        await mortal.die()
+        return await router.generate("r", (9, 10), WANTED)
+
+    assert len(finish(story()).token_ids) == 40
+    assert (len(restores), mortal.starts) == (2, 2)
+
+
+def test_a_loss_that_is_heard_of_late_is_not_that_of_the_new_server(fleet, finish):
+    router, (mortal,) = fleet(1)
+    told = asyncio.Event()
+    generate = mortal.generate
+
+    async def late(request_id, token_ids, sampling):
+        if request_id != "late":
+            return await generate(request_id, token_ids, sampling)
+        await told.wait()
+        raise ReplicaLost("the connection to the server that was broke")
+
+    mortal.generate = late
+
+    async def story():
+        running = asyncio.create_task(router.generate("late", (9, 10), WANTED))
+        await steps()
+        await mortal.die()
+        await router.generate("other", (9, 10), WANTED)  # after the restart
+        told.set()
+        return await running
+
+    assert len(finish(story()).token_ids) == 40
+    assert mortal.starts == 1
+
+
 def test_one_that_died_while_nothing_ran_is_noticed_before_it_is_asked(fleet, finish):
     router, mortals = fleet(2)
 

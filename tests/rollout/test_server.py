@@ -116,7 +116,8 @@ import asyncio, sys, time
 from pathlib import Path
 from hone.rollout.server import ServerProcess
 folder = Path(sys.argv[1])
-server = ServerProcess("tree", [sys.executable, "-c", sys.argv[2], str(folder / "pids")], {}, folder / "log")
+server = ServerProcess("tree", [sys.executable, "-c", sys.argv[2], str(folder / "pids")],
+    {"HONE_SERVER_FOLDER": str(folder / "private")}, folder / "log")
 async def ready(): return (folder / "pids.ready").exists()
 asyncio.run(server.start(ready, 30))
 if sys.argv[3] == "exit":
@@ -127,7 +128,8 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("death", ["SIGKILL", "SIGINT", "exit"])
-def test_no_process_survives_hone(tmp_path, death):
+def test_no_process_and_no_private_folder_survives_hone(tmp_path, death):
+    (tmp_path / "private" / "path").mkdir(parents=True)
     hone = subprocess.Popen(
         [sys.executable, "-c", HONE, str(tmp_path), TREE, death], start_new_session=True, stderr=subprocess.DEVNULL
     )
@@ -139,6 +141,10 @@ def test_no_process_survives_hone(tmp_path, death):
         hone.send_signal(signal.Signals[death])
     hone.wait(30)
     assert gone(pids)
+    deadline = time.monotonic() + 10
+    while (tmp_path / "private").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not (tmp_path / "private").exists()
 
 
 def test_it_starts_again_and_the_log_grows(tree, finish):

@@ -1,4 +1,4 @@
-"""`ipc` through the memory of a GPU, and `collective` over NCCL; they need one and two devices."""
+"""`ipc` through the memory of a GPU; it needs one device."""
 
 import asyncio
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hone.models.digest import digest_tensors
-from hone.rollout.base import WeightReceipt
 from hone.weights import TRANSPORTS
 from hone.weights.base import Adapter, Full, Offer, WeightSyncError
 from hone.weights.buckets import size_of
@@ -339,35 +337,5 @@ def test_a_replica_that_does_not_pause_in_time_is_stopped_and_nothing_is_sent(re
         manager.add_replica(slow)
         with pytest.raises(WeightSyncError, match=r"replica slow: it did not pause within 0\.5 s"):
             await manager.sync(plain().items(), 1)
-
-    run(engine, body)
-
-
-def test_local_receivers_take_the_same_tensors():
-    """`local`, behind the same door: the receiver runs on the sender's event loop."""
-    weights = every_kind()
-    engine = TRANSPORTS.get("local")(BUCKET, 5, TOKEN)
-
-    class Inside:
-        name, ranks, token = "inside", 1, TOKEN
-
-        async def pause(self, mode=""):
-            pass
-
-        resume = stop = pause
-
-        async def receive_weights(self, offer):
-            with receive(offer, 0, self.token) as delivery:
-                held = dict(delivery)
-            return [WeightReceipt(self.name, delivery.version, digest_tensors(held.items()), len(held), 0)]
-
-    async def body(manager):
-        replica = Inside()
-        manager.add_replica(replica)
-        metrics = await manager.sync(weights.items(), 4)
-        assert metrics["weights/tensors"].value == len(weights)
-        replica.token = "another"
-        with pytest.raises(WeightSyncError, match="token is not this run's"):
-            await manager.sync(weights.items(), 5)
 
     run(engine, body)

@@ -260,21 +260,21 @@ def infer(*logprobs):
 
 
 def test_the_probe_takes_rounding_for_rounding():
-    probe = Probe(100, 1.0, [torch.float32])
+    probe = Probe(100, 1.0, [torch.float32], 128)
     metrics = probe.compare([("a", says(-1.0, -2.0)), ("b", says(-1.0, -2.0))], infer(-1.0, -2.0005, -1.0, -2.0), 4)
     assert metrics["correction/probe_max_abs_difference"].value == pytest.approx(5e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [-2.01, float("nan")])
 def test_the_probe_stops_the_step_where_a_replica_computes_otherwise(wrong):
-    probe = Probe(100, 1.0, [torch.float32])
+    probe = Probe(100, 1.0, [torch.float32], 128)
     with pytest.raises(WeightSyncError, match="replica b serves weight version 4, but its log-probs") as caught:
         probe.compare([("a", says(-1.0, -2.0)), ("b", says(-1.0, wrong))], infer(-1.0, -2.0, -1.0, -2.0), 4)
     assert caught.value.replicas == ("b",)
 
 
 def test_the_probe_is_as_strict_as_the_coarser_dtype_allows():
-    coarse = Probe(100, 1.0, [torch.float32, torch.bfloat16])
+    coarse = Probe(100, 1.0, [torch.float32, torch.bfloat16], 128)
     coarse.compare([("a", says(-1.0))], infer(-1.1), 4)
     with pytest.raises(WeightSyncError):
         coarse.compare([("a", says(-1.0))], infer(-1.4), 4)
@@ -282,7 +282,7 @@ def test_the_probe_is_as_strict_as_the_coarser_dtype_allows():
 
 def test_the_probe_looks_at_versions():
     with pytest.raises(WeightSyncError, match=r"weight versions \{3\}, sent was 4"):
-        Probe(100, 1.0, [torch.float32]).compare([("a", says(-1.0, version=3))], infer(-1.0), 4)
+        Probe(100, 1.0, [torch.float32], 128).compare([("a", says(-1.0, version=3))], infer(-1.0), 4)
 
 
 def test_a_stale_head_is_caught_by_the_probe(start, actor, loop):

@@ -61,6 +61,20 @@ class Bench:
         return await self.engine.update_weights(stream, version)
 
 
+class Routed(Bench):
+    """Several engines in this process behind a router."""
+
+    async def update(self, stream, version):
+        """As a run does it: each engine takes its own pass over the weights."""
+        weights = list(stream)
+        try:
+            return [await engine.update_weights(weights, version) for engine in self.engine.replicas][-1]
+        except ValueError as error:  # a run ends here
+            for engine in self.engine.replicas:
+                await engine.stop(str(error))
+            raise
+
+
 class Served(Bench):
     """An engine in a process of its own: time passes there by itself, and weights reach it through a channel."""
 
@@ -144,7 +158,7 @@ ENGINES = {
     "vllm": lambda model, tokenizer, server: server(),
     "sglang": lambda model, tokenizer, server: server(),
 }
-BENCHES = {"builtin-separate": Served, "vllm": ServedByVllm, "sglang": ServedBySglang}
+BENCHES = {"router": Routed, "builtin-separate": Served, "vllm": ServedByVllm, "sglang": ServedBySglang}
 MODELS = {"vllm": "qwen3_wide"}
 REAL = {"vllm": pytest.mark.vllm, "sglang": pytest.mark.sglang}
 
@@ -203,6 +217,6 @@ def bench(request, tiny, tokenizer, server, finish):
         made.tolerance, made.positional_seed, made.min_p_first = 1e-4, False, True
     if request.param == "sglang":
         made.tolerance, made.joint_filters = 1e-4, True
-    if kind is not Bench:
+    if issubclass(kind, Served):
         finish(_as_new(made))
     return made

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hone.types import SamplingParams
+from hone.types import PromptTooLong, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,7 @@ def test_a_malformed_request_is_one_clear_error(bench, finish, prompt, sampling,
             await bench.engine.generate("bad", prompt, SamplingParams(**{"max_tokens": 4, **sampling}))
         assert "'bad'" in str(caught.value)
         assert "\n" not in str(caught.value)
+        assert isinstance(caught.value, PromptTooLong) == (len(prompt) == 128)
         assert len(await good) == 3
 
     finish(story())

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 import torch
 
-from hone.types import SamplingParams
+from hone.types import ModelOutput, SamplingParams
 from hone.weights.base import WeightSyncError
+from hone.workers.probe import Probe
 
 pytestmark = pytest.mark.vllm
 
@@ -38,6 +39,29 @@ def test_a_prefix_cache_that_is_kept_shows(plain, models, push, sample, gap, mon
     push(plain, tensors(models[1]), 1)
     (completion,) = sample(plain, [LONG])
     assert gap(models[1], LONG, completion) > 0.05
+
+
+def test_the_probe_sees_a_prefix_cache_that_is_kept(plain, models, push, forward, finish, monkeypatch):
+    """Its prompt fills blocks of the cache; one of a few tokens would be computed anew each time."""
+
+    async def keep():
+        return None
+
+    def infer(batch):
+        logits = forward(models[1], batch.token_ids.tolist())
+        found = torch.zeros(batch.num_tokens)
+        found[1:] = logits[:-1].log_softmax(-1).gather(1, batch.token_ids[1:, None])[:, 0]
+        return ModelOutput(logprobs=found)
+
+    probe = Probe(104, 1.0, [torch.float32], 128)
+    finish(probe.ask([plain], 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(plain, "_drop_caches", keep)
+        push(plain, tensors(models[1]), 1)
+    with pytest.raises(WeightSyncError, match="does not compute with the weights it was sent"):
+        probe.compare(finish(probe.ask([plain], 1)), infer, 1)
+    push(plain, tensors(models[1]), 1)
+    assert probe.compare(finish(probe.ask([plain], 1)), infer, 1)["correction/probe_max_abs_difference"].value < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""A real server on a private socket that dies with requests open, behind the router."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+from hone.rollout.base import ServerSpec
+from hone.rollout.router import Router
+from hone.rollout.served import SOCKET, ServedEngine
+from hone.rollout.settings import RolloutConfig
+from hone.types import Completion, SamplingParams, StopReason
+
+
+class Small(ServedEngine):
+    """The adapter of `dying_server.py`."""
+
+    health = "/health"
+    positional_seed = True
+
+    def __init__(self, spec):
+        super().__init__(spec, Path(sys.executable), {}, vocabulary=100)
+
+    def _command(self, folder):
+        marker = self._spec.logs / "lived"
+        return [sys.executable, str(Path(__file__).with_name("dying_server.py")), str(folder / SOCKET), str(marker)]
+
+    def _environment(self, folder):
+        return {"HONE_TOKEN": self._spec.token}
+
+    async def _longest_sequence(self):
+        return 100
+
+    async def _generate(self, request_id, token_ids, sampling):
+        ids = tuple((await self._request("POST", "/generate", {}))["token_ids"])
+        return Completion(request_id, ids, (-1.0,) * len(ids), (self._version,) * len(ids), StopReason.LENGTH), 1, 0
+
+    async def _abort_open(self):
+        raise NotImplementedError
+
+    def take_weights(self):
+        self._version, self._not_serving = 5, ""
+
+
+def test_all_requests_of_a_server_whose_engine_died_go_on_after_its_restart(tmp_path, finish):
+    spec = ServerSpec(RolloutConfig(start_timeout_s=30), "model", "float32", 0, tmp_path, "token")
+    engine = Small(spec)
+    router = Router([engine], spec.settings)
+
+    async def restore(replica):
+        replica.take_weights()
+        return True
+
+    async def story():
+        router.restore_with(restore)
+        await engine.start()
+        engine.take_weights()
+        asked = (router.generate(f"1/{i}/0/0", (9,), SamplingParams(max_tokens=2)) for i in range(4))
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        await router.revived()
+        counted = router.metrics()
+        await router.close()
+        return found, counted
+
+    started = time.perf_counter()
+    found, counted = finish(story())
+    assert [getattr(one, "token_ids", one) for one in found] == [(7, 8)] * 4
+    assert {one.weight_versions for one in found} == {(5, 5)}
+    assert counted["rollout/requests_resent"].value == 4
+    assert counted["rollout/replica_restarts"].value == 1, "a loss that is heard of late is not the new server's"
+    assert 0 < counted["perf/rollout_busy_seconds"].value < time.perf_counter() - started

@@ -1,0 +1,172 @@
+"""Replicas that die, or stand still, at the worst moments of a sync; what is sampled afterwards is what it says."""
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hone.config import ConfigError
+from hone.rollout.base import ReplicaLost
+from hone.types import SamplingParams
+from hone.weights.settings import WeightSyncConfig
+from hone.workers.probe import PROMPT_TOKENS, Probe
+
+WANTED = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+async def many(rollout, step=1):
+    asked = (rollout.generate(f"{step}/{i}/0/0", (5, 6, 7 + i), replace(WANTED, seed=i)) for i in range(6))
+    return await asyncio.gather(*asked)
+
+
+def train(actor):
+    """Change the weights in place, as an optimizer step does."""
+    actor.updates += 1
+    with torch.no_grad():
+        for parameter in actor._group._worker.engine.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+def kill(replica):
+    os.kill(replica._server.process_ids()[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("frozen", ["in the middle", "before it serves"])
+def test_a_revival_that_spans_a_training_step_does_not_serve(start, actor, loop, frozen):
+    """The loop stands still between two calls of `run`: a replica is half restored while the weights change."""
+    rollout = start(replicas=2, weights=WeightSyncConfig(verify="probe", timeout_s=60))
+    rollout._parts.way._engine.bucket_bytes = 1 << 14  # several buckets, and no tensor is cut
+    inside = start(builtin={"process": "inside"})
+    rollout.sync_from(actor, 0)
+    router = rollout._engine
+    victim, other = router.replicas
+    frozen_there, go_on = asyncio.Event(), asyncio.Event()
+    weights, resume = actor.weights, victim.resume
+
+    def slowly(dtype):
+        for number, item in enumerate(weights(dtype)):
+            if number == 8 and frozen == "in the middle":
+                frozen_there.set()
+            yield item
+
+    async def resume_late():
+        await resume()
+        frozen_there.set()
+        await go_on.wait()
+
+    async def until_the_freeze():
+        kill(victim)
+        while victim.alive:
+            await asyncio.sleep(0.02)
+        actor.weights = slowly
+        if frozen == "before it serves":
+            victim.resume = resume_late
+        router.look()
+        await frozen_there.wait()
+
+    loop.run(until_the_freeze())
+    actor.weights, victim.resume = weights, resume
+    train(actor)
+    go_on.set()
+    rollout.sync_from(actor, 1)
+    inside.sync_from(actor, 1)
+    loop.run(router.revived())
+    assert {replica.weight_version for replica in router.serving} == {1}
+    if frozen == "before it serves":  # else the digests may differ, and another restart brings the new weights
+        assert router.serving == [other], "it waits for a whole sync"
+    found, right = loop.run(many(rollout)), loop.run(many(inside))
+    assert {version for one in found for version in one.weight_versions} == {1}
+    assert [one.token_ids for one in found] == [one.token_ids for one in right]
+    rollout.sync_from(actor, 2)  # proves by the probe that both compute with these weights
+    assert (victim.weight_version, other.weight_version) == (2, 2)
+    assert router.serving == [victim, other]
+
+
+def test_a_death_in_a_group_costs_the_others_another_sync_and_not_the_run(start, actor, loop):
+    """`collective`: a broadcast that lost a member is lost by all."""
+    rollout = start(replicas=2, weights=WeightSyncConfig(transport="collective", timeout_s=60))
+    rollout.sync_from(actor, 0)
+    victim, other = rollout._engine.replicas
+    weights = actor.weights
+    killed = []
+
+    def deadly(dtype):
+        for number, item in enumerate(weights(dtype)):
+            if number == 3 and not killed:
+                killed.append(victim)
+                kill(victim)
+                time.sleep(0.3)
+            yield item
+
+    actor.weights = deadly
+    metrics = rollout.sync_from(actor, 1)
+    assert metrics["weights/replicas"].value == 1
+    assert other.weight_version == 1
+    loop.run(rollout._engine.revived())
+    assert (victim.alive, victim.weight_version) == (True, 1)
+    assert {version for one in loop.run(many(rollout)) for version in one.weight_versions} == {1}
+
+
+def test_the_probe_leaves_out_who_died_and_does_not_wait_for_who_stands_still(start, actor, loop):
+    rollout = start(replicas=2, weights=WeightSyncConfig(verify="probe", timeout_s=60), request_timeout_s=3)
+    rollout.sync_from(actor, 0)
+    victim, other = rollout._engine.replicas
+    send = rollout._parts.way.send
+
+    async def send_and_kill(*arguments):
+        metrics = await send(*arguments)
+        kill(victim)
+        while victim.alive:
+            await asyncio.sleep(0.02)
+        return metrics
+
+    rollout._parts.way.send = send_and_kill
+    metrics = rollout.sync_from(actor, 1)
+    assert metrics["correction/probe_max_abs_difference"].value < 1e-4, "the other's"
+    loop.run(rollout._engine.revived())
+    assert (victim.alive, victim.weight_version) == (True, 1)
+
+    async def send_and_freeze(*arguments):
+        metrics = await send(*arguments)
+        os.kill(other._server.process_ids()[0], signal.SIGSTOP)
+        return metrics
+
+    rollout._parts.way.send = send_and_freeze
+    started = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError, match=rf"replica {other.name} did not answer generate within 3 s"):
+            rollout.sync_from(actor, 2)
+    finally:
+        os.kill(other._server.process_ids()[0], signal.SIGCONT)
+    assert time.monotonic() - started < 20
+
+
+def test_the_probe_tells_the_router_who_died():
+    class Dead:
+        name = "dead"
+
+        async def generate(self, *_):
+            raise ReplicaLost("no process")
+
+    told = []
+    probe = Probe(100, 1.0, [torch.float32], 128)
+    assert asyncio.run(probe.ask([Dead()], 1, lambda replica, why: told.append((replica.name, why)))) == []
+    assert told == [("dead", "no process")]
+    assert probe.compare([], None, 1) == {}
+    with pytest.raises(ReplicaLost):
+        asyncio.run(probe.ask([Dead()], 1))
+
+
+def test_the_prompt_of_the_probe_fills_blocks_of_a_prefix_cache_where_the_context_lets_it():
+    assert PROMPT_TOKENS >= 2 * 32
+    assert len(Probe(100, 1.0, [torch.float32], 4096).prompt) == PROMPT_TOKENS
+    assert len(Probe(100, 1.0, [torch.float32], 40).prompt) == 32
+
+
+def test_a_builtin_server_has_one_device(start):
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel = 2: the built-in engine uses one device"):
+        start(tensor_parallel=2)
