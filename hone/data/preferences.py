@@ -96,15 +96,20 @@ def pack_steps(answers: Sequence[Steps]) -> Batch:
     return batch.with_(extras={LABELS: labels})
 
 
-def mismatched(answers: Sequence[Judged]) -> list[Judged]:
+def mismatched(answers: Sequence[Judged], max_tokens: int) -> list[Judged]:
     """Each prompt with the answer to the next one: what KTO's baseline is measured on, arXiv 2402.01306 section 4.1.
 
-    The last prompt gets the first answer, so every prompt and every answer occurs once.
+    The last prompt gets the first answer, so every prompt and every answer occurs once. Only where that has more than
+    `max_tokens` tokens, the prompt gets the first later answer that fits; one that no other answer fits is left out.
     """
-    following = [*answers[1:], *answers[:1]]
-    return [
-        replace(one, sample=_answered(one.sample, other.sample)) for one, other in zip(answers, following, strict=True)
-    ]
+    crossed = []
+    for index, one in enumerate(answers):
+        others = (answers[(index + step) % len(answers)] for step in range(1, len(answers)))
+        pairs = (_answered(one.sample, other.sample) for other in others)
+        fitting = next((sample for sample in pairs if len(sample.token_ids) <= max_tokens), None)
+        if fitting is not None:
+            crossed.append(replace(one, sample=fitting))
+    return crossed
 
 
 def _answered(prompt: Sample, answer: Sample) -> Sample:

@@ -14,6 +14,7 @@ here are append-only: a conversation of several turns keeps each answer as it wa
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -138,6 +139,14 @@ class Renderer:
         return str(
             self.tokenizer.decode(list(ids), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False)
         )
+
+    def save_template(self, folder: Path) -> None:
+        """Give the tokenizer in `folder`, which is this one, the template in use if that is another than its own."""
+        if self._template is None or self._template == self.tokenizer.chat_template:
+            return
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.chat_template = self._template
+        tokenizer.save_pretrained(folder)
 
     @property
     def end_token_ids(self) -> frozenset[int]:

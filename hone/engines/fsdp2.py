@@ -153,6 +153,8 @@ class Fsdp2Engine:
             parts = [self._microbatch(_on(select(batch, indices), self.device), loss, needs) for indices in cut]
             for _ in range(missing):
                 sum(self._idle()).backward()  # type: ignore[union-attr]
+            if missing:  # this rank's share of the weights has gradients, from the other ranks' sequences
+                self.weights.collect()
         return _step_metrics(parts)
 
     def _missing(self, microbatches: int) -> int:
@@ -166,17 +168,19 @@ class Fsdp2Engine:
         return [(value * 0).sum() for value in (output.logprobs, output.values) if value is not None]
 
     def _microbatch(self, part: Batch, loss: LossFn, needs: frozenset[str]) -> dict[str, Tensor]:
-        """One forward and backward; for each metric its sum, and the number of tokens that it is a mean over, [2]."""
+        """One forward and backward; each metric as [3]: sum, number of tokens, 0; or maximum, number of tokens, 1."""
         result = loss(self._forward(part, needs), part)
         mask = part.loss_mask
         assert part.loss_weights is not None
         total = (result.values * part.loss_weights)[mask].sum()
         total.backward()  # type: ignore[no-untyped-call]
         self.weights.collect()
-        sums = {"train/loss": torch.stack([total.detach().double(), mask.sum().double()])}
+        sums = {"train/loss": _row(total.detach(), mask, largest=False)}
         for name, values in result.metrics.items():
             counted = result.counted.get(name, mask)
-            sums[name] = torch.stack([values.detach()[counted].sum().double(), counted.sum().double()])
+            sums[name] = _row(values.detach()[counted].sum(), counted, largest=False)
+        for name, values in result.largest.items():
+            sums[name] = _row(values.detach()[mask].max(), mask, largest=True)
         return sums
 
     def optimizer_step(self) -> Metrics:
@@ -396,7 +400,15 @@ def _step_metrics(parts: list[dict[str, Tensor]]) -> Metrics:
     table = torch.stack([torch.stack([sums[name] for name in names]) for sums in parts]).tolist()
     merged: list[Metrics] = []
     for row in table:
-        found = {name: (total, count) for name, (total, count) in zip(names, row, strict=True)}
-        one = {name: Metric.mean(total / count, count) for name, (total, count) in found.items() if count}
+        found = dict(zip(names, row, strict=True))
+        one = {
+            name: Metric.max(total) if largest else Metric.mean(total / count, count)
+            for name, (total, count, largest) in found.items()
+            if count
+        }
         merged.append(one | {"train/loss": Metric.sum(found["train/loss"][0])})
     return merge_metrics(*merged)
+
+
+def _row(value: Tensor, counted: Tensor, largest: bool) -> Tensor:
+    return torch.stack([value.double(), counted.sum().double(), torch.full_like(value, largest, dtype=torch.float64)])

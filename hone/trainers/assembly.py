@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.algorithm import Algorithm, check_takes_token_rewards
 from hone.algorithms.distillation import Distillation
 from hone.algorithms.objective import FULL_KL
 from hone.algorithms.process_reward import PROCESS_REWARDS
@@ -144,6 +144,11 @@ class PolicyAssembly:
         advantage = config.algorithm.advantage.name
         if config.critic is None and algorithm.needs_values:
             raise ConfigError(f"critic: algorithm.advantage {advantage} needs a critic; add the section `critic: {{}}`")
+        if config.critic is not None and config.critic.warmup_steps >= config.run.steps:
+            raise ConfigError(
+                f"critic.warmup_steps = {config.critic.warmup_steps} should be less than run.steps = "
+                f"{config.run.steps}: the policy would never be trained"
+            )
         if config.critic is not None and not algorithm.needs_values:
             raise ConfigError(f"critic: algorithm.advantage {advantage} has no critic; remove the section")
         if config.reference is not None and not self._needs_reference(algorithm):
@@ -173,7 +178,7 @@ class PolicyAssembly:
         config = self._config
         steps = self._optimizer_steps
         if config.critic is not None:  # its schedule begins when it does
-            steps = max(1, steps - config.critic.warmup_steps * self._steps_per_batch)
+            steps -= config.critic.warmup_steps * self._steps_per_batch
         kl = config.algorithm.kl
         whole = kl.kind == "full" and kl.coef > 0  # then the actor compares its own logits with the reference's
         spec = TrainSpec(
@@ -202,6 +207,11 @@ class PolicyAssembly:
         config = self._config.distillation
         if config is None:
             return None
+        if config.where == "in_reward":
+            try:
+                check_takes_token_rewards(self._config.algorithm.advantage, "distillation.where: in_reward")
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         found = {}
         for name, one in config.teachers.items():
             require_same_tokens(f"distillation.teachers.{name}", one.model, self._language.renderer.tokenizer)
@@ -226,6 +236,8 @@ class PolicyAssembly:
         config = self._config.process_reward
         if config is None:
             return None
+        if config.model is not None:
+            require_same_tokens("process_reward.model", config.model, self._language.renderer.tokenizer)
         parts = self._config.update.minibatches
         spec = TrainSpec(
             config.model or self._model,

@@ -8,8 +8,11 @@ import yaml
 
 from hone.config import Config as Settings
 from hone.config import ConfigError, build
+from hone.data.stream import make_renderer
 from hone.models.settings import ModelConfig
+from hone.models.tokenizer import load_tokenizer
 from hone.trainers.checkpoints import Checkpoint, CheckpointStore
+from hone.trainers.exported_language import write_language
 from hone.trainers.settings import DistillRunConfig, PolicyRunConfig
 from hone.trainers.supervised_settings import (
     PreferenceRunConfig,
@@ -68,10 +71,10 @@ def export_checkpoint(folder: Path, output: Path, which: str = "latest") -> Path
     checkpoint = choose(folder, which)
     role, engine = ("actor", config.actor) if isinstance(config, PolicyRunConfig) else ("model", config.engine)
     model_type = "value_model" if isinstance(config, RewardModelRunConfig) else "language_model"
-    worker = TrainWorker(
-        TrainSpec(base_model(folder, config), engine.alone(), model_type, total_steps=config.run.steps)
-    )
+    model = base_model(folder, config)
+    worker = TrainWorker(TrainSpec(model, engine.alone(), model_type, total_steps=config.run.steps))
     worker.initialize()
     worker.load_checkpoint(checkpoint.part(role))
     worker.export_hf(output)
+    write_language(output, config, config.data, make_renderer(config.data, load_tokenizer(model)))
     return checkpoint.folder

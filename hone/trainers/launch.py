@@ -25,6 +25,7 @@ from hone.trainers.answering import Answering, Language
 from hone.trainers.asking import quiet_place
 from hone.trainers.assembly import PolicyAssembly, local_model, prepare_process
 from hone.trainers.base import Place, Trainer
+from hone.trainers.exported_language import write_language
 from hone.trainers.folder import claim, write_config
 from hone.trainers.randomness import seed_everything
 from hone.trainers.recorder import Recorder
@@ -74,6 +75,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig]) -> Path:
                 trainer = PolicyAssembly(config, model, language, place).trainer(answering)
                 require_all_read(loaded)
                 trainer.run()
+                write_language(folder / "export", config, config.data, language.renderer)
             finally:
                 answering.close()
     return folder
@@ -105,6 +107,8 @@ def _run(loaded: Loaded[S], assemble: Callable[[S, ModelConfig, Language, Place]
             trainer = assemble(config, model, language, place)
             require_all_read(loaded)
             trainer.run()
+            if ranks.is_first():
+                write_language(folder / "export", config, config.data, language.renderer)
     return folder
 
 

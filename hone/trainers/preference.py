@@ -21,8 +21,8 @@ from hone.data.preferences import Judged, Pair, mismatched, pack_judged, pack_pa
 from hone.data.sources import DataError
 from hone.trainers.reference import Reference
 from hone.trainers.supervised import weighed
-from hone.types import Batch, LossFn
-from hone.workers.handles import TrainHandle
+from hone.types import Batch, LossFn, Metric
+from hone.workers.handles import RecordFn, TrainHandle
 
 I = TypeVar("I", Pair, Judged)  # noqa: E741
 
@@ -99,11 +99,19 @@ class JudgedTask(_PreferenceTask[Judged]):
     """KTO: single answers, good or bad, against a baseline that the whole mini-batch shares."""
 
     def __init__(
-        self, settings: KtoSettings, reference: Reference | None, max_tokens: int, policy: TrainHandle
+        self,
+        settings: KtoSettings,
+        reference: Reference | None,
+        max_tokens: int,
+        policy: TrainHandle,
+        record: RecordFn,
     ) -> None:
+        """`record` is told how many prompts of a mini-batch no other answer fitted under."""
         super().__init__(settings, reference, max_tokens)
         self._baseline = settings.baseline
+        self._max_tokens = max_tokens
         self._policy = policy
+        self._record = record
 
     def collate(self, items: Sequence[Judged]) -> Batch:
         """Raises DataError for an answer that does not fit into a micro-batch, or without another to compare with."""
@@ -111,7 +119,9 @@ class JudgedTask(_PreferenceTask[Judged]):
         batch = self._with_reference(weighed(pack_judged(items), PER_ANSWER))
         if not self._baseline:
             return batch
-        baseline = torch.full((batch.num_tokens,), self._measured_baseline(self._crossed(items)))
+        crossed = self._crossed(items)
+        self._record({"train/kto_left_out": Metric.sum(len(items) - crossed.num_sequences)})
+        baseline = torch.full((batch.num_tokens,), self._measured_baseline(crossed))
         return batch.with_(extras={**batch.extras, KTO_BASELINE: baseline})
 
     def _measured_baseline(self, crossed: Batch) -> float:
@@ -123,6 +133,7 @@ class JudgedTask(_PreferenceTask[Judged]):
         return float(kto_baseline(own - other))
 
     def _judged_by_reference(self, items: Sequence[Judged]) -> list[Batch]:
+        self._fitting.check(items)
         return [pack_judged(items), *([self._crossed(items)] if self._baseline else [])]
 
     def _crossed(self, items: Sequence[Judged]) -> Batch:
@@ -131,6 +142,5 @@ class JudgedTask(_PreferenceTask[Judged]):
                 "loss.baseline of kto puts each answer under another prompt: samples_per_step, and the rows of every "
                 "evaluation set, should be at least 2, or loss.baseline false"
             )
-        crossed = mismatched(items)
-        self._fitting.check(crossed)
-        return pack_judged(crossed)
+        # Rows fit, as `check` saw to, so under the shortest prompt of all every answer fits: some are always left.
+        return pack_judged(mismatched(items, self._max_tokens))

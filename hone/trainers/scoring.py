@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hone.config import ConfigError
 from hone.data.packing import Sample, pack_samples
-from hone.data.rendering import Renderer, RenderingError
+from hone.data.rendering import RenderingError
 from hone.engines.settings import EngineConfig
 from hone.models.loading import VALUE_HEAD_FILE, check_model_source
 from hone.models.settings import ModelConfig
@@ -24,6 +24,7 @@ from hone.models.tokenizer import load_tokenizer, vocabulary_digest
 from hone.rewards.model import Answer
 from hone.rewards.pool import Outcome
 from hone.rewards.settings import RewardModelConfig
+from hone.trainers.exported_language import read_language
 from hone.types import Batch, ModelOutput
 from hone.workers.train import TrainSpec
 
@@ -49,10 +50,13 @@ class AnswerScorer:
     """A reward model that is ready to be asked, for the answers of a policy with the given vocabulary."""
 
     def __init__(self, config: RewardModelConfig, vocabulary: str, infer: InferFn) -> None:
-        """`vocabulary` is the digest of the policy's. Raises ModelError for a folder without a usable tokenizer."""
+        """`vocabulary` is the digest of the policy's. Raises ModelError for a folder without a usable tokenizer, and
+        ConfigError for one that says wrongly how it was spoken to.
+        """
         model = ModelConfig(path=config.path)
         tokenizer = load_tokenizer(model)
-        self._renderer = Renderer(tokenizer)
+        self._language = read_language(Path(config.path), tokenizer)
+        self._renderer = self._language.renderer
         self._same_tokens = vocabulary_digest(tokenizer) == vocabulary
         self._infer = infer
         self._aggregation = config.aggregation
@@ -95,7 +99,10 @@ class AnswerScorer:
         return ids, tuple(int(position in marked) for position in range(len(ids)))
 
     def _rendered(self, answer: Answer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The reward model's own template and tokens. What an environment said between turns is not in the text."""
+        """The reward model's own system prompt, template and tokens.
+
+        What an environment said between turns is not in the text.
+        """
         if answer.turns > 1:
             raise Unscorable(
                 f"the reward model's vocabulary is not the policy's, and an answer of {answer.turns} turns cannot be "
@@ -103,7 +110,8 @@ class AnswerScorer:
             )
         steps = answer.response.split(self._separator) if self._separator else [answer.response]
         steps = [step for step in steps if step.strip()] or [answer.response]
-        return self._renderer.render_steps(answer.messages, steps, self._separator)
+        messages = self._language.introduced(answer.messages)
+        return self._renderer.render_steps(messages, steps, self._separator)
 
     def _scores(self, samples: Sequence[Sample]) -> list[Outcome]:
         if not samples:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hone.algorithms.preference_settings import KtoSettings, PreferenceSettings, ProcessSettings
 from hone.config import ConfigError, count_as_read, plain
@@ -19,6 +19,7 @@ from hone.data.settings import DatasetConfig
 from hone.data.stream import ItemStream, MakerOf, SampleMaker, read_all
 from hone.models.settings import ModelConfig
 from hone.trainers.answering import Language, place_role
+from hone.trainers.assembly import require_same_tokens
 from hone.trainers.base import Place
 from hone.trainers.preference import JudgedTask, PairTask
 from hone.trainers.reference import FILE, LiveReference, Reference, StoredReference
@@ -48,6 +49,10 @@ class SupervisedAssembly:
         self._language = language
         self._place = place
         self._data_key = data_key
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._language.renderer.tokenizer
 
     def model(self, model_type: str = "language_model") -> TrainHandle:
         """The model that is trained."""
@@ -100,7 +105,8 @@ def assemble_preference(
     reference = _reference(config, parts, place) if loss.needs_reference else None
     budget = config.engine.max_tokens_per_microbatch
     if isinstance(loss, KtoSettings):
-        return parts.trainer(JudgedMaker, JudgedTask(loss, reference, budget, policy), policy)
+        judged = JudgedTask(loss, reference, budget, policy, place.recorder.record)
+        return parts.trainer(JudgedMaker, judged, policy)
     if not loss.paired:
         raise ConfigError(f"loss {loss.name}: hone prefer knows how to judge single answers with kto only")
     return parts.trainer(PairMaker, PairTask(loss, reference, budget), policy)
@@ -108,6 +114,8 @@ def assemble_preference(
 
 def _reference(config: PreferenceRunConfig, parts: SupervisedAssembly, place: Place) -> Reference:
     other = config.reference.model
+    if other is not None:
+        require_same_tokens("reference.model", other, parts.tokenizer)
     if config.reference.logprobs == "live":
         return LiveReference(parts.reference(other))
     if other is not None:

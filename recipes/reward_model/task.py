@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,21 @@ def comparisons(seed: int, size: int, length: int = 5) -> Iterator[dict[str, Any
         yield {
             "prompt": "sort " + "".join(word), "chosen": "".join(better), "rejected": "".join(worse), "margin": margin
         }  # fmt: skip
+
+
+def words(seed: int, size: int, length: int = 5) -> Iterator[dict[str, str]]:
+    """`size` prompts such as "sort decab", with the sorted letters."""
+    rng = random.Random(seed)
+    for _ in range(size):
+        word = rng.sample(LETTERS, k=length)
+        yield {"prompt": "sort " + "".join(word), "ground_truth": "".join(sorted(word))}
+
+
+def letters(response: str, ground_truth: str, row: dict[str, Any]) -> float:
+    """1.0 for an answer of just the letters of the word, in any order; each one missing or too many costs a share."""
+    found, wanted = Counter(response), Counter(ground_truth)
+    wrong = (found - wanted).total() + (wanted - found).total()
+    return max(0.0, 1.0 - wrong / len(ground_truth))
 
 
 def inversions(letters: list[str]) -> int:

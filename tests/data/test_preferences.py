@@ -155,10 +155,23 @@ def test_mismatched_answers_go_round():
         Judged(Sample((3, 8, 7), (0, 1, 1)), False),
         Judged(Sample((4, 6), (0, 1)), True),
     ]
-    crossed = mismatched(judged)
+    crossed = mismatched(judged, 4)
     assert [one.sample.token_ids for one in crossed] == [(1, 2, 8, 7), (3, 6), (4, 9)]
     assert [one.sample.loss_mask for one in crossed] == [(0, 0, 1, 1), (0, 1), (0, 1)]
     assert pack_judged(judged).rewards.tolist() == [1, 0, 1]
+
+
+def test_an_answer_that_does_not_fit_under_a_prompt_is_not_put_there():
+    long, short = (1, 1, 1, 1, 5), (2, 6, 6, 6, 6)  # a long prompt with a short answer, and the other way round
+    judged = [
+        Judged(Sample(long, (0, 0, 0, 0, 1)), True),
+        Judged(Sample(short, (0, 1, 1, 1, 1)), True),
+        Judged(Sample((3, 7), (0, 1)), True),
+    ]
+    found = [[one.sample.token_ids for one in mismatched(rows, 5)] for rows in (judged, judged[:2])]
+    assert found[0] == [(1, 1, 1, 1, 7), (2, 7), (3, 5)]  # the first prompt takes the answer after the next
+    assert found[1] == [(2, 5)]  # there is none for it here
+    assert [len(one.sample.token_ids) for one in mismatched(judged, 8)] == [8, 2, 2]
 
 
 # ---------------------------------------------------------------------------------------------------------- in steps

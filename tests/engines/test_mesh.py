@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hone.data.packing import balanced_parts, select
 from hone.engines.checkpoint import MODEL, OPTIMIZER, PartsReader, load_json
 from hone.engines.settings import ParallelConfig, Sizes
 from hone.engines.sharding import ShardingError
@@ -199,7 +200,7 @@ def test_each_rank_reads_its_own_shards(folder):
 # ------------------------------------------------------------------------------------------- precision, odd batches
 
 
-def odd_batches():
+def odd_batches(folder):
     """What a mesh does in bfloat16, with a gradient that is not finite on one rank, and with nothing to do on one."""
     engine = make_engine(Case(engine={"compute_dtype": "bfloat16"}))
     narrow = train(engine, "likelihood", range(1))
@@ -212,6 +213,7 @@ def odd_batches():
     after = dict(engine.get_per_tensor_param()[0])
     nothing = batch if engine.data_parallel_rank == 0 else batch.with_(loss_mask=torch.zeros_like(batch.loss_mask))
     moved = engine.train_batch(nothing, likelihood)
+    engine.save_checkpoint(Path(folder))
     return {
         "loss": narrow["losses"][0],
         "dtypes": dtypes,
@@ -219,19 +221,31 @@ def odd_batches():
         "kept": all(torch.equal(before[name], after[name]) for name in before),
         "norm": moved["train/grad_norm"].value,
         "moved loss": moved["train/loss"].value,
+        **dict(engine.get_per_tensor_param()[0]),
     }
 
 
-def test_odd_batches_and_narrow_precision():
-    first, second = run_ranks(2, odd_batches)
+def test_odd_batches_and_narrow_precision(tmp_path):
+    first, second = run_ranks(2, odd_batches, str(tmp_path))
     assert first["dtypes"] == second["dtypes"] == ["torch.float32"]
     alone = _alone(("qwen3", "likelihood", "language_model", "AdamW"))
     assert first["loss"] + second["loss"] == pytest.approx(alone["losses"][0], rel=2e-2)
     assert (first["skipped"], second["skipped"]) == (1.0, 0.0)  # added up over ranks, it is one step
     assert first["kept"]
     assert second["kept"]
-    assert first["norm"] == second["norm"] > 0
     assert second["moved loss"] == 0
+
+    engine, batch = make_engine(Case()), make_batch(0)
+    engine.train_batch(batch.with_(loss_weights=batch.loss_weights * float("nan")), likelihood)
+    moved = engine.train_batch(select(batch, balanced_parts(batch, 2)[0]), likelihood)
+    assert first["norm"] == second["norm"] == pytest.approx(moved["train/grad_norm"].value, rel=1e-5)
+    loaded = make_engine(Case())
+    loaded.load_checkpoint(tmp_path)  # with the optimizer's state of every part of every weight
+    weights = dict(loaded.get_per_tensor_param()[0])
+    for name, value in engine.get_per_tensor_param()[0]:
+        for rank in (first, second):
+            torch.testing.assert_close(rank[name], value, rtol=1e-5, atol=1e-5)
+            assert torch.equal(weights[name], rank[name])
 
 
 # ------------------------------------------------------------------------------------------------------- refusals

@@ -37,6 +37,26 @@ def test_a_few_steps_lower_the_held_out_loss(tmp_path, command, recipe, steps):
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
+def test_a_policy_learns_from_the_reward_model_beside_it(tmp_path):
+    judge = [f"run.dir={tmp_path}/judge", "run.steps=4", *SMALL]
+    assert main(["reward-model", "recipes/reward_model/bradley_terry.yaml", *judge]) == 0
+    small = ("run.steps=2", "warm_start.steps=4", "warm_start.engine.schedule.warmup_steps=2",
+             "update.prompts_per_step=4", "evaluation.every_steps=0",
+             "evaluation.sets.held_out.source.size=8", "tracking.trackers=[jsonl]")  # fmt: skip
+    places = (f"run.dir={tmp_path}/policy", f"reward.components.preferred.model.path={tmp_path}/judge/export")
+    assert main(["train", "recipes/reward_model/policy.yaml", *small, *places]) == 0
+    last = metrics(tmp_path / "policy")[-1]
+    assert (last["step"], last["reward/failed"]) == (2, 0)
+    assert last["reward/preferred"] != 0
+    assert last["reward/mean"] == pytest.approx(last["reward/preferred"] + 5 * last["reward/letters"], abs=1e-5)
+
+
+def test_an_answer_of_other_letters_is_worth_less():
+    letters = resolve("recipes/reward_model/task.py:letters")
+    worth = {"abc": 1.0, "cab": 1.0, "abd": 1 / 3, "ab": 2 / 3, "abca": 2 / 3, "": 0.0, "xyz": 0.0}
+    assert {answer: letters(answer, "abc", {}) for answer in worth} == pytest.approx(worth)
+
+
 def test_the_pairs_are_what_the_page_says():
     for row in resolve("recipes/preference/task.py:pairs")(seed=1, size=200):
         direction, word = row["prompt"].split()

@@ -1,4 +1,4 @@
-"""Learning from preferences over two ranks: whole pairs, KTO's baseline of the whole mini-batch, one process's record."""
+"""Learning from preferences over two ranks: whole pairs, KTO's baseline of all answers, the record of one process."""
 
 import pytest
 import torch

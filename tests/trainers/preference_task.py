@@ -30,6 +30,14 @@ def answers(seed, size):
         good = rng.random() < 0.5
         yield {"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good}
 
+def lopsided(seed, size):
+    """Long prompts with short answers, and short prompts with long ones."""
+    rng = random.Random(seed)
+    for _ in range(size):
+        long, short = "".join(rng.choices("abcd", k=8)), rng.choice("abcd")
+        prompt, answer = (long, short) if rng.random() < 0.5 else (short, long)
+        yield {"prompt": prompt, "completion": answer, "label": rng.random() < 0.5}
+
 def steps(seed, size):
     """Pairs of letters: right if they are in the order of the alphabet."""
     rng = random.Random(seed)

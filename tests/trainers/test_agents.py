@@ -18,7 +18,7 @@ from hone.rollout.builtin import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
 from hone.trainers.agents import AgentRunner
 from hone.trainers.launch import run_policy
-from hone.types import Prompt, SamplingParams, Status
+from hone.types import Prompt, PromptTooLong, SamplingParams, Status
 from tests.trainers.tiny import BASE, metrics, recipe
 
 PROGRAMS = """
@@ -53,6 +53,12 @@ async def breaks(base_url, api_key, prompt):
 async def sleeps(base_url, api_key, prompt):
     await once(base_url, api_key, prompt)
     await asyncio.sleep(60)
+
+async def tidies_up(base_url, api_key, prompt):
+    try:
+        await once(base_url, api_key, prompt)
+    finally:
+        await asyncio.sleep(0.2)
 
 async def idle(base_url, api_key, prompt):
     pass
@@ -147,10 +153,22 @@ def test_a_late_program_is_ended_and_who_was_waited_for_is_named(play):
     assert {(one.status, one.error) for one in late} == {
         (Status.ENV_FAILED, "no end after 1 s; waited for the program")
     }
-    stuck = play("once", generate=never, timeout_s=1.0)
+    stuck = play("tidies_up", generate=never, timeout_s=1.0)
     assert {(one.status, one.error) for one in stuck} == {
         (Status.ENGINE_FAILED, "no end after 1 s; waited for the rollout engine")
     }
+
+
+@pytest.mark.parametrize(("refusal", "status"), [(PromptTooLong, Status.TRUNCATED), (ValueError, Status.ENV_FAILED)])
+def test_only_a_refusal_for_its_length_truncates_an_episode(play, engine, refusal, status):
+    async def first_turns_only(request_id, token_ids, sampling):
+        if not request_id.endswith("/0"):
+            raise refusal("not this prompt")
+        return await engine.generate(request_id, token_ids, sampling)
+
+    found = play("twice", generate=first_turns_only)
+    assert [(one.status, one.turns) for one in found] == [(status, 1)] * 2
+    assert all("not this prompt" in one.error for one in found)
 
 
 def test_an_engine_that_breaks_ends_the_run(play):

@@ -32,7 +32,7 @@ from hone.trainers.reference import FILE, StoredReference
 from hone.trainers.supervised import weighed
 from hone.trainers.supervised_settings import PreferenceRunConfig
 from hone.workers.train import TrainSpec, TrainWorker
-from tests.trainers.preference_task import prefer, written
+from tests.trainers.preference_task import prefer, source, written
 from tests.trainers.tiny import BASE, metrics
 
 OTHER = {"build": {**BASE["model"]["build"], "seed": 1}}  # a reference that is not the policy: ratios are not 1
@@ -68,10 +68,10 @@ def models(tmp_path):
     return both
 
 
-def drawn(tmp_path, path, maker):
+def drawn(tmp_path, path, maker, batches=1):
     config = load(PreferenceRunConfig, path).config
     renderer = Renderer(AutoTokenizer.from_pretrained(tmp_path / "run" / "model"))
-    return ItemStream(maker, config.data, renderer, config.run.seed).take(config.samples_per_step)
+    return ItemStream(maker, config.data, renderer, config.run.seed).take(batches * config.samples_per_step)
 
 
 def expected_pair_loss(name, chosen, rejected):
@@ -146,6 +146,18 @@ def test_kto_measures_its_baseline_on_answers_under_other_prompts(tmp_path, mode
     ahead = [0.1 * log_ratio(one.sample) for one in answers]
     expected = [1 - sigmoid(a if one.good else -a) for a, one in zip(ahead, answers, strict=True)]
     assert metrics(tmp_path / "bare" / "run")[1]["train/loss"] == pytest.approx(sum(expected) / 5, abs=1e-5)
+
+
+@pytest.mark.parametrize("reference", ["precomputed", "live"])
+def test_kto_leaves_out_what_fits_under_no_other_prompt(tmp_path, reference):
+    """Every row has 13 tokens, a long prompt with a long answer 20: a budget of 14 holds rows, but not all crosses."""
+    path = written(tmp_path, "prefer", "kto", samples_per_step=2, evaluation_sets={},
+                   data={"train": source(tmp_path, "lopsided", 24, 1)}, reference={"logprobs": reference})  # fmt: skip
+    prefer(path, "engine.max_tokens_per_microbatch=14")
+    rows = drawn(tmp_path, path, JudgedMaker, batches=8)
+    alone = [sum(one.sample.loss_mask.index(1) > 5 for one in rows[i : i + 2]) == 1 for i in range(0, 16, 2)]
+    assert {True, False} == set(alone)  # a long prompt beside a short one has only the long answer to take
+    assert [step["train/kto_left_out"] for step in metrics(tmp_path / "run")[1:]] == alone
 
 
 # --------------------------------------------------------------------------------------------------------- whole pairs

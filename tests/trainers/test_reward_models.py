@@ -19,6 +19,7 @@ from hone.models.tokenizer import load_tokenizer, vocabulary_digest
 from hone.registry import resolve
 from hone.rewards.model import Answer, ServedRewardModel
 from hone.rewards.settings import RewardComponent, RewardModelConfig
+from hone.trainers.export import export_checkpoint
 from hone.trainers.launch import run_policy, run_reward_model
 from hone.trainers.reward_models import _hosting
 from hone.trainers.scoring import AnswerScorer, reward_model_spec, separator_tokens
@@ -162,18 +163,27 @@ def in_the_root(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
 
 
-def exported(folder, name):
+def exported(folder, name, *overrides):
     """(evaluation figures, folder) of a few steps of a recipe."""
     steps = ["run.steps=12", f"run.dir={folder / 'run'}", "tracking.trackers=[jsonl]", "runtime.threads=1"]
     sizes = ["data.train.source.size=256", "evaluation_sets.held_out.source.size=32", "samples_per_step=32"]
-    run = run_reward_model(load(RewardModelRunConfig, f"recipes/reward_model/{name}.yaml", [*steps, *sizes]))
+    run = run_reward_model(
+        load(RewardModelRunConfig, f"recipes/reward_model/{name}.yaml", [*steps, *sizes, *overrides])
+    )
     return metrics(run)[-1], run / "export"
 
 
-def spoken(renderer, row, text):
-    messages = ({"role": "user", "content": row["prompt"]},)
+def spoken(renderer, row, text, *before):
+    messages = (*before, {"role": "user", "content": row["prompt"]})
     ids, _ = renderer.render_steps(messages, [text], "")
     return Answer(ids, len(renderer.render_prompt(messages)), messages, text, 1)
+
+
+def margins_of(ask, said):
+    """By how much the chosen answer of each held-out comparison is ahead; `said(row, text)` is an answer."""
+    rows = list(resolve("recipes/reward_model/task.py:comparisons")(2, 32))
+    scores = [[one.value for one in ask([said(row, row[key]) for row in rows])] for key in ("chosen", "rejected")]
+    return [a - b for a, b in zip(*scores, strict=True)]
 
 
 @pytest.mark.parametrize("vocabulary", ["its own", "another"])
@@ -182,14 +192,44 @@ def test_scores_are_those_of_the_training_of_reward_models(tmp_path, in_the_root
     figures, folder = exported(tmp_path, "bradley_terry")
     tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
     ask = scorer(folder, vocabulary_digest(tokenizer) if vocabulary == "its own" else vocabulary)
-    rows, renderer = list(resolve("recipes/reward_model/task.py:comparisons")(2, 32)), Renderer(tokenizer)
-    chosen, rejected = (
-        [one.value for one in ask([spoken(renderer, row, row[column]) for row in rows])]
-        for column in ("chosen", "rejected")
-    )
-    margins = [a - b for a, b in zip(chosen, rejected, strict=True)]
+    margins = margins_of(ask, lambda row, text: spoken(Renderer(tokenizer), row, text))
     assert figures["eval/held_out/margin"] == pytest.approx(sum(margins) / 32, abs=1e-5)
     assert figures["eval/held_out/accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 32)
+
+
+TEMPLATE = (  # an answer ends with <tool>, which is not the tokenizer's end of a sequence
+    "{{ bos_token }}{% for one in messages %}{{ '<' + one.role + '>' + mark + one.content }}"
+    "{% if one.role == 'assistant' %}<tool>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' + mark }}{% endif %}"
+)
+
+
+def test_a_reward_model_is_spoken_to_as_in_its_training(tmp_path, in_the_root):
+    """Chat template, options and system prompt of its run, none of which its base tokenizer knows of."""
+    (tmp_path / "template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    spoken_to = [f"data.chat_template={tmp_path}/template.jinja", "data.chat_options={mark: q}",
+                 "data.train.system_prompt=be good", "evaluation_sets.held_out.system_prompt=be good"]  # fmt: skip
+    figures, folder = exported(tmp_path, "bradley_terry", *spoken_to)
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder.parent / "model")))
+    assert "<tool>" not in tokenizer.chat_template
+    trained = Renderer(tokenizer, TEMPLATE, {"mark": "q"})
+    system = {"role": "system", "content": "be good"}
+    own = margins_of(scorer(folder, vocabulary_digest(tokenizer)), lambda row, text: spoken(trained, row, text, system))
+    another = margins_of(scorer(folder, "another"), lambda row, text: spoken(trained, row, text))
+    introduced = margins_of(scorer(folder, "another"), lambda row, text: spoken(trained, row, text, system))
+    for margins in (own, another, introduced):
+        assert figures["eval/held_out/margin"] == pytest.approx(sum(margins) / 32, abs=1e-5)
+    export_checkpoint(folder.parent, tmp_path / "again")
+    for name in ("chat_template.jinja", "rendering.json"):
+        assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+@pytest.mark.parametrize("said", ["{", "[]", '{"chat_options": {}, "system_prompt": 3}'])
+def test_a_folder_that_says_wrongly_how_it_was_spoken_to_is_refused(tmp_path, said):
+    folder = export(tmp_path / "broken")
+    (folder / "rendering.json").write_text(said, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"rendering\.json (cannot be read|should hold chat_options)"):
+        scorer(folder)
 
 
 def test_scores_of_steps_are_those_of_the_training_of_process_reward_models(tmp_path, in_the_root):
