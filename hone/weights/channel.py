@@ -76,8 +76,8 @@ class SenderChannel:
         self._changed = asyncio.Event()
         self._strangers: dict[bytes, _Stranger] = {}
         self._known: dict[bytes, Peer] = {}
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        # The process's own context, which is never ended: ending one waits, without a deadline, for all it ever sent.
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         for option, value in (
             (zmq.MAXMSGSIZE, LARGEST_MESSAGE),
             (zmq.SNDHWM, 0),
@@ -159,7 +159,7 @@ class SenderChannel:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
             self._reader = None
-        self._context.destroy(linger=FAREWELL_MS)
+        self._socket.close(linger=FAREWELL_MS)
 
     async def _read(self) -> None:
         while True:
