@@ -29,8 +29,8 @@ def test_settings_import_no_torch():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"engine": {"name": "builtin", "slot": 4}}, "did you mean 'engine.slots'"),
-        ({"engine": "bultin"}, "did you mean 'builtin'"),
+        ({"builtin": {"slot": 4}}, "did you mean 'builtin.slots'"),
+        ({"backend": "bultin"}, "did you mean 'builtin'"),
         ({"sampling": {"stop": ["x", ""]}}, "sampling.stop"),
         ({"sampling": {"top_p": 0}}, "sampling.top_p"),
     ],
