@@ -1,29 +1,52 @@
-"""The built-in rollout engine against `transformers.generate`: same model, prompts and token counts.
+"""The rollout engines side by side: same model, prompts and token counts.
 
-    python benchmarks/rollout.py                      # both dtypes, uniform and ragged lengths, 2 threads
+    python benchmarks/rollout.py                      # the engine inside against transformers' generate, 128 sequences
     python benchmarks/rollout.py --dtype bfloat16 --rounds 2 --threads 1
+    python benchmarks/rollout.py --engines fused,separate,vllm,sglang --concurrent 1,8,64,256 --dtype float32
 
-Both take turns within one process; of each, the round with the least wall time counts (process time beside it: the two
-together show whether something else used the machine). A ratio above 1 means that the engine is faster.
+Engines: `generate` (transformers), `fused` and `generic` (the built-in engine in this process, by its two paths), and
+servers in processes of their own: `separate` (the built-in engine), `vllm` and `sglang` (from .venv-vllm and
+.venv-sglang, or --python-vllm, --python-sglang). Servers get the weights through a real sync.
+
+All take turns; of each, the round with the least wall time counts (process time beside it: the two together show
+whether something else used the machine; of a server it is this side's alone). The ratio is to the first engine named;
+above 1 is faster. Ragged lengths are geometric with a mean of a quarter of the longest.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import secrets
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from hone.models.settings import BuildConfig
+from hone.models.tokenizer import build_tokenizer
+from hone.rollout import ROLLOUT_ENGINES
+from hone.rollout.base import Generating, ServerAdapter, ServerSpec
 from hone.rollout.builtin import BuiltinEngine
-from hone.rollout.settings import BuiltinSettings
+from hone.rollout.remote import RemoteBuiltin
+from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.types import SamplingParams
+from hone.weights import TRANSPORTS
+from hone.weights.sync import CheckpointEngineManager
 
-PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 32, 64
+PROMPT_TOKENS, NEW_TOKENS = 32, 64
+SAMPLES = 8  # of each prompt
+OPTIONS: dict[str, dict[str, Any]] = {
+    "vllm": {"max_num_seqs": 256, "kv_cache_memory_bytes": 2**30},
+    "sglang": {"max_running_requests": 256, "max_total_tokens": 65_536},
+}
 
 
 @dataclass(frozen=True)
@@ -54,11 +77,11 @@ def build(dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
-def lengths_of(kind: str) -> list[int]:
-    """New tokens of each sequence: all the maximum, or geometric with a mean of a quarter of it, cut at the maximum."""
+def lengths_of(kind: str, number: int) -> list[int]:
+    """New tokens of each sequence."""
     if kind == "uniform":
-        return [NEW_TOKENS] * (PROMPTS * SAMPLES)
-    drawn = np.random.default_rng(0).geometric(4 / NEW_TOKENS, PROMPTS * SAMPLES)
+        return [NEW_TOKENS] * number
+    drawn = np.random.default_rng(0).geometric(4 / NEW_TOKENS, number)
     return np.minimum(drawn, NEW_TOKENS).tolist()
 
 
@@ -79,16 +102,20 @@ def with_generate(model: PreTrainedModel, prompts: torch.Tensor, lengths: list[i
     return run
 
 
-def with_engine(engine: BuiltinEngine, prompts: torch.Tensor, lengths: list[int]) -> Callable[[], None]:
+def with_engine(
+    engine: Generating, prompts: torch.Tensor, lengths: list[int], runner: asyncio.Runner
+) -> Callable[[], None]:
     async def all_requests() -> None:
-        await asyncio.gather(
+        found = await asyncio.gather(
             *(
                 engine.generate(str(i), tuple(prompt), SamplingParams(max_tokens=length, seed=i, ignore_eos=True))
                 for i, (prompt, length) in enumerate(zip(prompts.tolist(), lengths, strict=True))
             )
         )
+        if [len(one.token_ids) for one in found] != lengths:
+            raise SystemExit("an engine gave another number of tokens than was asked for")
 
-    return lambda: asyncio.run(all_requests())
+    return lambda: runner.run(all_requests())
 
 
 def race(contestants: dict[str, Callable[[], None]], rounds: int) -> dict[str, Timing]:
@@ -103,35 +130,108 @@ def race(contestants: dict[str, Callable[[], None]], rounds: int) -> dict[str, T
     return {name: min(found, key=lambda t: t.wall_s) for name, found in timings.items()}
 
 
+# -------------------------------------------------------------------------------------------------------- servers
+
+
+def adapter_of(name: str, folder: Path, dtype: str, python: str, token: str) -> ServerAdapter:
+    """One server's adapter, not started."""
+    backend = "builtin" if name == "separate" else name
+    config = RolloutConfig(backend=backend, python=python, engine=OPTIONS.get(name, {}))
+    spec = ServerSpec(config, str(folder / "model"), dtype, 0, folder, token)
+    adapter: ServerAdapter = RemoteBuiltin(spec) if name == "separate" else ROLLOUT_ENGINES.get(name)(spec)
+    return adapter
+
+
+async def push(server: ServerAdapter, model: PreTrainedModel, token: str) -> None:
+    """Version 0 of the weights, through shared memory, proven."""
+    sender = TRANSPORTS.get("ipc")(64 << 20, 300.0, token)
+    manager = CheckpointEngineManager(sender)
+    manager.add_replica(server)
+    try:
+        await manager.sync(model.state_dict().items(), 0)
+    finally:
+        await sender.close()
+
+
+@contextmanager
+def servers(
+    names: list[str], model: PreTrainedModel, arguments: argparse.Namespace, dtype: str, runner: asyncio.Runner
+) -> Iterator[dict[str, ServerAdapter]]:
+    """Started servers with the model's weights, by name; ended afterwards."""
+    started: dict[str, ServerAdapter] = {}
+    with tempfile.TemporaryDirectory(prefix="hone-benchmark-") as folder:
+        if names:
+            model.save_pretrained(Path(folder) / "model")
+            build_tokenizer(BuildConfig()).save_pretrained(Path(folder) / "model")  # a server wants one
+        try:
+            for name in names:
+                token, python = secrets.token_hex(16), getattr(arguments, f"python_{name}", "")
+                server = adapter_of(name, Path(folder), dtype, python, token)
+                started[name] = server
+                runner.run(server.start())
+                runner.run(push(server, model, token))
+            yield started
+        finally:
+            for server in started.values():
+                runner.run(server.close())
+
+
+# ------------------------------------------------------------------------------------------------------------ all
+
+
+def compare(arguments: argparse.Namespace, dtype: str, runner: asyncio.Runner) -> None:
+    model = build(getattr(torch, dtype))
+    inside = {
+        name: BuiltinEngine(BuiltinSettings(execution=name), model)
+        for name in arguments.engines
+        if name in ("fused", "generic")
+    }
+    with servers([n for n in arguments.engines if n in ("separate", *OPTIONS)], model, arguments, dtype, runner) as far:
+        engines: dict[str, Generating] = {**inside, **far}
+        for number in arguments.concurrent:
+            prompts = torch.randint(3, 2048, (-(-number // SAMPLES), PROMPT_TOKENS))
+            prompts = prompts.repeat_interleave(SAMPLES, 0)[:number]
+            for kind in arguments.lengths:
+                lengths = lengths_of(kind, number)
+                contestants = {
+                    name: with_engine(engines[name], prompts, lengths, runner)
+                    if name in engines
+                    else with_generate(model, prompts, lengths)
+                    for name in arguments.engines
+                }
+                report(race(contestants, arguments.rounds), f"{dtype:8} {number:4} {kind:7}", sum(lengths))
+
+
+def report(timings: dict[str, Timing], what: str, tokens: int) -> None:
+    first = next(iter(timings.values()))
+    for name, timing in timings.items():
+        print(
+            f"{what} {name:9} {tokens / timing.wall_s:7.0f} tokens/s  wall {timing.wall_s:6.3f} s"
+            f"  process {timing.process_s:6.3f} s"
+            f"  ratio {first.wall_s / timing.wall_s:5.2f} (process {first.process_s / timing.process_s:.2f})",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append")
-    parser.add_argument("--lengths", choices=["uniform", "ragged"], action="append")
-    parser.add_argument("--execution", choices=["fused", "generic"], action="append")
+    parser.add_argument("--dtype", default="float32,bfloat16", type=lambda t: t.split(","))
+    parser.add_argument("--lengths", default="uniform,ragged", type=lambda t: t.split(","))
+    parser.add_argument("--engines", default="generate,fused,generic", type=lambda t: t.split(","))
+    parser.add_argument("--concurrent", default="128", type=lambda t: [int(n) for n in t.split(",")])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of this process")
+    for name in OPTIONS:
+        parser.add_argument(f"--python-{name}", default="", help=f"interpreter that has it; else .venv-{name}")
     arguments = parser.parse_args()
+    known = ("generate", "fused", "generic", "separate", *OPTIONS)
+    if unknown := [name for name in arguments.engines if name not in known]:
+        parser.error(f"no engine {unknown[0]!r} (there is: {', '.join(known)})")
     torch.set_num_threads(arguments.threads)
-    print(f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens x {SAMPLES} samples, {arguments.threads} threads")
-    for dtype in arguments.dtype or ["float32", "bfloat16"]:
-        model = build(getattr(torch, dtype))
-        prompts = torch.randint(3, 2048, (PROMPTS, PROMPT_TOKENS)).repeat_interleave(SAMPLES, 0)
-        engines = {
-            f"hone {path}": BuiltinEngine(BuiltinSettings(execution=path), model)
-            for path in arguments.execution or ["fused", "generic"]
-        }
-        for kind in arguments.lengths or ["uniform", "ragged"]:
-            lengths = lengths_of(kind)
-            contestants = {"generate": with_generate(model, prompts, lengths)}
-            contestants |= {name: with_engine(engine, prompts, lengths) for name, engine in engines.items()}
-            timings = race(contestants, arguments.rounds)
-            for name, timing in timings.items():
-                first = timings["generate"]
-                print(
-                    f"{dtype:8} {kind:7} {name:12} {sum(lengths) / timing.wall_s:7.0f} tokens/s"
-                    f"  wall {timing.wall_s:6.3f} s  process {timing.process_s:6.3f} s"
-                    f"  ratio {first.wall_s / timing.wall_s:.2f} (process {first.process_s / timing.process_s:.2f})"
-                )
+    print(f"prompts of {PROMPT_TOKENS} tokens, {SAMPLES} samples each, {arguments.threads} threads")
+    with asyncio.Runner() as runner:
+        for dtype in arguments.dtype:
+            compare(arguments, dtype, runner)
 
 
 if __name__ == "__main__":

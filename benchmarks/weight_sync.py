@@ -9,8 +9,9 @@ own, as an engine does, so that afterwards both hold the weights, as after a pla
 byte, and the round ends when they are known to be equal. `tensor by tensor` is what buckets replace: for each tensor a
 new shared memory, a message, and an answer, without any digest.
 
-All take turns; of each, the round with the least wall time counts (the sender's process time beside it: the two
-together show whether something else used the machine). `digest` is one pass of the digest over the bytes: its share.
+All take turns; of each, the round with the least wall time counts. Beside it stand the least process times of both
+sides: they work at the same time, so on two free cores the greater of the two is about the wall time, and a wall time
+far above it means that something else used the machine. `digest` is one pass of the digest over the bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,7 +51,8 @@ class Timing:
     gb_per_s: float
     of_copy: float  # its speed as a share of the plain copy's
     wall_s: float
-    process_s: float
+    process_s: float  # of the sender, or of the one process there is
+    receiver_s: float
 
 
 def make(total: int, each: int, device: str) -> dict[str, torch.Tensor]:
@@ -61,14 +64,17 @@ def receiving(pipe: Connection, threads: int) -> None:
     torch.set_num_threads(threads)
     storage: dict[str, torch.Tensor] = {}
     while (request := pipe.recv()) != "stop":
+        started = time.process_time()
         if request == "tensor by tensor":
             take_one_by_one(pipe, storage)
-            continue
-        offer, token = request
-        with receive(offer, 0, token, copy=False) as delivery:
-            for name, tensor in delivery:
-                keep(storage, name, tensor)
-        pipe.send(delivery.digest)
+            answer = "done"
+        else:
+            offer, token = request
+            with receive(offer, 0, token, copy=False) as delivery:
+                for name, tensor in delivery:
+                    keep(storage, name, tensor)
+            answer = delivery.digest
+        pipe.send((answer, time.process_time() - started))
 
 
 def keep(storage: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
@@ -87,10 +93,9 @@ def take_one_by_one(pipe: Connection, storage: dict[str, torch.Tensor]) -> None:
             memory.close()
         except BufferError:  # the view above is freed a moment later
             memory._buf = None
-    pipe.send("done")
 
 
-def send_one_by_one(pipe: Connection, weights: dict[str, torch.Tensor]) -> None:
+def send_one_by_one(pipe: Connection, weights: dict[str, torch.Tensor]) -> float:
     pipe.send("tensor by tensor")
     for name, tensor in weights.items():
         memory = SharedMemory(create=True, size=tensor.numel() * 4)
@@ -102,35 +107,41 @@ def send_one_by_one(pipe: Connection, weights: dict[str, torch.Tensor]) -> None:
         memory.close()
         memory.unlink()
     pipe.send(None)
-    pipe.recv()
+    return float(pipe.recv()[1])
 
 
-async def send(engine: CheckpointEngine, pipe: Connection, weights: dict[str, torch.Tensor], version: int) -> None:
-    """One whole sync, proven."""
+async def send(engine: CheckpointEngine, pipe: Connection, weights: dict[str, torch.Tensor], version: int) -> float:
+    """One whole sync, proven; the receiver's process time."""
     engine.build_topology({"receiver": 1})
     pipe.send((engine.prepare(version, Full()).for_replica("receiver").to_json(), TOKEN))
     await engine.init_process_group()
     sent = await engine.send_weights(weights.items(), version)
-    digest = await asyncio.to_thread(pipe.recv)
+    digest, seconds = await asyncio.to_thread(pipe.recv)
     await engine.finalize()
     if digest != sent.digest or sent.lost:
         raise SystemExit(f"{engine.transport}: the receiver has {digest}, sent was {sent}")
+    return float(seconds)
 
 
 def ways(
-    names: list[str], pipe: Connection, weights: dict[str, torch.Tensor], bucket: int, run: Callable[..., object]
-) -> tuple[dict[str, Callable[[int], object]], list[CheckpointEngine]]:
+    names: list[str], pipe: Connection, weights: dict[str, torch.Tensor], bucket: int, run: Callable[..., Any]
+) -> tuple[dict[str, Callable[[int], float]], list[CheckpointEngine]]:
     target = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
     for tensor in target.values():
         tensor.zero_()  # the memory is there before the first round
 
-    def copy(_: int) -> None:
+    def digest(_: int) -> float:
+        digest_tensors(weights.items())
+        return 0.0
+
+    def copy(_: int) -> float:
         for name, tensor in weights.items():
             target[name].copy_(tensor)
         if next(iter(target.values())).is_cuda:
             torch.cuda.synchronize()
+        return 0.0
 
-    chosen: dict[str, Callable[[int], object]] = {"copy": copy, "digest": lambda _: digest_tensors(weights.items())}
+    chosen: dict[str, Callable[[int], float]] = {"copy": copy, "digest": digest}
     engines = []
     for name in names:
         if name == "tensor by tensor":
@@ -141,7 +152,7 @@ def ways(
     return chosen, engines
 
 
-def measure(layout: str, arguments: argparse.Namespace, run: Callable[..., object]) -> list[Timing]:
+def measure(layout: str, arguments: argparse.Namespace, run: Callable[..., Any]) -> list[Timing]:
     total = int(arguments.gb * 1e9) // LAYOUTS[layout] * LAYOUTS[layout]
     weights = make(total, LAYOUTS[layout], arguments.device)
     context = multiprocessing.get_context("spawn")
@@ -149,20 +160,20 @@ def measure(layout: str, arguments: argparse.Namespace, run: Callable[..., objec
     process = context.Process(target=receiving, args=(theirs, arguments.threads), daemon=True)
     process.start()
     chosen, engines = ways(arguments.transports, pipe, weights, arguments.bucket_mib << 20, run)
-    best = {name: (float("inf"), 0.0) for name in chosen}
+    best = {name: (float("inf"),) * 3 for name in chosen}
     for version in range(arguments.rounds + 1):
         for name, way in chosen.items():
             wall, cpu = time.perf_counter(), time.process_time()
-            way(version)
-            taken = (time.perf_counter() - wall, time.process_time() - cpu)
+            there = way(version)
+            taken = (time.perf_counter() - wall, time.process_time() - cpu, there)
             if version > 0:  # the first maps memory and forms groups
-                best[name] = min(best[name], taken)
+                best[name] = tuple(map(min, best[name], taken))
     for engine in engines:
         run(engine.close())
     pipe.send("stop")
     process.join(10)
     fastest = best["copy"][0]
-    return [Timing(layout, name, total / wall / 1e9, fastest / wall, wall, cpu) for name, (wall, cpu) in best.items()]
+    return [Timing(layout, name, total / took[0] / 1e9, fastest / took[0], *took) for name, took in best.items()]
 
 
 def main() -> None:
@@ -184,7 +195,8 @@ def main() -> None:
             print(f"{layout}: tensors of {LAYOUTS[layout] >> 10} KiB")
             for timing in timings:
                 figures = f"{timing.gb_per_s:6.2f} GB/s {timing.of_copy:5.2f} of copy"
-                print(f"  {timing.way:<17}{figures}  wall {timing.wall_s:.3f} s  process {timing.process_s:.3f} s")
+                process = f"process {timing.process_s:.3f} s, receiver's {timing.receiver_s:.3f} s"
+                print(f"  {timing.way:<17}{figures}  wall {timing.wall_s:.3f} s  {process}")
     if arguments.json:
         facts = {name: value for name, value in vars(arguments).items() if name != "json"}
         machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__}

@@ -34,6 +34,10 @@ class _Loader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = key_node.value
+            if not isinstance(key_node, yaml.ScalarNode):  # such as {{ name }}, which is meant for a template
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key should be text; quote a value that begins with {{", key_node.start_mark
+                )
             if key_node.tag != "tag:yaml.org,2002:merge" and key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} stands twice", key_node.start_mark

@@ -19,6 +19,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin
@@ -277,9 +278,21 @@ def _join(path: str, key: str) -> str:
 
 def _unknown_key(cls: type[Config], key: str, path: str) -> str:
     known = list(cls.model_fields)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = _in_choices(cls, key) or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"; did you mean {_join(path, near[0])!r}?" if near else ""
     return f"unknown key {_join(path, key)!r}{hint} ({path or 'the top level'} has: {', '.join(known)})"
+
+
+def _in_choices(cls: type[Config], key: str) -> list[str]:
+    """Where in a section's choices some entry has the key: `backend.devices`, for `devices`."""
+    found = []
+    for name, info in cls.model_fields.items():
+        for registry in [mark.registry for mark in info.metadata if isinstance(mark, FromRegistry)]:
+            for entry in registry:
+                with suppress(CannotLoad):  # what cannot be loaded here cannot be meant
+                    settings = registry.settings(entry)
+                    found += [f"{name}.{key}"] if settings is not None and key in settings.model_fields else []
+    return found
 
 
 def _explain_error(error: ValidationError, path: str, built: Mapping[str, Any]) -> tuple[str, str]:

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 
 class Status(StrEnum):
@@ -119,6 +121,24 @@ class Message(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """An image that a prompt shows: as it was encoded in its file, and the place it takes among the tokens.
+
+    Image(data=b"\\x89PNG...", grid=(1, 4, 6), tokens=6, token_id=9, read=...) stands for six tokens of number 9.
+    """
+
+    data: bytes = field(repr=False)  # PNG, JPEG ... as it came; two images are equal if these bytes are
+    grid: tuple[int, int, int]  # patches that the model's processor makes of it: frames (1), rows, columns
+    tokens: int  # placeholder tokens in the prompt
+    token_id: int  # the placeholder
+    read: Callable[[bytes], Any] = field(repr=False, compare=False)  # data -> array [patches, values] float32
+
+    def patches(self) -> Any:
+        """What the model sees, a numpy array [frames * rows * columns, values of a patch] float32; made when asked."""
+        return self.read(self.data)
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of a data set, rendered: what is asked, and what is needed to judge the answer.
 
@@ -133,6 +153,7 @@ class Prompt:
     data_source: str
     row: Mapping[str, Any] = field(default_factory=dict)  # every other column, untouched
     draw: int = 0  # position in the prompt stream: unique within a run, the ledger's key
+    images: tuple[Image, ...] = ()  # in the order of their placeholders in `token_ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +173,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
     ignore_eos: bool = False
     seed: int = 0  # of this request: hash(run seed, step, prompt, sample, turn)
+    adapter: str = ""  # who answers: an adapter that is served beside the policy, by its name; empty: the policy
+    routed_experts: bool = False  # whether the completion is to say which experts each token went to
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +186,25 @@ class Completion:
     logprobs: tuple[float, ...]
     weight_versions: tuple[int, ...]
     stop_reason: StopReason
+    # The experts that each token went to in each mixture layer, [n, layers, top_k]: row i is that of token i of prompt
+    # and completion together. The last token has none: nothing was computed of it. None: not asked for.
+    routed_experts: NDArray[np.int16] | None = field(default=None, repr=False, compare=False)
 
 
 class PromptTooLong(ValueError):
     """A prompt that leaves no room for an answer: a conversation outgrew the rollout engine, and nothing is wrong."""
 
 
-GenerateFn = Callable[[str, tuple[int, ...], SamplingParams], Awaitable[Completion]]
-"""`generate(request_id, token_ids, sampling) -> Completion`: the one door between an environment and a model."""
+class GenerateFn(Protocol):
+    """`generate(request_id, token_ids, sampling) -> Completion`: the one door between an environment and a model.
+
+    The images that `token_ids` has placeholders for are given as a fourth argument; where there are none, there are
+    three.
+    """
+
+    def __call__(
+        self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
+    ) -> Awaitable[Completion]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +239,10 @@ class Trajectory:
     error: str = ""  # why status is a failure
     episode: int = 0  # several trajectories of one episode share it; unique within the group
     turns: int = 1
+    images: tuple[Image, ...] = ()  # of its prompt
+    # As `Completion` has them: [n, layers, top_k] of its first n tokens; the last answer's last token and what comes
+    # after it have none.
+    routed_experts: NDArray[np.int16] | None = field(default=None, repr=False, compare=False)
 
     @property
     def response_length(self) -> int:
@@ -226,6 +264,35 @@ class TrajectoryGroup:
     @property
     def trainable(self) -> tuple[Trajectory, ...]:
         return tuple(t for t in self.trajectories if t.status.trainable)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchImages:
+    """The images of a batch: I different ones, each held once, shown M times in all.
+
+    Two answers to one prompt with one image of 2 x 4 patches (2 tokens), then a sequence without:
+    patches [8, D], grids [[1, 2, 4]], index [0, 0], starts [3, 3], counts [1, 1, 0].
+    """
+
+    patches: torch.Tensor  # [P, D] float32, of all images end to end
+    grids: torch.Tensor  # [I, 3] int64: frames, rows, columns of patches
+    tokens: torch.Tensor  # [I] int64: placeholder tokens of each
+    index: torch.Tensor  # [M] int64: which image, in the order of sequences and of their tokens
+    starts: torch.Tensor  # [M] int64: its first placeholder, counted from the beginning of the sequence
+    counts: torch.Tensor  # [N] int64: how many the sequence shows
+
+
+OF_THIS_PROCESS = {"of_this_process": True}
+"""Metadata of a field that no other process is told: it says nothing that the other fields do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Where a batch came from, so that what a runtime has already sent of the whole need not travel again."""
+
+    whole: Batch
+    indices: tuple[int, ...]  # its sequences, in order
+    part: Batch  # the batch as it was selected: fields that are still these tensors are those of the whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +324,8 @@ class Batch:
     returns: torch.Tensor | None = None
     loss_weights: torch.Tensor | None = None  # what a per-token loss is multiplied with before the sum (aggregation)
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # other per-token tensors, [T] or [T, ...]
+    images: BatchImages | None = None  # None: no sequence shows any
+    origin: Selection | None = field(default=None, repr=False, metadata=OF_THIS_PROCESS)  # what it was selected from
 
     @property
     def num_tokens(self) -> int:

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 CONTEXT = multiprocessing.get_context("forkserver")
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama", "qwen3_moe")]
-CONTEXT.set_forkserver_preload(["tests.ranks", "hone.engines.fsdp2", "hone.runtime.local", "pytest", *MODELS])
+ENGINE = ["hone.engines.fsdp2", "hone.engines.lora", "hone.runtime.local"]
+CONTEXT.set_forkserver_preload(["tests.ranks", *ENGINE, "pytest", *MODELS])
 DEADLINE_S = 120
 
 

@@ -207,6 +207,12 @@ def test_a_key_given_twice_is_an_error(tmp_path):
     assert "line 3" in message
 
 
+def test_a_template_that_is_not_quoted_is_an_error(tmp_path):
+    message = error_of(tmp_path, "title: {{ a }}")
+    assert "a key should be text; quote a value that begins with {{" in message
+    assert "line 1" in message
+
+
 def test_bytes_that_are_no_text(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"title: \xff\xfe")
     with pytest.raises(ConfigError, match="is not valid YAML"):

@@ -80,6 +80,8 @@ class Algorithm:
         self._policy_objective = PolicyObjective(config)
         self._value_objective = ValueObjective(config.value_loss) if self.needs_values else None
         self._kl_coef = config.kl.coef
+        adaptive = config.kl.adaptive
+        self._steering = None if adaptive is None else (adaptive.target, adaptive.horizon)
         self._batches = 0
         skipping = config.dynamic_sampling.skip_zero_variance if config.dynamic_sampling is not None else None
         self._history = PromptHistory(skipping) if skipping is not None else None
@@ -301,12 +303,12 @@ class Algorithm:
         return batch.with_(token_rewards=rewards)
 
     def _adapt(self, kl: Tensor, batch: Batch) -> None:
-        if self._kl.target is None or self._kl.horizon is None:
+        if self._steering is None:
             return
         rows = loss_token_counts(batch.loss_mask, batch.cu_seqlens) > 0
         if rows.any():
             measured = sequence_mean(kl, batch.loss_mask, batch.cu_seqlens)[rows].mean().item()
-            self._kl_coef = adapt_coef(self._kl_coef, measured, self._kl.target, self._kl.horizon, int(rows.sum()))
+            self._kl_coef = adapt_coef(self._kl_coef, measured, *self._steering, int(rows.sum()))
 
     def _without_rejected(self, batch: Batch) -> Batch:
         if not self._correction.rejections:

@@ -1,8 +1,11 @@
 """Prompts that are skipped before rollout because their last groups taught nothing: GRESO, arXiv 2506.02177.
 
-A prompt whose last z groups all had no variance is skipped with probability 1 - explore^z. There are two chances
-`explore`: for easy prompts (the metric was above 0 in all answers) and for hard ones. After each collected batch either
-moves by `explore_step`: down while the share of its kind in the batch is above the target, else up.
+A prompt whose last z groups all had no variance is skipped with probability 1 - max(explore^z, 0.01). There are two
+chances `explore`: for easy prompts (the metric was above 0 in all answers) and for hard ones. After each collected
+batch either moves by `explore_step`, within 0.05 and 0.95: down while the share of its kind in the batch has reached
+the target, else up. They stand still until a first prompt comes back, for until then they cannot have had an effect.
+The constants are those of the authors' code, github.com/Infini-AI-Lab/GRESO (`ray_trainer.py`,
+`presampling_selector.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from hone.types import Metric, Metrics
 
 SKIPPED = "skipped before rollout: expected to have no variance"
 EASY, HARD = "easy", "hard"
+LEAST_CHANCE = 0.01  # to play a prompt, however long it has taught nothing
+LOWEST, HIGHEST = 0.05, 0.95  # between which `explore` moves
 
 
 class PromptHistory:
@@ -25,31 +30,30 @@ class PromptHistory:
         self._step = settings.explore_step
         self._targets = {EASY: settings.target_easy, HARD: settings.target_hard}
         self._explore = {EASY: settings.explore, HARD: settings.explore}
+        self._returned = False  # whether a prompt with a streak was ever played again
         self._streaks: dict[str, tuple[int, str]] = {}  # prompt -> (groups without variance in a row, kind of the last)
 
     def skip_probability(self, prompt_id: str) -> float:
         """1 - explore^streak: a prompt never loses its chance to come back."""
         streak, kind = self._streaks.get(prompt_id, (0, EASY))
-        return 1.0 - self._explore[kind] ** streak
+        return 1.0 - max(self._explore[kind] ** streak, LEAST_CHANCE)
 
     def observe(self, groups: Iterable[tuple[str, Sequence[float]]]) -> None:
         """Note one collected batch: (prompt, the metric of each usable answer) for every group."""
         counts, total = {EASY: 0, HARD: 0}, 0
         for prompt_id, values in groups:
             total += 1
+            self._returned |= prompt_id in self._streaks
             if without_variance(values):
                 kind = EASY if values[0] > 0 else HARD
                 counts[kind] += 1
                 self._streaks[prompt_id] = (self._streaks.get(prompt_id, (0, kind))[0] + 1, kind)
             else:
                 self._streaks.pop(prompt_id, None)
-        if total:
+        if total and self._step and self._returned:
             for kind, target in self._targets.items():
-                self._move(kind, down=counts[kind] / total > target)
-
-    def _move(self, kind: str, down: bool) -> None:
-        moved = self._explore[kind] + (-self._step if down else self._step)
-        self._explore[kind] = min(1.0, max(moved, self._step)) if self._step else self._explore[kind]
+                moved = self._explore[kind] + (-self._step if counts[kind] / total >= target else self._step)
+                self._explore[kind] = min(HIGHEST, max(moved, LOWEST))
 
     def metrics(self) -> Metrics:
         """The chances in force, and how many prompts have a streak."""
@@ -61,8 +65,10 @@ class PromptHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-compatible; prompts without a streak take no room."""
-        return {"explore": dict(self._explore), "streaks": {name: list(one) for name, one in self._streaks.items()}}
+        streaks = {name: list(one) for name, one in self._streaks.items()}
+        return {"explore": dict(self._explore), "streaks": streaks, "returned": self._returned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._explore = {kind: float(state["explore"][kind]) for kind in (EASY, HARD)}
+        self._returned = bool(state["returned"])
         self._streaks = {name: (int(streak), str(kind)) for name, (streak, kind) in state["streaks"].items()}

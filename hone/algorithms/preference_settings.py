@@ -123,3 +123,4 @@ class ProcessSettings(Choice):
     """Process reward model: right or wrong for each labelled token."""
 
     name: str = "process"
+    step_separator: str = setting("\n", "stands between two steps of an answer")

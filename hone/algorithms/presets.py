@@ -1,7 +1,8 @@
 """Named algorithms: the keys of `AlgorithmConfig` that make each paper's method.
 
 A run file says `preset: dapo` and sets only what differs; the preset lies
-below the run file as a file that `defaults:` names would.
+below the run file as a file that `defaults:` names would. Where each constant comes from stands in
+`docs/algorithms.md`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "advantage": {"name": "grpo"},
         "loss": {"name": "ppo"},
         "aggregation": {"mode": "seq_mean_token_mean"},
-        "kl": {"kind": "k3", "where": "in_loss", "coef": 0.001},
+        "kl": {"kind": "k3", "where": "in_loss", "coef": 0.04},
     },
     "dr_grpo": {  # arXiv 2503.20783; for the paper's exact scale set aggregation to seq_mean_token_sum_norm
         "advantage": {"name": "grpo", "scale_by": "none"},

@@ -306,21 +306,25 @@ class AggregationSettings(Config):
         return self
 
 
+class AdaptiveKlSettings(Config):
+    """The coefficient of a KL penalty moves until the KL is `target` (Ziegler et al. 2019, arXiv 1909.08593)."""
+
+    target: float = setting(meaning="KL per token that the coefficient steers to", unit="nats", gt=0)
+    horizon: int = setting(meaning="how slowly the coefficient moves", unit="sequences", ge=1)
+
+
 class KlSettings(Config):
     """The penalty that keeps the policy near the reference; coef 0 turns it off, and the reference model with it."""
 
     kind: KlKind = setting("k3", "estimator per token; with +: its value, but the gradient of k2")
     where: Literal["in_loss", "in_reward"] = setting("in_loss", "added to the loss, or subtracted from token rewards")
     coef: float = setting(0.0, "strength of the penalty (the first one, if it is adaptive)", ge=0)
-    target: float | None = setting(None, "KL per token that an adaptive coefficient steers to", unit="nats", gt=0)
-    horizon: int | None = setting(None, "how slowly an adaptive coefficient moves", unit="sequences", ge=1)
+    adaptive: AdaptiveKlSettings | None = setting(None, "steer the coefficient by the KL that is measured")
 
     @model_validator(mode="after")
-    def _adaptive_is_whole(self) -> KlSettings:
-        if (self.target is None) != (self.horizon is None):
-            raise ValueError("target and horizon make the coefficient adaptive together: set both or neither")
-        if self.target is not None and self.where != "in_reward":
-            raise ValueError("an adaptive coefficient (target, horizon) needs where: in_reward")
+    def _where_it_can_be(self) -> KlSettings:
+        if self.adaptive is not None and self.where != "in_reward":
+            raise ValueError("an adaptive coefficient needs where: in_reward")
         if self.kind == "full" and self.where == "in_reward":
             raise ValueError("kind full can only be used with where: in_loss")
         return self

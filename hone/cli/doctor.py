@@ -1,5 +1,7 @@
 """`hone doctor`: what this machine can run, and why not the rest. Looks only; changes nothing and reaches no network.
 
+With `--model`, what a model is (see `model_doctor`); then a name on a hub is looked up there.
+
 machine    processor, its features that matter, threads, memory, disk
 software   Python, torch and the packages beside it, optional packages by the extra that brings them
 parts      platforms, and every registered name that cannot be used here, with the reason
@@ -9,22 +11,28 @@ plug-ins   what was loaded, what failed
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hone import __version__
+from hone.cli.finding import Finding
 from hone.cli.listing import REGISTRIES, problems
+from hone.cli.model_doctor import model_report
+from hone.config import ConfigError
 from hone.platforms.base import PLATFORM_VARIABLE, PlatformRegistry
 from hone.registry import load_plugins
 
@@ -42,22 +50,35 @@ UNWANTED = (
 )  # their usual builds are for CUDA and break every model import beside a CPU torch
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the examination."""
+def doctor(
+    model: Annotated[str, typer.Option(help="say what this model is instead: a folder, or a name on a hub")] = "",
+    revision: Annotated[str, typer.Option(help="of a model on a hub: branch, tag or commit")] = "",
+    devices: Annotated[int, typer.Option(help="devices that share a training; default: 1, 2, 4 and 8", min=0)] = 0,
+    lora_rank: Annotated[int, typer.Option(help="rank of the adapter that is counted", min=1)] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Say what this machine can run, and why not the rest; or what a model is, needs and can use."""
+    if not model and (revision or devices):
+        raise ConfigError("--revision and --devices are about a model: give --model too")
+    if model:
+        report = model_report(model, revision or None, devices or None, lora_rank)
+        if as_json:
+            typer.echo(json.dumps(report.numbers, indent=1))
+        else:
+            _show(report.facts)
+        return
+    findings = list(examine())
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        _show(findings)
 
-    section: str
-    name: str
-    ok: bool | None  # None: a fact that is neither good nor bad
-    detail: str
 
-
-def doctor() -> None:
-    """Say what this machine can run, and why not the rest."""
+def _show(findings: Iterable[Finding]) -> None:
     console = Console()
     section = ""
     table = Table.grid(padding=(0, 2))
-    for finding in examine():
+    for finding in findings:
         if finding.section != section:
             section = finding.section
             table.add_row(Text(section, style="bold"), "", "")

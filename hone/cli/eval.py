@@ -21,6 +21,10 @@ def eval(
     recipe: Annotated[Path, typer.Argument(help="run file (YAML) with evaluation.sets")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as evaluation.samples=4")] = None,
     model: Annotated[str, typer.Option(help="folder or hub name; default: the run's export")] = "",
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="name=folder of a LoRA adapter to evaluate beside the model; may be repeated"),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="also write the figures here, as JSON")] = None,
 ) -> None:
     """Evaluate a model on the held-out sets of a run file."""
@@ -31,7 +35,7 @@ def eval(
         )
     if not config.evaluation.sets:
         raise ConfigError(f"{recipe}: evaluation.sets is empty: there is nothing to evaluate on")
-    figures = evaluate_model(config, _model(config, model))
+    figures = evaluate_model(config, _model(config, model), _adapters(adapter or []))
     table = Table("figure", "value")
     for name, value in figures.items():
         table.add_row(name.removeprefix("eval/"), f"{value:.4f}")
@@ -40,12 +44,22 @@ def eval(
         output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
+def _adapters(given: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for one in given:
+        name, separator, folder = one.partition("=")
+        if not (separator and name and folder) or name in found:
+            raise ConfigError(f"--adapter {one!r} should be name=folder, each name once")
+        found[name] = folder
+    return found
+
+
 def _model(config: PolicyRunConfig, model: str) -> ModelConfig:
     if model:
-        return ModelConfig(path=model, dtype=config.model.dtype)
+        return ModelConfig(path=model, dtype=config.model.dtype, vision=config.model.vision)
     export = Path(config.run.dir) / "export"
     if (export / "config.json").is_file():
-        return ModelConfig(path=str(export), dtype=config.model.dtype)
+        return ModelConfig(path=str(export), dtype=config.model.dtype, vision=config.model.vision)
     if config.model.build is not None:
         raise ConfigError(f"run.dir {config.run.dir} has no export yet: train first, or name a model with --model")
     return config.model

@@ -1,4 +1,4 @@
-"""`hone export`: a checkpoint as a Hugging Face folder."""
+"""`hone export`: a checkpoint as a Hugging Face folder, or an adapter's as PEFT's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def export(
     run: Annotated[Path, typer.Argument(help="run folder")],
     output: Annotated[Path, typer.Argument(help="new folder for the model")],
     checkpoint: Annotated[str, typer.Option(help="latest, best, or a step number")] = "latest",
+    merge: Annotated[
+        bool, typer.Option("--merge", help="of a LoRA run: the whole model, the adapter merged in")
+    ] = False,
 ) -> None:
-    """Write the policy of a checkpoint in the Hugging Face format."""
-    source = export_checkpoint(run, output, checkpoint)
+    """Write the policy of a checkpoint in the Hugging Face format; of a LoRA run, the adapter in PEFT's."""
+    source = export_checkpoint(run, output, checkpoint, merge)
     Console().print(f"{escape(str(source))} -> {escape(str(output))}", soft_wrap=True)

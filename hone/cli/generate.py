@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hone.config import ConfigError
+from hone.data.images import put_images, without_images
 from hone.data.settings import DatasetConfig
 from hone.data.sources import open_rows
 from hone.models.settings import ModelConfig
@@ -34,12 +36,16 @@ def generate(
     rows = _rows(prompt or [], source)
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, temperature=temperature)
     questions = Questions(
-        [_messages(row, i) for i, row in enumerate(rows)], RolloutConfig(sampling=sampling), samples, seed
+        [_messages(row, i) for i, row in enumerate(rows)],
+        RolloutConfig(sampling=sampling),
+        samples,
+        seed,
+        source.parent if source is not None else Path(),
     )
     answers = generate_answers(ModelConfig(path=model), questions, compute_dtype)
     if target is not None:
         lines = [
-            json.dumps({**row, "responses": found}, ensure_ascii=False)
+            json.dumps({**_text_of(row), "responses": found}, ensure_ascii=False)
             for row, found in zip(rows, answers, strict=True)
         ]
         target.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -60,9 +66,16 @@ def _rows(prompts: list[str], source: Path | None) -> list[dict[str, Any]]:
     return [dict(rows[index]) for index in range(len(rows))]
 
 
-def _messages(row: dict[str, Any], index: int) -> list[Message]:
-    if row.get("messages"):
-        return list(row["messages"])
-    if isinstance(row.get("prompt"), str):
-        return [Message(role="user", content=row["prompt"])]
+def _text_of(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without encoded images: they stay in the file that they came from."""
+    kept = {key: value for key, value in row.items() if key != "images"}
+    return {**kept, "messages": list(without_images(kept["messages"]))} if kept.get("messages") else kept
+
+
+def _messages(row: dict[str, Any], index: int) -> Sequence[Message]:
+    found: list[Message] = list(row.get("messages") or [])
+    if not found and isinstance(row.get("prompt"), str):
+        found = [Message(role="user", content=row["prompt"])]
+    if found:
+        return put_images(found, row["images"]) if row.get("images") else found
     raise ConfigError(f"row {index} has neither 'prompt' nor 'messages' (it has: {', '.join(row)})")

@@ -20,6 +20,7 @@ SOURCES = Registry(
             "hone.data.settings:ReasoningGymSettings",
             requires=("reasoning_gym",),
         ),
+        "shapes": Entry("hone.data.shapes:open_shapes", "hone.data.settings:ShapesSettings"),
         "python": Entry("hone.data.sources:open_function", "hone.data.settings:PythonSettings"),
     },
 )

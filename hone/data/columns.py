@@ -8,12 +8,13 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from hone.data.images import ImageError, put_images
 from hone.data.settings import DatasetConfig
 from hone.data.sources import DataError, Row, Rows, open_rows
 from hone.registry import unknown
 from hone.types import Message
 
-STANDARD = ("prompt", "messages", "ground_truth", "data_source", "completion")
+STANDARD = ("prompt", "messages", "ground_truth", "data_source", "completion", "images")
 
 
 class Template:
@@ -84,7 +85,18 @@ class RowReader:
         else:
             found = row[self._conversation_column(row, index)]
         text = isinstance(found, str)
-        return self._with_system((Message(role="user", content=found),) if text else self._checked(found, index))
+        conversation = (Message(role="user", content=found),) if text else self._checked(found, index)
+        return self._with_system(self.illustrated(conversation, row, index))
+
+    def illustrated(self, conversation: tuple[Message, ...], row: Row, index: int) -> tuple[Message, ...]:
+        """A conversation that shows the images of the row's column `images`, if it has any."""
+        sources = row.get(self.column("images"))
+        if sources is None or (isinstance(sources, Sequence) and not sources):
+            return conversation
+        try:
+            return put_images(conversation, sources)
+        except ImageError as error:
+            raise DataError(f"{self.rows.where(index)}: {error}") from error
 
     def _with_system(self, conversation: tuple[Message, ...]) -> tuple[Message, ...]:
         if self._system and conversation[0]["role"] != "system":
@@ -159,7 +171,8 @@ class PromptReader(RowReader):
 
     def rest(self, row: Row) -> Row:
         """Every column but the standard ones, untouched."""
-        return {column: value for column, value in row.items() if column not in STANDARD}
+        images = self.column("images")
+        return {column: value for column, value in row.items() if column not in STANDARD and column != images}
 
 
 class SampleReader(RowReader):

@@ -101,6 +101,9 @@ class JsonlRows:
                 left -= len(chunk)
         return f"{path} line {number}"
 
+    def folder(self, index: int) -> Path:
+        return self._paths[self._file(index)].parent
+
     def _file(self, index: int) -> int:
         if not 0 <= index < len(self._offsets):
             raise IndexError(f"row {index} of {len(self._offsets)} in {self.place}")
@@ -137,6 +140,9 @@ class ParquetRows:
         path, _ = self._groups[self._group(index)]
         first = next(number for number, (other, _) in enumerate(self._groups) if other == path)
         return f"{path} row {index - self._firsts[first]}"
+
+    def folder(self, index: int) -> Path:
+        return self._groups[self._group(index)][0].parent
 
     def _group(self, index: int) -> int:
         if not 0 <= index < len(self):

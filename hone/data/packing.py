@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
-from hone.types import Batch, Trajectory, TrajectoryGroup
+from hone.data.packed_images import pack_images, select_images
+from hone.data.routes import packed_routes
+from hone.types import Batch, Image, Selection, Trajectory, TrajectoryGroup
 
 PER_TOKEN = (
     "token_ids",
@@ -51,6 +53,7 @@ class Sample:
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]  # same length; the first is 0, for a first token has no log-prob
     source: str = ""  # name of the data set
+    images: tuple[Image, ...] = ()  # in the order of their placeholders
 
 
 # ------------------------------------------------------------------------------------------------------- packing
@@ -75,6 +78,7 @@ def pack(groups: Sequence[TrajectoryGroup]) -> Batch:
         episodes.setdefault((index, one.episode), len(episodes))
     batch = _packed([one.token_ids for _, one in chosen], [one.loss_mask for _, one in chosen])
     names = sorted({name for _, one in chosen for name in one.components})
+    routes = packed_routes([one for _, one in chosen])
     return batch.with_(
         group_index=torch.tensor([index for index, _ in chosen]),
         episode_index=torch.tensor([episodes[index, one.episode] for index, one in chosen]),
@@ -84,6 +88,12 @@ def pack(groups: Sequence[TrajectoryGroup]) -> Batch:
             for name in names
         },
         rollout_logprobs=_flat((one.rollout_logprobs for _, one in chosen), torch.float32),
+        extras={} if routes is None else {"routed_experts": torch.from_numpy(routes)},
+        images=pack_images(
+            [one.token_ids for _, one in chosen],
+            [one.images for _, one in chosen],
+            [f"trajectory {one.prompt_id} sample {one.sample}" for _, one in chosen],
+        ),
     )
 
 
@@ -96,7 +106,9 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
         raise ValueError("there are no samples to pack")
     for index, sample in enumerate(samples):
         _check_sequence(sample.token_ids, sample.loss_mask, f"sample {index} of {sample.source or 'an unnamed source'}")
-    return _packed([one.token_ids for one in samples], [one.loss_mask for one in samples])
+    names = [f"sample {index} of {one.source or 'an unnamed source'}" for index, one in enumerate(samples)]
+    images = pack_images([one.token_ids for one in samples], [one.images for one in samples], names)
+    return _packed([one.token_ids for one in samples], [one.loss_mask for one in samples]).with_(images=images)
 
 
 def _packed(token_ids: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[int]]) -> Batch:
@@ -162,14 +174,15 @@ def select(batch: Batch, indices: Sequence[int]) -> Batch:
     chosen = torch.as_tensor(indices, dtype=torch.int64, device=batch.cu_seqlens.device)
     if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < batch.num_sequences:
         raise IndexError(f"sequence indices should be 0 to {batch.num_sequences - 1}, found {list(indices)}")
-    positions = _token_positions(batch.cu_seqlens, chosen)
+    positions = token_positions(batch.cu_seqlens, chosen)
     fields: dict[str, Any] = {"cu_seqlens": _cumulative(batch.lengths[chosen])}
     for names, rows, at in ((PER_TOKEN, batch.num_tokens, positions), (PER_SEQUENCE, batch.num_sequences, chosen)):
         fields |= {name: _take(getattr(batch, name), at, rows, name) for name in names}
     for name, per_token in MAPPINGS.items():
         rows, at = (batch.num_tokens, positions) if per_token else (batch.num_sequences, chosen)
         fields[name] = {key: _take(value, at, rows, f"{name}.{key}") for key, value in getattr(batch, name).items()}
-    return Batch(**fields)
+    part = Batch(**fields, images=None if batch.images is None else select_images(batch.images, chosen))
+    return part.with_(origin=Selection(batch, tuple(chosen.tolist()), part))
 
 
 def restore(
@@ -184,14 +197,15 @@ def restore(
     if sorted(order) != list(range(sequences)):
         raise ValueError(f"the index lists should hold each of {sequences} sequences exactly once, found {order}")
     device = outputs[0].device
-    positions = _token_positions(cu_seqlens.to(device), torch.as_tensor(order, dtype=torch.int64, device=device))
+    positions = token_positions(cu_seqlens.to(device), torch.as_tensor(order, dtype=torch.int64, device=device))
     joined = torch.cat(list(outputs))
     if len(joined) != len(positions):
         raise ValueError(f"the parts have {len(joined)} tokens in all, but the batch has {len(positions)}")
     return torch.empty_like(joined).index_copy(0, positions, joined)
 
 
-def _token_positions(cu_seqlens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def token_positions(cu_seqlens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Where the tokens of the sequences `chosen` are, one sequence after the other: [tokens of these] int64."""
     starts = cu_seqlens[chosen]
     lengths = cu_seqlens[chosen + 1] - starts
     new = _cumulative(lengths)

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from hone.data.columns import RowReader, SampleReader
+from hone.data.images import images_in
 from hone.data.packing import Sample
 from hone.data.preferences import Judged, Pair, Steps
 from hone.data.rendering import Renderer, RenderingError
 from hone.data.settings import DatasetConfig
 from hone.data.sources import DataError, Row
 from hone.data.stream import TooLong
-from hone.types import Message
+from hone.types import Image, Message
 
 R = TypeVar("R", bound=RowReader)
 Conversation = tuple[Message, ...]
@@ -51,7 +52,8 @@ class PairReader(RowReader):
         else:
             given = self._checked(found, index)
             answers = given[0]["role"] == "assistant"
-            whole = (*self.messages(row, index), *given) if answers else self._with_system(given)
+            asked = self.messages(row, index) if answers else ()
+            whole = (*asked, *given) if answers else self._with_system(self.illustrated(given, row, index))
         if whole[-1]["role"] != "assistant":
             raise DataError(f"{self.rows.where(index)}: {meaning} should end with an answer of the assistant")
         require_text(whole[-1].get("content") or whole[-1].get("tool_calls"), meaning, self, index)
@@ -122,16 +124,17 @@ class _Maker(Generic[R]):
     def _sample(self, messages: Conversation, shared: int, index: int) -> Sample:
         """A conversation, learnt from after its first `shared` messages. Raises TooLong."""
         try:
+            messages = self._renderer.with_images(messages, self.reader.rows.folder(index))
             ids, mask = self._renderer.render_sample(messages)
         except RenderingError as error:
             raise DataError(f"{self.reader.rows.where(index)}: {error}") from error
         earlier = sum(message["role"] == "assistant" for message in messages[:shared])
-        return self._fitting(ids, without_first_runs(mask, earlier))
+        return self._fitting(ids, without_first_runs(mask, earlier), images_in(messages))
 
-    def _fitting(self, ids: tuple[int, ...], mask: tuple[int, ...]) -> Sample:
+    def _fitting(self, ids: tuple[int, ...], mask: tuple[int, ...], images: tuple[Image, ...]) -> Sample:
         if self._limit is not None and len(ids) > self._limit:
-            raise TooLong(len(ids), f"max_sample_tokens={self._limit}")
-        return Sample(ids, mask, self.reader.name)
+            raise TooLong(len(ids), f"max_sample_tokens={self._limit}", images)
+        return Sample(ids, mask, self.reader.name, images)
 
 
 class PairMaker(_Maker[PairReader]):
@@ -172,11 +175,11 @@ class JudgedMaker(_Maker[JudgedReader]):
 
 
 class StepsMaker(_Maker[StepsReader]):
-    """Rows of one set as answers in steps."""
+    """Rows of one set as answers in steps, with `separator` between two of them."""
 
-    def __init__(self, name: str, config: DatasetConfig, renderer: Renderer, key: str) -> None:
+    def __init__(self, name: str, config: DatasetConfig, renderer: Renderer, key: str, separator: str) -> None:
         self.reader = StepsReader(name, config, key)
-        self._separator = config.step_separator
+        self._separator = separator
         super().__init__(config, renderer)
 
     def make(self, index: int) -> Steps:
@@ -184,10 +187,11 @@ class StepsMaker(_Maker[StepsReader]):
         reader, row = self.reader, self.reader.row(index)
         steps, labels = reader.steps(row, index)
         try:
-            ids, mask = self._renderer.render_steps(reader.messages(row, index), steps, self._separator)
+            messages = self._renderer.with_images(reader.messages(row, index), reader.rows.folder(index))
+            ids, mask = self._renderer.render_steps(messages, steps, self._separator)
         except RenderingError as error:
             raise DataError(f"{reader.rows.where(index)}: {error}") from error
-        return Steps(self._fitting(ids, mask), labels, self._where(index))
+        return Steps(self._fitting(ids, mask, images_in(messages)), labels, self._where(index))
 
 
 def without_first_runs(mask: Sequence[int], runs: int) -> tuple[int, ...]:

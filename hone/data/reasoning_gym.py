@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hone.data.reasoning_gym_patches import load_package
@@ -37,6 +38,9 @@ class TaskRows:
 
     def where(self, index: int) -> str:
         return f"{self.place} row {index}"
+
+    def folder(self, index: int) -> Path:
+        return Path()
 
 
 def open_task(config: DatasetConfig) -> TaskRows:

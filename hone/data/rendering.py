@@ -24,7 +24,18 @@ from typing import Any
 import jinja2
 
 from hone.config import ConfigError
-from hone.types import Message
+from hone.data.images import (
+    ImageError,
+    ImageReader,
+    encoded,
+    images_in,
+    is_image,
+    parts_of,
+    source_of,
+    with_sources,
+    without_images,
+)
+from hone.types import Image, Message
 
 _ANSWER = "answer-7f3d9c"  # stands for an answer in a rendered example; no template has a reason to touch it
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"  # private-use characters around what `{% generation %}` marks
@@ -47,13 +58,22 @@ class Renderer:
     between them, the tokenizer's own first token (if it has one) before, and its end-of-sequence token after an answer.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str = "", chat_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str = "",
+        chat_options: Mapping[str, Any] | None = None,
+        image_reader: ImageReader | None = None,
+    ) -> None:
         """`tokenizer` is a transformers tokenizer; `chat_template` is Jinja2 text or a file of it, empty: its own.
+
+        Without an `image_reader`, messages that show images are refused.
 
         Raises RenderingError if there is no such file, or if chat options are given to a tokenizer without a template.
         """
         self.tokenizer = tokenizer
         self._options = dict(chat_options or {})
+        self._images = image_reader
         self._template = _template_text(tokenizer, chat_template)
         if self._template is None and self._options:
             raise RenderingError(
@@ -65,13 +85,39 @@ class Renderer:
 
     # ------------------------------------------------------------------------------------------------- the verbs
 
+    def with_images(self, messages: Sequence[Message], folder: Path = Path()) -> tuple[Message, ...]:
+        """The messages with every image read: `image` of each image part is an `Image`; the other verbs want that.
+
+        Paths are relative to `folder`. Raises RenderingError naming an image that is missing or broken, or if the
+        model takes no images.
+        """
+        if not any(is_image(part) for part in parts_of(messages)):
+            return tuple(messages)
+        return with_sources(messages, lambda part: {"image": self._read(part, folder)})
+
+    def _read(self, part: Mapping[str, Any], folder: Path) -> Image:
+        if self._images is None:
+            raise RenderingError("the messages show an image, but this model takes text only")
+        source = source_of(part)
+        try:
+            return source if isinstance(source, Image) else self._images.image(encoded(source, folder))
+        except (ImageError, ValueError) as error:
+            named = isinstance(error, ImageError) or not isinstance(source, str | Path)
+            raise RenderingError(str(error) if named else f"image {source!s:.200}: {error}") from error
+
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """The ids of a conversation that the model is to answer, opening of the answer included."""
         if not messages:
             raise RenderingError("there are no messages to render")
         if messages[-1].get("role") == "assistant":
             raise RenderingError("the last message is the assistant's: there is nothing to answer")
-        return tuple(self._first + self._encode(self._text(messages, opening=True, tools=tools)))
+        ids = self._first + self._encode(self._text(messages, opening=True, tools=tools))
+        return tuple(Expansion(self._images, messages).all_of(ids))
+
+    def render_finished(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The ids of a conversation that is over, all that the template adds after its last message included."""
+        ids = tuple(self._first + self._encode(self._text(messages, opening=False)))
+        return ids if self._template is not None else (*ids, self._end)
 
     def render_continuation(
         self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -85,6 +131,8 @@ class Renderer:
             raise RenderingError("a continuation needs the ids of a prompt and an answer before it")
         if not messages:
             raise RenderingError("there are no messages to continue with")
+        if any(is_image(part) for part in parts_of(messages)):
+            raise RenderingError("messages after the first answer show an image; only a prompt can show any")
         after = self._encode(self._continuation_text(messages, tools))
         return tuple(after if ids[-1] in self.end_token_ids else [self._end, *after])
 
@@ -106,13 +154,15 @@ class Renderer:
         else:
             pieces = self._grown_pieces(messages, tools)
         ids, mask = list(self._first), [0] * len(self._first)
+        expansion = Expansion(self._images, messages)
         for text, learnt in pieces:
-            piece = self._encode(text)
+            piece = expansion.next_of(self._encode(text), learnt)
             ids += piece
             mask += [int(learnt)] * len(piece)
             if learnt and self._template is None:
                 ids.append(end)
                 mask.append(1)
+        expansion.end()
         if mask:
             mask[0] = 0  # a first token has no log-prob
         return tuple(ids), tuple(mask)
@@ -219,9 +269,20 @@ class Renderer:
         text = self._text([*example, *messages], opening=True, tools=tools)
         _, found, after = text.rpartition(_ANSWER)
         end = self._specials.search(after)
-        if not found or end is None or self._special[end.group()] != self._end:
+        if not found or end is None or not self._ends_answer(end.group(), after[: end.start()]):
             raise RenderingError(f"the chat template renders no end token between an answer and {_roles(messages)}")
         return after[end.end() :]
+
+    def _ends_answer(self, token: str, before: str) -> bool:
+        """Whether a special token, after `before`, is what stands for the end of an answer that others follow.
+
+        Some templates (gpt-oss) keep an answer with another end token than it was generated with; what was generated
+        stays. A token that a conversation begins with begins a message, and ends none.
+        """
+        if self._special[token] == self._end:
+            return True
+        begins = self._text([Message(role="user", content="question")], opening=False).lstrip()
+        return not before.strip() and not begins.startswith(token)
 
     # -------------------------------------------------------------------------------------------- template, tokens
 
@@ -238,7 +299,7 @@ class Renderer:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
+                    [dict(message) for message in without_images(messages)],
                     tools=[dict(tool) for tool in tools] or None,
                     chat_template=template or self._template,
                     add_generation_prompt=opening,
@@ -277,6 +338,48 @@ class Renderer:
         _, found, after = self._text(example, opening=False).rpartition(_ANSWER)
         end = self._specials.match(after.lstrip()) if found and self._special else None
         return self._special[end.group()] if end else None
+
+
+class Expansion:
+    """Puts as many placeholders in the place of each image as the model wants, piece by piece of a conversation."""
+
+    def __init__(self, reader: ImageReader | None, messages: Sequence[Message]) -> None:
+        """Raises RenderingError for an image that was not read (`Renderer.with_images`)."""
+        self._token_id = reader.token_id if reader is not None else None
+        self._images = images_in(messages)
+        self._placed = 0
+        if len(self._images) != sum(is_image(part) for part in parts_of(messages)):
+            raise RenderingError("the messages show an image that was not read; a model of text only takes none")
+
+    def all_of(self, ids: Sequence[int]) -> list[int]:
+        """A whole conversation's ids."""
+        whole = self.next_of(ids)
+        self.end()
+        return whole
+
+    def next_of(self, ids: Sequence[int], learnt: bool = False) -> list[int]:
+        """The ids of the next piece. Raises RenderingError if it has a placeholder where no image is, or learns one."""
+        if self._token_id is None:
+            return list(ids)
+        expanded: list[int] = []
+        for token in ids:
+            if token != self._token_id:
+                expanded.append(token)
+                continue
+            if learnt or self._placed == len(self._images):
+                what = "an answer to learn" if learnt else f"more than the {len(self._images)} images of the messages"
+                raise RenderingError(f"the image placeholder (token {token}) stands in {what}")
+            expanded += [token] * self._images[self._placed].tokens
+            self._placed += 1
+        return expanded
+
+    def end(self) -> None:
+        """Raises RenderingError if an image was given no place."""
+        if self._placed != len(self._images):
+            raise RenderingError(
+                f"the chat template renders {self._placed} of the {len(self._images)} images; give a template of the "
+                "model's own processor as chat_template"
+            )
 
 
 def _template_text(tokenizer: Any, chosen: str) -> str | None:

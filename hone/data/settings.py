@@ -11,7 +11,7 @@ from hone.data import SOURCES
 
 Column = Literal[
     "prompt", "messages", "ground_truth", "data_source", "completion",
-    "chosen", "rejected", "margin", "label", "completions", "labels",
+    "chosen", "rejected", "margin", "label", "completions", "labels", "images",
 ]  # fmt: skip
 
 
@@ -32,6 +32,19 @@ class ReasoningGymSettings(Choice):
     size: int = setting(100_000, "how many different problems", unit="rows", ge=1)
     seed: int = setting(0, "of the problems; another seed gives other problems")
     options: dict[str, Any] = setting(factory=dict, meaning="the task's own options, such as max_numbers")
+
+
+class ShapesSettings(Choice):
+    """Pictures of coloured squares with questions about them, for models that see images."""
+
+    name: str = "shapes"
+    size: int = setting(100_000, "how many different pictures", unit="rows", ge=1)
+    seed: int = setting(0, "of the pictures; another seed gives other pictures")
+    tasks: tuple[Literal["colour", "count", "order"], ...] = setting(
+        ("colour", "count", "order"), "what is asked, each as often", min_length=1
+    )
+    side: int = setting(48, "of a picture, which has 3 x 3 cells", unit="pixels", ge=6)
+    text_share: float = setting(0.0, "share of rows without a picture, which ask to repeat three letters", ge=0, le=1)
 
 
 class PythonSettings(Choice):
@@ -64,7 +77,6 @@ class DatasetConfig(Config):
     max_sample_tokens: int | None = setting(
         None, "longer supervised samples are dropped and counted", unit="tokens", ge=2
     )
-    step_separator: str = setting("\n", "stands between the steps of an answer, for process reward models")
     skip_rows: int = setting(0, "leave out the first rows", unit="rows", ge=0)
     max_rows: int | None = setting(None, "use this many rows at most", unit="rows", ge=1)
     weight: float = setting(1.0, "share of the draws, relative to the other sets of a mixture", gt=0)

@@ -35,6 +35,9 @@ class Rows(Protocol):
     def where(self, index: int) -> str:
         """The row's place in words, such as 'train.jsonl line 12'."""
 
+    def folder(self, index: int) -> Path:
+        """Where paths in the row begin: the folder of its file, or the working folder."""
+
 
 def open_rows(config: DatasetConfig, key: str = "data.train") -> Rows:
     """The rows of a data set; `key` is where its settings stand in the run file, for messages.
@@ -98,6 +101,9 @@ class ListRows:
 
     def where(self, index: int) -> str:
         return f"{self.place} row {index}"
+
+    def folder(self, index: int) -> Path:
+        return Path()
 
 
 def open_function(config: DatasetConfig) -> ListRows:

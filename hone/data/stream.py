@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,11 +22,12 @@ import numpy.typing as npt
 
 from hone.data.columns import PromptReader, RowReader, SampleReader
 from hone.data.files import GROUPS_IN_MEMORY
+from hone.data.images import ImageReader, images_in, without_images
 from hone.data.packing import Sample
 from hone.data.rendering import Renderer, RenderingError
 from hone.data.settings import DataConfig, DatasetConfig
 from hone.data.sources import DataError
-from hone.types import Prompt
+from hone.types import Image, Prompt
 
 T = TypeVar("T", covariant=True)
 
@@ -34,9 +35,10 @@ T = TypeVar("T", covariant=True)
 class TooLong(Exception):
     """A row has more tokens than its set allows: it is dropped and counted."""
 
-    def __init__(self, tokens: int, limit: str) -> None:
+    def __init__(self, tokens: int, limit: str, images: Sequence[Image] = ()) -> None:
         self.tokens = tokens
         self.limit = limit
+        self.image_tokens = sum(image.tokens for image in images)
 
 
 class Maker(Protocol[T]):
@@ -61,20 +63,23 @@ class PromptMaker:
         reader, row = self.reader, self.reader.row(index)
         messages = reader.messages(row, index)
         try:
+            messages = self._renderer.with_images(messages, reader.rows.folder(index))
             token_ids = self._renderer.render_prompt(messages)
         except RenderingError as error:
             raise DataError(f"{reader.rows.where(index)}: {error}") from error
+        images = images_in(messages)
         if self._limit is not None and len(token_ids) > self._limit:
-            raise TooLong(len(token_ids), f"max_prompt_tokens={self._limit}")
+            raise TooLong(len(token_ids), f"max_prompt_tokens={self._limit}", images)
         if not token_ids:
             raise DataError(f"{reader.rows.where(index)}: the prompt has no tokens")
         return Prompt(
             prompt_id=f"{reader.name}/{index}",
             token_ids=token_ids,
-            messages=messages,
+            messages=without_images(messages) if images else messages,
             ground_truth=reader.ground_truth(row, index),
             data_source=reader.data_source(row),
             row=reader.rest(row),
+            images=images,
         )
 
 
@@ -91,12 +96,14 @@ class SampleMaker:
         reader = self.reader
         messages = reader.conversation(reader.row(index), index)
         try:
+            messages = self._renderer.with_images(messages, reader.rows.folder(index))
             token_ids, loss_mask = self._renderer.render_sample(messages)
         except RenderingError as error:
             raise DataError(f"{reader.rows.where(index)}: {error}") from error
+        images = images_in(messages)
         if self._limit is not None and len(token_ids) > self._limit:
-            raise TooLong(len(token_ids), f"max_sample_tokens={self._limit}")
-        return Sample(token_ids, loss_mask, reader.name)
+            raise TooLong(len(token_ids), f"max_sample_tokens={self._limit}", images)
+        return Sample(token_ids, loss_mask, reader.name, images)
 
 
 class _Set(Generic[T]):
@@ -185,6 +192,7 @@ def _all_too_long(reader: RowReader, size: int, shortest: TooLong) -> DataError:
     return DataError(
         f"{reader.key}: every one of the {size} rows of {reader.rows.place} is longer than {shortest.limit}; the "
         f"shortest has {shortest.tokens} tokens"
+        + (f", {shortest.image_tokens} of them images (see model.vision)" if shortest.image_tokens else "")
     )
 
 
@@ -299,9 +307,9 @@ class SampleStream(ItemStream[Sample]):
         super().__init__(SampleMaker, config, renderer, seed, key)
 
 
-def make_renderer(config: DataConfig, tokenizer: Any) -> Renderer:
-    """The renderer that a run's data settings ask for."""
-    return Renderer(tokenizer, config.chat_template, config.chat_options)
+def make_renderer(config: DataConfig, tokenizer: Any, image_reader: ImageReader | None = None) -> Renderer:
+    """The renderer that a run's data settings ask for; `image_reader` is of a model that takes images."""
+    return Renderer(tokenizer, config.chat_template, config.chat_options, image_reader)
 
 
 def read_prompts(name: str, config: DatasetConfig, renderer: Renderer, key: str) -> tuple[list[Prompt], int]:

@@ -73,17 +73,30 @@ class BaseEngine(Protocol):
     def eval_mode(self) -> AbstractContextManager[None]:
         """Model on the device, dropout off, for the duration."""
 
-    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
-        """Every weight under its Hugging Face name (tied heads included), and the adapter's config if it is one.
+    def get_per_tensor_param(
+        self, adapter_only: bool = False
+    ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
+        """Every weight under its Hugging Face name (tied heads included), a LoRA adapter merged in; and None.
 
-        Whole tensors on every rank, gathered as they are taken: every rank has to take all of them.
+        With `adapter_only`, the adapter's tensors under the names of PEFT's files, and PEFT's `adapter_config.json`.
+        Whole tensors on every rank, gathered as they are taken: every rank has to take all of them. Raises ValueError
+        if an adapter is asked for and there is none.
         """
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move parts of the engine between its device and CPU memory."""
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Weights, optimizer and schedule as safetensors and JSON into an existing folder; never pickle."""
+    def save_checkpoint(self, folder: Path, wait: bool = True) -> None:
+        """Weights, optimizer and schedule as safetensors and JSON into an existing folder; never pickle.
+
+        Without `wait`, what is written is copied before this returns, and training may go on meanwhile.
+        """
+
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        """Whether all that was to be saved is on the disk, on every rank; with `wait`, once it is.
+
+        Every rank has to ask. Raises OSError if it cannot be written.
+        """
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what `save_checkpoint` wrote, bit for bit."""
@@ -91,8 +104,17 @@ class BaseEngine(Protocol):
     def export_hf(self, folder: Path) -> None:
         """A folder that `transformers.AutoModelForCausalLM.from_pretrained` loads."""
 
+    def adapter_config(self) -> dict[str, Any] | None:
+        """PEFT's `adapter_config.json` of a model with an adapter; None for one without."""
+
+    def export_adapter(self, folder: Path) -> None:
+        """A folder that `peft.PeftModel.from_pretrained` loads. Raises ValueError if there is no adapter."""
+
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """The model without its adapter for the duration (reference log-probs of a LoRA policy)."""
+        """The model without its adapter for the duration: its forwards (the reference of a LoRA policy) and weights.
+
+        Raises ValueError if there is no adapter.
+        """
 
     @property
     def data_parallel_rank(self) -> int: ...

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ def part_file(kind: str, rank: int, ranks: int) -> str:
     return f"{kind}-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def save_parts(path: Path, parts: Iterable[Part]) -> None:
-    """Write what this rank is the owner of; each tensor is a copy, with storage of its own."""
+def snapshot(path: Path, parts: Iterable[Part]) -> Callable[[], None]:
+    """Copy what this rank is the owner of, now; what is returned writes the copies to `path`, at any time."""
     tensors: dict[str, Tensor] = {}
     boxes: dict[str, dict[str, Any]] = {}
     for name, local, shard in parts:
@@ -47,7 +48,7 @@ def save_parts(path: Path, parts: Iterable[Part]) -> None:
             key = name if piece.shape == shard.shape else f"{name}@{','.join(map(str, piece.offset))}"
             tensors[key] = local.detach()[piece.at].to("cpu", copy=True).contiguous()
             boxes[key] = {"name": name, "whole": list(shard.shape), "offset": list(piece.offset)}
-    save_file(tensors, path, metadata={"boxes": json.dumps(boxes)})
+    return partial(save_file, tensors, path, metadata={"boxes": json.dumps(boxes)})
 
 
 def load_json(path: Path) -> dict[str, Any]:

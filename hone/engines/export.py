@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from hone.models.loading import VALUE_HEAD_FILE, ValueModel
+from hone.models.checkpoint_names import by_layer
+from hone.models.loading import ValueModel
+from hone.models.value_head import VALUE_HEAD_FILE
 
 FILE_BYTES = 4 * 2**30
 Named = tuple[str, Tensor]
@@ -37,7 +39,7 @@ def _export(model: Any, weights: Iterable[Named], folder: Path, writes: bool) ->
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     files: dict[Path, list[str]] = {}
     total, dtype = 0, model.dtype
-    for chunk in _chunks((name, one) for name, one in weights if name not in tied):
+    for chunk in by_layer(((name, one) for name, one in weights if name not in tied), FILE_BYTES):
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
             tensors = {n: t.contiguous().cpu() for n, t in revert_weight_conversion(model, chunk).items()}
@@ -58,20 +60,6 @@ def _of_the_body(weights: Iterable[Named], head: dict[str, Tensor]) -> Iterator[
             yield name.removeprefix("body."), tensor
         else:
             head[name] = tensor.cpu()
-
-
-def _chunks(weights: Iterable[Named]) -> Iterator[dict[str, Tensor]]:
-    """Weights of about one file at a time; those of a layer stay together, for some formats fuse them."""
-    chunk: dict[str, Tensor] = {}
-    held, layer = 0, ""
-    for name, tensor in weights:
-        now = f".{name}".partition(".layers.")[2].partition(".")[0]
-        if held > FILE_BYTES and now != layer:
-            yield chunk
-            chunk, held = {}, 0
-        chunk[name], layer = tensor, now
-        held += tensor.numel() * tensor.element_size()
-    yield chunk
 
 
 def _name_files(folder: Path, files: dict[Path, list[str]], total: int) -> None:

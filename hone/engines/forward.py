@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from hone.engines.layout import lay_out
 from hone.engines.logprobs import Beside, Head, Reference, score_tokens
+from hone.engines.moe import Experts
 from hone.models.attention import packed
 from hone.models.loading import DTYPES, ValueModel, load_language_model
 from hone.models.sequence_parallel import current_ranks
 from hone.models.settings import ModelConfig
+from hone.models.vision import hidden_states
 from hone.types import Batch, ModelOutput
 
 Forward = Callable[[Batch, frozenset[str]], ModelOutput]
@@ -31,38 +34,57 @@ def trained_rows(batch: Batch) -> Tensor:
     return batch.loss_mask.nonzero()[:, 0]
 
 
-def states_before(body: Any, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The body's last hidden state before each of the tokens `rows`: those of them that are here, and states [R, H].
+@dataclass(frozen=True, slots=True)
+class States:
+    """What a body gives for some tokens."""
+
+    rows: Tensor  # [R] those of the tokens that are here
+    hidden: Tensor  # [R, H] the last hidden state before each
+    extras: dict[str, Tensor]  # what is needed of the routers, [T, ...]
+
+
+def states_before(body: Any, batch: Batch, rows: Tensor, experts: Experts | None, needs: frozenset[str]) -> States:
+    """The body's last hidden state before each of the tokens `rows`.
 
     All are here unless ranks share the row (`sequence_parallel`); then each has the states of its slice.
     """
     layout = lay_out(batch)
     token_ids, position_ids, where = layout.token_ids, layout.position_ids, layout.where[rows - 1]
-    ranks = layout.packing.ranks
+    images, ranks = layout.images, layout.packing.ranks
     if ranks is not None:
         where = where - ranks.start(len(token_ids))
+        if images is not None:
+            images = images.within(ranks.start(len(token_ids)), len(ranks.own(token_ids)))
         token_ids, position_ids = ranks.own(token_ids), ranks.own(position_ids)
         here = (where >= 0) & (where < len(token_ids))
         rows, where = rows[here], where[here]
-    with packed(layout.packing):
-        output = body(input_ids=token_ids[None], position_ids=position_ids[None], use_cache=False)
-    states: Tensor = output.last_hidden_state[0]
-    return rows, states.index_select(0, where)
+    extras: dict[str, Tensor] = {}
+    with packed(layout.packing), nullcontext() if experts is None else experts.watch(batch, layout) as routing:
+        states = hidden_states(body, token_ids, position_ids, images)
+    if experts is not None and routing is not None:
+        extras = experts.outputs(batch, layout, routing, needs)
+    return States(rows, states.index_select(0, where), extras)
 
 
 def language_forward(
-    model: Any, temperature: float, chunk_tokens: int, reference_head: Callable[[], Head] | None = None
+    model: Any,
+    temperature: float,
+    chunk_tokens: int,
+    reference_head: Callable[[], Head] | None = None,
+    experts: Experts | None = None,
 ) -> Forward:
     """Log-probs of every token with a loss, and what else is needed of its distribution.
 
     needs, each an output of `ModelOutput`: "entropy"; in `extras` "sum_pi_squared", "states" (the hidden state that
     predicts the token, [T, H] in the dtype of the computation), "top_k:K" (as "top_k_ids" and "top_k_logprobs",
     [T, K]), "logprobs_at" (of the tokens that `batch.extras["ids_at"]` [T, K] names) and "full_kl" (to the model whose
-    "states" are `batch.extras["reference_states"]` and whose head `reference_head` gives).
+    "states" are `batch.extras["reference_states"]` and whose head `reference_head` gives). Of a mixture of `experts`,
+    "routed_experts" ([T, layers, top_k], of every token), and what `Experts.needs` has.
     """
 
     def forward(batch: Batch, needs: frozenset[str]) -> ModelOutput:
-        rows, hidden = states_before(model.base_model, batch, trained_rows(batch))
+        found = states_before(model.base_model, batch, trained_rows(batch), experts, needs)
+        rows, hidden = found.rows, found.hidden
         scores = score_tokens(
             hidden,
             batch.token_ids[rows],
@@ -79,7 +101,8 @@ def language_forward(
         return ModelOutput(
             logprobs=_spread(scores.logprobs, rows, length),
             entropy=_spread(scores.entropy, rows, length) if scores.entropy is not None else None,
-            extras={name: _spread(value, rows, length) for name, value in extras.items() if value is not None},
+            extras=found.extras
+            | {name: _spread(value, rows, length) for name, value in extras.items() if value is not None},
         )
 
     return forward
@@ -120,14 +143,14 @@ def head_of_reference(model: ModelConfig, compute_dtype: str, device: str) -> Ca
     return load
 
 
-def value_forward(model: ValueModel) -> Forward:
+def value_forward(model: ValueModel, experts: Experts | None = None) -> Forward:
     """The value of the state before every token with a loss: from the hidden state of the token before it."""
 
     def forward(batch: Batch, needs: frozenset[str]) -> ModelOutput:
-        rows, states = states_before(model.body, batch, trained_rows(batch))
-        values = model.values(states)
+        found = states_before(model.body, batch, trained_rows(batch), experts, needs)
+        values = model.values(found.hidden)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
-        return ModelOutput(values=_spread(values, rows, batch.num_tokens))
+        return ModelOutput(values=_spread(values, found.rows, batch.num_tokens), extras=found.extras)
 
     return forward
 

@@ -11,36 +11,55 @@ are sums, so neither how a batch was cut nor how it was spread changes them. Wei
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from hone.data.packed_images import images_on
 from hone.data.packing import restore, select
 from hone.engines import checkpoint as files
+from hone.engines.activations import kept_in_cpu_memory, recompute_layers
+from hone.engines.adapter_files import base_identity, check_base, write_adapter
 from hone.engines.base import EngineSpec
 from hone.engines.export import export_weights, in_dtype
 from hone.engines.forward import Forward, head_of_reference, language_forward, value_forward
 from hone.engines.layout import cut_batch
+from hone.engines.logprobs import Head
 from hone.engines.mesh import Mesh, open_mesh
+from hone.engines.moe import LOADS, Experts, open_experts
 from hone.engines.optimizers import build_optimizer, scale_gradients
 from hone.engines.precision import Weights, kept_wide
-from hone.engines.probe import check_body, check_head
+from hone.engines.probe import check_body, check_head, check_images, try_body
 from hone.engines.schedules import Schedule
 from hone.engines.sharded_weights import ShardedWeights
-from hone.engines.sharding import Sharder, inside, nothing, sharded_forward, whole_weights
-from hone.engines.shards import Part, Shard
-from hone.models.attention import checkpoint_contexts
+from hone.engines.sharding import (
+    BUCKET_BYTES,
+    Sharder,
+    inside,
+    later,
+    nothing,
+    sharded_forward,
+    whole_weight,
+    whole_weights,
+)
+from hone.engines.shards import Part, Shard, gather
+from hone.engines.writing import Writer
 from hone.models.fused_norm import fuse_norms
+from hone.models.image_processor import save_language
 from hone.models.loading import DTYPES, load_language_model, load_value_model, without_progress_bars
-from hone.models.tokenizer import load_tokenizer
 from hone.models.transformers_patches import ShardFn
-from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput, merge_metrics
+from hone.registry import resolve
+from hone.types import Batch, BatchImages, LossFn, Metric, Metrics, ModelOutput, merge_metrics
+
+if TYPE_CHECKING:
+    from hone.engines.lora import Adapter
 
 
 class Fsdp2Engine:
@@ -50,6 +69,7 @@ class Fsdp2Engine:
     weights: Weights | ShardedWeights
     optimizer: torch.optim.Optimizer
     schedule: Schedule
+    _experts: Experts | None  # of a mixture of experts
 
     def __init__(self, spec: EngineSpec, device: str) -> None:
         """Raises ValueError for settings that do not fit together; touches no weights yet."""
@@ -64,6 +84,12 @@ class Fsdp2Engine:
         self._checkpointing = config.activation_checkpointing
         self.mesh = open_mesh(config.parallel, device)
         self._offload = config.offload
+        self._writer = Writer()
+        self.adapter: Adapter | None = None
+        if config.lora is not None:  # PEFT is imported by runs that need it only
+            make = resolve("hone.engines.lora:Adapter")
+            self.adapter = make(config.lora, spec.model, DTYPES[spec.model.dtype])
+        self._drawn = 0  # micro-batches since the last optimizer step
         self._at_work: frozenset[str] = frozenset()  # with `offload`: what is on the device now
         if spec.temperature <= 0:
             raise ValueError(f"temperature={spec.temperature} should be positive: greedy samples have no log-probs")
@@ -78,7 +104,7 @@ class Fsdp2Engine:
         self._forward = self._prepare() if self.mesh is None else self._prepare_sharded(self.mesh)
         if self._trained:
             if self._checkpointing:
-                self._body.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": checkpoint_contexts})
+                recompute_layers(self._body)
             self.optimizer = build_optimizer(
                 self._optimizer_config, self.weights.masters, in_parts=self.mesh is not None
             )
@@ -88,16 +114,23 @@ class Fsdp2Engine:
 
     def _prepare(self) -> Forward:
         self.model = self._load(None)
-        self.weights = Weights(self.model, self._compute, self._trained)
+        if self.adapter is not None:
+            adapted: Any = self.model.body if self.model_type == "value_model" else self.model
+            self.adapter.attach(adapted, self._name(adapted))
+            self.adapter.fill(self.model, self._prefix, "cpu", lambda name, weight: weight.detach(), None)
+        self.weights = Weights(self.model, self._compute, self._trained, self._adapter_names)
         self.model.to(self.device)
         if self.device == "cpu":
             fuse_norms(self.model)
         return self._checked_forward()
 
     def _prepare_sharded(self, mesh: Mesh) -> Forward:
-        sharder = Sharder(mesh, DTYPES[self._spec.model.dtype], self._compute)
+        sharder = Sharder(mesh, DTYPES[self._spec.model.dtype], self._compute, self.adapter)
         self.model = self._load(lambda model: sharder.shard(model, self._name(model)))
         self.model.to(self.device)
+        if self.adapter is not None:
+            self.adapter.show()
+            self.adapter.fill(self.model, self._prefix, self.device, functools.partial(whole_weight, mesh=mesh), mesh)
         sharder.wrap(self.model)
         if self.device == "cpu":
             fuse_norms(self.model)
@@ -107,9 +140,15 @@ class Fsdp2Engine:
         return sharded_forward(self.model, forward, mesh)
 
     def _load(self, shard: ShardFn | None) -> nn.Module:
-        load: Any = load_value_model if self.model_type == "value_model" else load_language_model
-        model: nn.Module = load(self._spec.model, shard)
-        return model
+        spec = self._spec
+        if self.adapter is None:
+            load: Any = load_value_model if self.model_type == "value_model" else load_language_model
+            model: nn.Module = load(spec.model, shard)
+            return model
+        frozen = spec.model.model_copy(update={"dtype": spec.engine.compute_dtype})  # nothing updates these weights
+        if self.model_type == "value_model":
+            return load_value_model(frozen, shard, head_dtype=DTYPES[spec.model.dtype])
+        return load_language_model(frozen, shard)
 
     def _name(self, model: Any) -> str:
         return self._spec.model.path or f"architecture {model.config.model_type!r}"
@@ -118,12 +157,26 @@ class Fsdp2Engine:
         name = self._name(self._body)
         self.model.eval()
         hidden = check_body(self._body, name)
+        check_images(self._body, name)
+        moe = self._spec.engine.moe if self._trained else None  # a model that is only asked routes as it does
+        self._experts = open_experts(self._body, moe, name, lambda: try_body(self._body))
         if self.model_type == "value_model":
-            return value_forward(self.model)  # type: ignore[arg-type]
+            return value_forward(self.model, self._experts)  # type: ignore[arg-type]
         check_head(self.model, hidden, name)
         reference, compute = self._spec.reference, self._spec.engine.compute_dtype
         head = None if reference is None else head_of_reference(reference, compute, self.device)
-        return language_forward(self.model, self._spec.temperature, self._chunk, head)
+        if self.adapter is not None and reference == self._spec.model:
+            head = functools.partial(Head.of, self.model)  # no adapter changes the head
+        return language_forward(self.model, self._spec.temperature, self._chunk, head, self._experts)
+
+    @property
+    def _prefix(self) -> str:
+        """Of the names of an adapted model's weights in this one's state dict."""
+        return "body." if self.model_type == "value_model" else ""
+
+    @property
+    def _adapter_names(self) -> frozenset[str]:
+        return frozenset() if self.adapter is None else frozenset(self.adapter.names)
 
     @property
     def _body(self) -> Any:
@@ -145,17 +198,32 @@ class Fsdp2Engine:
         if batch.loss_weights is None:
             raise ValueError("batch.loss_weights is not set: the loss has no denominator (see aggregation)")
         needs: frozenset[str] = getattr(loss, "needs", frozenset())
+        if self._experts is not None:
+            self._experts.check_routes(batch, trained=True)
+            needs |= self._experts.needs
         cut = cut_batch(batch, self._max_tokens, whole_groups=getattr(loss, "whole_groups", False))
         trained = _has_loss(batch)
         cut = [indices for indices in cut if any(trained[i] for i in indices)]
         missing = self._missing(len(cut))
         with self.train_mode():
+            if self._experts is not None and self._experts.counts_first:
+                self._count_loads(self._experts, batch, cut, missing)
             parts = [self._microbatch(_on(select(batch, indices), self.device), loss, needs) for indices in cut]
             for _ in range(missing):
                 sum(self._idle()).backward()  # type: ignore[union-attr]
             if missing:  # this rank's share of the weights has gradients, from the other ranks' sequences
                 self.weights.collect()
-        return _step_metrics(parts)
+            of_experts = self._experts.end(self.mesh, self.device) if self._experts is not None else {}
+        return _step_metrics(parts) | of_experts
+
+    @torch.no_grad()
+    def _count_loads(self, experts: Experts, batch: Batch, cut: list[list[int]], missing: int) -> None:
+        """A forward of the whole step for how often each expert is taken in it."""
+        for indices in cut:
+            self._forward(_on(select(batch, indices), self.device), frozenset({LOADS}))
+        for _ in range(missing):
+            self._idle()
+        experts.begin(self.mesh, self.device)
 
     def _missing(self, microbatches: int) -> int:
         """How many micro-batches some other rank has more than this one: every rank has to join its collectives."""
@@ -169,22 +237,33 @@ class Fsdp2Engine:
 
     def _microbatch(self, part: Batch, loss: LossFn, needs: frozenset[str]) -> dict[str, Tensor]:
         """One forward and backward; each metric as [3]: sum, number of tokens, 0; or maximum, number of tokens, 1."""
-        result = loss(self._forward(part, needs), part)
+        with kept_in_cpu_memory() if self._checkpointing == "offload" else nullcontext(), self._dropping():
+            output = self._forward(part, needs)
+        result = loss(output, part)
+        of_experts, shown = self._experts.penalty(output.extras) if self._experts is not None else (0.0, {})
         mask = part.loss_mask
         assert part.loss_weights is not None
-        total = (result.values * part.loss_weights)[mask].sum()
+        total = ((result.values + of_experts) * part.loss_weights)[mask].sum()
         total.backward()  # type: ignore[no-untyped-call]
         self.weights.collect()
         sums = {"train/loss": _row(total.detach(), mask, largest=False)}
-        for name, values in result.metrics.items():
+        for name, values in {**result.metrics, **shown}.items():
             counted = result.counted.get(name, mask)
             sums[name] = _row(values.detach()[counted].sum(), counted, largest=False)
         for name, values in result.largest.items():
             sums[name] = _row(values.detach()[mask].max(), mask, largest=True)
         return sums
 
+    def _dropping(self) -> AbstractContextManager[None]:
+        """An adapter's dropout: ranks that share a micro-batch drop alike, and a resumed run as if it never stopped."""
+        if self.adapter is None:
+            return nullcontext()
+        self._drawn += 1
+        return self.adapter.dropping(self.device, self.schedule.step_count, self._drawn, self.data_parallel_rank)
+
     def optimizer_step(self) -> Metrics:
         """Clip and step; a gradient norm that is not finite leaves weights and optimizer as they are."""
+        self._drawn = 0
         self.weights.settle()
         norm = self.weights.gradient_norm()
         finite = math.isfinite(norm)
@@ -206,6 +285,8 @@ class Fsdp2Engine:
     # ---------------------------------------------------------------------------------------------------- inference
 
     def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
+        if self._experts is not None:
+            self._experts.check_routes(batch, trained=False)
         cut = cut_batch(batch, self._max_tokens)
         missing = self._missing(len(cut))
         with self.eval_mode(), torch.no_grad():
@@ -267,14 +348,42 @@ class Fsdp2Engine:
 
     # ------------------------------------------------------------------------------------------------ weights, state
 
-    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
+    def get_per_tensor_param(
+        self, adapter_only: bool = False
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
         """Every entry of the model's state dict, in master precision; each tensor owns its storage.
 
-        On a mesh every rank gets whole tensors, and every rank has to take all of them.
+        On a mesh every rank gets whole tensors, and every rank has to take all of them. Weights beside an adapter are
+        kept in compute precision; those that it changes come merged, added up in master precision.
         """
+        if adapter_only:
+            adapter = self._require_adapter()
+            return later(lambda: adapter.file_tensors(self._adapter_tensors())), adapter.file_config()
+        return self._all_weights(), None
+
+    def _all_weights(self) -> Iterator[tuple[str, Tensor]]:
+        plain: Iterator[tuple[str, Tensor]]
         if self.mesh is not None:
-            return whole_weights(self.model, self.weights), None
-        return ((name, tensor.clone()) for name, tensor in self._state().items()), None
+            plain = whole_weights(self.model, self.weights)
+        else:
+            plain = ((name, tensor.clone()) for name, tensor in self._state().items())
+        if self.adapter is None:
+            return plain
+        adapter = self.adapter
+        return later(lambda: adapter.merged(plain, self._adapter_tensors()))
+
+    def _adapter_tensors(self) -> dict[str, Tensor]:
+        """The adapter's tensors, whole; each owns its storage."""
+        names = self._adapter_names
+        return dict(gather((part for part in self.weights.parts() if part[0] in names), BUCKET_BYTES))
+
+    def _require_adapter(self) -> Adapter:
+        if self.adapter is None:
+            raise ValueError("this engine trains all weights: it has no adapter (engine.lora is not set)")
+        return self.adapter
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        return None if self.adapter is None else self.adapter.file_config()
 
     def _state(self) -> dict[str, Tensor]:
         """Live tensors under the names of the model's state dict (tied weights under each of their names)."""
@@ -296,7 +405,10 @@ class Fsdp2Engine:
                 state |= {k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
 
     def _saved(self) -> list[Part]:
-        """What a checkpoint holds of the model: each weight once, and persistent buffers."""
+        """What a checkpoint holds of the model: each weight once, and persistent buffers; not what is frozen."""
+        if self.adapter is not None:
+            kept = self._adapter_names | self.weights.masters.keys()
+            return [part for part in self.weights.parts() if part[0] in kept]
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = [(name, one) for name, one in self.model.state_dict().items() if name not in parameters]
         first = self.mesh is None or self.mesh.rank == 0
@@ -306,26 +418,38 @@ class Fsdp2Engine:
         shards = {name: shard for name, _, shard in self.weights.parts()}
         return [(name, master, shards[name]) for name, master in self.weights.masters.items()]
 
-    def save_checkpoint(self, folder: Path) -> None:
+    def save_checkpoint(self, folder: Path, wait: bool = True) -> None:
         rank, ranks = (self.mesh.rank, self.mesh.sizes.world) if self.mesh else (0, 1)
         tensors, plain = files.optimizer_parts(self.optimizer, self._trained_parts(), rank == 0)
-        files.save_parts(folder / files.part_file(files.MODEL, rank, ranks), self._saved())
-        files.save_parts(folder / files.part_file(files.OPTIMIZER, rank, ranks), tensors)
+        self._writer.start(
+            [
+                files.snapshot(folder / files.part_file(files.MODEL, rank, ranks), self._saved()),
+                files.snapshot(folder / files.part_file(files.OPTIMIZER, rank, ranks), tensors),
+            ]
+        )
         facts = {
             "format": files.FORMAT,
             "ranks": ranks,
             "optimizer": type(self.optimizer).__name__,
             "optimizer_numbers": plain,
             "schedule_step": self.schedule.step_count,
+            "adapter": None,
         }
+        if self.adapter is not None:
+            facts["adapter"] = {**self.adapter.facts(), "base": self._base}
         if rank == 0:
             (folder / files.ENGINE_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        if self.mesh:
-            self.mesh.meet()
+        if wait:
+            self.checkpoint_written(wait=True)
+
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        done = self._writer.done(wait)
+        return done if self.mesh is None else self.mesh.most(int(not done), self.device) == 0
 
     def load_checkpoint(self, folder: Path) -> None:
         """Raises CheckpointError naming the file: missing, damaged, or of another model or optimizer."""
         facts = files.load_json(folder / files.ENGINE_FILE)
+        self._check_adapter(facts.get("adapter"), folder)
         mine = type(self.optimizer).__name__
         if facts["optimizer"] != mine:
             raise files.CheckpointError(
@@ -343,21 +467,45 @@ class Fsdp2Engine:
         self.schedule.step_count = facts["schedule_step"]
         self._lr = self.schedule.apply(self.optimizer, self._optimizer_config.lr)
 
-    def export_hf(self, folder: Path) -> None:
-        """Weights as they are computed with (compute_dtype), config and tokenizer."""
+    @functools.cached_property
+    def _base(self) -> dict[str, Any]:
+        return base_identity(self._spec.model)
+
+    def _check_adapter(self, stored: dict[str, Any] | None, folder: Path) -> None:
+        """Raise CheckpointError if a checkpoint's adapter is not this run's, or lies beside other weights."""
+        mine = None if self.adapter is None else self.adapter.facts()
+        theirs = None if stored is None else {key: value for key, value in stored.items() if key != "base"}
+        if mine != theirs:
+            said = ["an adapter " + str(one) if one else "no adapter" for one in (theirs, mine)]
+            raise files.CheckpointError(f"{folder} was written with {said[0]}, this run has {said[1]}")
+        if stored is not None:
+            check_base(stored["base"], self._base, folder)
+
+    def export_adapter(self, folder: Path) -> None:
+        tensors, config = self.get_per_tensor_param(adapter_only=True)
+        head = dict(gather((part for part in self.weights.parts() if part[0] == "score.weight"), BUCKET_BYTES))
+        first = self.mesh is None or self.mesh.rank == 0
+        write_adapter(folder, config or {}, tensors, head, writes=first)
+        if first:
+            save_language(self._spec.model, folder)
         if self.mesh:
-            weights = in_dtype(whole_weights(self.model, self.weights), self._compute, kept_wide(self.model))
-            export_weights(self.model, weights, folder, writes=self.mesh.rank == 0)
+            self.mesh.meet()
+
+    def export_hf(self, folder: Path) -> None:
+        """Weights as they are computed with (compute_dtype), an adapter merged in; config and tokenizer."""
+        if self.mesh or self.adapter is not None:
+            weights = in_dtype(self._all_weights(), self._compute, kept_wide(self.model))
+            export_weights(self.model, weights, folder, writes=self.mesh is None or self.mesh.rank == 0)
         else:
             with without_progress_bars():
                 self.model.save_pretrained(folder)  # type: ignore[operator]
         if self.mesh is None or self.mesh.rank == 0:
-            load_tokenizer(self._spec.model).save_pretrained(folder)
+            save_language(self._spec.model, folder)
         if self.mesh:
             self.mesh.meet()
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        raise NotImplementedError("this engine trains all weights: there is no adapter to disable")
+        return self._require_adapter().disabled()
 
     @property
     def data_parallel_rank(self) -> int:
@@ -387,7 +535,9 @@ def _on(batch: Batch, device: str) -> Batch:
         value = getattr(batch, name)
         if isinstance(value, Tensor):
             changes[name] = value.to(device, non_blocking=True)
-        elif value is not None:
+        elif isinstance(value, BatchImages):
+            changes[name] = images_on(value, device)
+        elif isinstance(value, Mapping):
             changes[name] = {key: tensor.to(device, non_blocking=True) for key, tensor in value.items()}
     return batch.with_(**changes)
 

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from hone.data.packing import groups_of, microbatches, microbatches_of_groups
+from hone.engines.image_rows import image_positions, row_images, shared_by_images
 from hone.models.attention import Packing
+from hone.models.routing import ROUTES
+from hone.models.vision import RowImages
 from hone.types import Batch
 
 _SHORTEST = 4  # tokens: a shorter prefix costs more to share than to compute again
@@ -28,9 +31,11 @@ class Layout:
     """The row for the model, and where each token of the batch is in it."""
 
     token_ids: Tensor  # [R], R <= T
-    position_ids: Tensor  # [R]
+    position_ids: Tensor  # [R], or [R, 3] where images are shown
     packing: Packing
     where: Tensor  # [T] index into the row
+    take: Tensor  # [R] index into the batch
+    images: RowImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,10 @@ def lay_out(batch: Batch) -> Layout:
     pieces = [(begins[place[s]], segments[s].length) for sequence in members for s in sequence]
     packing = Packing.of(cu_seqlens, [None if s.parent is None else place[s.parent] for s in ordered])
     where = _ranges([start for start, _ in pieces], [length for _, length in pieces], device)
-    return Layout(batch.token_ids[take], batch.position_ids[take], packing, where)
+    positions, images = batch.position_ids, None
+    if batch.images is not None:
+        positions, images = image_positions(batch, batch.images), row_images(batch, batch.images, where)
+    return Layout(batch.token_ids[take], positions[take], packing, where, take, images)
 
 
 def _shape(segments: Sequence[_Segment], index: int) -> tuple[bool, int, int, int]:
@@ -90,6 +98,10 @@ def _segments(batch: Batch) -> tuple[list[_Segment], list[list[int]]]:
     members: list[list[int]] = [[] for _ in range(batch.num_sequences)]
     for sequences in groups.values():
         shared = _shared_beginning([tokens[ends[i] : ends[i + 1]] for i in sequences]) if len(sequences) > 1 else 0
+        if shared and ROUTES in batch.extras:
+            shared = _shared_routes(batch.extras[ROUTES], [ends[i] for i in sequences], shared)
+        if shared and batch.images is not None:
+            shared = shared_by_images(batch.images, sequences, shared)
         parent = None
         if shared >= _SHORTEST:
             parent = len(segments)
@@ -106,6 +118,15 @@ def _shared_beginning(sequences: list[list[int]]) -> int:
     first, last = min(sequences), max(sequences)  # what these two share, all between them share
     shortest = min(len(sequence) for sequence in sequences) - 1
     return next((i for i in range(shortest) if first[i] != last[i]), shortest)
+
+
+def _shared_routes(routes: Tensor, starts: Sequence[int], length: int) -> int:
+    """How many of the first `length` tokens go to the same experts in all sequences."""
+    first, *others = (routes[start : start + length] for start in starts)
+    for other in others:
+        same = (other == first).flatten(1).all(1)
+        length = min(length, int(same.long().cumprod(0).sum()))
+    return length
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -21,10 +21,16 @@ from hone.engines.shards import Part, Shard
 class Weights:
     """The trainable weights of a model, by name, tied ones once."""
 
-    def __init__(self, model: nn.Module, compute: torch.dtype, trained: bool) -> None:
-        """Turns `model` into the working copy, in place; without `trained`, no masters are kept."""
+    def __init__(
+        self, model: nn.Module, compute: torch.dtype, trained: bool, frozen: frozenset[str] = frozenset()
+    ) -> None:
+        """Turns `model` into the working copy, in place; without `trained`, no masters are kept.
+
+        `frozen` names weights that keep their master although nothing updates it.
+        """
         self._working = dict(model.named_parameters())
         self.masters: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
         keep = kept_wide(model)
         for name, parameter in self._working.items():
             master = parameter.data
@@ -32,10 +38,12 @@ class Weights:
                 parameter.data = master.to(compute)
             if not trained:
                 parameter.requires_grad_(False)
-            elif parameter.requires_grad:
-                same = parameter.dtype == master.dtype
+            same = parameter.dtype == master.dtype
+            if parameter.requires_grad:
                 self.masters[name] = parameter if same else nn.Parameter(master)
-        self._apart = {n: m for n, m in self.masters.items() if m is not self._working[n]}
+            elif name in frozen and not same:
+                self._kept[name] = master
+        self._apart = {n: m for n, m in (self.masters | self._kept).items() if m is not self._working[n]}
 
     def collect(self) -> None:
         """Add the working weights' gradients to the masters' and clear them: once after each backward."""
@@ -68,7 +76,7 @@ class Weights:
 
     def best(self, name: str) -> Tensor:
         """A weight in the highest precision there is."""
-        return self.masters.get(name, self._working[name]).detach()
+        return self._apart.get(name, self._working[name]).detach()
 
     def names(self) -> list[str]:
         return list(self._working)

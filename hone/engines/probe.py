@@ -14,6 +14,7 @@ from torch import Tensor
 from hone.engines.logprobs import Head
 from hone.models.attention import Packing, packed
 from hone.models.errors import ModelError
+from hone.models.vision import RowImages, hidden_states, patch_values, positions_of, sees_images
 
 _SHARED, _OWN = 3, (2, 3)  # two sequences with 3 tokens in common, then 2 and 3 of their own
 
@@ -41,6 +42,44 @@ def check_body(body: Any, name: str) -> Tensor:
 
 
 @torch.no_grad()
+def check_images(body: Any, name: str) -> None:
+    """Refuse a body that makes something else of an image than hone does; of text only, there is nothing to check.
+
+    Its own forward, given the patches and the positions of its own `get_rope_index`, is what counts. Raises ModelError.
+    """
+    if not sees_images(body.config):
+        return
+    device, config = next(body.parameters()).device, body.config
+    merge = config.vision_config.spatial_merge_size
+    grid = (1, 2 * merge, 3 * merge)
+    tokens = torch.tensor([1, 2, *[config.image_token_id] * 6, 3, 4], device=device)
+    is_image = (tokens == config.image_token_id).int()[None]
+    grids = torch.tensor([grid], device=device)
+    theirs, _ = body.get_rope_index(tokens[None], mm_token_type_ids=is_image, image_grid_thw=grids)
+    ours = positions_of(len(tokens), [(2, grid)], merge)[0].to(device)
+    if not torch.equal(theirs[:, 0].T, ours):
+        raise ModelError(f"{name} counts the positions of an image otherwise than hone knows")
+    patches = torch.linspace(-1, 1, 6 * merge**2 * patch_values(config), device=device).sin().view(6 * merge**2, -1)
+    whole = Packing.of(torch.tensor([0, len(tokens)], device=device))
+    at = is_image[0].nonzero()[:, 0]
+    with packed(whole):
+        own = body(
+            input_ids=tokens[None],
+            position_ids=theirs,
+            pixel_values=patches.to(body.dtype),
+            image_grid_thw=grids,
+            use_cache=False,
+        ).last_hidden_state[0]
+        found = hidden_states(body, tokens, ours, RowImages(patches, grids, at - 2, at))
+    gap, scale = (own - found).abs().max(), own.abs().max()
+    if not bool(gap <= _tolerance(own) * scale):
+        raise ModelError(
+            f"{name} shows its images to the language model otherwise than hone knows of: hidden states differ by "
+            f"{float(gap):.3g} (of {float(scale):.3g})"
+        )
+
+
+@torch.no_grad()
 def check_head(model: Any, hidden: Tensor, name: str) -> None:
     """Refuse a model whose logits are not those of `Head` on its body's hidden states. Raises ModelError."""
     tokens, positions = _probe(model)
@@ -54,6 +93,12 @@ def check_head(model: Any, hidden: Tensor, name: str) -> None:
             f"{name} does more to its logits than hone knows of (scale, soft-capping): they differ by {float(gap):.3g} "
             f"(of {float(scale):.3g}) from head(hidden states)"
         )
+
+
+def try_body(body: Any) -> None:
+    """Run the two sequences through a body that `check_body` has found fit."""
+    tokens, positions = _probe(body)
+    _states(body, tokens, positions, _whole(tokens.device), "the model")
 
 
 def _probe(model: Any) -> tuple[Tensor, Tensor]:

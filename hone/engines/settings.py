@@ -77,6 +77,45 @@ class ParallelConfig(Config):
         return Sizes(self.replicate, rest, self.sequence, self.tensor, self.expert)
 
 
+class LoraConfig(Config):
+    """A low-rank adapter beside frozen weights (LoRA), by PEFT."""
+
+    rank: int = setting(16, "columns of B and rows of A in W + scale B A", ge=1)
+    alpha: float = setting(32.0, "scale is alpha / rank", gt=0)
+    targets: Literal["all-linear"] | tuple[str, ...] = setting(
+        "all-linear", "layers by names in their paths (q_proj, self_attn, experts.down_proj); all-linear: not the head"
+    )
+    exclude: tuple[str, ...] = setting((), "layers that stay as they are although `targets` has them")
+    dropout: float = setting(0.0, "share of the adapter's inputs that is dropped in training", ge=0, lt=1)
+    dora: bool = setting(False, "direction by the adapter, length of each row apart (DoRA)")
+    rslora: bool = setting(False, "scale is alpha / sqrt(rank)")
+    init: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = setting(
+        "default", "how A and B begin; pissa, olora: from the weights' SVD or QR, which the frozen weights keep"
+    )
+    seed: int = setting(0, "of the first A and of dropout", ge=0)
+    path: str | None = setting(
+        None, "folder of an adapter to go on from; it says rank, alpha, targets, dora and rslora"
+    )
+    sync: Literal["auto", "adapter", "merged"] = setting(
+        "auto",
+        "what each weight sync sends: the adapter alone, or all weights with it merged in; auto: the adapter where the "
+        "rollout can take it",
+    )
+
+
+class MoeConfig(Config):
+    """A mixture-of-experts model: balance between its experts, and whose choice of experts training takes over."""
+
+    router_aux_loss_coef: float = setting(0.0, "strength of the load-balancing loss; 0: none", ge=0)
+    router_z_loss_coef: float = setting(0.0, "strength of the loss on large router logits; 0: none", ge=0)
+    balance_over: Literal["sequence", "batch"] = setting(
+        "sequence", "where loads are to be even: within each sequence, or over the optimizer step (one more forward)"
+    )
+    routing_replay: Literal["none", "rollout", "old_logprobs"] = setting(
+        "none", "experts that training forwards choose: their own, those of the rollout, of the old log-probs' forward"
+    )
+
+
 class EngineConfig(Config):
     """One model's engine."""
 
@@ -87,13 +126,22 @@ class EngineConfig(Config):
     compute_dtype: Literal["bfloat16", "float32", "float64"] = setting(
         "bfloat16", "of forward and backward; the optimizer updates weights in model.dtype"
     )
-    activation_checkpointing: bool = setting(False, "recompute layers in the backward to save memory")
+    activation_checkpointing: bool | Literal["offload"] = setting(
+        False, "recompute layers in the backward to save memory; offload: their inputs wait in CPU memory meanwhile"
+    )
     offload: bool = setting(False, "keep weights and optimizer state in CPU memory while the model is not at work")
     logprob_chunk_tokens: int = setting(1024, "at most so many rows of logits exist at once", unit="tokens", ge=1)
     optimizer: OptimizerConfig = setting(factory=OptimizerConfig, meaning="how weights are updated")
     schedule: ScheduleConfig = setting(factory=ScheduleConfig, meaning="learning rate over the run")
     max_grad_norm: float | None = setting(1.0, "gradients are scaled down to this norm; null: never", gt=0)
     parallel: ParallelConfig = setting(factory=ParallelConfig, meaning="how the work is spread over several ranks")
+    lora: LoraConfig | None = setting(None, "train an adapter beside frozen weights; null: all weights")
+    moe: MoeConfig | None = setting(None, "load balancing and routing replay of a mixture of experts")
+
+    @property
+    def routing_replay(self) -> str:
+        """Whose choice of experts is replayed in training; `none` without the section."""
+        return "none" if self.moe is None else self.moe.routing_replay
 
     def alone(self) -> EngineConfig:
         """The same engine in one process, whatever mesh it was trained on."""

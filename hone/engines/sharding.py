@@ -8,12 +8,13 @@ Gradients are sums over ranks, never means: the loss weights carry the denominat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -21,10 +22,13 @@ from hone.engines.forward import Forward
 from hone.engines.mesh import EXPERT, TENSOR, Mesh
 from hone.engines.precision import kept_wide
 from hone.engines.settings import Sizes
-from hone.engines.shards import gather
+from hone.engines.shards import Shard, TensorSplit, gather
 from hone.models.errors import ModelError
 from hone.models.sequence_parallel import shared_by
 from hone.types import Batch, ModelOutput
+
+if TYPE_CHECKING:
+    from hone.engines.lora import Adapter
 
 R = TypeVar("R")
 
@@ -39,11 +43,13 @@ class ShardingError(ModelError):
 class Sharder:
     """Shards one engine's model: on which mesh, and computed in which precision."""
 
-    def __init__(self, mesh: Mesh, stored: torch.dtype, compute: torch.dtype) -> None:
-        """`stored` is the precision in which the optimizer updates the weights."""
+    def __init__(self, mesh: Mesh, stored: torch.dtype, compute: torch.dtype, adapter: Adapter | None = None) -> None:
+        """`stored` is the precision in which the optimizer updates the weights; an `adapter` is put around them."""
         self._mesh = mesh
         self._stored = stored
         self._compute = compute
+        self._adapter = adapter
+        self._styles: dict[str, str] = {}  # how `tensor` has cut each kind of module
         self.partial: list[str] = []  # weights whose gradients are to be summed over `tensor` (norms of single heads)
 
     def shard(self, model: Any, name: str) -> None:
@@ -59,14 +65,21 @@ class Sharder:
             self._split_matrices(model, name)
         if sizes.expert > 1:
             self._split_experts(model, name)
+        if self._adapter is not None:
+            split = TensorSplit(self._styles, self._mesh.dense[TENSOR]) if sizes.tensor > 1 else None
+            self._adapter.attach(model, name, split, experts_cut=sizes.expert > 1)
         self._shard_parameters(model)
+        if self._adapter is not None:
+            self._adapter.hide(model)
 
     def wrap(self, model: nn.Module) -> None:
         """Shard what a wrapper has beside the model within it, and let `inside` run in its forward."""
         if not isinstance(model, FSDPModule):
             self._fully_shard(model, self._mesh.fsdp, self._policy(), last=True)
-        model._hone_inside = _call  # type: ignore[assignment]
-        register_fsdp_forward_method(model, "_hone_inside")
+        for part in (model, getattr(model, "body", None)):  # the body of a value model is sharded by itself
+            if isinstance(part, FSDPModule):
+                part._hone_inside = _call  # type: ignore[attr-defined]
+                register_fsdp_forward_method(part, "_hone_inside")
 
     # ---------------------------------------------------------------------------------------------------- tensor
 
@@ -80,10 +93,12 @@ class Sharder:
             )
         _require_heads(model, size, "tensor", name)
         partial = [key for key, style in plan.items() if style == _PARTIAL]
+        partial += _norms_of_split_heads(model, plan)
         plan = {key: style for key, style in plan.items() if style != _PARTIAL}
         if self._mesh.sizes.expert > 1:
             experts = tuple(model.ep_plan)
             plan = {key: style for key, style in plan.items() if not key.startswith(experts)}
+        self._styles = plan
         try:
             apply_tensor_parallelism(model, self._mesh.dense[TENSOR], plan)
         except (ValueError, RuntimeError) as error:
@@ -183,6 +198,18 @@ def whole_weights(model: nn.Module, weights: Any) -> Iterator[tuple[str, Tensor]
             yield name, tensor.clone()
 
 
+def whole_weight(name: str, weight: Tensor, mesh: Mesh) -> Tensor:
+    """One weight of a sharded model, whole. Every rank has to ask."""
+    held = weight.detach()
+    local: Tensor = held.to_local() if isinstance(held, DTensor) else held
+    return next(gather([(name, local, Shard.of(held, mesh))], BUCKET_BYTES))[1]
+
+
+def later(begin: Callable[[], Iterator[R]]) -> Iterator[R]:
+    """What `begin` gives, begun when the first is asked for."""
+    yield from begin()
+
+
 def nothing(ranks: int) -> Batch:
     """A batch for a rank that has none: one sequence with a token for each of the ranks that share it."""
     length = max(2, ranks)
@@ -218,6 +245,17 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 def _experts(model: Any) -> Iterator[nn.Module]:
     keys = [key for key, style in model.ep_plan.items() if style == _DISPATCH]
     return (module for path, module in model.named_modules() if _wildcard(path) in keys)
+
+
+def _norms_of_split_heads(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
+    """Norms of single heads beside split queries and keys that the plan does not name (GLM-4-MoE's): each rank has the
+    gradient of its own heads only.
+
+    Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/glm4_moe/configuration_glm4_moe.py
+    """
+    split = [key.removesuffix("_proj") for key, style in plan.items() if style == "colwise" and key.endswith("_proj")]
+    norms = {f"{key}_norm" for key in split} - plan.keys()
+    return sorted(norms & {_wildcard(path) for path, _ in model.named_modules()})
 
 
 def _wildcard(name: str) -> str:

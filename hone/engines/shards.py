@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,14 @@ class _Cut:
     size: int
     rank: int
     factor: int  # the dimension is `factor` blocks, and each of them is cut
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSplit:
+    """How tensor parallelism has cut a model: the style of each module by its wildcard name, and the ranks."""
+
+    styles: Mapping[str, str]
+    mesh: Any  # DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)

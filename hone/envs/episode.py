@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from hone.data.routes import Routes, joined_routes
 from hone.envs.base import Env, EnvFactory, StepResult
 from hone.envs.settings import EpisodeConfig
 from hone.types import (
@@ -61,6 +62,7 @@ class _Record:
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: Routes | None = None
     prompt_length: int = 0
     response: str = ""
     turns: int = 0
@@ -78,6 +80,7 @@ class _Record:
         self.loss_mask += [1] * len(completion.token_ids)
         self.logprobs += completion.logprobs
         self.versions += completion.weight_versions
+        self.routes = joined_routes(self.routes, completion.routed_experts)
         self.response += text
         self.turns += 1
         self.stop_reason = completion.stop_reason
@@ -105,6 +108,8 @@ class _Record:
             error=error,
             episode=sample,
             turns=self.turns,
+            images=prompt.images,
+            routed_experts=self.routes,
         )
 
 
@@ -223,9 +228,8 @@ class EpisodeRunner:
         seed = request_seed(play.seed, play.step, prompt.draw, sample, turn)
         sampling = replace(play.sampling, seed=seed, max_tokens=budget)
         record.waiting_for = "the rollout engine"
-        completion = await play.generate(
-            f"{play.step}/{prompt.draw}/{sample}/{turn}", tuple(record.token_ids), sampling
-        )
+        request, shown = f"{play.step}/{prompt.draw}/{sample}/{turn}", (prompt.images,) if prompt.images else ()
+        completion = await play.generate(request, tuple(record.token_ids), sampling, *shown)
         record.waiting_for = "the environment"
         return completion
 

@@ -17,6 +17,10 @@ class AgentSettings(Choice):
         False,
         "whether temperature, top_p ... of the agent's requests count; else rollout.sampling does, as training needs",
     )
+    adapters: dict[str, str] = setting(
+        meaning="folders of LoRA adapters by name, which the requests may name as their model: an opponent, say",
+        factory=dict,
+    )
 
 
 class EpisodeConfig(Config):

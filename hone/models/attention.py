@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -309,10 +309,8 @@ def packed_attention_forward(
     packing = _current()
     if packing.ranks is None:
         return attend(query, key, value, packing, scoring).transpose(1, 2), None
-    if scoring.sinks is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} has attention sinks: not supported with sequence parallelism"
-        )
+    if scoring.sinks is not None:  # one for each head: those of the heads that this rank has in attention
+        scoring = replace(scoring, sinks=scoring.sinks.chunk(packing.ranks.size)[packing.ranks.rank])
     query, key, value = (packing.ranks.to_heads(x, packing.num_tokens) for x in (query, key, value))
     return packing.ranks.to_tokens(attend(query, key, value, packing, scoring)).transpose(1, 2), None
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -14,6 +14,8 @@ from hone.models.attention import PACKED
 from hone.models.errors import ModelError
 from hone.models.settings import BuildConfig
 from hone.models.tokenizer import SPECIAL_TOKENS
+from hone.models.vision import attention_names, auto_class
+from hone.models.vision_building import BUILT, vision_language_config
 from hone.registry import unknown
 
 # Our words -> the words that transformers' configs use; the first one that a config has is set.
@@ -31,6 +33,8 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 def build_config(build: BuildConfig) -> PreTrainedConfig:
     """The transformers config of a model to build. Raises ModelError for an unknown architecture or option."""
+    if build.vision is not None or build.architecture in BUILT:
+        return vision_language_config(build)
     architectures = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
     if build.architecture not in architectures:
         raise ModelError("model.build.architecture: " + unknown("architecture", build.architecture, architectures))
@@ -75,7 +79,8 @@ def build_model(build: BuildConfig, dtype: torch.dtype) -> PreTrainedModel:
     config = build_config(build)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(build.seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=PACKED
+        kind = config.model_type
+        model: PreTrainedModel = auto_class(kind).from_config(
+            config, dtype=dtype, attn_implementation=attention_names(kind, PACKED)
         )
     return model

@@ -14,9 +14,10 @@ against forgery: an adversary who knows this file can construct a collision.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,33 +26,82 @@ ROW = 2048  # bytes; sums of so many products stay below 2**24, where float32 is
 COLUMNS = 16
 _LARGEST = 63  # of the numbers: two products fit into 16 bits, in which some processors add them up
 _SMALL = 1 << 14  # bytes that are not reduced any further
+_ONE_PASS = _SMALL // (COLUMNS * 4) * ROW  # bytes of which one reduction leaves no more than that
+TOGETHER = 1 << 19  # bytes of small tensors that are taken in at once: they stay in the cache
 _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class WeightDigest:
-    """The digest of tensors that come one at a time, on their way to somewhere else.
+    """The digest of tensors that come one at a time or several together, on their way to somewhere else.
 
     Sensitive to every name, dtype, shape, and to every bit and its position (NaN payloads and -0.0 included);
-    the order in which tensors are added does not matter.
+    the order in which tensors are added does not matter, nor which come together.
     """
 
     def __init__(self) -> None:
-        self._parts: dict[str, tuple[str, Tensor]] = {}
+        self._headers: dict[str, str] = {}
+        self._parts: dict[str, tuple[Tensor, int, int]] = {}  # what is left of each: bytes from .. to of a tensor
+        self._rooms: dict[torch.device, Tensor] = {}  # where small tensors are put side by side
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take in one tensor (any dtype, shape, device, strides). Raises ValueError if the name was there before."""
-        if name in self._parts:
-            raise ValueError(f"the tensor {name!r} comes twice in one digest")
-        header = f"{name}\0{str(tensor.dtype).removeprefix('torch.')}\0{tuple(tensor.shape)}\0"
-        self._parts[name] = (header, _reduced(tensor.detach()))
+        self.add_many([(name, tensor)])
+
+    def add_many(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take in several: what a small tensor costs beyond its bytes is shared among them."""
+        waiting: dict[tuple[bool, torch.device], list[tuple[str, Tensor]]] = {}
+        for name, tensor in tensors:
+            if name in self._headers:
+                raise ValueError(f"the tensor {name!r} comes twice in one digest")
+            self._headers[name] = f"{name}\0{_dtype_name(tensor.dtype)}\0{tuple(tensor.shape)}\0"
+            data = tensor.detach().contiguous().view(-1).view(torch.int8)
+            if data.numel() > _ONE_PASS:
+                left = _reduced(data)
+                self._parts[name] = (left, 0, left.numel())
+            else:
+                waiting.setdefault((data.numel() > _SMALL, data.device), []).append((name, data))
+        for (reduce, _), together in waiting.items():
+            self._take(together, reduce)
+
+    def _take(self, together: list[tuple[str, Tensor]], reduce: bool) -> None:
+        """Keep the bytes of tensors of one device; reduced once, in one product, if `reduce`."""
+        row, kept = (ROW, COLUMNS * 4) if reduce else (1, 1)
+        pieces, begin = [], 0
+        places: dict[str, tuple[int, int]] = {}
+        for name, data in together:
+            rows = -(-data.numel() // row)
+            pieces.append(data)
+            if rows * row > data.numel():
+                pieces.append(data.new_zeros(rows * row - data.numel()))
+            places[name] = (begin, begin + rows * kept)
+            begin += rows * kept
+        if not reduce:
+            left = torch.cat(pieces)
+        elif len(pieces) == 1:
+            left = _sums(pieces[0], 0).view(-1).view(torch.int8)
+        else:
+            room = self._room(pieces[0].device, begin // kept * row)
+            left = _sums(torch.cat(pieces, out=room), 0).view(-1).view(torch.int8)
+        for name, (first, last) in places.items():
+            self._parts[name] = (left, first, last)
+
+    def _room(self, device: torch.device, size: int) -> Tensor:
+        """[size] int8 that is used again and again: memory from the system would cost more than what is done in it."""
+        found = self._rooms.get(device)
+        if found is None or found.numel() < size:
+            found = self._rooms[device] = torch.empty(max(size, 2 * TOGETHER), dtype=torch.int8, device=device)
+        return found[:size]
 
     def hexdigest(self) -> str:
         """32 hexadecimal digits for everything added so far."""
         total = blake2b(digest_size=16)
+        fetched: dict[int, Any] = {}  # what came together is fetched from its device once
         for name in sorted(self._parts):
-            header, sums = self._parts[name]
-            part = blake2b(header.encode(), digest_size=16)
-            part.update(sums.cpu().numpy().data)
+            left, first, last = self._parts[name]
+            if id(left) not in fetched:
+                fetched[id(left)] = left.cpu().numpy().data
+            part = blake2b(self._headers[name].encode(), digest_size=16)
+            part.update(fetched[id(left)][first:last])
             total.update(part.digest())
         return total.hexdigest()
 
@@ -59,16 +109,33 @@ class WeightDigest:
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """The digest of named tensors, whatever order they come in; see `WeightDigest`."""
     digest = WeightDigest()
-    for name, tensor in tensors:
-        digest.add(name, tensor)
+    for some in together(tensors):
+        digest.add_many(some)
     return digest.hexdigest()
 
 
-def _reduced(tensor: Tensor) -> Tensor:
-    """[at most _SMALL] int8: the tensor's bytes, reduced to sums until they are few; in memory of its own."""
-    left = tensor.contiguous().view(-1).view(torch.int8)
-    if left.numel() <= _SMALL:
-        return left.clone()
+def together(tensors: Iterable[tuple[str, Tensor]], most: int = TOGETHER) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors in groups of at most `most` bytes, larger ones alone."""
+    some: list[tuple[str, Tensor]] = []
+    total = 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if some and total + size > most:
+            yield some
+            some, total = [], 0
+        some.append((name, tensor))
+        total += size
+    if some:
+        yield some
+
+
+@lru_cache(maxsize=64)
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _reduced(left: Tensor) -> Tensor:
+    """[at most _SMALL] int8: more bytes than that, reduced to sums until they are few."""
     level = 0
     while left.numel() > _SMALL:
         left = _sums(left, level).view(-1).view(torch.int8)

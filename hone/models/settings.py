@@ -12,6 +12,39 @@ CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII
 DType = Literal["float32", "bfloat16", "float64"]
 
 
+class VisionBuildConfig(Config):
+    """The vision tower of a model made on the spot, and how its images are cut into patches."""
+
+    hidden_size: int = setting(64, "width of the tower", ge=1)
+    layers: int = setting(2, "number of blocks", ge=1)
+    heads: int = setting(4, "attention heads", ge=1)
+    mlp_size: int = setting(128, "width of the MLP's inner layer", ge=1)
+    patch_size: int = setting(8, "side of a patch", unit="pixels", ge=1)
+    merge_size: int = setting(2, "patches of a side that become one token", unit="patches", ge=1)
+    temporal_patch_size: int = setting(2, "frames of a patch; a still image is repeated", unit="frames", ge=1)
+    max_pixels: int = setting(65536, "larger images are scaled down to this area", unit="pixels", ge=1)
+    options: dict[str, Any] = setting(
+        factory=dict, meaning="other settings of the tower's transformers config, such as window_size"
+    )
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> VisionBuildConfig:
+        if self.hidden_size % (4 * self.heads):
+            raise ValueError(
+                f"hidden_size={self.hidden_size} should be a multiple of 4 x heads={self.heads}: positions of rows "
+                "and columns turn pairs of numbers in each head"
+            )
+        return self
+
+
+class VisionConfig(Config):
+    """How a model that sees images is used."""
+
+    freeze_tower: bool = setting(False, "train the language model only; the vision tower stays as it is")
+    min_pixels: int | None = setting(None, "smaller images are scaled up; null: as the model's processor", ge=1)
+    max_pixels: int | None = setting(None, "larger images are scaled down; null: as the model's processor", ge=1)
+
+
 class BuildConfig(Config):
     """A model made on the spot with random weights, and a tokenizer of single characters."""
 
@@ -28,6 +61,7 @@ class BuildConfig(Config):
     options: dict[str, Any] = setting(
         factory=dict, meaning="other settings of the architecture's transformers config, such as num_experts"
     )
+    vision: VisionBuildConfig | None = setting(None, "a vision tower, for qwen2_5_vl and qwen3_vl")
     seed: int = setting(0, "of the random weights")
 
     @model_validator(mode="after")
@@ -48,6 +82,7 @@ class ModelConfig(Config):
     tokenizer: str | None = setting(None, "folder or hub name of the tokenizer; null: the model's own")
     trust_remote_code: bool = setting(False, "run Python code that comes with the model")
     dtype: DType = setting("float32", "of the stored weights, which the optimizer updates")
+    vision: VisionConfig | None = setting(None, "how images are used, for a model that sees them")
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hone.models.errors import ModelError
 from hone.models.settings import BuildConfig, ModelConfig
-from hone.models.source import check_source
+from hone.models.source import check_source, locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 ROLES = ("system", "user", "assistant", "tool")
 SPECIAL_TOKENS = (PAD, BOS, EOS, UNKNOWN, *(f"<{role}>" for role in ROLES))
+IMAGE = "<|image_pad|>"
+VISION_TOKENS = ("<|vision_start|>", IMAGE, "<|vision_end|>", "<|video_pad|>")  # after the others, if images are seen
 
 # Each message is its role's token and its text; what the assistant says ends with <eos>. Rendering one more message
 # only ever appends, so a conversation never has to be encoded again.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{{ bos_token }}{% for message in messages %}{{ '<' + message['role'] + '>' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
@@ -43,7 +48,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     config = check_source(source, key, "tokenizer_config.json", model.trust_remote_code, revision)
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source, revision=revision or "main", trust_remote_code=model.trust_remote_code
+            locate(source, key, revision, weights=False).folder, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{key} {source!r} has no usable tokenizer: {_first_line(error)}") from error
@@ -60,7 +65,9 @@ def build_tokenizer(build: BuildConfig) -> PreTrainedTokenizerFast:
     repeated = sorted({c for c in build.characters if build.characters.count(c) > 1})
     if not build.characters or repeated:
         raise ModelError(f"model.build.characters should hold each character once, found {repeated or 'none'}")
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *build.characters))}
+    vision = VISION_TOKENS if build.vision is not None else ()
+    special = (*SPECIAL_TOKENS, *vision)
+    vocabulary = {token: number for number, token in enumerate((*special, *build.characters))}
     backend: Any = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
@@ -70,7 +77,7 @@ def build_tokenizer(build: BuildConfig) -> PreTrainedTokenizerFast:
         bos_token=BOS,
         eos_token=EOS,
         unk_token=UNKNOWN,
-        extra_special_tokens=[f"<{role}>" for role in ROLES],
+        extra_special_tokens=[*(f"<{role}>" for role in ROLES), *vision],
         model_max_length=build.max_positions,
         clean_up_tokenization_spaces=False,
     )

@@ -14,8 +14,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from hone.rollout.adapters import AdapterFiles, AdapterKind
 from hone.rollout.settings import RolloutConfig
-from hone.types import Completion, Metrics, SamplingParams
+from hone.types import Completion, Image, Metrics, SamplingParams
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What becomes of requests that run when an engine pauses. `abort`: they end now with the tokens they have; `wait`:
@@ -33,6 +34,18 @@ class WeightReceipt:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """How likely an engine finds the tokens of a sequence, each given those before it, at temperature 1.
+
+    All tuples have the length of the sequence; the first entry speaks of a token that nothing precedes: 0.0, and empty.
+    """
+
+    logprobs: tuple[float, ...]
+    top_ids: tuple[tuple[int, ...], ...] = ()  # the most likely tokens of each place, most likely first, if asked for
+    top_logprobs: tuple[tuple[float, ...], ...] = ()
+
+
 class ReplicaLost(RuntimeError):
     """A replica's process died, or does not answer any more: its requests can be sent to another."""
 
@@ -43,12 +56,22 @@ class Generating(Protocol):
     @property
     def weight_version(self) -> int: ...
 
-    async def generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
-        """Continue `token_ids`.
+    async def generate(
+        self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
+    ) -> Completion:
+        """Continue `token_ids`, whose first placeholders are those of `images`.
 
         Raises ValueError for a request that cannot be served (too long, empty), ReplicaLost if the engine died on the
         way, RuntimeError if it fails or has no weights.
         """
+
+    @property
+    def has_base(self) -> bool:
+        """Whether it holds whole weights that came by a sync, which an adapter can be put on."""
+
+    @staticmethod
+    def unfit_for_adapter(kind: AdapterKind) -> str:
+        """Why an adapter of this kind cannot be sent to it by itself; empty: it can."""
 
     async def sleep(self, level: int) -> None:
         """Give memory back. Level 1: drop the KV cache; level 2: the weights too (they must be sent again)."""
@@ -73,6 +96,11 @@ class RolloutEngine(Generating, Protocol):
     async def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightReceipt:
         """Replace every weight; KV and prefix caches of older versions are dropped before the next token."""
 
+    async def update_adapter(
+        self, stream: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any], version: int
+    ) -> WeightReceipt:
+        """Serve the base weights with a LoRA adapter (PEFT's names and configuration), in place of the one before."""
+
     def expected_weights(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Name -> dtype and shape of every tensor that `update_weights` wants, tied heads included."""
 
@@ -93,8 +121,12 @@ class ServerSpec:
     tokenizer: str = ""  # folder or hub name; empty: the model's own
     revision: str = ""  # of a hub model
     trust_remote_code: bool = False
+    frozen: bool = False  # it serves the weights in the model's folder from its start, and no sync brings others
+    adapter: AdapterKind | None = None  # of the LoRA adapter that the policy is, sent beside its base; None: none
+    adapters: Mapping[str, AdapterFiles] = field(default_factory=dict)  # others, served beside the policy by name
     devices: tuple[int, ...] = ()  # indices of the accelerators that this replica may use; empty: all that are seen
     environment: Mapping[str, str] = field(default_factory=dict)  # further variables, from the platform
+    routed_layers: tuple[int, ...] = ()  # layers whose experts completions have to tell of each token; empty: none
 
     @property
     def name(self) -> str:
@@ -136,6 +168,12 @@ class ServerAdapter(Generating, Protocol):
         A server that has just started serves nothing (version -1) before it received weights.
         """
 
+    async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
+        """How likely it finds the tokens of a sequence, and the `top_k` most likely ones at each place.
+
+        Raises as `generate` does.
+        """
+
     async def receive_weights(self, offer: Mapping[str, Any]) -> list[WeightReceipt]:
         """Let the server take in the weights that a sender offers; one receipt per worker of it."""
 
@@ -151,6 +189,7 @@ __all__ = [
     "PauseMode",
     "ReplicaLost",
     "RolloutEngine",
+    "Scored",
     "ServerAdapter",
     "ServerSpec",
     "WeightReceipt",

@@ -15,10 +15,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from hone.data.routes import Routes
+from hone.models.routing import Routing, watched
 from hone.rollout.cache import COLUMN_STEP, MINIMUM_ROWS, KVCache, PackedPrompts, Step
 from hone.rollout.decoder import Decoder
 from hone.rollout.requests import Request
@@ -68,14 +71,17 @@ class RunningBatch:
 
     # ------------------------------------------------------------------------------------------------ coming in
 
-    def refill(self, queue: deque[Request]) -> None:
-        """Take as many requests from the front of the queue as there is room for, and prefill them."""
+    def refill(self, queue: deque[Request], adapter: str = "") -> None:
+        """Take as many requests from the front of the queue as there is room for, and prefill them.
+
+        It stops at the first one that wants another adapter than the one whose weights are served now.
+        """
         holes = [row for row, request in enumerate(self._requests) if request is None]
         live = len(self._requests) - len(holes)
         before = len(self._requests)
         columns = _rounded_room(max((request.room for request in self.running), default=0)) if queue else 0
         placed: list[Request] = []
-        while queue and live + len(placed) < self._cache.limits.rows:
+        while queue and queue[0].sampling.adapter == adapter and live + len(placed) < self._cache.limits.rows:
             wanted = max(columns, _rounded_room(queue[0].room))
             if live + len(placed) and (live + len(placed) + 1) * wanted > self._cache.limits.tokens:
                 break
@@ -108,17 +114,18 @@ class RunningBatch:
 
     def _sources(self, placed: list[Request]) -> tuple[list[list[Request]], list[tuple[Request, list[Request]]]]:
         """Where the KV of new rows comes from: groups that share one prefill, and (running row, rows to copy it to)."""
-        fresh: dict[tuple[int, ...], list[Request]] = {}
+        fresh: dict[tuple[Any, ...], list[Request]] = {}
         copies: list[tuple[Request, list[Request]]] = []
         share = self._policy.share_prompts
         for request in placed:
             self._host.place(request.row, request)
             sequence = request.sequence
-            donors = self._sharers.get(sequence, []) if share else []
+            donors = [one for one in self._sharers.get(sequence, []) if one.knows_for(request)] if share else []
             if len(sequence) > 1 and donors:
                 copies.append((donors[0], [request]))
             elif len(sequence) > 1:
-                fresh.setdefault(sequence if share else (request.row, *sequence), []).append(request)
+                known = (request.sampling.routed_experts, request.shown, *sequence)
+                fresh.setdefault(known if share else (request.row, *known), []).append(request)
         for request in placed:
             self._sharers.setdefault(request.prompt, []).append(request)
             self.counters.recomputed_tokens += len(request.tokens)
@@ -129,13 +136,32 @@ class RunningBatch:
         for chunk in self._chunks([requests[0] for requests in fresh]):
             sequences = [request.sequence[:-1] for request in chunk]
             rows = [request.row for request in chunk]
-            self._decoder.prefill(PackedPrompts.of(sequences, rows, self._cache.device), self._cache)
+            routing = self._routing(chunk)
+            with watched(routing):
+                shown = [request.shown for request in chunk]
+                self._decoder.prefill(PackedPrompts.of(sequences, rows, self._cache.device, shown), self._cache)
+            if routing is not None:
+                ends = np.cumsum([len(sequence) for sequence in sequences])
+                for request, routes in zip(chunk, np.split(_on_host(routing, int(ends[-1])), ends[:-1]), strict=True):
+                    if request.sampling.routed_experts:
+                        request.route(0, routes)
             self.counters.prefilled_tokens += sum(map(len, sequences))
         for donor, others in [*copies, *((first, others) for first, *others in fresh if others)]:
             columns = len(others[0].sequence) - 1
             targets = torch.tensor([request.row for request in others], device=self._cache.device)
             self._cache.copy_row(donor.row, targets, columns)
+            for request in others:
+                if request.sampling.routed_experts and donor.routes is not None:
+                    request.route(0, donor.routes[:columns])
             self.counters.shared_tokens += columns * len(others)
+
+    def _routing(self, requests: list[Request]) -> Routing | None:
+        """For a forward of these requests, if one of them wants to know its experts."""
+        routers = self._decoder.routers
+        if routers is None or not any(request.sampling.routed_experts for request in requests):
+            return None
+        self._host.keep_routes(routers.layers, routers.top_k)
+        return Routing(routers)
 
     def _chunks(self, requests: list[Request]) -> Iterator[list[Request]]:
         """Requests whose prefills fit the token budget together; one that is longer goes alone."""
@@ -160,7 +186,10 @@ class RunningBatch:
         """
         rows = len(self._requests)
         host = self._host
-        logits = self._decoder.decode(self._next_step(rows), self._cache)
+        routing = self._routing(self.running)
+        with watched(routing):
+            logits = self._decoder.decode(self._next_step(rows), self._cache)
+        routes = None if routing is None else _on_host(routing, rows)
         drawn, drawn_logprobs = sample(logits, host.rules(rows), host.uniforms(rows))
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.float().cpu().numpy()
         if not np.isfinite(logprobs).all():
@@ -170,7 +199,7 @@ class RunningBatch:
                 f"the model's probabilities for request {bad.request_id!r} are not finite "
                 f"(weight version {self.weight_version})"
             )
-        stopped, full = host.record(rows, tokens, logprobs)
+        stopped, full = host.record(rows, tokens, logprobs, routes)
         for row, request in enumerate(self._requests):
             if request is not None and request.stop_strings is not None and not stopped[row]:
                 stopped[row] = request.stop_strings.completed_by(request.tokens + host.collect(row)[0])
@@ -182,15 +211,16 @@ class RunningBatch:
     def _next_step(self, rows: int) -> Step:
         device = self._cache.device
         padded = max(rows, MINIMUM_ROWS)
-        inputs = np.zeros((2, padded), np.int64)
+        inputs = np.zeros((3, padded), np.int64)
         inputs[0, :rows] = self._host.token[:rows]
         inputs[1, :rows] = self._host.position[:rows]
+        inputs[2, :rows] = self._host.position[:rows] + self._host.shift[:rows]
         columns = min(_rounded(int(inputs[1].max()) + 1, COLUMN_STEP), self._cache.columns)
-        token_ids, positions = torch.from_numpy(inputs).to(device)
+        token_ids, positions, turned = torch.from_numpy(inputs).to(device)
         beyond = torch.arange(columns, device=device) > positions[:rows, None]
         hidden = torch.zeros(rows, columns, dtype=self._cache.dtype, device=device)
         hidden.masked_fill_(beyond, float("-inf"))
-        return Step(token_ids, positions, rows, columns, hidden[:, None, None, :])
+        return Step(token_ids, positions, rows, columns, hidden[:, None, None, :], turned)
 
     # ------------------------------------------------------------------------------------------------ going out
 
@@ -202,9 +232,20 @@ class RunningBatch:
         """Take every request out, to be prefilled anew; in the order of their rows."""
         return [self._leave(request.row) for request in self.running]
 
+    def abandon(self) -> list[Request]:
+        """Take every request out as it is: after a failure nothing that the rows hold can be relied on."""
+        requests = self.running
+        self._requests, self._host = [], HostRows()
+        self._sharers.clear()
+        for request in requests:
+            request.row = -1
+        return requests
+
     def _leave(self, row: int) -> Request:
         request = self._requests[row]
         assert request is not None
+        if request.sampling.routed_experts and self._host.produced[row]:
+            request.route(len(request.sequence) - 1, self._host.collect_routes(row))
         request.extend(*self._host.collect(row), self.weight_version)
         request.row = -1
         self._requests[row] = None
@@ -213,6 +254,12 @@ class RunningBatch:
         if not sharers:
             del self._sharers[request.prompt]
         return request
+
+
+def _on_host(routing: Routing, tokens: int) -> Routes:
+    """What was chosen for the first `tokens` tokens of a forward; the rest is padding."""
+    routes: Routes = routing.choices()[:tokens].cpu().numpy()
+    return routes
 
 
 def _rounded(number: int, multiple: int) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hone.models.digest import digest_tensors
+from hone.rollout.adapters import AdapterFiles, AdapterKind, MergedAdapter, check_adapter, unfit_for_merging
 from hone.rollout.base import PauseMode, WeightReceipt
 from hone.rollout.batching import Counters, PrefillPolicy, RunningBatch
 from hone.rollout.cache import CacheLimits, KVCache, PackedPrompts
@@ -29,7 +30,8 @@ from hone.rollout.decoder import Decoder, build_decoder
 from hone.rollout.requests import Request, StopStrings, check_prompt, check_sampling
 from hone.rollout.scoring import in_turns
 from hone.rollout.settings import BuiltinSettings
-from hone.types import Completion, Metric, Metrics, SamplingParams, StopReason
+from hone.rollout.shown import place_images
+from hone.types import Completion, Image, Metric, Metrics, SamplingParams, StopReason
 
 WAKE_TAGS = ("weights", "kv_cache")
 
@@ -41,6 +43,7 @@ class BuiltinEngine:
     (version -1) before the first `update_weights`.
     """
 
+    returns_routes = True  # a completion can say which experts its tokens went to
     in_process = True  # constructed from a model or config; a server's adapter is, from a `ServerSpec`
     positional_seed = True
 
@@ -51,7 +54,9 @@ class BuiltinEngine:
         tokenizer: Any = None,
         device: str | torch.device = "cpu",
         replica: str = "builtin-0",
+        adapters: Mapping[str, AdapterFiles] | None = None,
     ) -> None:
+        """`adapters` are served beside the policy, by name; requests for one wait until others have ended."""
         self.replica = replica
         self._config = model.config if isinstance(model, PreTrainedModel) else model
         self._device = torch.device(device)
@@ -72,6 +77,10 @@ class BuiltinEngine:
         self._awake = set(WAKE_TAGS)
         self._version = -1
         self._not_serving = "it has no weights yet; send them with update_weights"
+        self._has_base = False
+        self._adapters = {name: (one.tensors(), one.config) for name, one in (adapters or {}).items()}
+        self._own: tuple[Mapping[str, Tensor], Mapping[str, Any]] | None = None  # the policy's adapter, if it has one
+        self._merged = ""  # whose weights are served now: an adapter's name; empty: the policy's
         self._busy_s = 0.0
         self._ended: dict[StopReason, int] = dict.fromkeys(StopReason, 0)
         self._build()
@@ -81,6 +90,7 @@ class BuiltinEngine:
 
     def _build(self) -> None:
         self._decoder: Decoder = build_decoder(self._execution, self._config, self._dtype, self._device, self._longest)
+        self._adapter = MergedAdapter(self._decoder.weights())
         self._cache = KVCache(self._decoder.cache_shape, self._limits, self._dtype, self._device)
         self._batch = RunningBatch(self._decoder, self._cache, self._policy)
 
@@ -89,19 +99,31 @@ class BuiltinEngine:
         """The version that the next token will be sampled from; -1 while there is none."""
         return self._version
 
+    @property
+    def has_base(self) -> bool:
+        """Whether it holds whole weights that an adapter can be put on."""
+        return self._has_base
+
+    @staticmethod
+    def unfit_for_adapter(kind: AdapterKind) -> str:
+        """Why `update_adapter` cannot take an adapter of this kind; empty: it can."""
+        return unfit_for_merging(kind)
+
     def expected_weights(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Name -> dtype and shape of every tensor that `update_weights` wants, tied heads included."""
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._decoder.weights().items()}
 
     # ---------------------------------------------------------------------------------------------- generating
 
-    async def generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
+    ) -> Completion:
         """Continue `token_ids`; waits for a row if all are taken, and while the engine is paused.
 
         Raises ValueError for a request that cannot be served, RuntimeError if the engine has no weights, sleeps, or
         fails while the request runs.
         """
-        request = self._accept(request_id, tuple(token_ids), sampling)
+        request = self._accept(request_id, tuple(token_ids), sampling, images)
         self._open.add(request_id)
         (self._queue if self._later is None else self._later).append(request)
         self._start_driver()
@@ -132,9 +154,18 @@ class BuiltinEngine:
             found += scores.split([len(sequence) for sequence in chosen])
         return found
 
-    def _accept(self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Request:
+    def _accept(
+        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...]
+    ) -> Request:
         check_prompt(request_id, prompt, self._vocabulary, self._longest)
         check_sampling(request_id, sampling, self._vocabulary, self._tokenizer is not None)
+        check_adapter(sampling.adapter, self._adapters)
+        shown, shift = place_images(request_id, prompt, images, self._config)
+        if sampling.routed_experts and self._decoder.routers is None:
+            raise ValueError(
+                f"request {request_id!r} asks for the experts of its tokens, and {self._config.model_type} has no "
+                "routers that can be watched"
+            )
         if request_id in self._open:
             raise ValueError(f"request {request_id!r} is already running on {self.replica}")
         self._check_serving()
@@ -147,6 +178,8 @@ class BuiltinEngine:
             limit=min(sampling.max_tokens, self._longest - len(prompt)),
             stop_ids=(*eos, *sampling.stop_token_ids),
             stop_strings=self._stop_strings(sampling.stop) if sampling.stop else None,
+            shown=shown,
+            shift=shift,
         )
 
     def _check_serving(self) -> None:
@@ -176,9 +209,21 @@ class BuiltinEngine:
 
     @torch.inference_mode()
     def _turn(self) -> None:
-        self._batch.refill(self._queue)
+        self._choose_weights()
+        self._batch.refill(self._queue, self._merged)
         for request, reason in self._batch.step():
             self._finish(request, reason)
+
+    def _choose_weights(self) -> None:
+        """Serve the adapter that the next request wants, once no request of another runs."""
+        if len(self._batch) or not self._queue or self._queue[0].sampling.adapter == self._merged:
+            return
+        self._merged = self._queue[0].sampling.adapter
+        wanted = self._adapters[self._merged] if self._merged else self._own
+        if wanted is None:
+            self._adapter.take_out()
+        else:
+            self._adapter.put(*wanted)
 
     def _finish(self, request: Request, reason: StopReason) -> None:
         self._ended[reason] += 1
@@ -192,7 +237,7 @@ class BuiltinEngine:
 
     def _fail_all(self, message: str, cause: BaseException | None) -> None:
         """Every waiting `generate` gets the error; the engine is empty afterwards, and can take new requests."""
-        for request in [*self._batch.evict(), *self._queue, *(self._later or ())]:
+        for request in [*self._batch.abandon(), *self._queue, *(self._later or ())]:
             request.fail(message, cause)
         self._queue.clear()
         if self._later:
@@ -237,29 +282,60 @@ class BuiltinEngine:
         so no token is ever computed from older KV. Raises ValueError naming tensors that are missing, unknown, sent
         twice or of a wrong shape; then the replica serves nothing until a whole update has arrived.
         """
-        if "weights" not in self._awake:
-            raise RuntimeError(f"rollout replica {self.replica} has no room for weights: wake_up(('weights',)) first")
-        self._requeue_running()
-        self._not_serving = f"the update to weights version {version} did not complete"
-        self._version = -1
+        self._begin_update(version)
         try:
             self._copy_weights(stream)
         except BaseException as error:
             self._fail_all(f"rollout replica {self.replica} lost its weights: {error}", error)
             raise
         self._serve(version)
-        weights = self._decoder.weights()
+        return self._receipt(version, self._decoder.weights())
+
+    async def update_adapter(
+        self, stream: Iterable[tuple[str, Tensor]], config: Mapping[str, Any], version: int
+    ) -> WeightReceipt:
+        """Serve the base weights with a LoRA adapter, merged; one that was there before is taken out.
+
+        `stream` has the adapter's tensors under PEFT's names, `config` is PEFT's. The digest is of the adapter as it
+        came. Raises RuntimeError if no whole weights came before, and ValueError for an adapter that does not fit; then
+        nothing is served until whole weights have come.
+        """
+        if not self._has_base:
+            raise RuntimeError(f"{self.replica} has no base weights: whole weights come before an adapter")
+        self._begin_update(version)
+        try:
+            tensors = {name: tensor.detach().to(self._device, copy=True) for name, tensor in stream}
+            with torch.no_grad():
+                self._adapter.put(tensors, config)
+            self._own = tensors, config
+        except BaseException as error:
+            self._fail_all(f"rollout replica {self.replica} lost its weights: {error}", error)
+            raise
+        self._serve(version)
+        return self._receipt(version, tensors)
+
+    def _begin_update(self, version: int) -> None:
+        """Nothing is served from now until `_serve`."""
+        if "weights" not in self._awake:
+            raise RuntimeError(f"rollout replica {self.replica} has no room for weights: wake_up(('weights',)) first")
+        self._requeue_running()
+        self._not_serving = f"the update to weights version {version} did not complete"
+        self._version, self._has_base, self._merged = -1, False, ""
+
+    def _receipt(self, version: int, taken: Mapping[str, Tensor]) -> WeightReceipt:
         return WeightReceipt(
             replica=self.replica,
             version=version,
-            digest=digest_tensors(weights.items()),
-            tensors=len(weights),
-            bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
+            digest=digest_tensors(taken.items()),
+            tensors=len(taken),
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in taken.values()),
         )
 
     @torch.no_grad()
     def _copy_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         targets = self._decoder.weights()
+        self._adapter.forget()
+        self._own = None
         arrived: set[str] = set()
         for name, tensor in stream:
             if name not in targets:
@@ -278,13 +354,13 @@ class BuiltinEngine:
 
     def _serve(self, version: int) -> None:
         self._version = self._batch.weight_version = version
-        self._not_serving = ""
+        self._not_serving, self._has_base = "", True
         self._start_driver()
 
     async def stop(self, reason: str) -> None:
         """Serve nothing more until whole weights have come; requests that run or wait fail with `reason`."""
         self._not_serving = f"it was stopped ({reason}); send whole weights with update_weights"
-        self._version = -1
+        self._version, self._has_base = -1, False
         self._fail_all(f"rollout replica {self.replica} was stopped: {reason}", None)
 
     def _requeue_running(self) -> None:
@@ -302,7 +378,8 @@ class BuiltinEngine:
         self._awake.discard("kv_cache")
         if level == 2:
             self._awake.discard("weights")
-            self._version = -1
+            self._adapter.forget()
+            self._version, self._has_base = -1, False
             self._not_serving = "its weights were given back by sleep(2); send them with update_weights"
             for tensor in self._decoder.weights().values():
                 tensor.untyped_storage().resize_(0)

@@ -10,6 +10,7 @@ kept between requests until `release`.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.models.attention import Packing, Scoring
+from hone.models.vision import RowImages
+from hone.rollout.shown import Shown, row_of
 
 # Matrix and attention kernels round differently for a few rows, or for odd lengths. Keeping off those paths makes a
 # sequence's log-probs the same to the bit whatever runs beside it (observed on x86; nothing relies on it for
@@ -56,6 +59,7 @@ class Step:
     rows: int
     columns: int  # of the cache, that attention looks at
     hidden: Tensor  # [rows, 1, 1, columns]: 0 where a row may look, -inf where not
+    turned: Tensor | None = None  # as `positions`: what turns query and key, ahead of the column after images
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +70,18 @@ class PackedPrompts:
     positions: Tensor  # the same shape; for the first T tokens also the column that each writes
     rows: Tensor  # [T] int64, the row that each token writes
     packing: Packing  # of the tokens, padding as a sequence of its own
+    turned: Tensor | None = None  # [max(T, MINIMUM_ROWS), 3] positions of frame, row, column; None: all as `positions`
+    images: RowImages | None = None
 
     @classmethod
-    def of(cls, sequences: list[tuple[int, ...]], rows: list[int], device: torch.device) -> PackedPrompts:
-        """Pack sequences, each for its row."""
+    def of(
+        cls,
+        sequences: list[tuple[int, ...]],
+        rows: list[int],
+        device: torch.device,
+        shown: Sequence[Shown] = (),
+    ) -> PackedPrompts:
+        """Pack sequences, each for its row; `shown` are the images of each, if any of them has some."""
         lengths = [len(sequence) for sequence in sequences]
         total = sum(lengths)
         padding = [MINIMUM_ROWS - total] if total < MINIMUM_ROWS else []
@@ -77,11 +89,14 @@ class PackedPrompts:
         token_ids = np.fromiter(itertools.chain(*sequences, itertools.repeat(0, sum(padding))), np.int64)
         starts = np.cumsum([0, *spans])
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1], spans)
+        turned, images = row_of(shown, lengths, int(starts[-1]), device) if any(shown) else (None, None)
         return cls(
             token_ids=torch.from_numpy(token_ids).to(device),
             positions=torch.from_numpy(positions).to(device),
             rows=torch.from_numpy(np.repeat(np.array(rows, np.int64), lengths)).to(device),
             packing=Packing.of(torch.from_numpy(starts).to(device)),
+            turned=turned,
+            images=images,
         )
 
 

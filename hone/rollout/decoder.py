@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from hone.models.routing import Routers
 from hone.rollout.cache import CacheShape, KVCache, PackedPrompts, Step
 from hone.rollout.fused import FusedDecoder, unfit_for_fusing
 from hone.rollout.generic import GenericDecoder
@@ -18,6 +19,7 @@ class Decoder(Protocol):
     """A causal language model over a `KVCache`, with storage of its own for the weights."""
 
     cache_shape: CacheShape
+    routers: Routers | None  # of a mixture of experts that can be watched; see `hone.models.routing`
 
     def weights(self) -> Mapping[str, Tensor]:
         """The storage that is served, under Hugging Face names: writing to these tensors changes the model."""

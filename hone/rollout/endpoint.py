@@ -9,14 +9,15 @@
         endpoint.dismiss(session_key).trajectories("task/7", 0)
 
 Chat completions and completions, whole or streamed, `n`, `stop`, log-probs, tool calls. A key opens one session and
-nothing else; after `dismiss` it opens nothing. It runs on the caller's event loop and waits for nothing but
-`generate`, whose deadline is the rollout's.
+nothing else; after `dismiss` it opens nothing. A request whose `model` is an adapter of its task is answered by that
+one. It runs on the caller's event loop and waits for nothing but `generate`, whose deadline is the rollout's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import socket
 import uuid
@@ -34,12 +35,13 @@ from pydantic import ValidationError
 from hone.config import ConfigError
 from hone.rollout.guard import LOOPBACK, TokenGuard, bearer_token
 from hone.rollout.openai_protocol import Answer, BadRequest, ChatAsked, Reply, TextAsked, error_body, supported
-from hone.rollout.sessions import AgentSession, AgentTask, Language, Opening
+from hone.rollout.sessions import AgentSession, AgentTask, Language
 from hone.rollout.tool_calls import ParseFn, parse_hermes
 from hone.types import Completion, PromptTooLong, SamplingParams, StopReason
 
 START_S, STOP_S = 10.0, 10.0
 BUDGET_USED, TOO_LONG = "token_budget_exhausted", "context_length_exceeded"  # what a refusal says of length
+LOG = logging.getLogger(__name__)
 HUNG_UP = 499  # nobody reads it
 
 
@@ -113,8 +115,9 @@ class Endpoint:
     # ------------------------------------------------------------------------------------------------- requests
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "hone"}
-        return JSONResponse({"object": "list", "data": [model]})
+        names = ("policy", *self._sessions[bearer_token(request.scope)].task.adapters)
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "hone"} for name in names]
+        return JSONResponse({"object": "list", "data": models})
 
     async def _chat(self, request: Request) -> Response:
         return await self._serve(request, ChatAsked)
@@ -126,14 +129,16 @@ class Endpoint:
         """Answer one request; its errors in the protocol's form. What the client asked wrongly is a 400."""
         session = self._sessions[bearer_token(request.scope)]
         try:
-            asked = kind(**supported(json.loads(await request.body())))
+            with _asked_wrongly():
+                asked = kind(**supported(json.loads(await request.body())))
             reply = await self._answer_unless_gone(request, session, asked)
-        except (ConfigError, ValueError, KeyError, TypeError) as error:  # rendering, JSON, or the engine's refusal
+        except (ConfigError, ValueError) as error:  # what was asked, how it renders, or the engine's refusal
             message, code = _reason(error)
             session.outgrown = code in (BUDGET_USED, TOO_LONG)
             return _refuse(400, message, code)
-        except Exception as error:  # noqa: BLE001  the engine broke: the run hears of it, and the agent of no retry
+        except Exception as error:
             session.failure = error
+            LOG.exception("request of session %s failed", session.task.request_id)
             return _refuse(500, f"the rollout engine failed: {error}", "engine_failed")
         if reply is None:
             return Response(status_code=HUNG_UP)
@@ -160,6 +165,8 @@ class Endpoint:
 
     async def _answer(self, session: AgentSession, asked: ChatAsked | TextAsked) -> Reply:
         """Generate within the budget."""
+        if asked.model in session.task.adapters:
+            return await self._consult(session, asked)
         count = asked.n or 1
         longest = await session.room(asked.longest, count)
         if longest < 1:
@@ -168,28 +175,45 @@ class Endpoint:
         with session.reserved(longest * count):
             return await self._generate(session, asked, longest)
 
+    async def _consult(self, session: AgentSession, asked: ChatAsked | TextAsked) -> Reply:
+        """An answer of an adapter beside the policy: not the policy's, so it is not recorded and costs no budget."""
+        task = session.task
+        with _asked_wrongly():
+            if isinstance(asked, ChatAsked):
+                prompt = session.rendered(asked.messages, asked.offered)
+            else:
+                prompt = session.encoded(asked.only_prompt)
+            sampling = asked.sampling(task.sampling, task.sampling.max_tokens, task.client_sampling)
+        completions = await self._sample(session, prompt, replace(sampling, adapter=asked.model), asked.n or 1)
+        with _our_fault():
+            answers = [self._tell(one, asked) for one in completions]
+        return Reply(asked.model, answers, len(prompt), isinstance(asked, ChatAsked), asked.return_token_ids)
+
     async def _generate(self, session: AgentSession, asked: ChatAsked | TextAsked, longest: int) -> Reply:
         """Generate, record, and only then tell."""
         chat = isinstance(asked, ChatAsked)
-        if isinstance(asked, ChatAsked):
-            opening = session.open_chat(asked.messages, asked.offered)
-        else:
-            opening = session.open_text(asked.only_prompt)
-        sampling = asked.sampling(session.task.sampling, longest, session.task.client_sampling)
+        with _asked_wrongly():
+            if isinstance(asked, ChatAsked):
+                opening = session.open_chat(asked.messages, asked.offered)
+            else:
+                opening = session.open_text(asked.only_prompt)
         try:
-            completions = await self._sample(session, opening, sampling, asked.n or 1)
-            answers = [self._tell(one, asked) for one in completions]
-            recorded = [(one.completion, one.message if chat else None) for one in answers]
-            session.commit(opening, recorded)  # type: ignore[arg-type]  a message is a mapping with a message's keys
+            with _asked_wrongly():
+                sampling = asked.sampling(session.task.sampling, longest, session.task.client_sampling)
+            completions = await self._sample(session, opening.prompt, sampling, asked.n or 1)
+            with _our_fault():
+                answers = [self._tell(one, asked) for one in completions]
+                recorded = [(one.completion, one.message if chat else None) for one in answers]
+                session.commit(opening, recorded)  # type: ignore[arg-type]  a message has a message's keys
         except BaseException:
             session.give_up(opening)
             raise
         return Reply(asked.model, answers, len(opening.prompt), chat, asked.return_token_ids)
 
     async def _sample(
-        self, session: AgentSession, opening: Opening, sampling: SamplingParams, count: int
+        self, session: AgentSession, prompt: tuple[int, ...], sampling: SamplingParams, count: int
     ) -> Sequence[Completion]:
-        task, prompt = session.task, opening.prompt
+        task = session.task
         numbers = [session.next_number() for _ in range(count)]
         session.waiting += count
         try:
@@ -231,6 +255,24 @@ class _InLoopServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+@contextmanager
+def _asked_wrongly() -> Iterator[None]:
+    """Lookups and conversions that fail here fail for what the client has sent."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise BadRequest(f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _our_fault() -> Iterator[None]:
+    """What fails here is no fault of the request."""
+    try:
+        yield
+    except ValueError as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 async def _disconnected(request: Request) -> None:

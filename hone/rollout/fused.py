@@ -89,6 +89,8 @@ class _Storage:
 class FusedDecoder:
     """`Decoder` for the Llama family; `unfit_for_fusing` says which models it can run."""
 
+    routers = None
+
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")

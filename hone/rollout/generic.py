@@ -18,12 +18,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hone.models.attention import Scoring, Window, packed, packed_attention_forward, packed_mask
+from hone.models.errors import ModelError
+from hone.models.routing import Routers
+from hone.models.vision import attention_names, auto_class, hidden_states
 from hone.rollout.cache import CacheShape, KVCache, PackedPrompts, Step
 from hone.rollout.scoring import following_logprobs
 
@@ -93,8 +96,9 @@ class GenericDecoder:
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, longest: int) -> None:
         _refuse_changing_rope(config, longest)
         with no_init_weights(), torch.device(device):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=dtype, attn_implementation=SLOTS
+            kind = config.model_type
+            model: PreTrainedModel = auto_class(kind).from_config(
+                copy.deepcopy(config), dtype=dtype, attn_implementation=attention_names(kind, SLOTS)
             )
         model.tie_weights()
         if getattr(model, "_is_stateful", False) or not getattr(model, "_supports_attention_backend", False):
@@ -102,6 +106,7 @@ class GenericDecoder:
         self._model = model.eval().requires_grad_(False)
         self._device = device
         self.cache_shape = self._find_shape()
+        self.routers = self._find_routers()
 
     def _find_shape(self) -> CacheShape:
         """Run one token through the model, whatever its weights, and see what its attention asks for."""
@@ -121,6 +126,17 @@ class GenericDecoder:
             )
         return CacheShape(layers, *forward.seen[0])
 
+    def _find_routers(self) -> Routers | None:
+        """The routers of a mixture of experts, if they can be watched."""
+        prompts = PackedPrompts.of([(0, 1)], [0], self._device)
+        try:
+            routers = Routers.find(self._model)
+            if routers is not None:
+                routers.check(lambda: self._run(prompts, _Forward(tokens=2)), type(self._model).__name__)
+        except ModelError:  # it generates, and refuses requests that ask for its experts
+            return None
+        return routers
+
     def weights(self) -> Mapping[str, Tensor]:
         weights: dict[str, Tensor] = self._model.state_dict()
         return weights
@@ -132,9 +148,8 @@ class GenericDecoder:
 
     def _run(self, prompts: PackedPrompts, forward: _Forward) -> None:
         with torch.inference_mode(), _during(forward), packed(prompts.packing):
-            self._model.base_model(
-                input_ids=prompts.token_ids[None], position_ids=prompts.positions[None], use_cache=False
-            )
+            turned = prompts.positions if prompts.turned is None else prompts.turned
+            hidden_states(self._model.base_model, prompts.token_ids, turned, prompts.images)
 
     def score(self, prompts: PackedPrompts, temperature: float) -> Tensor:
         """See `Decoder`; all logits of the prompts exist at once, for what a model does to them is its own."""
@@ -147,7 +162,8 @@ class GenericDecoder:
     def decode(self, step: Step, cache: KVCache) -> Tensor:
         at = cache.addresses(torch.arange(step.rows, device=self._device), step.positions[: step.rows])
         with _during(_Forward(step.rows, cache, at, step)):
-            output = self._model(input_ids=step.token_ids[None], position_ids=step.positions[None], use_cache=False)
+            turned = step.positions if step.turned is None else step.turned
+            output = self._model(input_ids=step.token_ids[None], position_ids=turned[None], use_cache=False)
         logits: Tensor = output.logits[0, : step.rows]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

@@ -23,10 +23,22 @@ import torch
 
 import hone
 from hone.config import ConfigError, count_as_read, plain
+from hone.data.routes import routes_of_text
+from hone.rollout.adapters import AdapterKind, unfit_for_merging
 from hone.rollout.base import PauseMode, ReplicaLost, ServerSpec, WeightReceipt
 from hone.rollout.guard import LOOPBACK
 from hone.rollout.server import ServerProcess
-from hone.types import Completion, Metric, Metrics, PromptTooLong, Reducer, SamplingParams, StopReason, merge_metrics
+from hone.types import (
+    Completion,
+    Image,
+    Metric,
+    Metrics,
+    PromptTooLong,
+    Reducer,
+    SamplingParams,
+    StopReason,
+    merge_metrics,
+)
 
 CONTROL_S = 60.0  # deadline of a control request, which has nothing to wait for
 COUNTED = ("rollout/tokens", "rollout/prefill_tokens", "rollout/requests", "rollout/aborted")  # reported even if 0
@@ -64,7 +76,7 @@ class RemoteBuiltin:
         )
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # whose the session is
-        self._version = -1
+        self._version, self._has_base = -1, False
         self._metrics: Metrics = {}
 
     def _command(self, python: str) -> list[str]:
@@ -77,6 +89,7 @@ class RemoteBuiltin:
             "dtype": spec.dtype,
             "settings": plain(spec.settings.builtin),
             "replica": self.name,
+            "adapters": {name: str(files.folder) for name, files in spec.adapters.items()},
             "address": str(self._address),
             "threads": torch.get_num_threads(),
         }
@@ -101,10 +114,19 @@ class RemoteBuiltin:
     def weight_version(self) -> int:
         return self._version
 
+    @property
+    def has_base(self) -> bool:
+        return self._has_base
+
+    @staticmethod
+    def unfit_for_adapter(kind: AdapterKind) -> str:
+        """Why it cannot take an adapter of this kind; empty: it can."""
+        return unfit_for_merging(kind)
+
     async def start(self) -> None:
         """Start the process; it serves nothing (version -1) before it received weights. Raises ServerFailed."""
         self._address.unlink(missing_ok=True)
-        self._version = -1
+        self._version, self._has_base = -1, False
         await self._server.start(self._answers, self._start_timeout_s)
 
     async def _answers(self) -> bool:
@@ -122,12 +144,16 @@ class RemoteBuiltin:
             await self._session.close()
             self._session = None
         await self._server.stop()
-        self._version = -1
+        self._version, self._has_base = -1, False
 
     # ---------------------------------------------------------------------------------------------- its verbs
 
-    async def generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
+    ) -> Completion:
         """Continue `token_ids`, within `rollout.request_timeout_s`. A caller that is cancelled frees its slot there."""
+        if images:
+            raise ValueError(f"request {request_id!r} shows images, and {self.name} serves text only")
         asked = {"request_id": request_id, "token_ids": list(token_ids), "sampling": asdict(sampling)}
         found = await self._request("generate", asked, self._request_timeout_s)
         return Completion(
@@ -136,6 +162,7 @@ class RemoteBuiltin:
             logprobs=tuple(found["logprobs"]),
             weight_versions=tuple(found["weight_versions"]),
             stop_reason=StopReason(found["stop_reason"]),
+            routed_experts=routes_of_text(found["routed_experts"]),
         )
 
     async def receive_weights(self, offer: Mapping[str, Any]) -> list[WeightReceipt]:
@@ -192,7 +219,7 @@ class RemoteBuiltin:
             raise ReplicaLost(f"replica {self.name} was lost during {verb}: {self._server.ended or error!r}") from error
         if status != 200:
             raise ERRORS.get(found.get("kind", ""), RuntimeError)(str(found.get("error", found)))
-        self._version = int(found["weight_version"])
+        self._version, self._has_base = int(found["weight_version"]), bool(found["has_base"])
         told = {name: Metric(total, count, Reducer(kind)) for name, (total, count, kind) in found["metrics"].items()}
         self._metrics = merge_metrics(self._metrics, told)
         return found

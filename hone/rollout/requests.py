@@ -8,6 +8,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from hone.data.routes import Routes
+from hone.rollout.shown import Shown
 from hone.types import Completion, PromptTooLong, SamplingParams, StopReason
 
 _MARGIN = 8  # tokens decoded before the ones that can hold the stop string, so that those decode as they do in place
@@ -53,10 +57,13 @@ class Request:
     limit: int  # generated tokens at most
     stop_ids: tuple[int, ...]
     stop_strings: StopStrings | None = None
+    shown: Shown = ()  # the images of the prompt
+    shift: int = 0  # how far positions after them are ahead of the place in the sequence
     row: int = -1  # in the running batch; -1: waiting
     tokens: list[int] = field(default_factory=list)  # generated in earlier stays in the batch; as are the next two
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: Routes | None = None  # of the first tokens of the sequence, if they are asked for
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -72,6 +79,23 @@ class Request:
         self.logprobs += logprobs
         self.versions += [version] * len(tokens)
 
+    def knows_for(self, other: Request) -> bool:
+        """Whether this request shows what `other` shows, and notes of its prompt all that `other` wants of it."""
+        noted = self.sampling.routed_experts or not other.sampling.routed_experts
+        return noted and self.shown == other.shown
+
+    @property
+    def kept_routes(self) -> int:
+        """How many tokens' experts are known."""
+        return 0 if self.routes is None else len(self.routes)
+
+    def route(self, start: int, routes: Routes) -> None:
+        """Note the experts of tokens `start`, `start + 1` ...; what is known of the first of them stays."""
+        if start > self.kept_routes:
+            raise RuntimeError(f"request {self.request_id!r}: the experts of token {self.kept_routes} were not noted")
+        new = routes[self.kept_routes - start :]
+        self.routes = new if self.routes is None else np.concatenate([self.routes, new])
+
     def finish(self, reason: StopReason) -> None:
         if not self.future.done():
             self.future.set_result(
@@ -81,6 +105,7 @@ class Request:
                     logprobs=tuple(self.logprobs),
                     weight_versions=tuple(self.versions),
                     stop_reason=reason,
+                    routed_experts=self.routes,
                 )
             )
 

@@ -22,10 +22,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hone.data.routes import Routes, joined_routes
 from hone.rollout.base import Generating, PauseMode, ReplicaLost
 from hone.rollout.requests import StopStrings
 from hone.rollout.settings import RolloutConfig
-from hone.types import Completion, Metric, Metrics, SamplingParams, StopReason, merge_metrics
+from hone.types import Completion, Image, Metric, Metrics, SamplingParams, StopReason, merge_metrics
 
 RestoreFn = Callable[[Any], Awaitable[bool]]
 """Brings the current weights into one replica that was started anew; False: there are none yet, a sync will come."""
@@ -67,19 +68,24 @@ class _Joined:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: Routes | None = None
+    prompt: int = 0  # its length
     sent: int = 0  # how often it was sent again
 
     def add(self, piece: Completion) -> None:
         self.tokens += piece.token_ids
         self.logprobs += piece.logprobs
         self.versions += piece.weight_versions
+        self.routes = joined_routes(self.routes, piece.routed_experts)
 
     def cut(self, length: int) -> None:
         del self.tokens[length:], self.logprobs[length:], self.versions[length:]
 
     def completion(self, request_id: str, reason: StopReason) -> Completion:
         tokens, logprobs, versions = tuple(self.tokens), tuple(self.logprobs), tuple(self.versions)
-        return Completion(request_id, tokens, logprobs, versions, reason)
+        known = max(self.prompt + len(tokens) - 1, 0)  # a cut leaves fewer than were computed
+        routes = None if self.routes is None else self.routes[:known]
+        return Completion(request_id, tokens, logprobs, versions, reason, routes)
 
 
 class Router:
@@ -123,7 +129,9 @@ class Router:
 
     # ---------------------------------------------------------------------------------------------- generating
 
-    async def generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
+    ) -> Completion:
         """One completion, whatever happens to replicas meanwhile.
 
         Raises ValueError for a request that cannot be served, RequestLate naming the replica and the request, and
@@ -133,12 +141,14 @@ class Router:
             raise ValueError(f"request {request_id!r} is already running")
         self._open.add(request_id)
         try:
-            return await self._pieces(request_id, tuple(token_ids), sampling)
+            return await self._pieces(request_id, tuple(token_ids), sampling, *((images,) if images else ()))
         finally:
             self._open.discard(request_id)
 
-    async def _pieces(self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Completion:
-        joined, aborts = _Joined(), self._aborts
+    async def _pieces(
+        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, *images: tuple[Image, ...]
+    ) -> Completion:
+        joined, aborts = _Joined(prompt=len(prompt)), self._aborts
         piece_id = request_id
         while self._aborts == aborts:
             seat = await self._seat(request_id.rpartition("/")[0])
@@ -146,7 +156,8 @@ class Router:
                 break
             life = seat.restarts
             try:
-                piece = await self._ask(seat, piece_id, (*prompt, *joined.tokens), _rest(sampling, joined, seat))
+                rest = _rest(sampling, joined, seat)
+                piece = await self._ask(seat, piece_id, (*prompt, *joined.tokens), rest, *images)
             except ReplicaLost as error:
                 if seat.restarts == life:  # else it has been started again since, and that one is not lost
                     self._down(seat, str(error))
@@ -163,10 +174,12 @@ class Router:
             piece_id = f"{request_id}+{joined.sent}"  # a replica may still know the last one
         return joined.completion(request_id, StopReason.ABORTED)
 
-    async def _ask(self, seat: _Seat, request_id: str, ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
+    async def _ask(
+        self, seat: _Seat, request_id: str, ids: tuple[int, ...], sampling: SamplingParams, *images: tuple[Image, ...]
+    ) -> Completion:
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
-                piece: Completion = await seat.engine.generate(request_id, ids, sampling)
+                piece: Completion = await seat.engine.generate(request_id, ids, sampling, *images)
                 return piece
         except TimeoutError as error:
             if not deadline.expired():

@@ -31,6 +31,7 @@ class HostRows:
 
     token: NDArray[np.int64] = field(default_factory=_integers)  # what the row reads in the next step
     position: NDArray[np.int64] = field(default_factory=_integers)  # of that token in its sequence
+    shift: NDArray[np.int64] = field(default_factory=_integers)  # how far the model's position is ahead of that
     produced: NDArray[np.int64] = field(default_factory=_integers)  # tokens since the row was placed
     allowed: NDArray[np.int64] = field(default_factory=_integers)  # tokens from then on, at most
     temperature: NDArray[np.float32] = field(default_factory=_floats)
@@ -41,6 +42,7 @@ class HostRows:
     stop_ids: NDArray[np.int64] = field(default_factory=lambda: np.full((0, 1), _NO_TOKEN, np.int64))
     tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 64), np.int64))  # produced, per row
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 64), np.float32))
+    routes: NDArray[np.int16] = field(default_factory=lambda: np.zeros((0, 64, 0, 0), np.int16))  # of tokens read
 
     def place(self, row: int, request: Request) -> None:
         """Begin a row: the last token of the sequence is read next, those before it are in the KV cache."""
@@ -48,6 +50,7 @@ class HostRows:
         sampling, sequence = request.sampling, request.sequence
         self.token[row] = sequence[-1]
         self.position[row] = len(sequence) - 1
+        self.shift[row] = request.shift
         self.produced[row] = 0
         self.allowed[row] = request.limit - len(request.tokens)
         self.temperature[row] = sampling.temperature
@@ -81,21 +84,40 @@ class HostRows:
         return uniforms(self.stream[:rows], self.position[:rows] + 1)
 
     def record(
-        self, rows: int, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
+        self,
+        rows: int,
+        tokens: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
+        routes: NDArray[np.int16] | None = None,
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Append one token to each row; which rows are stopped by it, and which have reached their length."""
+        """Append one token to each row; which rows are stopped by it, and which have reached their length.
+
+        `routes` [rows, layers, top_k] are the experts of the tokens that were read for it.
+        """
         widest = int(self.produced[:rows].max()) + 1
         if widest > self.tokens.shape[1]:
             self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)], 1)
             self.logprobs = np.concatenate([self.logprobs, np.zeros_like(self.logprobs)], 1)
+            self.routes = np.concatenate([self.routes, np.zeros_like(self.routes)], 1)
         at = (np.arange(rows), self.produced[:rows])
         self.tokens[at] = tokens
         self.logprobs[at] = logprobs
+        if routes is not None:
+            self.routes[at] = routes
         self.token[:rows] = tokens
         self.position[:rows] += 1
         self.produced[:rows] += 1
         stopped = (self.stop_ids[:rows] == tokens[:, None]).any(1)
         return stopped, self.produced[:rows] >= self.allowed[:rows]
+
+    def keep_routes(self, layers: int, top_k: int) -> None:
+        """Make room for the experts of each token."""
+        if self.routes.shape[2:] != (layers, top_k):
+            self.routes = np.zeros((*self.tokens.shape, layers, top_k), np.int16)
+
+    def collect_routes(self, row: int) -> NDArray[np.int16]:
+        """The experts of the tokens that a row has read, [produced, layers, top_k]."""
+        return self.routes[row, : int(self.produced[row])].copy()
 
     def collect(self, row: int) -> tuple[list[int], list[float]]:
         """Tokens and log-probs that a row has produced."""

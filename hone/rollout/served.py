@@ -1,8 +1,12 @@
 """What all engines have in common that run as an HTTP server on a private unix socket: `ServedEngine`.
 
 start, close            a folder of its own for the socket, the process, the question whether its guard is there
-generate                checks, what is open, what is counted; an engine adds `_generate`
+generate, abort_all     checks, what is open, what is counted
+pause, resume, sleep    what of it is awake and may go on
+receive_weights, stop   what it serves, and that a failed update is never served
 _request                one request with the run's token, and what its failure means: lost, late, refused
+
+An engine's own file has the words in which its server is told these things, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,23 +18,27 @@ import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import torch
+from transformers import AutoConfig
 
 import hone
 from hone.config import ConfigError, count_as_read
+from hone.data.routes import Routes, mixture_rows
 from hone.models.source import check_source
-from hone.rollout.base import ReplicaLost, ServerSpec
+from hone.rollout.adapters import AdapterKind, check_adapter
+from hone.rollout.base import PauseMode, ReplicaLost, Scored, ServerSpec, WeightReceipt
+from hone.rollout.engine_options import EngineDefaults
 from hone.rollout.keeper import FOLDER
 from hone.rollout.requests import check_prompt, check_sampling
 from hone.rollout.server import ServerFailed, ServerProcess
-from hone.types import Completion, Metric, Metrics, SamplingParams, StopReason
+from hone.types import Completion, Image, Metric, Metrics, SamplingParams, StopReason
 
 SOCKET = "s"  # its name; a socket's whole path has to be short
 WAKE_TAGS = ("weights", "kv_cache")
@@ -54,21 +62,28 @@ class _Counted:
 
 
 class ServedEngine(ABC):
-    """The trainer's side of one server; an engine says how it is started and in which words it is spoken to."""
+    """A `ServerAdapter`; constructing it checks model, options and interpreter, `start` starts the server."""
 
     health: str  # a path that answers 200 when the server is ready
+    defaults: EngineDefaults
+    how_to_install: str
 
-    def __init__(self, spec: ServerSpec, python: Path, options: dict[str, Any], vocabulary: int) -> None:
+    def __init__(self, spec: ServerSpec) -> None:
         count_as_read(spec.settings.builtin)
         self.name = spec.name
         self._spec = spec
-        self._python = python
-        self._options = options
-        self._vocabulary = vocabulary
+        self._options = self.defaults.engine_options(spec, self._adapter_options(spec))
+        self._dtype = named_dtype(self._options["dtype"])
+        self._python = environment_python(spec.settings.backend, spec.settings.python, self.how_to_install)
+        refuse_own_code(spec)
+        revision = spec.revision or "main"
+        config = AutoConfig.from_pretrained(spec.model, revision=revision, trust_remote_code=spec.trust_remote_code)
+        self._config = config.get_text_config()
+        self._vocabulary = int(self._config.vocab_size)
         self._ranks = spec.settings.tensor_parallel
         self._start_timeout_s = spec.settings.start_timeout_s
         self._request_timeout_s = spec.settings.request_timeout_s
-        self._has_tokenizer = not options.get("skip_tokenizer_init", False)
+        self._has_tokenizer = not self._options.get("skip_tokenizer_init", False)
         self._longest = 0  # known when the server runs
         self._folder: Path | None = None
         self._server: ServerProcess | None = None
@@ -79,12 +94,20 @@ class ServedEngine(ABC):
         self._busy_since = 0.0
         self._reset()
 
+    @staticmethod
+    def _adapter_options(spec: ServerSpec) -> dict[str, Any]:
+        """Options of the engine for the adapters that it will serve. Raises ConfigError if it can serve none."""
+        if spec.adapters:
+            raise ConfigError(f"rollout.backend={spec.settings.backend} serves no adapters beside the policy")
+        return {}
+
     def _reset(self) -> None:
         """What is true of a server that has just started."""
-        self._version = -1
-        self._not_serving = "it has no weights yet"
+        self._version, self._not_serving = (0, "") if self._spec.frozen else (-1, "it has no weights yet")
+        self._has_base = False  # whole weights, of whatever version, that came by a sync
         self._awake = set(WAKE_TAGS)
         self._paused = False
+        self._updating = False
 
     # ----------------------------------------------------------------------------------------- what an engine adds
 
@@ -92,9 +115,9 @@ class ServedEngine(ABC):
     def _command(self, folder: Path) -> list[str]:
         """What starts the server, with its socket in `folder`. Nothing secret stands in it."""
 
-    @abstractmethod
     def _environment(self, folder: Path) -> dict[str, str]:
         """Variables of its process, the token among them."""
+        return self.defaults.server_environment(self._spec, folder)
 
     @abstractmethod
     async def _longest_sequence(self) -> int:
@@ -107,8 +130,35 @@ class ServedEngine(ABC):
         """Send one request that was checked: what came, and how many tokens its prompt had and the cache knew."""
 
     @abstractmethod
+    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored:
+        """Send one sequence that was checked, and read how likely each of its tokens is."""
+
+    @abstractmethod
     async def _abort_open(self) -> None:
         """Tell the server to end every request it has."""
+
+    @abstractmethod
+    async def _hold(self, mode: PauseMode) -> None:
+        """Tell the server to produce no tokens; it may hold already."""
+
+    @abstractmethod
+    async def _go_on(self) -> None:
+        """Tell the server to produce tokens again; it may do so already."""
+
+    @abstractmethod
+    async def _receive(self, offer: dict[str, Any]) -> list[WeightReceipt]:
+        """Let every rank take in what `offer` announces, and drop every KV of older weights, while nothing is computed.
+
+        Raises RuntimeError with what each rank says if one did not take in everything.
+        """
+
+    @abstractmethod
+    async def _give_back(self, level: int) -> None:
+        """Tell the server to hold, and to give memory back: 1 the KV cache, 2 the weights too."""
+
+    @abstractmethod
+    async def _take_again(self, tags: list[str]) -> None:
+        """Tell the server to take memory again for some of `WAKE_TAGS` that were given back."""
 
     # --------------------------------------------------------------------------------------------- its process
 
@@ -117,8 +167,23 @@ class ServedEngine(ABC):
         return self._ranks
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point dtype of weights and computation."""
+        return self._dtype
+
+    @property
     def alive(self) -> bool:
         return self._server is not None and self._server.alive
+
+    @property
+    def has_base(self) -> bool:
+        """Whether it holds whole weights that came by a sync, which an adapter can be put on."""
+        return self._has_base
+
+    @staticmethod
+    @abstractmethod
+    def unfit_for_adapter(kind: AdapterKind) -> str:
+        """Why an adapter of this kind cannot be sent to it by itself; empty: it can."""
 
     @property
     def weight_version(self) -> int:
@@ -174,14 +239,23 @@ class ServedEngine(ABC):
 
     # ---------------------------------------------------------------------------------------------- generating
 
-    async def generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
+    ) -> Completion:
         """Continue `token_ids`; log-probs are of the distribution that was sampled.
 
         Raises ValueError for a request that cannot be served; ReplicaLost if the server died; TimeoutError after
         `rollout.request_timeout_s`; RuntimeError if it sleeps, has no weights, or loses them meanwhile.
         """
+        if images:
+            raise ValueError(f"request {request_id!r} shows images, and {self.name} serves text only")
         check_prompt(request_id, tuple(token_ids), self._vocabulary, self._longest or math.inf)
         check_sampling(request_id, sampling, self._vocabulary, self._has_tokenizer)
+        check_adapter(sampling.adapter, self._spec.adapters)
+        if sampling.routed_experts and not self._spec.routed_layers:
+            raise ValueError(
+                f"request {request_id!r} asks for the experts of its tokens, and {self.name} was started without them"
+            )
         if request_id in self._open:
             raise ValueError(f"request {request_id!r} is already running on {self.name}")
         self._check_serving()
@@ -200,6 +274,30 @@ class ServedEngine(ABC):
                 f"request {request_id!r}: rollout replica {self.name} lost its weights: {self._not_serving}"
             )
         return completion
+
+    def _with_routes(self, completion: Completion, found: Routes | None, prompt: int) -> Completion:
+        """The completion with the experts of all its tokens but the last; an aborted one may have none.
+
+        Raises RuntimeError if the server did not say them.
+        """
+        if found is None and completion.stop_reason is StopReason.ABORTED:
+            return completion
+        try:
+            rows = mixture_rows(found, self._spec.routed_layers, prompt + len(completion.token_ids) - 1)
+        except ValueError as error:
+            raise RuntimeError(f"request {completion.request_id!r} at {self.name}: {error}") from error
+        return replace(completion, routed_experts=rows)
+
+    async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
+        """How likely each token is given those before it, at temperature 1; raises as `generate` does."""
+        check_prompt(request_id, tuple(token_ids), self._vocabulary, self._longest or math.inf)
+        self._check_serving()
+        scored = await self._score(request_id, token_ids, top_k)
+        found = [scored.logprobs, *([scored.top_ids, scored.top_logprobs] if top_k else [])]
+        if any(len(one) != len(token_ids) for one in found):
+            lengths = ", ".join(str(len(one)) for one in found)
+            raise RuntimeError(f"request {request_id!r}: {self.name} scored {lengths} of {len(token_ids)} tokens")
+        return scored
 
     def _check_serving(self) -> None:
         asleep = sorted(set(WAKE_TAGS) - self._awake)
@@ -236,6 +334,8 @@ class ServedEngine(ABC):
             found["perf/rollout_tokens_per_s"] = Metric.mean(counted.tokens / counted.busy_s, counted.busy_s)
         return found
 
+    # ------------------------------------------------------------------------------------------ abort and pause
+
     async def abort_all(self) -> None:
         """End every request that is open now; each `generate` returns the tokens it has."""
         await self._abort(set(self._open))
@@ -247,11 +347,81 @@ class ServedEngine(ABC):
                 await self._abort_open()
                 await asyncio.sleep(AGAIN_S)
 
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop producing tokens; running requests end now (`abort`), are let end (`wait`), or stand still (`keep`)."""
+        running = set(self._open)
+        self._paused = True
+        await self._hold(mode)
+        if mode == "abort":
+            await self._abort(running)
+
+    async def resume(self) -> None:
+        """Produce tokens again; a server that sleeps does so when it is awake."""
+        self._paused = False
+        if self._awake == set(WAKE_TAGS):  # else it would compute with a KV cache that is not there
+            await self._go_on()
+
+    # ------------------------------------------------------------------------------------------------- weights
+
+    async def receive_weights(self, offer: Mapping[str, Any]) -> list[WeightReceipt]:
+        """Let every rank take in what `offer` announces; requests that run stand still meanwhile and go on with it.
+
+        Every KV of older weights is dropped and computed anew before the next token. Raises RuntimeError if a rank
+        did not take in everything: then requests fail, and nothing is served until whole weights were received.
+        """
+        if "weights" not in self._awake:
+            raise RuntimeError(f"rollout replica {self.name} has no room for weights: wake_up(('weights',)) first")
+        version = int(offer["version"])
+        self._check_payload(str(offer["payload"]["kind"]))
+        self._updating = True
+        try:
+            self._version = -1
+            receipts = await self._receive(dict(offer))
+        except BaseException as error:
+            with suppress(ReplicaLost):
+                await self.stop(f"the update to weights version {version} did not complete: {error}")
+            raise
+        finally:
+            self._updating = False
+            if not self._paused and self.alive:
+                await self.resume()
+        self._version, self._not_serving, self._has_base = version, "", True
+        return receipts
+
+    def _check_payload(self, kind: str) -> None:
+        """Raise RuntimeError for what cannot be taken in, before anything changes."""
+        if kind == "adapter" and not self._has_base:
+            raise RuntimeError(f"{self.name} has no base weights yet: whole weights come before an adapter")
+
     async def stop(self, reason: str) -> None:
         """Serve nothing more (version -1) until whole weights were received; requests that run fail."""
-        self._version, self._not_serving = -1, reason or "it was stopped"
+        self._version, self._not_serving, self._has_base = -1, reason or "it was stopped", False
         if self.alive:
             await self.abort_all()
+
+    # ------------------------------------------------------------------------------------------- sleep and wake
+
+    async def sleep(self, level: int) -> None:
+        """Give memory back: 1 the KV cache, 2 the weights too. Running requests wait. On a CPU the memory is kept."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep level should be 1 or 2, found {level}")
+        self._awake = set()
+        if level == 2:
+            self._version, self._has_base = -1, False
+            self._not_serving = "its weights were given back by sleep(2)"
+        await self._give_back(level)
+
+    async def wake_up(self, tags: tuple[str, ...] = WAKE_TAGS) -> None:
+        """Take memory again for the parts named. After level 2, weights must be sent before anything is generated."""
+        if unknown := set(tags) - set(WAKE_TAGS):
+            raise ValueError(f"wake_up knows the tags {', '.join(WAKE_TAGS)}; found {', '.join(sorted(unknown))}")
+        wanted = [tag for tag in WAKE_TAGS if tag in tags and tag not in self._awake]
+        if not wanted:
+            return
+        await self._take_again(wanted)
+        self._awake |= set(wanted)
+        if self._awake == set(WAKE_TAGS):
+            await (self._hold("keep") if self._paused else self._go_on())
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -347,12 +517,6 @@ def refuse_own_code(spec: ServerSpec) -> None:
         check_source(str(tokenizer), "the tokenizer", "tokenizer_config.json", spec.trust_remote_code, None)
 
 
-def has_tokenizer(spec: ServerSpec) -> bool:
-    folder = Path(spec.tokenizer or spec.model).expanduser()
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    return not folder.is_dir() or any((folder / name).is_file() for name in names)
-
-
 def named_dtype(name: Any) -> torch.dtype:
     found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
@@ -380,11 +544,4 @@ __all__ = [
     "SOCKET",
     "WAKE_TAGS",
     "ServedEngine",
-    "environment_python",
-    "first_error",
-    "has_tokenizer",
-    "named_dtype",
-    "private_folder",
-    "refuse_own_code",
-    "said",
 ]

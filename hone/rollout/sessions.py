@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from hone.data.routes import Routes, joined_routes
 from hone.types import Completion, GenerateFn, Message, SamplingParams, Status, StopReason, Trajectory
 
 MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
@@ -49,6 +50,7 @@ class AgentTask:
     request_id: str  # of its requests, which are `<request_id>/<number>`
     seed_of: Callable[[int], int]  # number of a request -> its seed
     client_sampling: bool = False  # whether temperature, top_p ... of a request count; else the run's do
+    adapters: tuple[str, ...] = ()  # served beside the policy; a request that names one as its model is answered by it
 
 
 @dataclass(eq=False)
@@ -60,6 +62,7 @@ class Track:
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: Routes | None = None  # see `hone.data.routes`
     messages: list[Message] = field(default_factory=list)  # as the client knows them
     text: str = ""  # of text completions: what the ids say, with special tokens and stop strings that were not told
     marks: list[tuple[int, int]] = field(default_factory=list)  # (messages, ids) where a history may go on or branch
@@ -77,6 +80,7 @@ class Track:
             mask=[0] * length,
             logprobs=[0.0] * length,
             versions=[-1] * length,
+            routes=None if self.routes is None else self.routes[:length],
             messages=self.messages[:messages],
             text=self.text,
         )
@@ -94,6 +98,7 @@ class Track:
         self.mask += [1] * len(completion.token_ids)
         self.logprobs += completion.logprobs
         self.versions += completion.weight_versions
+        self.routes = joined_routes(self.routes, completion.routed_experts)
         self.response += text
         self.turns += 1
         self.stop_reason = completion.stop_reason
@@ -168,8 +173,7 @@ class AgentSession:
         offered = json.dumps(list(tools), sort_keys=True)
         found = self._recorded(known, offered)
         if found is None:
-            ids = self.language.render_prompt([_for_template(message) for message in known], tools)
-            return self._opened(Track(offered), ids, tuple(known))
+            return self._opened(Track(offered), self.rendered(messages, tools), tuple(known))
         track, (count, length) = found
         new = known[count:]
         ids = self.language.render_continuation(track.ids[:length], new, tools) if new else ()
@@ -204,6 +208,14 @@ class AgentSession:
         if isinstance(prompt, str):
             return self._opened(Track(""), self._encode(prompt), text=prompt)
         return self._opened(Track(""), prompt)
+
+    def rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """The ids of a chat request from its beginning. Raises ConfigError for messages that cannot be rendered."""
+        return self.language.render_prompt([_for_template(normal(message)) for message in messages], tools)
+
+    def encoded(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """The ids of a text completion's prompt."""
+        return self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.language.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
@@ -261,6 +273,7 @@ class AgentSession:
                 status=Status.TRUNCATED if track.stop_reason is StopReason.LENGTH else Status.OK,
                 episode=sample,
                 turns=track.turns,
+                routed_experts=track.routes,
             )
             for track in self.tracks
         ]

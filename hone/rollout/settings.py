@@ -86,7 +86,7 @@ class RolloutConfig(Config):
     sleep_while_training: Literal["auto", "none", "level_1", "level_2"] = setting(
         "auto",
         "what the rollout gives back before training: its KV cache (1), weights too (2); auto: none on a CPU, else 1 "
-        "inside the trainer's process and 2 for servers",
+        "inside the trainer's process or where LoRA adapters are sent by themselves, and 2 for other servers",
     )
     sampling: SamplingConfig = setting(meaning="how training completions are sampled", factory=SamplingConfig)
 

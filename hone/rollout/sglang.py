@@ -4,6 +4,7 @@
          `-- ServerProcess: starts it, watches it, ends it             (hone/workers/sglang.py runs inside these)
 
     generate          POST /generate: tokens in; tokens, log-probs and spans of weight versions out
+    score             the same path, with nothing to generate: log-probs of the prompt
     receive_weights   pause retract (KV dropped), POST /update_weights_from_ipc (the offer; the cache is flushed),
                       receipts, resume
 
@@ -13,35 +14,25 @@ Nothing of SGLang is imported here. Tested with SGLang 0.5.23, on CPUs.
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig
+import numpy as np
 
-from hone.platforms.base import current_platform
-from hone.rollout.base import PauseMode, ReplicaLost, ServerSpec, WeightReceipt
-from hone.rollout.engine_options import check_reserved, command_arguments
-from hone.rollout.served import (
-    AGAIN_S,
-    CONTROL_S,
-    SOCKET,
-    WAKE_TAGS,
-    ServedEngine,
-    environment_python,
-    has_tokenizer,
-    named_dtype,
-    refuse_own_code,
-)
+from hone.data.routes import Routes
+from hone.rollout.adapters import AdapterKind
+from hone.rollout.base import PauseMode, ReplicaLost, Scored, ServerSpec, WeightReceipt
+from hone.rollout.engine_options import EngineDefaults, command_arguments
+from hone.rollout.served import AGAIN_S, CONTROL_S, SOCKET, WAKE_TAGS, ServedEngine
 from hone.types import Completion, SamplingParams, StopReason
 
 HOW_TO_INSTALL = (
-    "`make test-sglang` makes one for CPUs; for NVIDIA GPUs: python3 -m venv .venv-sglang && "
+    "`make .venv-sglang` makes one for CPUs; for NVIDIA GPUs: python3 -m venv .venv-sglang && "
     ".venv-sglang/bin/pip install sglang==0.5.23; or name the interpreter of another one in rollout.python"
 )
 RESERVED = {
@@ -55,6 +46,7 @@ RESERVED = {
     **dict.fromkeys(("dp_size", "data_parallel_size", "dp"), "it is rollout.replicas"),
     **dict.fromkeys(("pp_size", "pipeline_parallel_size"), "use rollout.tensor_parallel"),
     **dict.fromkeys(("random_seed", "sampling_backend"), "every request has its own seed"),
+    "enable_return_routed_experts": "it is actor.moe.routing_replay: rollout",
     "config": "options stand in rollout.engine",
 }
 DEFAULTS: Mapping[str, Any] = {
@@ -88,33 +80,25 @@ FINISH = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopRea
 
 
 class SglangServer(ServedEngine):
-    """A `ServerAdapter`; constructing it checks model, options and interpreter, `start` starts the server."""
+    """SGLang. With top-k, top-p and min-p, log-probs are those among the tokens that were left."""
 
+    returns_routes = True
     positional_seed = True  # a token's random number is a hash of the request's seed and the token's position
     health = "/ready"
+    how_to_install = HOW_TO_INSTALL
+    defaults = EngineDefaults(
+        RESERVED, DEFAULTS, CPU_DEFAULTS, ACCELERATOR_DEFAULTS, ENVIRONMENT, cpu_environment=CPU_ENVIRONMENT
+    )
 
     def __init__(self, spec: ServerSpec) -> None:
-        options = engine_options(spec)
-        python = environment_python("sglang", spec.settings.python, HOW_TO_INSTALL)
-        refuse_own_code(spec)
-        revision = spec.revision or "main"
-        config = AutoConfig.from_pretrained(spec.model, revision=revision, trust_remote_code=spec.trust_remote_code)
-        text = config.get_text_config()
-        self._context = int(options.get("context_length") or text.max_position_embeddings)
-        self._dtype = named_dtype(options["dtype"])
+        super().__init__(spec)
+        self._context = int(self._options.get("context_length") or self._config.max_position_embeddings)
         self._numbers = itertools.count()
         self._gates: dict[str, asyncio.Future[bool]] = {}
-        super().__init__(spec, python, options, text.vocab_size)
 
     def _reset(self) -> None:
         super()._reset()
-        self._updating = False
         self._released: set[str] = set()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating-point dtype of weights and computation."""
-        return self._dtype
 
     def _command(self, folder: Path) -> list[str]:
         context = {"context_length": self._context + MARGIN}
@@ -123,7 +107,13 @@ class SglangServer(ServedEngine):
         return [str(self._python), "-P", "-m", "hone.workers.sglang", *command_arguments(flags)]
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        return server_environment(self._spec, folder)
+        sockets = {"HONE_SOCKET": str(folder / SOCKET), "TMPDIR": str(folder)}  # also those between its processes
+        return {**super()._environment(folder), **sockets}
+
+    @staticmethod
+    def unfit_for_adapter(kind: AdapterKind) -> str:
+        """SGLang is sent whole weights, with an adapter merged in."""
+        return "SGLang is sent whole weights here"
 
     async def _longest_sequence(self) -> int:
         info = await self._request("GET", "/server_info")
@@ -145,11 +135,24 @@ class SglangServer(ServedEngine):
                 await asyncio.shield(self._request("POST", "/abort_request", {"rid": rid}))
             raise
         meta = reply["meta_info"]
-        return (
-            _completion(request_id, reply, bool(body.get("return_sampling_mask"))),
-            len(token_ids),
-            int(meta.get("cached_tokens") or 0),
-        )
+        found = _completion(request_id, reply, bool(body.get("return_sampling_mask")))
+        if sampling.routed_experts:
+            sizes = self._config.num_hidden_layers, self._config.num_experts_per_tok
+            routes = _routes(meta.get("routed_experts"), *sizes)
+            found = self._with_routes(found, routes, len(token_ids))
+        return found, len(token_ids), int(meta.get("cached_tokens") or 0)
+
+    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored:
+        body = {
+            "rid": f"{next(self._numbers)}:{request_id}",
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": top_k,
+        }
+        meta = (await self._request("POST", "/generate", body, self._request_timeout_s))["meta_info"]
+        return _scored(meta, top_k)
 
     async def _abort_open(self) -> None:
         """A scheduler that stands still aborts only what waits in its queue, so what runs is sent there first."""
@@ -158,54 +161,25 @@ class SglangServer(ServedEngine):
             await self._request("POST", "/pause_generation", {"mode": "retract"})
         await self._request("POST", "/abort_request", {"abort_all": True})
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop producing tokens; running requests end now (`abort`), are let end (`wait`), or stand still (`keep`)."""
-        running = set(self._open)
-        self._paused = True
+    async def _hold(self, mode: PauseMode) -> None:
         if mode == "wait":
-            await self._let_end(running - set(self._gates))
+            await self._let_end(self._open - set(self._gates))
         await self._request("POST", "/pause_generation", {"mode": "in_place"})
-        if mode == "abort":
-            await self._abort(running)
 
-    async def resume(self) -> None:
-        """Produce tokens again; a server that sleeps does so when it is awake."""
-        self._paused = False
+    async def _go_on(self) -> None:
         self._open_gates(begin=True)
-        if self._awake == set(WAKE_TAGS):  # else it would compute with a KV cache that is not there
-            await self._request("POST", "/continue_generation", {})
+        await self._request("POST", "/continue_generation", {})
 
-    # ------------------------------------------------------------------------------------------------- weights
+    # ------------------------------------------------------------------------------------- weights, sleep and wake
 
-    async def receive_weights(self, offer: Mapping[str, Any]) -> list[WeightReceipt]:
-        """Let every rank take in what `offer` announces; requests that run stand still meanwhile and go on with it.
-
-        Every KV of older weights is dropped and computed anew before the next token. Raises RuntimeError if a rank
-        did not take in everything: then requests fail, and nothing is served until whole weights were received.
-        """
-        if "weights" not in self._awake:
-            raise RuntimeError(f"rollout replica {self.name} has no room for weights: wake_up(('weights',)) first")
-        if offer["payload"]["kind"] == "adapter":
+    def _check_payload(self, kind: str) -> None:
+        if kind == "adapter":
             raise RuntimeError(f"{self.name}: SGLang takes whole weights here; train without LoRA, or merge it")
-        version = int(offer["version"])
-        self._updating = True
-        try:
-            self._version = -1
-            await self._request("POST", "/pause_generation", {"mode": "retract"})
-            receipts = await self._receive(offer, version)
-        except BaseException as error:
-            with suppress(ReplicaLost):
-                await self.stop(f"the update to weights version {version} did not complete: {error}")
-            raise
-        finally:
-            self._updating = False
-            if not self._paused and self.alive:
-                await self.resume()
-        self._version, self._not_serving = version, ""
-        return receipts
 
-    async def _receive(self, offer: Mapping[str, Any], version: int) -> list[WeightReceipt]:
-        body = {"zmq_handles": {"offer": json.dumps(dict(offer))}, "flush_cache": True, "weight_version": str(version)}
+    async def _receive(self, offer: dict[str, Any]) -> list[WeightReceipt]:
+        await self._request("POST", "/pause_generation", {"mode": "retract"})
+        version = str(offer["version"])
+        body = {"zmq_handles": {"offer": json.dumps(offer)}, "flush_cache": True, "weight_version": version}
         path = "/update_weights_from_ipc"
         try:
             reply = await self._request("POST", path, body, float(offer["timeout_s"]) + CONTROL_S)
@@ -213,34 +187,16 @@ class SglangServer(ServedEngine):
             raise RuntimeError(str(error)) from error
         return _read_receipts(self.name, str(reply["message"]))
 
-    # ------------------------------------------------------------------------------------------- sleep and wake
-
-    async def sleep(self, level: int) -> None:
-        """Give memory back: 1 the KV cache, 2 the weights too. Running requests wait. On a CPU the memory is kept."""
-        if level not in (1, 2):
-            raise ValueError(f"sleep level should be 1 or 2, found {level}")
-        self._awake = set()
-        if level == 2:
-            self._version = -1
-            self._not_serving = "its weights were given back by sleep(2)"
+    async def _give_back(self, level: int) -> None:
         await self._request("POST", "/pause_generation", {"mode": "retract"})
         tags = ["kv_cache"] if level == 1 else ["kv_cache", "weights"]
         await self._request("POST", "/release_memory_occupation", {"tags": tags})
         self._released = set(tags)
 
-    async def wake_up(self, tags: tuple[str, ...] = WAKE_TAGS) -> None:
-        """Take memory again for the parts named. After level 2, weights must be sent before anything is generated."""
-        if unknown := set(tags) - set(WAKE_TAGS):
-            raise ValueError(f"wake_up knows the tags {', '.join(WAKE_TAGS)}; found {', '.join(sorted(unknown))}")
-        wanted = [tag for tag in WAKE_TAGS if tag in tags and tag not in self._awake]
-        if not wanted:
-            return
-        if released := [tag for tag in wanted if tag in self._released]:
+    async def _take_again(self, tags: list[str]) -> None:
+        if released := [tag for tag in tags if tag in self._released]:
             await self._request("POST", "/resume_memory_occupation", {"tags": released})
             self._released -= set(released)
-        self._awake |= set(wanted)
-        if self._awake == set(WAKE_TAGS) and not self._paused:
-            await self.resume()
 
     # ------------------------------------------------------------------------------- requests that may not begin yet
 
@@ -293,6 +249,8 @@ def _generate_body(request_id: str, token_ids: Sequence[int], sampling: Sampling
         "no_stop_trim": True,
     }
     body = {"rid": request_id, "input_ids": list(token_ids), "sampling_params": wanted, "return_logprob": True}
+    if sampling.routed_experts:
+        body["return_routed_experts"] = True
     return {**body, "return_sampling_mask": True} if filtered else body
 
 
@@ -315,25 +273,28 @@ def _completion(request_id: str, reply: Mapping[str, Any], filtered: bool) -> Co
     return Completion(request_id, tokens, logprobs, tuple(versions), FINISH[meta["finish_reason"]["type"]])
 
 
+def _routes(text: str | None, layers: int, choices: int) -> Routes | None:
+    """The experts of each token in every layer: SGLang gives the bytes of int32 as base64."""
+    if text is None:
+        return None
+    return np.frombuffer(base64.b64decode(text), np.int32).reshape(-1, layers, choices).astype(np.int16)
+
+
+def _scored(meta: Mapping[str, Any], top_k: int) -> Scored:
+    """Entries are (log-prob, token, text); the first token has none, and SGLang says null."""
+    logprobs = tuple(float(entry[0]) if entry[0] is not None else 0.0 for entry in meta["input_token_logprobs"])
+    if not top_k:
+        return Scored(logprobs)
+    places = [place or () for place in meta["input_top_logprobs"]]
+    ids = tuple(tuple(int(entry[1]) for entry in place) for place in places)
+    return Scored(logprobs, ids, tuple(tuple(float(entry[0]) for entry in place) for place in places))
+
+
 def _read_receipts(name: str, message: str) -> list[WeightReceipt]:
     """From what SGLang says of an update: the receipts as JSON, then words of its own."""
     receipts, _ = json.JSONDecoder().raw_decode(message)
     wanted = ("version", "digest", "tensors", "bytes")
     return [WeightReceipt(name, **{key: receipt[key] for key in wanted}) for receipt in receipts]
-
-
-# ---------------------------------------------------------------------------------------------- before it is started
-
-
-def engine_options(spec: ServerSpec) -> dict[str, Any]:
-    """SGLang's options: ours for this platform, overridden by `rollout.engine`."""
-    given = {name.replace("-", "_"): value for name, value in spec.settings.engine.items()}
-    check_reserved(given, RESERVED)
-    platform = CPU_DEFAULTS if current_platform().device == "cpu" else ACCELERATOR_DEFAULTS
-    found = {**DEFAULTS, **platform, "dtype": spec.dtype, **given}
-    if "skip_tokenizer_init" not in found and not has_tokenizer(spec):
-        found["skip_tokenizer_init"] = True
-    return found
 
 
 def server_options(spec: ServerSpec, vocabulary: int) -> dict[str, Any]:
@@ -348,22 +309,7 @@ def server_options(spec: ServerSpec, vocabulary: int) -> dict[str, Any]:
         "revision": spec.revision or None,
         "tokenizer_path": spec.tokenizer or None,
         "trust_remote_code": spec.trust_remote_code or None,
-    }
-
-
-def server_environment(spec: ServerSpec, folder: Path) -> dict[str, str]:
-    """Environment variables of the server; what the user has set of SGLang's stays."""
-    ours = {**ENVIRONMENT, **(CPU_ENVIRONMENT if current_platform().device == "cpu" else {})}
-    given = {name: os.environ[name] for name in ours if name in os.environ and name != "OMP_NUM_THREADS"}
-    path = [str(folder / "path"), spec.environment.get("PYTHONPATH", "")]
-    return {
-        **ours,
-        **given,
-        **spec.environment,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "TMPDIR": str(folder),  # where SGLang puts the sockets between its processes
-        "HONE_SOCKET": str(folder / SOCKET),
-        "HONE_TOKEN": spec.token,
+        "enable_return_routed_experts": bool(spec.routed_layers) or None,
     }
 
 

@@ -4,6 +4,7 @@
          `-- ServerProcess: starts it, watches it, ends it               (hone/workers/vllm.py runs inside these)
 
     generate          POST /inference/v1/generate: tokens in; tokens, log-probs and spans of weight versions out
+    score             the same path: log-probs of the prompt; one token more is generated and left
     receive_weights   pause keep, start, update (the offer), finish, receipts, drop every KV, resume
 
 Nothing of vLLM is imported here. Tested with vLLM 0.32.0.
@@ -11,305 +12,179 @@ Nothing of vLLM is imported here. Tested with vLLM 0.32.0.
 
 from __future__ import annotations
 
-import asyncio
-import math
-import re
-import shutil
-import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import torch
+from hone.config import ConfigError
+from hone.data.routes import routes_of_text
+from hone.rollout.adapters import AdapterKind
+from hone.rollout.base import PauseMode, Scored, ServerSpec, WeightReceipt
+from hone.rollout.engine_options import EngineDefaults, command_arguments
+from hone.rollout.served import CONTROL_S, SOCKET, ServedEngine
+from hone.types import Completion, SamplingParams, StopReason
 
-from hone.config import count_as_read
-from hone.rollout.base import PauseMode, ReplicaLost, ServerSpec, WeightReceipt
-from hone.rollout.engine_options import command_arguments
-from hone.rollout.keeper import FOLDER
-from hone.rollout.requests import check_prompt, check_sampling
-from hone.rollout.server import ServerFailed, ServerProcess
-from hone.rollout.vllm_start import (
-    SOCKET,
-    engine_options,
-    interpreter,
-    private_folder,
-    refuse_own_code,
-    served_dtype,
-    server_environment,
-    server_options,
-    vocabulary,
+HOW_TO_INSTALL = (
+    "`make .venv-vllm` makes one for CPUs; for NVIDIA GPUs: python3 -m venv .venv-vllm && "
+    ".venv-vllm/bin/pip install vllm==0.32.0; or name the interpreter of another one in rollout.python"
 )
-from hone.types import Completion, Metric, Metrics, SamplingParams, StopReason
 
-WAKE_TAGS = ("weights", "kv_cache")
-CONTROL_S = 60.0  # deadline of a control request that has nothing to wait for
-DYING_S = 5.0  # after a failure of the engine, vLLM's API server ends within this time
-AGAIN_S = 0.02  # between two looks whether aborted requests have ended
-LOG_LINES = 500  # of vLLM's log, searched for what began its end
-CAUSE = re.compile(r"(?:^|\] |\) )((?:[\w.]*(?:Error|Exception)|[\w.]+: error): .+)$", re.MULTILINE)
+RESERVED = {
+    **dict.fromkeys(("model", "revision", "tokenizer", "tokenizer_revision"), "the model is model.path"),
+    **dict.fromkeys(("host", "port", "uds", "api_key", "root_path"), "the server listens where only hone finds it"),
+    **dict.fromkeys(("middleware", "worker_extension_cls", "weight_transfer_config"), "hone puts its own there"),
+    **dict.fromkeys(("served_model_name", "enable_scale_out", "tokens_only"), "hone speaks to the server by these"),
+    "trust_remote_code": "it is model.trust_remote_code",
+    "enable_return_routed_experts": "it is actor.moe.routing_replay: rollout",
+    "tensor_parallel_size": "it is rollout.tensor_parallel",
+    "data_parallel_size": "it is rollout.replicas",
+    "pipeline_parallel_size": "each rank must hold a part of every layer; use rollout.tensor_parallel",
+    "logprobs_mode": "the trainer needs log-probs of the distribution that was sampled (processed_logprobs)",
+    "seed": "every request has its own",
+}
+OWN_OPTIONS: Mapping[str, Any] = {
+    "logprobs_mode": "processed_logprobs",
+    "enable_scale_out": True,
+    "middleware": "hone.workers.vllm.ControlGuard",
+    "worker_extension_cls": "hone.workers.vllm.HoneWorker",
+    "weight_transfer_config": {"backend": "hone"},
+}
+DEFAULTS: Mapping[str, Any] = {
+    "load_format": "dummy",  # the first sync brings the weights
+    "max_logprobs": 64,  # most likely tokens at each place that a teacher may be asked for
+    "enable_prompt_tokens_details": True,  # how much of a prompt came from the prefix cache
+    "disable_uvicorn_access_log": True,
+}
+CPU_DEFAULTS: Mapping[str, Any] = {
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 512 * 2**20,
+    "block_size": 32,
+    "max_model_len": -1,  # as long as the model can, if that much KV fits
+}
+ACCELERATOR_DEFAULTS: Mapping[str, Any] = {
+    "enable_sleep_mode": True,
+    "gpu_memory_utilization": 0.5,  # the rest is for a trainer on the same device
+}
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # opens the control paths, which the guard stands before
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+}
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less, where there is one worker
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+}
 SEEDS = 2**63  # vLLM takes seeds below this
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which its LoRA buffers can be made
 FINISH = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
 
-@dataclass
-class _Counted:
-    """What happened since the last look."""
+class VllmServer(ServedEngine):
+    """vLLM. It applies min-p before top-k and top-p."""
 
-    tokens: int = 0
-    requests: int = 0
-    aborted: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    busy_s: float = 0.0  # with at least one request open
-
-
-class VllmServer:
-    """A `ServerAdapter`; constructing it checks model, options and interpreter, `start` starts the server."""
-
+    returns_routes = True
     positional_seed = False  # a request's random stream begins anew with each request
-
-    def __init__(self, spec: ServerSpec) -> None:
-        settings = spec.settings
-        count_as_read(settings.builtin)
-        self.name = spec.name
-        self._spec = spec
-        self._options = engine_options(spec)
-        self._dtype = served_dtype(self._options["dtype"])
-        self._python = interpreter(settings.python)
-        self._ranks = settings.tensor_parallel
-        self._start_timeout_s = settings.start_timeout_s
-        self._request_timeout_s = settings.request_timeout_s
-        refuse_own_code(spec)
-        self._vocabulary = vocabulary(spec)
-        self._has_tokenizer = not self._options.get("skip_tokenizer_init", False)
-        self._longest = 0  # known when the server runs
-        self._folder: Path | None = None
-        self._server: ServerProcess | None = None
-        self._session: aiohttp.ClientSession | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # whose the session is
-        self._open: set[str] = set()
-        self._counted = _Counted()
-        self._busy_since = 0.0
-        self._reset()
+    health = "/health"
+    how_to_install = HOW_TO_INSTALL
+    defaults = EngineDefaults(
+        RESERVED, DEFAULTS, CPU_DEFAULTS, ACCELERATOR_DEFAULTS, ENVIRONMENT, cpu_environment=CPU_ENVIRONMENT
+    )
 
     def _reset(self) -> None:
-        """What is true of a server that has just started."""
-        self._version = -1
-        self._not_serving = "it has no weights yet"
-        self._has_base = self._options.get("load_format") != "dummy"
-        self._awake = set(WAKE_TAGS)
-        self._paused = False
+        super()._reset()
         self._adapter: str | None = None  # what requests name as their model
         self._adapters: dict[str, tuple[int, str]] = {}  # loaded ones: vLLM's number, folder with the files
 
-    # --------------------------------------------------------------------------------------------- its process
+    def _command(self, folder: Path) -> list[str]:
+        options = {**server_options(self._spec, folder), **self._options}
+        return [str(self._python), "-m", "vllm.entrypoints.openai.api_server", *command_arguments(options)]
 
-    @property
-    def ranks(self) -> int:
-        return self._ranks
+    def _environment(self, folder: Path) -> dict[str, str]:
+        """Only vLLM's newer model runner tells the experts of its tokens."""
+        routed = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self._spec.routed_layers else {}
+        return {**super()._environment(folder), **routed}
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating-point dtype of weights and computation."""
-        return self._dtype
+    @staticmethod
+    def unfit_for_adapter(kind: AdapterKind) -> str:
+        """Why vLLM cannot take an adapter of this kind; empty: it can."""
+        if kind.dora:
+            return "vLLM has no DoRA"
+        if kind.whole_modules:
+            return "vLLM takes no modules that are trained whole beside an adapter"
+        if kind.experts:
+            return "it is on the weights of experts"
+        return f"vLLM takes ranks up to {RANKS[-1]}, this one has {kind.rank}" if kind.rank > RANKS[-1] else ""
 
-    @property
-    def alive(self) -> bool:
-        return self._server is not None and self._server.alive
+    @classmethod
+    def _adapter_options(cls, spec: ServerSpec) -> dict[str, Any]:
+        kinds = {name: AdapterKind.of(files.config) for name, files in spec.adapters.items()}
+        for name, kind in kinds.items():
+            if reason := cls.unfit_for_adapter(kind):
+                raise ConfigError(f"adapter {name} ({spec.adapters[name].folder}): {reason}")
+        every = [*kinds.values(), *([spec.adapter] if spec.adapter else [])]
+        if not every:
+            return {}
+        largest = max(kind.rank for kind in every)
+        room = next(rank for rank in RANKS if rank >= largest)
+        # vLLM's kernels for CPUs give a request without an adapter the last slot, beside one that has an adapter
+        # (vllm/lora/ops/torch_ops/lora_ops.py, index -1): so that slot stays empty where the two meet.
+        return {"enable_lora": True, "max_lora_rank": room, "max_loras": len(every) + bool(kinds)}
 
-    @property
-    def weight_version(self) -> int:
-        """The version that the next token will be sampled from; -1 while there is none."""
-        return self._version
-
-    async def start(self) -> None:
-        """Start the server and wait until it answers; it serves nothing (version -1) before it received weights.
-
-        Raises ServerFailed with vLLM's last lines: an option that its parser refuses, a model it cannot load ...
-        """
-        self._reset()
-        self._folder = private_folder()
-        command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server", *self._arguments(self._folder)]
-        log = self._spec.logs / f"{self.name}.log"
-        environment = {**server_environment(self._spec, self._folder), FOLDER: str(self._folder)}
-        self._server = ServerProcess(self.name, command, environment, log)
-        try:
-            await self._server.start(self._answers, self._start_timeout_s)
-            await self._check_guard()
-            models = await self._request("GET", "/v1/models")
-        except ServerFailed as error:
-            cause = _cause(self._server.last_lines(LOG_LINES))
-            await self.close()
-            raise ServerFailed(f"{cause}{error}") from error
-        except BaseException:
-            await self.close()
-            raise
-        self._longest = int(models["data"][0]["max_model_len"])
-
-    def _arguments(self, folder: Path) -> list[str]:
-        return command_arguments({**server_options(self._spec, folder), **self._options})
-
-    async def _answers(self) -> bool:
-        try:
-            await self._request("GET", "/health", timeout_s=5.0)
-        except (ReplicaLost, RuntimeError) as error:
-            raise ConnectionError(str(error)) from error
-        return True
-
-    async def _check_guard(self) -> None:
-        """A server that answers without the token is not used."""
-        async with self._open_session().get("http://vllm/health", headers={"Authorization": ""}) as reply:
-            if reply.status not in (401, 403):
-                raise RuntimeError(f"server {self.name} answers without the run's token (status {reply.status})")
-
-    async def close(self) -> None:
-        """End the server with everything it started; again is fine."""
-        if self._session is not None and not self._session.closed:
-            await self._session.close()
-        self._session = None
-        if self._server is not None:
-            await self._server.stop()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-        self._version = -1
+    async def _longest_sequence(self) -> int:
+        models = await self._request("GET", "/v1/models")
+        return int(models["data"][0]["max_model_len"])
 
     # ---------------------------------------------------------------------------------------------- generating
 
-    async def generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
-        """Continue `token_ids`. Min-p is applied before top-k and top-p, as vLLM does; log-probs are of the result.
-
-        Raises ValueError for a request that cannot be served; ReplicaLost if the server died; TimeoutError after
-        `rollout.request_timeout_s`; RuntimeError if it sleeps, has no weights, or loses them meanwhile.
-        """
-        check_prompt(request_id, tuple(token_ids), self._vocabulary, self._longest or math.inf)
-        check_sampling(request_id, sampling, self._vocabulary, self._has_tokenizer)
-        if request_id in self._open:
-            raise ValueError(f"request {request_id!r} is already running on {self.name}")
-        self._check_serving()
-        self._begin(request_id)
-        try:
-            reply = await self._request(
-                "POST",
-                "/inference/v1/generate",
-                _generate_body(request_id, token_ids, sampling, self._longest, self._adapter),
-                timeout_s=self._request_timeout_s,
-            )
-        finally:
-            self._end(request_id)
-        completion = _completion(request_id, reply)
-        self._count(completion, reply)
-        if completion.stop_reason is StopReason.ABORTED and self._not_serving:
-            raise RuntimeError(
-                f"request {request_id!r}: rollout replica {self.name} lost its weights: {self._not_serving}"
-            )
-        return completion
-
-    def _check_serving(self) -> None:
-        asleep = sorted(set(WAKE_TAGS) - self._awake)
-        if asleep:
-            raise RuntimeError(f"rollout replica {self.name} is asleep ({', '.join(asleep)}); call wake_up first")
-        if self._not_serving:
-            raise RuntimeError(
-                f"rollout replica {self.name} cannot generate before update_weights: {self._not_serving}"
-            )
-
-    def _begin(self, request_id: str) -> None:
-        if not self._open:
-            self._busy_since = time.perf_counter()
-        self._open.add(request_id)
-
-    def _end(self, request_id: str) -> None:
-        self._open.discard(request_id)
-        if not self._open:
-            self._counted.busy_s += time.perf_counter() - self._busy_since
-
-    def _count(self, completion: Completion, reply: Mapping[str, Any]) -> None:
+    async def _generate(
+        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
+    ) -> tuple[Completion, int, int]:
+        body = _generate_body(request_id, token_ids, sampling, self._longest, sampling.adapter or self._adapter)
+        reply = await self._request("POST", "/inference/v1/generate", body, self._request_timeout_s)
         usage = reply.get("usage") or {}
-        self._counted.requests += 1
-        self._counted.tokens += len(completion.token_ids)
-        self._counted.aborted += completion.stop_reason is StopReason.ABORTED
-        self._counted.prompt_tokens += usage.get("prompt_tokens", 0)
-        self._counted.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        found = _completion(request_id, reply)
+        if sampling.routed_experts:
+            found = self._with_routes(found, routes_of_text(reply["choices"][0].get("routed_experts")), len(token_ids))
+        return found, usage.get("prompt_tokens", 0), cached
 
-    def metrics(self) -> Metrics:
-        """What ended since the last call."""
-        if self._open:
-            now = time.perf_counter()
-            self._counted.busy_s += now - self._busy_since
-            self._busy_since = now
-        counted, self._counted = self._counted, _Counted()
-        found = {
-            "rollout/tokens": Metric.sum(counted.tokens),
-            "rollout/prefill_tokens": Metric.sum(counted.prompt_tokens - counted.cached_tokens),
-            "rollout/cached_prompt_tokens": Metric.sum(counted.cached_tokens),
-            "rollout/requests": Metric.sum(counted.requests),
-            "rollout/aborted": Metric.sum(counted.aborted),
-            "perf/rollout_busy_seconds": Metric.sum(counted.busy_s),
+    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored:
+        body = {
+            "request_id": request_id,
+            "token_ids": list(token_ids),
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k, "detokenize": False},
+            "model": self._adapter,
         }
-        if counted.busy_s and counted.tokens:
-            found["perf/rollout_tokens_per_s"] = Metric.mean(counted.tokens / counted.busy_s, counted.busy_s)
-        return found
+        reply = await self._request("POST", "/inference/v1/generate", body, self._request_timeout_s)
+        return _scored(token_ids, reply.get("prompt_logprobs") or [], top_k)
 
-    # ------------------------------------------------------------------------------------------ abort and pause
+    async def _abort_open(self) -> None:
+        await self._request("POST", "/abort_requests", {})
 
-    async def abort_all(self) -> None:
-        """End every request that is open now; each `generate` returns the tokens it has."""
-        await self._abort(set(self._open))
-
-    async def _abort(self, ids: set[str]) -> None:
-        """Abort until all of `ids` have ended: one that is still on its way to the server is not seen by it."""
-        async with asyncio.timeout(CONTROL_S):
-            while ids & self._open:
-                await self._request("POST", "/abort_requests", {})
-                await asyncio.sleep(AGAIN_S)
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop producing tokens; running requests end now (`abort`), are let end (`wait`), or stand still (`keep`)."""
-        running = set(self._open)
-        self._paused = True
+    async def _hold(self, mode: PauseMode) -> None:
         waits = self._request_timeout_s if mode == "wait" else CONTROL_S
         await self._request("POST", f"/pause?mode={mode}&clear_cache=false", timeout_s=waits)
-        if mode == "abort":
-            await self._abort(running)
 
-    async def resume(self) -> None:
-        """Produce tokens again; a server that sleeps does so when it is awake."""
-        self._paused = False
-        if self._awake == set(WAKE_TAGS):  # else it would compute with a KV cache that is not there
-            await self._request("POST", "/resume")
+    async def _go_on(self) -> None:
+        await self._request("POST", "/resume")
 
     # ------------------------------------------------------------------------------------------------- weights
 
-    async def receive_weights(self, offer: Mapping[str, Any]) -> list[WeightReceipt]:
-        """Let every worker take in what `offer` announces; requests that run stand still meanwhile and go on with it.
+    def _check_payload(self, kind: str) -> None:
+        if kind == "adapter" and not self._options.get("enable_lora"):
+            raise RuntimeError(
+                f"{self.name} was started without room for an adapter: set rollout.engine.enable_lora=true"
+            )
+        super()._check_payload(kind)
 
-        Every KV of older weights is dropped and computed anew before the next token. Raises RuntimeError if a worker
-        did not take in everything: then requests fail, and nothing is served until whole weights were received.
-        """
-        if "weights" not in self._awake:
-            raise RuntimeError(f"rollout replica {self.name} has no room for weights: wake_up(('weights',)) first")
-        version = int(offer["version"])
-        adapter = offer["payload"]["kind"] == "adapter"
+    async def _receive(self, offer: dict[str, Any]) -> list[WeightReceipt]:
+        await self._hold("keep")
         timeout_s = float(offer["timeout_s"]) + CONTROL_S
-        was_paused = self._paused
-        if not was_paused:
-            await self.pause("keep")
-        try:
-            self._version = -1
-            receipts = await (self._receive_adapter if adapter else self._receive_full)(dict(offer), timeout_s)
-            await self._drop_caches()
-        except BaseException as error:
-            with suppress(ReplicaLost):
-                await self.stop(f"the update to weights version {version} did not complete: {error}")
-            raise
-        finally:
-            if not was_paused and self.alive:
-                await self.resume()
-        self._version, self._not_serving = version, ""
+        take = self._receive_adapter if offer["payload"]["kind"] == "adapter" else self._receive_full
+        receipts = await take(offer, timeout_s)
+        await self._drop_caches()
         return receipts
 
     async def _receive_full(self, offer: dict[str, Any], timeout_s: float) -> list[WeightReceipt]:
@@ -318,21 +193,14 @@ class VllmServer:
         await self._request("POST", "/update_weights", {"update_info": {"offer": offer}}, timeout_s)
         receipts = _read_receipts(self.name, await self._call_workers("hone_receipt"))
         await self._request("POST", "/finish_weight_update", {"weight_version": str(offer["version"])})
-        self._adapter, self._has_base = None, True
+        self._adapter = None
+        for name, files in self._spec.adapters.items():
+            await self._load_adapter(name, str(files.folder), timeout_s)
         return receipts
 
-    async def _receive_adapter(self, offer: dict[str, Any], timeout_s: float) -> list[WeightReceipt]:
-        if not self._options.get("enable_lora"):
-            raise RuntimeError(
-                f"{self.name} was started without room for an adapter: set rollout.engine.enable_lora=true"
-            )
-        if not self._has_base:
-            raise RuntimeError(f"{self.name} has no base weights yet: whole weights come before an adapter")
-        assert self._folder is not None
-        name = str(offer["payload"]["name"])
-        number, folder = self._adapters.get(name, (0, str(self._folder / f"adapter-{offer['version']}")))
-        replies = await self._call_workers("hone_receive_adapter", offer, folder, timeout_s=timeout_s)
-        receipts = _read_receipts(self.name, replies)
+    async def _load_adapter(self, name: str, folder: str, timeout_s: float) -> None:
+        """Have vLLM read an adapter from files, in place of one of this name, and prove that all of it is bound."""
+        number = self._adapters.get(name, (0, ""))[0]
         _read_errors(self.name, await self._call_workers("hone_try_adapter", folder))
         if number:
             _read_errors(self.name, await self._call_workers("hone_reload_adapter", number, folder))
@@ -343,6 +211,14 @@ class VllmServer:
             await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         _read_errors(self.name, checks)
         self._adapters[name] = checks[0]["number"], folder
+
+    async def _receive_adapter(self, offer: dict[str, Any], timeout_s: float) -> list[WeightReceipt]:
+        assert self._folder is not None
+        name = str(offer["payload"]["name"])
+        _, folder = self._adapters.get(name, (0, str(self._folder / f"adapter-{offer['version']}")))
+        replies = await self._call_workers("hone_receive_adapter", offer, folder, timeout_s=timeout_s)
+        receipts = _read_receipts(self.name, replies)
+        await self._load_adapter(name, folder, timeout_s)
         await self._request("POST", "/update_weight_version", {"new_version": str(offer["version"])})
         self._adapter = name
         return receipts
@@ -358,94 +234,17 @@ class VllmServer:
         found: list[dict[str, Any]] = (await self._request("POST", "/collective_rpc", body, timeout_s + 5.0))["results"]
         return found
 
-    async def stop(self, reason: str) -> None:
-        """Serve nothing more (version -1) until whole weights were received; requests that run fail."""
-        self._version, self._not_serving, self._has_base = -1, reason or "it was stopped", False
-        if self.alive:
-            await self.abort_all()
-
     # ------------------------------------------------------------------------------------------- sleep and wake
 
-    async def sleep(self, level: int) -> None:
-        """Give memory back: 1 the KV cache (weights wait in host memory), 2 the weights too. Running requests wait.
-
-        On a CPU vLLM keeps the memory; everything else is the same.
-        """
-        if level not in (1, 2):
-            raise ValueError(f"sleep level should be 1 or 2, found {level}")
-        self._awake = set()
-        if level == 2:
-            self._version, self._has_base = -1, False
-            self._not_serving = "its weights were given back by sleep(2)"
-        await self._request("POST", "/pause?mode=keep&clear_cache=false")
+    async def _give_back(self, level: int) -> None:
+        """Level 1 moves the weights to host memory."""
+        await self._hold("keep")
         await self._drop_caches()
         await self._request("POST", f"/sleep?level={level}&mode=keep")
 
-    async def wake_up(self, tags: tuple[str, ...] = WAKE_TAGS) -> None:
-        """Take memory again for the parts named. After level 2, weights must be sent before anything is generated."""
-        if unknown := set(tags) - set(WAKE_TAGS):
-            raise ValueError(f"wake_up knows the tags {', '.join(WAKE_TAGS)}; found {', '.join(sorted(unknown))}")
-        wanted = [tag for tag in WAKE_TAGS if tag in tags and tag not in self._awake]
-        if not wanted:
-            return
-        await self._request("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in wanted))
-        self._awake |= set(wanted)
-        if self._awake == set(WAKE_TAGS) and self._paused:  # vLLM goes on as soon as it is awake
-            await self._request("POST", "/pause?mode=keep&clear_cache=false")
-
-    # ------------------------------------------------------------------------------------------------ requests
-
-    async def _request(self, method: str, path: str, body: Any = None, timeout_s: float = CONTROL_S) -> dict[str, Any]:
-        """One request and its reply. Raises ReplicaLost, TimeoutError, ValueError (400), RuntimeError (others)."""
-        server = self._server  # whose reply it is: by the time it comes, another may have taken its place
-        try:
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with self._open_session().request(method, f"http://vllm{path}", json=body, timeout=timeout) as reply:
-                status, text = reply.status, await reply.text()
-                found = await reply.json() if "json" in reply.headers.get("content-type", "") else {}
-        except TimeoutError as error:
-            raise TimeoutError(f"replica {self.name} did not answer {path} within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            why = f"{path}: {error!r}{self._last_words()}"
-            raise ReplicaLost(f"replica {self.name} was lost during {why}") from error
-        if status == 200:
-            return found if isinstance(found, dict) else {}
-        message = f"replica {self.name} refused {path} (status {status}): {_message(found, text)}"
-        if status == 400:
-            raise ValueError(message)
-        if status >= 500 and (server is None or await self._dies(server)):
-            raise ReplicaLost(f"{message}{self._last_words()}")
-        raise RuntimeError(message)
-
-    async def _dies(self, server: ServerProcess) -> bool:
-        """Whether the server ends within a moment: its engine has died, and that was the last thing it said."""
-        timeout = aiohttp.ClientTimeout(total=DYING_S)
-        with suppress(aiohttp.ClientError, OSError, ReplicaLost):
-            async with self._open_session().get("http://vllm/health", timeout=timeout) as reply:
-                if reply.status == 200 and self._server is server:
-                    return False
-        with suppress(TimeoutError):
-            await asyncio.wait_for(server.wait_dead(), DYING_S)
-        return not server.alive
-
-    def _last_words(self) -> str:
-        """How a server ended, and the first error in the end of its log."""
-        if self._server is None or self._server.alive:
-            return ""
-        cause = _cause(self._server.last_lines(LOG_LINES))
-        return f"; it ended with {self._server.ended}" + (f", after {cause.strip()}" if cause else "")
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        loop = asyncio.get_running_loop()
-        if self._session is None or self._session.closed or self._loop is not loop:
-            if self._folder is None:
-                raise ReplicaLost(f"replica {self.name} does not run")
-            self._loop = loop
-            # A connection per request: one that is kept can be closed by the server just when it is used again.
-            connector = aiohttp.UnixConnector(str(self._folder / SOCKET), limit=0, force_close=True)
-            headers = {"Authorization": f"Bearer {self._spec.token}"}
-            self._session = aiohttp.ClientSession(headers=headers, connector=connector)
-        return self._session
+    async def _take_again(self, tags: list[str]) -> None:
+        """vLLM goes on computing as soon as all of it is awake."""
+        await self._request("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
 
 
 # --------------------------------------------------------------------------------------------- vLLM's JSON, and ours
@@ -491,10 +290,19 @@ def _completion(request_id: str, reply: Mapping[str, Any]) -> Completion:
     return Completion(request_id, tokens, logprobs, tuple(versions), FINISH[choice["finish_reason"]])
 
 
-def _cause(log: str) -> str:
-    """The first error in vLLM's log, as a sentence before what follows: its last lines tell the consequences."""
-    found = CAUSE.search(log)
-    return f"{found[1]}\n" if found else ""
+def _scored(token_ids: Sequence[int], places: Sequence[Mapping[str, Any] | None], top_k: int) -> Scored:
+    """Each place has the token of the sequence and, if they are others, the most likely ones, with their ranks."""
+    logprobs = tuple(
+        float(place[str(token)]["logprob"]) if place else 0.0 for token, place in zip(token_ids, places, strict=False)
+    )
+    if not top_k:
+        return Scored(logprobs)
+    top = [
+        sorted((entry["rank"], int(token), float(entry["logprob"])) for token, entry in (place or {}).items())[:top_k]
+        for place in places
+    ]
+    ids, likely = (tuple(tuple(entry[at] for entry in place) for place in top) for at in (1, 2))
+    return Scored(logprobs, ids, likely)
 
 
 def _read_errors(name: str, replies: list[dict[str, Any]]) -> None:
@@ -509,11 +317,18 @@ def _read_receipts(name: str, replies: list[dict[str, Any]]) -> list[WeightRecei
     return [WeightReceipt(name, **{key: reply[key] for key in wanted}) for reply in replies]
 
 
-def _message(found: Any, text: str) -> str:
-    error = found.get("error") if isinstance(found, dict) else None
-    if isinstance(error, dict):
-        error = error.get("message")
-    return " ".join(str(error or (found.get("detail") if isinstance(found, dict) else "") or text).split())[:2000]
+def server_options(spec: ServerSpec, folder: Path) -> dict[str, Any]:
+    """Options that hone sets itself; the server's socket is in `folder`."""
+    return {
+        "model": spec.model,
+        "uds": str(folder / SOCKET),
+        "tensor_parallel_size": spec.settings.tensor_parallel,
+        **OWN_OPTIONS,
+        "revision": spec.revision or None,
+        "tokenizer": spec.tokenizer or None,
+        "trust_remote_code": spec.trust_remote_code or None,
+        "enable_return_routed_experts": bool(spec.routed_layers) or None,
+    }
 
 
 __all__ = ["VllmServer"]

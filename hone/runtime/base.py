@@ -30,5 +30,9 @@ class RankLost(RuntimeError):
     """A collective did not end, because another rank did; the message names who waited, and for what."""
 
 
+class Stalled(RuntimeError):
+    """Nothing moved on for longer than `runtime.stall_timeout_s`; what every thread was doing has been printed."""
+
+
 class WorkerFailed(RuntimeError):
     """A method of a worker raised; the message names the role, the rank and the method."""

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import timedelta
@@ -27,43 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hone.config import Config, forget_reads, sections
-from hone.data.packing import select
 from hone.platforms.base import current_platform
 from hone.runtime import ranks
 from hone.runtime.base import RankLost
+from hone.runtime.parcel import STAYING, Arrays, BatchPlan, to_array, unpack
 from hone.runtime.split import tensors_of
-from hone.types import Batch, ModelOutput
+from hone.types import ModelOutput
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OWN_LINES = (":job_id:", ":actor_name:", ":task_name:")  # what Ray writes into a process's log for itself
-
-Arrays = dict[str, tuple[np.ndarray, str]]
-"""Name -> (array, torch's name of the dtype, which NumPy may not have)."""
-
-
-def to_array(tensor: Tensor) -> tuple[np.ndarray, str]:
-    """A tensor's memory as an array: of integers of the same size where NumPy has no such dtype (bfloat16)."""
-    tensor = tensor.detach().cpu().contiguous()
-    name = str(tensor.dtype).removeprefix("torch.")
-    return (tensor if hasattr(np, name) else tensor.view(_INTEGERS[tensor.element_size()])).numpy(), name
-
-
-def to_tensor(array: np.ndarray, dtype: str) -> Tensor:
-    """The tensor that `to_array` took, as a view. The memory may be shared and read-only: never write into it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        tensor = torch.from_numpy(array)
-    wanted: torch.dtype = getattr(torch, dtype)
-    return tensor if tensor.dtype == wanted else tensor.view(wanted)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """Stands for a `Batch` among the arguments of a call; its tensors travel beside them."""
-
-    names: tuple[tuple[str, str], ...]  # field, and key where the field is a mapping; in the order of the arrays
-    dtypes: tuple[str, ...]
-    parts: tuple[tuple[int, ...], ...]  # which sequences are whose, by data-parallel rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +73,7 @@ class Answer:
     """What a call gave on one rank; empty from a rank that only repeats another's results."""
 
     tensors: Arrays | None = None
+    staying: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # name -> reference to an array, its dtype
     value: Any = None
     is_stream: bool = False
     of_output_rank: bool = True
@@ -136,6 +107,7 @@ class RankHost:
         self._streams: dict[str, Iterator[tuple[str, Tensor]]] = {}
         self._work = _Work()
         self._store: dist.TCPStore | None = None
+        self.deadline_s = 0.0  # longest wait for what another rank gives
 
     # ------------------------------------------------------------------------------------------------------ set-up
 
@@ -166,6 +138,7 @@ class RankHost:
         if not setup.folder.is_dir():
             raise FileNotFoundError(f"{setup.folder} is not on {socket.gethostname()}: all ranks have to see the run")
         os.chdir(setup.folder)
+        self.deadline_s = setup.collective_timeout_s
         os.environ.update(setup.environment)
         own = {"RANK": place.rank, "WORLD_SIZE": place.ranks, "LOCAL_WORLD_SIZE": place.local_ranks}
         os.environ.update({name: str(value) for name, value in own.items()})
@@ -218,7 +191,7 @@ class RankHost:
                 worker = self._workers[role]
                 left = iter(arrays)
                 own = [
-                    _batch(one, left, worker.data_parallel_rank) if isinstance(one, BatchPlan) else one
+                    unpack(one, left, worker.data_parallel_rank, self.fetch) if isinstance(one, BatchPlan) else one
                     for one in arguments
                 ]
                 return self._answer(role, getattr(worker, method)(*own))
@@ -232,7 +205,9 @@ class RankHost:
         if not self._workers[role].is_output_rank:
             return Answer(of_output_rank=False)
         if isinstance(result, ModelOutput):
-            return Answer({name: to_array(tensor) for name, tensor in tensors_of(result).items()})
+            arrays = {name: to_array(tensor) for name, tensor in tensors_of(result).items()}
+            staying = {name: arrays.pop(name) for name in [f"extras.{one}" for one in STAYING] if name in arrays}
+            return Answer(arrays, staying={name: (self.leave(one), dtype) for name, (one, dtype) in staying.items()})
         return Answer(value=result)
 
     def next_bucket(self, role: str, most_bytes: int, is_wanted: bool) -> Arrays | Failure:
@@ -253,6 +228,14 @@ class RankHost:
                         break
         except Exception as error:  # noqa: BLE001  see `join`
             return _failure(error)
+        return found
+
+    def leave(self, array: np.ndarray) -> Any:
+        """Keep an array for other ranks; gives what `fetch` finds it by. A transport replaces both."""
+        return array
+
+    def fetch(self, reference: Any) -> np.ndarray:
+        found: np.ndarray = reference
         return found
 
     # ---------------------------------------------------------------------------------------------------- liveness
@@ -287,18 +270,6 @@ class _Busy:
 def _failure(error: Exception) -> Failure:
     text = " ".join(str(error).split())
     return Failure(type(error).__name__, text, traceback.format_exc(), isinstance(error, RankLost))
-
-
-def _batch(plan: BatchPlan, arrays: Iterator[np.ndarray], rank: int) -> Batch:
-    """This rank's sequences of a batch, in memory of their own."""
-    given: dict[str, Any] = {"components": {}, "extras": {}}
-    for (name, key), dtype in zip(plan.names, plan.dtypes, strict=True):
-        tensor = to_tensor(next(arrays), dtype)
-        if key:
-            given[name][key] = tensor
-        else:
-            given[name] = tensor
-    return select(Batch(**given), plan.parts[rank])
 
 
 def _configs(spec: Any) -> list[Config]:

@@ -1,20 +1,29 @@
 """The local runtime: this process hosts one rank of each role; under torchrun, its peers host the others.
 
 every rank: call(method, batch) --> its part of the batch --> its worker --> results of all ranks, merged
+
+While the first rank leads (`hone.runtime.lead`), its calls are told to the others, which make them too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from hone.data.packing import select
 from hone.runtime import ranks
 from hone.runtime.base import PhaseFn
+from hone.runtime.lead import enrol, leader
 from hone.runtime.settings import RuntimeConfig
 from hone.runtime.split import encode, merge, split_groups
 from hone.types import Batch
 
-PHASES = {"infer_batch": "forward", "train_batch": "backward"}
+PHASES = {
+    "infer_batch": "forward",
+    "train_batch": "backward",
+    "checkpoint_written": "save_checkpoint",
+    **dict.fromkeys(("base_weights", "adapter", "adapter_config"), "weights"),
+}
 """What a verb is called in the timings; any other verb goes by its own name."""
 
 
@@ -46,14 +55,24 @@ class LocalWorkerGroup:
     @classmethod
     def place(cls, role: str, worker_class: Any, spec: Any, runtime: RuntimeConfig, phase: PhaseFn) -> LocalWorkerGroup:
         """Make this process's worker of a role. Its own errors pass through."""
-        return cls(role, worker_class(spec), phase)
+        group = cls(role, worker_class(spec), phase)
+        enrol(group)
+        return group
 
     def call(self, method: str, *arguments: Any) -> Any:
         with self._phase(PHASES.get(method, method)):
             if ranks.ranks() == 1:
                 return getattr(self._worker, method)(*arguments)
-            with ranks.answered(f"in {method} of role {self.role}"):
-                return self._call_part(self._worker, method, arguments)
+            lead = leader()
+            if lead is None:
+                return self._call_all(method, arguments)
+            with lead.calling(self.role, method, arguments):
+                result = self._call_all(method, arguments)
+                return lead.whole(result) if isinstance(result, Iterator) else result
+
+    def _call_all(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        with ranks.answered(f"in {method} of role {self.role}"):
+            return self._call_part(self._worker, method, arguments)
 
     def _call_part(self, worker: Spread, method: str, arguments: tuple[Any, ...]) -> Any:
         """Run a method on this rank's part of the batch among its arguments, if there is one."""

@@ -97,6 +97,23 @@ def exchange(payload: bytes) -> list[bytes]:
     return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
 
+def tell(payload: bytes) -> None:
+    """The first rank's bytes for all others, which `hear` them."""
+    dist.broadcast(torch.tensor([len(payload)]), 0)
+    if payload:
+        dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0)
+
+
+def hear() -> bytes:
+    """What the first rank tells."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.broadcast(size, 0)
+    told = torch.empty(int(size), dtype=torch.uint8)
+    if len(told):
+        dist.broadcast(told, 0)
+    return told.numpy().tobytes()
+
+
 @contextmanager
 def answered(what: str) -> Iterator[None]:
     """Turn the failure of a collective into one sentence that says who waited, and for what.

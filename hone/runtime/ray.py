@@ -1,7 +1,7 @@
 """The Ray runtime: one driver, and an actor for each rank; the only file that imports Ray.
 
     driver (trainer, rollout's front, run folder)
-      |  ResourcePool: placement group, one RankHost actor per rank; all roles of a run share them
+      |  ResourcePool: placement group, one RankHost actor per rank; roles share the run's pool, or have their own
       '- RayWorkerGroup("actor").call("train_batch", batch, loss)
              batch tensors --put once--> object store --views--> rank 0, 1, ...: its part --> worker
              answers of the output ranks <--merged by type--
@@ -19,43 +19,31 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hone.config import ConfigError
-from hone.data.packing import MAPPINGS, PER_SEQUENCE, PER_TOKEN
 from hone.models.errors import ModelError
 from hone.platforms.base import PlatformBase, current_platform
 from hone.runtime.base import PhaseFn, RankLost, WorkerFailed
-from hone.runtime.host import (
-    Answer,
-    Arrays,
-    BatchPlan,
-    Facts,
-    Failure,
-    Place,
-    RankHost,
-    Setup,
-    last_lines,
-    note_reads,
-    own_logs,
-    to_array,
-    to_tensor,
-)
+from hone.runtime.host import Answer, Facts, Failure, Place, RankHost, Setup, last_lines, note_reads, own_logs
 from hone.runtime.local import PHASES
+from hone.runtime.parcel import Arrays, Distant, Piece, plan, to_array, to_tensor
 from hone.runtime.ray_patches import LOOPBACK, on_loopback
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.runtime.split import merge_tensors, split_groups
-from hone.types import Batch, Metric, merge_metrics
+from hone.runtime.watchdog import progress
+from hone.types import Batch, Metric, ModelOutput, merge_metrics
 
 R = TypeVar("R")
 
@@ -80,20 +68,31 @@ class _Actor(RankHost):
         context = ray.get_runtime_context()
         return Facts(ray.util.get_node_ip_address(), context.get_node_id(), os.getpid(), own_logs())
 
+    def leave(self, array: np.ndarray) -> Any:
+        return ray.put(array)
+
+    def fetch(self, reference: Any) -> np.ndarray:
+        found: np.ndarray = ray.get(reference, timeout=self.deadline_s)
+        return found
+
 
 def connect(settings: RaySettings) -> None:
     """Join the cluster that the settings name, or start one on this machine; again is fine.
 
     Raises ConfigError if there is no cluster at the address.
     """
-    address = settings.address or ("auto" if settings.nodes > 1 else "local")
+    several = max([settings.nodes, *(pool.nodes for pool in settings.pools.values())]) > 1
+    address = settings.address or ("auto" if several else "local")
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address != "local":
+        host = address.rpartition(":")[0]
+        here = {"_node_ip_address": host} if host.startswith("127.") else {}  # else Ray asks the machine for its own
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            with on_loopback():
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR", **here)
         except ConnectionError as error:
             raise ConfigError(
                 f"runtime.backend.address: there is no Ray cluster at {address!r} ({' '.join(str(error).split())}); "
@@ -118,21 +117,42 @@ class _Rank:
     facts: Facts
 
 
-class ResourcePool:
-    """The devices of a run, one process on each. Closed when nothing refers to it any more, or when a rank is lost."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Which devices a pool has; the pool of all roles that have none of their own bears no name."""
 
-    def __init__(self, settings: RaySettings, runtime: RuntimeConfig) -> None:
+    name: str
+    nodes: int
+    devices: int  # on each node
+
+    @property
+    def key(self) -> str:
+        """Where it is set."""
+        return f"runtime.backend.pools.{self.name}" if self.name else "runtime.backend"
+
+    @property
+    def remark(self) -> str:
+        return f" (pool {self.name})" if self.name else ""
+
+
+class ResourcePool:
+    """Devices, one process on each. Closed when nothing refers to it any more, or when a rank is lost."""
+
+    def __init__(self, shape: Shape, settings: RaySettings, runtime: RuntimeConfig) -> None:
         """Raises ConfigError if the cluster lacks the devices, WorkerFailed if a rank cannot be set up."""
-        self.settings = settings
+        self.shape = shape
+        self.bucket_bytes = settings.bucket_mib * 2**20
         self.broken = ""  # why, once it is
         self._start_s = settings.start_timeout_s
-        self.size = settings.nodes * settings.devices
+        self._stall_s = runtime.stall_timeout_s
+        self.size = shape.nodes * shape.devices
         self._order = threading.Lock()  # every rank has to get calls in the same order: they meet in each
         connect(settings)
         self._ranks: list[_Rank] = []
         platform = current_platform()
         group = self._reserve(platform)
-        actors = [self._start(platform, group, rank) for rank in range(self.size)]
+        bundles = _driver_first(group)
+        actors = [self._start(platform, group, bundles[rank // shape.devices]) for rank in range(self.size)]
         self._finalizer = weakref.finalize(self, _end, group, actors)
         self._ranks = [_Rank(actor, Facts("?", "", 0, ())) for actor in actors]
         facts = self.wait([one.actor.facts.remote() for one in self._ranks], "start", "pool", self._start_s)
@@ -141,29 +161,33 @@ class ResourcePool:
 
     def _reserve(self, platform: PlatformBase) -> Any:
         """One bundle for each node, with all its ranks' devices: the ranks of a node are neighbours."""
-        settings = self.settings
+        shape = self.shape
         share = SHARE_OF_CPU if platform.device == "cpu" else 1
-        bundle = {platform.ray_resource: settings.devices * share}
-        strategy = "STRICT_SPREAD" if settings.nodes > 1 else "STRICT_PACK"
-        group = placement_group([bundle] * settings.nodes, strategy=strategy)
+        bundle = {platform.ray_resource: shape.devices * share}
+        strategy = "STRICT_SPREAD" if shape.nodes > 1 else "STRICT_PACK"
+        group = placement_group([bundle] * shape.nodes, strategy=strategy)
         if not group.wait(self._start_s):
             remove_placement_group(group)
-            there = {name: amount for name, amount in ray.cluster_resources().items() if name == platform.ray_resource}
+            kind = platform.ray_resource
+            there = {kind: ray.cluster_resources().get(kind, 0)}
+            free = {kind: ray.available_resources().get(kind, 0)}
+            alive = sum(bool(node["Alive"]) for node in ray.nodes())
             raise ConfigError(
-                f"runtime.backend: {settings.nodes} node(s) with {settings.devices} free device(s) each were not to be "
-                f"had within start_timeout_s={self._start_s:g}; the cluster has {len(ray.nodes())} node(s) and {there}"
+                f"{shape.key}: {shape.nodes} node(s) with {shape.devices} free device(s) each were not to be had "
+                f"within start_timeout_s={self._start_s:g}; the cluster has {alive} node(s) and {there}, of which "
+                f"{free} are free"
             )
         return group
 
-    def _start(self, platform: PlatformBase, group: Any, rank: int) -> Any:
-        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank // self.settings.devices)
+    def _start(self, platform: PlatformBase, group: Any, bundle: int) -> Any:
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": where, "max_restarts": 0}
         if platform.device != "cpu":
             options |= {"num_gpus": 1} if platform.ray_resource == "GPU" else {"resources": {platform.ray_resource: 1}}
         return ray.remote(concurrency_groups={"watch": 1}, **options)(_Actor).remote()
 
     def _join(self, platform: PlatformBase, runtime: RuntimeConfig) -> None:
-        settings, address, port = self.settings, self._ranks[0].facts.node, 0
+        address, port = self._ranks[0].facts.node, 0
         deadline = runtime.collective_timeout_s
         if self.size > 1:
             opened = self._ranks[0].actor.open_store.remote(address, self.size, deadline)
@@ -175,7 +199,7 @@ class ResourcePool:
             deterministic=runtime.deterministic,
             collective_timeout_s=deadline,
         )
-        here = settings.devices
+        here = self.shape.devices
         places = [Place(rank, self.size, rank % here, here, 0) for rank in range(self.size)]
         calls = [
             one.actor.join.remote(place, setup, address, port) for one, place in zip(self._ranks, places, strict=True)
@@ -193,13 +217,13 @@ class ResourcePool:
 
     def submit(self, call: Callable[[int, Any], Any], role: str) -> list[Any]:
         if self.broken:
-            raise WorkerFailed(f"role {role} has no ranks any more: {self.broken}")
+            raise WorkerFailed(f"{self._who(role)} has no ranks any more: {self.broken}")
         with self._order:
             return [call(rank, one.actor) for rank, one in enumerate(self._ranks)]
 
     def wait(self, calls: Sequence[Any], phase: str, role: str, timeout_s: float = 0.0) -> list[Any]:
         """What each rank answered; `timeout_s` is the longest wait without one, by default `stall_timeout_s`."""
-        timeout_s = timeout_s or self.settings.stall_timeout_s
+        timeout_s = timeout_s or self._stall_s
         answers: dict[int, Any] = {}
         waiting = {call: rank for rank, call in enumerate(calls)}
         consequence: tuple[int, Failure] | None = None
@@ -211,6 +235,7 @@ class ResourcePool:
                     self._fail(role, phase, *consequence, waiting.values())
                 self._stalled(role, phase, timeout_s, waiting.values())
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, LOOK_S))
+            progress()  # this wait has its own deadline
             for call in done:
                 rank = waiting.pop(call)
                 answer = self._answer(call, rank, role, phase)
@@ -228,13 +253,16 @@ class ResourcePool:
 
     def _answer(self, call: Any, rank: int, role: str, phase: str) -> Any:
         try:
-            return ray.get(call, timeout=self.settings.stall_timeout_s)
+            return ray.get(call, timeout=self._stall_s)
         except RayActorError as error:
             self._lost(role, phase, rank, error)
         except RayError as error:
             self._fail(role, phase, rank, Failure(type(error).__name__, " ".join(str(error).split()), "", False))
 
     # ------------------------------------------------------------------------------------------------------ failing
+
+    def _who(self, role: str) -> str:
+        return f"role {role}{self.shape.remark}"
 
     def _where(self, rank: int) -> str:
         facts = self._ranks[rank].facts
@@ -244,7 +272,7 @@ class ResourcePool:
         self._show_log(rank)
         told = re.search(r"Worker exit type: (\w+)(?: Worker exit detail: (.*?\.))?", " ".join(str(error).split()))
         reason = " ".join(filter(None, told.groups())) if told else "its process or its machine has ended"
-        self._break(f"role {role}: {self._where(rank)} was lost in phase {phase}: {reason}", error)
+        self._break(f"{self._who(role)}: {self._where(rank)} was lost in phase {phase}: {reason}", error)
 
     def _fail(self, role: str, phase: str, rank: int, failure: Failure, waiting: Sequence[int] | Any = ()) -> NoReturn:
         if failure.kind in (MAKING_ERRORS if phase.startswith(MAKING) else INPUT_ERRORS):
@@ -254,16 +282,16 @@ class ResourcePool:
         if waiting:
             self._show_stacks(waiting)
         self._break(
-            f"role {role}: {self._where(rank)} failed in phase {phase}: {failure.kind}: {failure.message}",
+            f"{self._who(role)}: {self._where(rank)} failed in phase {phase}: {failure.kind}: {failure.message}",
             RankLost(failure.trace) if failure.is_consequence else RuntimeError(failure.trace),
         )
 
     def _stalled(self, role: str, phase: str, timeout_s: float, waiting: Sequence[int] | Any) -> NoReturn:
         silent = sorted(waiting)
         self._show_stacks(range(self.size))
-        key = "stall_timeout_s" if timeout_s == self.settings.stall_timeout_s else "start_timeout_s"
+        key = "stall_timeout_s" if timeout_s == self._stall_s else "backend.start_timeout_s"
         self._break(
-            f"role {role}: no progress in phase {phase} for runtime.backend.{key}={timeout_s:g}; "
+            f"{self._who(role)}: no progress in phase {phase} for runtime.{key}={timeout_s:g}; "
             f"waiting for {'; '.join(self._where(rank) for rank in silent)}",
             None,
         )
@@ -282,7 +310,8 @@ class ResourcePool:
     def _show_log(self, rank: int) -> None:
         facts = self._ranks[rank].facts
         lines = _on_node(facts.node_id, lambda: last_lines(facts.logs))
-        _say(f"last lines of the log of {self._where(rank)}:", lines or ["(it wrote none)"])
+        none = "(its machine does not answer)" if lines is None else "(it wrote none)"
+        _say(f"last lines of the log of {self._where(rank)}:", lines or [none])
 
     def _show_stacks(self, waiting: Sequence[int] | Any) -> None:
         for rank in sorted(waiting):
@@ -293,6 +322,13 @@ class ResourcePool:
                 _say(f"{self._where(rank)} does not answer ({type(error).__name__})", [])
                 continue
             _say(f"{self._where(rank)}: {phase} for {seconds:.0f} s", stack.splitlines())
+
+
+def _driver_first(group: Any) -> list[int]:
+    """The bundles of a placement group, one of this machine first: rank 0 hands the weights to the driver."""
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    here = ray.get_runtime_context().get_node_id()
+    return sorted(nodes, key=lambda bundle: (nodes[bundle] != here, bundle))
 
 
 def _end(group: Any, actors: Sequence[Any]) -> None:
@@ -324,19 +360,28 @@ def _say(headline: str, lines: Sequence[str]) -> None:
 _pools: weakref.WeakValueDictionary[tuple[Any, ...], ResourcePool] = weakref.WeakValueDictionary()
 
 
-def _pool(runtime: RuntimeConfig) -> ResourcePool:
-    """The pool of these settings: all roles of a run lie on one."""
+def _pool(role: str, runtime: RuntimeConfig) -> ResourcePool:
+    """The pool of a role: one that names it, else the run's; pools of equal settings are one."""
     settings = runtime.backend
     assert isinstance(settings, RaySettings)
+    shape = _shape(role, settings)
     key = (
-        (settings.devices, settings.nodes, settings.address, settings.stall_timeout_s, settings.start_timeout_s),
-        (settings.bucket_mib, runtime.threads, runtime.deterministic, runtime.collective_timeout_s),
+        (shape, settings.address, settings.start_timeout_s, settings.bucket_mib),
+        (runtime.threads, runtime.deterministic, runtime.collective_timeout_s, runtime.stall_timeout_s),
         str(Path.cwd()),
     )
     pool = _pools.get(key)
     if pool is None or pool.broken:
-        pool = _pools[key] = ResourcePool(settings, runtime)
+        pool = _pools[key] = ResourcePool(shape, settings, runtime)
     return pool
+
+
+def _shape(role: str, settings: RaySettings) -> Shape:
+    for name, own in settings.pools.items():
+        if role in own.members(name):
+            own.take(name, role)
+            return Shape(name, own.nodes, own.devices)
+    return Shape("", settings.nodes, settings.devices)
 
 
 class Shelf:
@@ -373,7 +418,7 @@ class RayWorkerGroup:
 
         Raises the worker's own ConfigError, ModelError or ValueError; WorkerFailed for anything else.
         """
-        pool = _pool(runtime)
+        pool = _pool(role, runtime)
         seed = torch.initial_seed()
         made = pool.everywhere(
             lambda _, actor: actor.place.remote(role, worker_class, spec, seed), f"{MAKING}{role}", role
@@ -404,16 +449,14 @@ class RayWorkerGroup:
         for one in arguments:
             if isinstance(one, Batch):
                 assert parts is not None
-                named = dict(_tensors(one))
-                placed = [_shelf.put(tensor) for tensor in named.values()]
-                references += [reference for reference, _ in placed]
-                one = BatchPlan(tuple(named), tuple(dtype for _, dtype in placed), tuple(map(tuple, parts)))
+                one, needed = plan(one, parts, _shelf.put)
+                references += needed
             planned.append(one)
         return tuple(planned), references
 
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
         """The pairs of a stream that is open on every rank; one bucket is on its way while another is used."""
-        most = self._pool.settings.bucket_mib * 2**20
+        most = self._pool.bucket_bytes
         role = self.role
 
         def ask() -> list[Any]:
@@ -434,20 +477,26 @@ class RayWorkerGroup:
         """The role's ranks end with the pool, when no role uses it."""
 
 
-def _tensors(batch: Batch) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    for name in ("cu_seqlens", *PER_TOKEN, *PER_SEQUENCE):
-        value = getattr(batch, name)
-        if value is not None:
-            yield (name, ""), value
-    for name in MAPPINGS:
-        yield from (((name, key), value) for key, value in getattr(batch, name).items())
-
-
 def _merge(answers: Sequence[Answer], parts: list[list[int]] | None, batch: Batch | None) -> Any:
     first = answers[0]
     if first.tensors is not None:
         decoded = [{name: to_tensor(*one) for name, one in (answer.tensors or {}).items()} for answer in answers]
-        return merge_tensors(decoded, parts, batch)
+        output = merge_tensors(decoded, parts, batch)
+        return _with_staying(output, answers, parts, batch) if first.staying else output
     if isinstance(first.value, dict) and all(isinstance(value, Metric) for value in first.value.values()):
         return merge_metrics(*(answer.value for answer in answers))
     return first.value
+
+
+def _with_staying(
+    output: ModelOutput, answers: Sequence[Answer], parts: list[list[int]] | None, batch: Batch | None
+) -> ModelOutput:
+    """The output with a stand-in for each of the values that stay with the ranks."""
+    assert parts is not None
+    assert batch is not None
+    found: dict[str, Any] = {}
+    for name in answers[0].staying:
+        placed = [(*answer.staying[name], tuple(part)) for answer, part in zip(answers, parts, strict=True)]
+        pieces = tuple(Piece(reference, dtype, part) for reference, dtype, part in placed)
+        found[name.removeprefix("extras.")] = Distant(batch.num_tokens, pieces)
+    return replace(output, extras={**output.extras, **found})

@@ -40,6 +40,10 @@ class Timer:
         self._step_started: float | None = None
         self._step_s = 0.0
 
+    def shown_by(self, on_phase: Callable[[str], None]) -> None:
+        """Tell the phases from now on to a live display."""
+        self._on_phase = on_phase
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """One training step: phases inside it are part of its time."""

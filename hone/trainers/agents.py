@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hone.config import ConfigError
 from hone.data.rendering import Renderer
 from hone.envs.agent import load_program
 from hone.envs.episode import Play, ScoreFn, request_seed
@@ -28,11 +29,18 @@ class AgentRunner:
     def __init__(self, config: EpisodeConfig, settings: AgentSettings, renderer: Renderer) -> None:
         self._program = load_program(settings.program)
         self._client_sampling = settings.client_sampling
+        self._adapters = tuple(settings.adapters)
         self._timeout_s = config.timeout_s
         self._renderer = renderer
 
     async def run(self, prompts: Sequence[Prompt], play: Play, score: ScoreFn) -> list[TrajectoryGroup]:
-        """The groups of `prompts`, in their order. Raises what the rollout engine or the scoring raised."""
+        """The groups of `prompts`, in their order. Raises what the rollout engine or the scoring raised.
+
+        Raises ConfigError for a prompt with images: the endpoint speaks of text.
+        """
+        shown = next((one for one in prompts if one.images), None)
+        if shown is not None:
+            raise ConfigError(f"{shown.prompt_id} shows images, which an agent program (episode.env) is not given")
         async with Endpoint(self._renderer) as endpoint:
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -64,6 +72,7 @@ class AgentRunner:
             request_id=f"{play.step}/{prompt.draw}/{sample}",
             seed_of=lambda number: request_seed(play.seed, play.step, prompt.draw, sample, number),
             client_sampling=self._client_sampling,
+            adapters=self._adapters,
         )
         key = endpoint.admit(task)
         session = endpoint.session(key)

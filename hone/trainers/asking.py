@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from hone.data.images import images_in
 from hone.data.rendering import Renderer
 from hone.data.stream import make_renderer
 from hone.engines.settings import EngineConfig
 from hone.envs.episode import request_seed
+from hone.models.image_processor import load_image_processor
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.rollout.settings import RolloutConfig
@@ -25,6 +27,7 @@ from hone.trainers.assembly import prepare_process
 from hone.trainers.base import Place
 from hone.trainers.loop import EventLoop
 from hone.trainers.recorder import Recorder
+from hone.trainers.reference import only_asked
 from hone.trainers.settings import PolicyRunConfig
 from hone.types import Message
 from hone.weights.settings import WeightSyncConfig
@@ -33,16 +36,27 @@ from hone.workers.rollout import RolloutSpec, start_rollout
 from hone.workers.train import TrainSpec
 
 
-def evaluate_model(config: PolicyRunConfig, model: ModelConfig) -> dict[str, float]:
-    """The figures of a run file's evaluation sets for one model, under `eval/<set>/`."""
+def evaluate_model(
+    config: PolicyRunConfig, model: ModelConfig, adapters: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """The figures of a run file's evaluation sets for one model, under `eval/<set>/`.
+
+    `adapters`: LoRA adapters of that model (name -> folder), served beside it; theirs are under `eval/<name>/<set>/`.
+    """
     prepare_process(config.runtime)
-    language = Language(make_renderer(config.data, load_tokenizer(model)))
+    language = Language(make_renderer(config.data, load_tokenizer(model), load_image_processor(model)))
     place = quiet_place(Path(config.run.dir), language)
-    answering = Answering(config, model, language, place)
+    answering = Answering(config, model, language, place.recorder, beside=adapters or {})
     try:
-        policy = place_role("policy", TrainSpec(model, config.actor.alone()), config.runtime, place.recorder)
+        policy = place_role(
+            "policy", TrainSpec(model, only_asked(config.actor.alone())), config.runtime, place.recorder
+        )
         answering.rollout.sync_from(policy, version=0)
-        return answering.evaluator().run(step=0)
+        figures = answering.evaluator(place.tracking).run(step=0)
+        for name in adapters or {}:
+            found = answering.evaluator(place.tracking, name).run(step=0)
+            figures |= {figure.replace("eval/", f"eval/{name}/", 1): value for figure, value in found.items()}
+        return figures
     finally:
         answering.close()
 
@@ -55,13 +69,14 @@ class Questions:
     rollout: RolloutConfig
     samples: int = 1
     seed: int = 0
+    folder: Path = Path()  # where paths of images begin
 
 
 def generate_answers(model: ModelConfig, questions: Questions, compute_dtype: str) -> list[list[str]]:
     """The decoded answers to each conversation, in order."""
     runtime = RuntimeConfig()
     prepare_process(runtime)
-    renderer = Renderer(load_tokenizer(model))
+    renderer = Renderer(load_tokenizer(model), image_reader=load_image_processor(model))
     recorder = Recorder(Timer())
     loop = EventLoop()
     try:
@@ -85,8 +100,10 @@ async def _ask(rollout: RolloutHandle, renderer: Renderer, questions: Questions)
 
     async def one(number: int, sample: int) -> str:
         seed = request_seed(questions.seed, 0, number, sample, 0)
-        prompt = renderer.render_prompt(questions.conversations[number])
-        completion = await rollout.generate(f"{number}/{sample}", prompt, replace(sampling, seed=seed))
+        messages = renderer.with_images(questions.conversations[number], questions.folder)
+        prompt = renderer.render_prompt(messages)
+        asked = replace(sampling, seed=seed)
+        completion = await rollout.generate(f"{number}/{sample}", prompt, asked, images_in(messages))
         return renderer.decode(completion.token_ids)
 
     asked = [

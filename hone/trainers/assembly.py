@@ -8,7 +8,6 @@ data ------------> prompt stream -----------------------------------------------
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,43 +17,41 @@ from hone.algorithms.distillation import Distillation
 from hone.algorithms.objective import FULL_KL
 from hone.algorithms.process_reward import PROCESS_REWARDS
 from hone.algorithms.shaping import GREEDY_REWARD, OVERLONG
-from hone.config import ConfigError, count_as_read
+from hone.config import ConfigError
 from hone.data.stream import PromptStream
-from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.registry import unknown
+from hone.rollout.settings import RolloutConfig
 from hone.runtime import ranks
 from hone.runtime.settings import RuntimeConfig
 from hone.trainers.answering import Answering, Language, place_role
 from hone.trainers.base import Place
 from hone.trainers.gallery import Gallery
+from hone.trainers.leading import LedTeacher
 from hone.trainers.policy import PolicyParts, PolicyTrainer
 from hone.trainers.process_reward import ProcessRewards
+from hone.trainers.reference import AskedModel, WithoutAdapter, is_its_own_reference, only_asked
 from hone.trainers.settings import PolicyRunConfig, TeacherConfig
 from hone.trainers.teachers import Teacher, Teachers
 from hone.workers.handles import TrainHandle
-from hone.workers.scoring import Scorer
+from hone.workers.rollout import RolloutSpec
+from hone.workers.scoring import Scorer, ServedScorer
 from hone.workers.train import TrainSpec
 
-
-def local_model(model: ModelConfig, folder: Path) -> ModelConfig:
-    """A model that lies in a folder: one that is built on the spot is written to `folder` first, tokenizer included."""
-    if model.build is None:
-        return model
-    if (folder / "config.json").is_file():
-        count_as_read(model.build)
-    else:
-        partial = folder.with_name(f".{folder.name}.partial")
-        with without_progress_bars():
-            load_language_model(model).save_pretrained(partial)
-        load_tokenizer(model).save_pretrained(partial)
-        partial.rename(folder)
-    return ModelConfig(path=str(folder), dtype=model.dtype)
+TEACHERS = "teachers"  # folder of a run folder, for the logs of their servers
 
 
 def prepare_process(runtime: RuntimeConfig) -> None:
-    """Threads and determinism of this process, and its meeting with the other ranks if torchrun started several."""
+    """Threads and determinism of this process, and its meeting with the other ranks if torchrun started several.
+
+    Raises ConfigError if torchrun started ranks of a runtime that starts its own.
+    """
+    if ranks.ranks() > 1 and runtime.backend.name != "local":
+        raise ConfigError(
+            f"runtime.backend: {runtime.backend.name} starts its own ranks, and this is one of {ranks.ranks()} that "
+            "torchrun started; start it without torchrun, or set runtime.backend=local"
+        )
     ranks.join(runtime.collective_timeout_s)
     torch.set_num_threads(runtime.threads or max(1, len(os.sched_getaffinity(0)) // ranks.local_ranks()))
     if runtime.deterministic:
@@ -87,11 +84,16 @@ class PolicyAssembly:
 
     def trainer(self, answering: Answering) -> PolicyTrainer:
         """The trainer, with weight version 0 served. Raises ConfigError if parts do not fit each other."""
+        trainer = self.put_together(answering)
+        answering.rollout.sync_from(trainer.actor, version=0)
+        return trainer
+
+    def put_together(self, answering: Answering) -> PolicyTrainer:
+        """The trainer, with no weights in the rollout yet. Raises ConfigError if parts do not fit each other."""
         config = self._config
         algorithm = self._algorithm()
         prompts = PromptStream(config.data, self._language.renderer, config.run.seed)
         actor = self._actor()
-        answering.rollout.sync_from(actor, version=0)
         per_step = config.tracking.rollouts_per_step
         parts = PolicyParts(
             prompts=prompts,
@@ -99,8 +101,8 @@ class PolicyAssembly:
             algorithm=algorithm,
             actor=actor,
             critic=self._critic() if algorithm.needs_values else None,
-            reference=self._reference() if self._needs_reference(algorithm) else None,
-            teachers=self._teachers(),
+            reference=self._reference(actor) if self._needs_reference(algorithm) else None,
+            teachers=self._teachers(answering),
             process_rewards=self._process_rewards(),
             gallery=Gallery(self._place.tracking, None if per_step == "all" else per_step),
         )
@@ -154,6 +156,18 @@ class PolicyAssembly:
         if config.reference is not None and not self._needs_reference(algorithm):
             raise ConfigError("reference: algorithm.kl.coef is 0, so there is no reference; remove the section")
         self._require_process_rewards(algorithm)
+        self._require_replay(algorithm)
+
+    def _require_replay(self, algorithm: Algorithm) -> None:
+        """Raise ConfigError if routes of a forward are to be replayed that this run does not make."""
+        config = self._config
+        if config.actor.routing_replay == "old_logprobs" and not algorithm.needs_old_logprobs:
+            raise ConfigError(
+                f"actor.moe.routing_replay: old_logprobs, but {algorithm.name} takes its old log-probs from no forward "
+                f"of their own here (update.minibatches x update.epochs = {self._steps_per_batch}, "
+                f"algorithm.correction.old: {config.algorithm.correction.old}): there is nothing to replay; "
+                "set none, or rollout"
+            )
 
     def _require_process_rewards(self, algorithm: Algorithm) -> None:
         """Raise ConfigError if the process reward model has no use, or nothing to learn from."""
@@ -194,15 +208,17 @@ class PolicyAssembly:
     def _reference_model(self) -> ModelConfig:
         return self._config.reference or self._model
 
-    def _reference(self) -> TrainHandle:
+    def _reference(self, actor: TrainHandle) -> AskedModel:
         """The policy before training, asked only: it computes as the actor does."""
-        if self._config.reference is not None:
-            require_same_tokens("reference", self._config.reference, self._language.renderer.tokenizer)
-        return self._role(
-            "reference", TrainSpec(self._reference_model, self._config.actor, temperature=self._temperature)
-        )
+        other, engine = self._config.reference, self._config.actor
+        if other is not None:
+            require_same_tokens("reference", other, self._language.renderer.tokenizer)
+        elif is_its_own_reference(engine):
+            return WithoutAdapter(actor)
+        asked = only_asked(engine, as_trained=other is None)
+        return self._role("reference", TrainSpec(self._reference_model, asked, temperature=self._temperature))
 
-    def _teachers(self) -> Teachers | None:
+    def _teachers(self, answering: Answering) -> Teachers | None:
         """The teachers by name, asked only. Raises ConfigError for one whose tokens are not the policy's."""
         config = self._config.distillation
         if config is None:
@@ -215,22 +231,54 @@ class PolicyAssembly:
         found = {}
         for name, one in config.teachers.items():
             require_same_tokens(f"distillation.teachers.{name}", one.model, self._language.renderer.tokenizer)
-            found[name] = self._teacher(name, one)
+            found[name] = self._teacher(name, one, answering)
         return Teachers(config, found, Distillation(config), self._place.recorder)
 
-    def _teacher(self, name: str, config: TeacherConfig) -> Teacher:
+    def _teacher(self, name: str, config: TeacherConfig, answering: Answering) -> Teacher:
         if config.served_by == "rollout":
-            return self._rollout_teacher(f"distillation.teachers.{name}.served_by", config)
-        spec = TrainSpec(config.model, config.engine or self._config.actor, temperature=self._temperature)
-        return self._role(f"teacher_{name}", spec)
+            return self._rollout_teacher(name, config, answering)
+        engine = config.engine or only_asked(self._config.actor)
+        return self._role(f"teacher_{name}", TrainSpec(config.model, engine, temperature=self._temperature))
 
-    def _rollout_teacher(self, key: str, config: TeacherConfig) -> Teacher:
-        """The built-in rollout engine with the teacher's weights. Raises ConfigError for a loss that needs more."""
-        distillation = self._config.distillation
-        if distillation is not None and distillation.loss.name != "reverse_kl":
-            raise ConfigError(f"{key}: rollout scores sampled tokens; loss {distillation.loss.name} needs engine")
+    def _rollout_teacher(self, name: str, config: TeacherConfig, answering: Answering) -> Teacher:
+        """A rollout engine with the teacher's weights, on the first rank."""
+        scorer: Teacher | None = None
+        if ranks.is_first():
+            scorer = answering.once(f"teacher {name}", lambda: self._scorer(name, config, answering))
+        return scorer if scorer is not None and ranks.ranks() == 1 else LedTeacher(scorer, answering.lead)
+
+    def _scorer(self, name: str, config: TeacherConfig, answering: Answering) -> Teacher:
+        """Raises ConfigError for a loss or a temperature that the engine knows nothing of."""
+        key = f"distillation.teachers.{name}"
         compute = (config.engine or self._config.actor).compute_dtype
-        return Scorer(config.model, self._config.rollout.builtin, compute, self._temperature)
+        settings = config.rollout or RolloutConfig(builtin=self._config.rollout.builtin)
+        if settings.backend == "builtin":
+            distillation = self._config.distillation
+            if distillation is not None and distillation.loss.name != "reverse_kl":
+                raise ConfigError(
+                    f"{key}.served_by: the built-in rollout engine scores sampled tokens; loss "
+                    f"{distillation.loss.name} needs engine, or a server (rollout.backend)"
+                )
+            return Scorer(config.model, settings.builtin, compute, self._temperature)
+        if self._temperature != 1:
+            raise ConfigError(
+                f"{key}.rollout.backend: {settings.backend} says how likely it finds tokens at temperature 1, and "
+                f"rollout.sampling.temperature is {self._temperature:g}; take served_by: engine, or temperature 1"
+            )
+        spec = RolloutSpec(
+            settings=settings,
+            weights=self._config.weights,
+            model=config.model,
+            compute_dtype=compute,
+            tokenizer=self._language.renderer.tokenizer,
+            folder=self._place.folder / TEACHERS / name,
+        )
+        try:
+            scorer = ServedScorer(spec, answering.loop.run)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.rollout: {error}") from error
+        answering.ends(scorer.close)
+        return scorer
 
     def _process_rewards(self) -> ProcessRewards | None:
         config = self._config.process_reward

@@ -1,7 +1,7 @@
 """The loop that every trainer shares: resume, step, evaluate, write down, save; and end well however it ends.
 
-    resume --> [ step --> evaluate? --> log --> save? ]* --> finish
-                 |                                 ^
+    resume --> [ step --> evaluate? --> log --> publish? --> save? ]* --> finish       (files are written meanwhile)
+                 |                                             ^
                  `-- an error or a second Ctrl-C: the state after the last whole step is saved first, if it is intact
 
 A first Ctrl-C (or SIGTERM) lets the current step end, saves, and leaves with `Interrupted`; a second one leaves at
@@ -107,10 +107,12 @@ class Trainer(ABC):
                     step += 1
                     self._settle(step)
                     self._write(step, self.evaluate(step))
+                    self._publish(wait=False)
                     if step % self._save_every == 0 or step == self.steps:
                         self.save(step)
                     if ranks.agree(self._interrupts):
                         raise Interrupted(step)
+                self._publish(wait=True)
             except TrackingError:  # the record cannot be written: a checkpoint ahead of it would leave a gap in it
                 raise
             except BaseException as error:
@@ -137,15 +139,24 @@ class Trainer(ABC):
         self.tracking.message(f"continuing from {checkpoint.folder}")
         return checkpoint.step
 
+    def written(self, wait: bool) -> bool:
+        """Whether the parts of a checkpoint that are written while training goes on are on the disk."""
+        return True
+
     def save(self, step: int) -> None:
-        """Write the checkpoint of `step`, the step that has just ended."""
+        """Begin the checkpoint of `step`, the step that has just ended; it is published when all of it is written."""
         if step == self._saved_step:
             return
         self.tracking.flush()  # the record must reach at least as far as the checkpoint
         with self.recorder.phase("save_checkpoint"):
             parts = {**self.parts(), "random": _by_the_first(save_random_state)}
-            self.store.save(step, parts, self._settled, self._score)
+            self.store.begin(step, parts, self._settled, self._score, self.written)
         self._saved_step = step
+
+    def _publish(self, wait: bool) -> None:
+        if self.store.has_begun:
+            with self.recorder.phase("save_checkpoint"):
+                self.store.publish(wait)
 
     def update_begins(self) -> None:
         """Subclasses call this before the first weight of a step changes: from here on only whole steps are saved."""
@@ -162,11 +173,13 @@ class Trainer(ABC):
         self._written_step = step
 
     def _save_what_is_whole(self, step: int) -> None:
+        self._publish(wait=True)
         if not self._intact or not self._settled or step == self._saved_step:
             return
         if self._written_step != step:  # stopped during its evaluation: the step's other figures are kept
             self._write(step, {})
         self.save(step)
+        self._publish(wait=True)
         self.tracking.message(f"saved the state after step {step}")
 
     @contextmanager

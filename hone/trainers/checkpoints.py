@@ -1,13 +1,14 @@
 """Checkpoints that are whole or absent: written beside, sealed by a manifest, then renamed into place.
 
-    checkpoints/.step_00000050.partial/   <- parts write their files here; every file is flushed to disk
-        actor/ critic/ state.json
-        manifest.json                     <- last: size and SHA-256 of every file
-    checkpoints/step_00000050/            <- one rename makes it visible
+    begin    checkpoints/.step_00000050.partial/   <- parts write their files here, from copies: training may go on
+                 actor/ critic/ state.json
+    publish      manifest.json                     <- when all are there: size and SHA-256 of each file, flushed
+             checkpoints/step_00000050/            <- one rename makes it visible
 
-A process killed at any moment leaves either the old set of checkpoints or the new one. What a kill leaves behind
-(`.partial` folders) is removed when the next run starts. Nothing here is pickled: tensors are safetensors, the rest is
-JSON.
+`publish` is asked between steps, and does nothing as long as files are being written or summed up: threads write and
+sum, this one alone talks to other ranks. A process killed at any moment leaves either the old set of checkpoints or the
+new one. What a kill leaves behind (`.partial` folders) is removed when the next run starts. Nothing here is pickled:
+tensors are safetensors, the rest is JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,13 @@ from hone.runtime import ranks
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 1
+SEAL_S = 3600.0  # longest time for reading what was written: a disk that takes longer does not answer
 
 PartWriter = Callable[[Path], None]
-"""Writes one part (an engine's state, say) into an existing, empty folder."""
+"""Writes one part (an engine's state, say) into an existing, empty folder; at once, or from copies in a thread."""
+
+WrittenFn = Callable[[bool], bool]
+"""`written(wait)`: whether the parts that are written in threads are on the disk, on every rank; raises OSError."""
 
 
 class CheckpointError(RuntimeError):
@@ -48,6 +55,16 @@ class Checkpoint:
         return self.folder / name
 
 
+@dataclass(slots=True)
+class _Begun:
+    """A checkpoint that is not published yet."""
+
+    step: int
+    partial: Path
+    written: WrittenFn
+    sealed: Future[None] | None = None  # set when every part is on the disk; on the first rank only
+
+
 class CheckpointStore:
     """The checkpoints of one run: the last `keep`, and the best one by an evaluation's score."""
 
@@ -55,6 +72,8 @@ class CheckpointStore:
         self._folder = folder
         self._keep = keep
         self._keep_best = keep_best
+        self._begun: _Begun | None = None
+        self._sealing = ThreadPoolExecutor(1, thread_name_prefix="hone-seal")
 
     def prepare(self) -> None:
         """Create the folder and clear away what an interrupted save left."""
@@ -67,35 +86,89 @@ class CheckpointStore:
     def save(
         self, step: int, parts: Mapping[str, PartWriter], state: Mapping[str, Any], score: float | None = None
     ) -> Path:
-        """Write, seal and publish the checkpoint of `step`, then remove those that are no longer kept.
+        """Begin and publish the checkpoint of `step`, whose parts write at once; returns its folder."""
+        self.begin(step, parts, state, score)
+        self.publish(wait=True)
+        return self._final(step)
 
-        Every rank calls this: each writes its own files, and the first seals and publishes what all have written.
-        Raises CheckpointError if the disk has too little room (the last checkpoint's size, and a tenth more).
+    def begin(
+        self,
+        step: int,
+        parts: Mapping[str, PartWriter],
+        state: Mapping[str, Any],
+        score: float | None = None,
+        written: WrittenFn = lambda wait: True,
+    ) -> None:
+        """Start the checkpoint of `step`; when this returns, what it will hold no longer changes.
+
+        Every rank calls this, and `publish`: each writes its own files, and the first seals what all have written. An
+        earlier checkpoint that is still being written is waited for. Raises CheckpointError if the disk has too little
+        room (the last checkpoint's size, and a tenth more).
         """
-        partial = self._folder / f".step_{step:08d}.partial"
-        final = self._folder / f"step_{step:08d}"
-        try:
-            self._make_room(step, partial, parts)
+        self.publish(wait=True)
+        begun = _Begun(step, self._folder / f".step_{step:08d}.partial", written)
+        with self._or_nothing(begun):
+            self._make_room(step, begun.partial, parts)
             for name, write in parts.items():
-                write(partial / name)
-            ranks.meet()
+                write(begun.partial / name)
             if ranks.is_first():
-                _write_json(partial / STATE, {"format": FORMAT, "step": step, "score": score, "state": state})
-                _write_json(partial / MANIFEST, {"format": FORMAT, "files": _fingerprints(partial)})
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(
-                f"cannot write the checkpoint of step {step} into {self._folder}: {error}; earlier ones stand"
-            ) from error
-        if ranks.is_first():
-            if final.exists():
-                shutil.rmtree(final)
-            _sync_folder(partial)
-            partial.rename(final)
-            _sync_folder(self._folder)
-            self._remove_old()
+                _write_json(begun.partial / STATE, {"format": FORMAT, "step": step, "score": score, "state": state})
+        self._begun = begun
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a checkpoint is on its way to the disk."""
+        return self._begun is not None
+
+    def publish(self, wait: bool) -> bool:
+        """Make what was begun visible if all of it is on the disk, and remove those that are no longer kept.
+
+        Returns whether nothing is left to do; with `wait`, once that is so. Raises CheckpointError for a disk that is
+        full: then the checkpoint is given up, and earlier ones stand.
+        """
+        begun = self._begun
+        if begun is None:
+            return True
+        with self._or_nothing(begun):
+            if begun.sealed is None:
+                if not begun.written(wait):
+                    return False
+                ranks.meet()  # what is not written in threads is there on every rank, too
+                begun.sealed = self._sealing.submit(_seal if ranks.is_first() else _nothing, begun.partial)
+            if not wait and ranks.agree(int(not begun.sealed.done())):
+                return False
+            try:
+                begun.sealed.result(timeout=SEAL_S)
+            except TimeoutError as error:
+                raise TimeoutError(f"its files could not be summed up within {SEAL_S:.0f} s") from error
+            if ranks.is_first():
+                self._show(begun)
+        self._begun = None
         ranks.meet()
-        return final
+        return True
+
+    @contextmanager
+    def _or_nothing(self, begun: _Begun) -> Iterator[None]:
+        """A checkpoint that cannot be written is given up."""
+        try:
+            yield
+        except OSError as error:
+            self._begun = None
+            shutil.rmtree(begun.partial, ignore_errors=True)
+            raise CheckpointError(
+                f"cannot write the checkpoint of step {begun.step} into {self._folder}: {error}; earlier ones stand"
+            ) from error
+
+    def _show(self, begun: _Begun) -> None:
+        final = self._final(begun.step)
+        if final.exists():
+            shutil.rmtree(final)
+        begun.partial.rename(final)
+        _sync_folder(self._folder)
+        self._remove_old()
+
+    def _final(self, step: int) -> Path:
+        return self._folder / f"step_{step:08d}"
 
     def _make_room(self, step: int, partial: Path, parts: Mapping[str, PartWriter]) -> None:
         """Empty folders for the parts, there for every rank when this returns."""
@@ -176,6 +249,15 @@ def damage(folder: Path) -> str:
         if _sha256(path) != expected["sha256"]:
             return f"{name} is not what was written (its SHA-256 differs)"
     return ""
+
+
+def _seal(partial: Path) -> None:
+    _write_json(partial / MANIFEST, {"format": FORMAT, "files": _fingerprints(partial)})
+    _sync_folder(partial)
+
+
+def _nothing(partial: Path) -> None:
+    """Another rank seals."""
 
 
 def _fingerprints(folder: Path) -> dict[str, dict[str, Any]]:

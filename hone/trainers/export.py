@@ -1,4 +1,4 @@
-"""Exports: the weights of a run's checkpoint as a folder that transformers loads."""
+"""Exports: the weights of a run's checkpoint as a folder that transformers or, for an adapter, PEFT loads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import yaml
 from hone.config import Config as Settings
 from hone.config import ConfigError, build
 from hone.data.stream import make_renderer
+from hone.models.image_processor import load_image_processor
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.trainers.checkpoints import Checkpoint, CheckpointStore
 from hone.trainers.exported_language import write_language
+from hone.trainers.launch import WARM_START
+from hone.trainers.own_model import recorded_model
 from hone.trainers.settings import DistillRunConfig, PolicyRunConfig
 from hone.trainers.supervised_settings import (
     PreferenceRunConfig,
@@ -40,10 +43,11 @@ def read_run(folder: Path) -> PolicyRunConfig | SupervisedConfig:
 
 
 def base_model(folder: Path, config: PolicyRunConfig | SupervisedConfig) -> ModelConfig:
-    """The folder whose architecture and tokenizer the run's weights have."""
-    if config.model.build is None:
-        return config.model
-    return ModelConfig(path=str(folder / "model"), dtype=config.model.dtype)
+    """The folder whose architecture and tokenizer the run's weights have (an adapter lies beside them)."""
+    model = recorded_model(config.model, folder)
+    if isinstance(config, PolicyRunConfig) and config.warm_start is not None:
+        return ModelConfig(path=str(folder / WARM_START / "export"), dtype=model.dtype, vision=model.vision)
+    return model
 
 
 def choose(folder: Path, which: str) -> Checkpoint:
@@ -61,8 +65,11 @@ def choose(folder: Path, which: str) -> Checkpoint:
     return store.read(chosen)
 
 
-def export_checkpoint(folder: Path, output: Path, which: str = "latest") -> Path:
-    """Write a checkpoint's policy to `output`, which must not exist yet; returns the checkpoint's folder."""
+def export_checkpoint(folder: Path, output: Path, which: str = "latest", merge: bool = False) -> Path:
+    """Write a checkpoint's policy to `output`, which must not exist yet; returns the checkpoint's folder.
+
+    Of a LoRA run that is the adapter alone, or with `merge` the whole model.
+    """
     if output.exists():
         raise ConfigError(f"{output} exists already; name a new folder")
     if which not in ("latest", "best") and not which.isdigit():
@@ -70,11 +77,18 @@ def export_checkpoint(folder: Path, output: Path, which: str = "latest") -> Path
     config = read_run(folder)
     checkpoint = choose(folder, which)
     role, engine = ("actor", config.actor) if isinstance(config, PolicyRunConfig) else ("model", config.engine)
+    if merge and engine.lora is None:
+        raise ConfigError(f"--merge: the run in {folder} trained all weights, so there is no adapter to merge")
     model_type = "value_model" if isinstance(config, RewardModelRunConfig) else "language_model"
     model = base_model(folder, config)
     worker = TrainWorker(TrainSpec(model, engine.alone(), model_type, total_steps=config.run.steps))
     worker.initialize()
     worker.load_checkpoint(checkpoint.part(role))
-    worker.export_hf(output)
-    write_language(output, config, config.data, make_renderer(config.data, load_tokenizer(model)))
+    if engine.lora is None or merge:
+        worker.export_hf(output)
+    else:
+        worker.export_adapter(output)
+    write_language(
+        output, config, config.data, make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
+    )
     return checkpoint.folder

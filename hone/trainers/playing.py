@@ -12,7 +12,7 @@ from hone.rewards.rubric import Rubric
 from hone.trainers.agents import AgentRunner
 from hone.trainers.loop import EventLoop
 from hone.trainers.recorder import Recorder
-from hone.types import Completion, Metric, Metrics, Prompt, SamplingParams, Status, TrajectoryGroup
+from hone.types import Completion, Image, Metric, Metrics, Prompt, SamplingParams, Status, TrajectoryGroup
 from hone.workers.handles import RolloutHandle
 
 
@@ -53,8 +53,10 @@ class Player:
         """What the rollout engine and the rewards count, since the last call."""
         return {**self._rollout.metrics(), **self._rubric.metrics()}
 
-    async def _generate(self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
-        completion = await self._rollout.generate(request_id, token_ids, sampling)
+    async def _generate(
+        self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
+    ) -> Completion:
+        completion = await self._rollout.generate(request_id, token_ids, sampling, images)
         self._last_token = time.perf_counter()
         return completion
 

@@ -18,6 +18,7 @@ from hone.algorithms.history import SKIPPED
 from hone.algorithms.objective import REFERENCE_STATES
 from hone.data.packing import minibatches, pack, select
 from hone.data.stream import PromptStream
+from hone.models.routing import ROUTES
 from hone.trainers.answering import Answering
 from hone.trainers.base import Place, Trainer
 from hone.trainers.checkpoints import Checkpoint, PartWriter
@@ -26,6 +27,7 @@ from hone.trainers.ledger import PromptLedger
 from hone.trainers.playing import count_statuses, describe, describe_greedy
 from hone.trainers.process_reward import ProcessRewards
 from hone.trainers.randomness import draw_chance
+from hone.trainers.reference import AskedModel
 from hone.trainers.settings import PolicyRunConfig
 from hone.trainers.teachers import Teachers
 from hone.types import Batch, LossFn, Metric, ModelOutput, Prompt, Status, TrajectoryGroup
@@ -41,7 +43,7 @@ class PolicyParts:
     algorithm: Algorithm
     actor: TrainHandle
     critic: TrainHandle | None
-    reference: TrainHandle | None
+    reference: AskedModel | None
     teachers: Teachers | None
     process_rewards: ProcessRewards | None
     gallery: Gallery
@@ -64,7 +66,9 @@ class PolicyTrainer(Trainer):
         self.process_rewards = parts.process_rewards
         policy = parts.algorithm.policy_objective()
         self.objective = self.teachers.objective(policy) if self.teachers else policy
-        self.evaluator = parts.answering.evaluator()
+        routes = {ROUTES} if config.actor.routing_replay == "old_logprobs" else set()
+        self.infer_needs = parts.algorithm.infer_needs | routes
+        self.evaluator = parts.answering.evaluator(place.tracking)
         self.gallery = parts.gallery
         self.ledger = PromptLedger()
         self.prompts_per_step = config.update.prompts_per_step
@@ -107,7 +111,7 @@ class PolicyTrainer(Trainer):
         """Forwards -> advantages -> train -> weight sync."""
         self.rollout.make_room()
         if self.needs_old_logprobs:
-            output = self.actor.infer_batch(batch, self.algorithm.infer_needs)
+            output = self.actor.infer_batch(batch, self.infer_needs)
             batch = batch.with_(old_logprobs=output.logprobs, extras={**batch.extras, **output.extras})
         if self.reference:
             batch = with_reference(batch, self.reference.infer_batch(batch, self.algorithm.reference_needs))
@@ -205,6 +209,10 @@ class PolicyTrainer(Trainer):
     def parts(self) -> Mapping[str, PartWriter]:
         return {role.role: role.save_checkpoint for role in self.trained_roles()}
 
+    def written(self, wait: bool) -> bool:
+        done = [role.checkpoint_written(wait) for role in self.trained_roles()]  # each is a meeting of its ranks
+        return all(done)
+
     def state(self) -> dict[str, Any]:
         return {
             "prompts": self.prompts.state_dict(),
@@ -221,7 +229,7 @@ class PolicyTrainer(Trainer):
         self.rollout.sync_from(self.actor, checkpoint.step)
 
     def finish(self) -> None:
-        self.actor.export_hf(self.folder / "export")
+        self.actor.export(self.folder)
 
 
 def with_reference(batch: Batch, output: ModelOutput) -> Batch:

@@ -1,6 +1,6 @@
 """Log-probs of a reference model, for losses that measure against one: asked for in every step, or once for all.
 
-    live         batch --> the reference model's forward, every time
+    live         batch --> the reference model's forward, every time (of a LoRA policy: its own, without the adapter)
     precomputed  every batch that is to come, once, before step 1 --> run folder: reference.safetensors --> looked up
 
 Losses of whole answers read one number of the reference for each answer: the sum over its learnt tokens. That is what
@@ -23,11 +23,39 @@ from torch import Tensor
 
 from hone.algorithms.objective import present
 from hone.algorithms.segments import on_last_loss_token, sequence_sum
+from hone.data.packed_images import image_names
+from hone.engines.settings import EngineConfig
 from hone.runtime import ranks
-from hone.types import Batch
+from hone.types import Batch, BatchImages, ModelOutput
 from hone.workers.handles import TrainHandle
 
 FILE = "reference.safetensors"
+
+
+class AskedModel(Protocol):
+    """A language model that is asked and never trained: `TrainHandle` is one."""
+
+    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput: ...
+
+
+class WithoutAdapter:
+    """A LoRA policy before training: its frozen weights, so that no second model is loaded."""
+
+    def __init__(self, policy: TrainHandle) -> None:
+        self._policy = policy
+
+    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
+        return self._policy.infer_batch(batch, needs, adapter=False)
+
+
+def is_its_own_reference(policy: EngineConfig) -> bool:
+    """Whether a policy without its adapter is the policy before training: not where an adapter is gone on with."""
+    return policy.lora is not None and policy.lora.path is None
+
+
+def only_asked(engine: EngineConfig, as_trained: bool = False) -> EngineConfig:
+    """The engine of a model that is never trained: without an adapter, but for the policy that begins with one."""
+    return engine if as_trained else engine.model_copy(update={"lora": None})
 
 
 class Reference(Protocol):
@@ -43,7 +71,7 @@ class Reference(Protocol):
 class LiveReference:
     """Asks the reference model for every batch."""
 
-    def __init__(self, model: TrainHandle) -> None:
+    def __init__(self, model: AskedModel) -> None:
         self._model = model
 
     def logprobs(self, batch: Batch) -> Tensor:
@@ -60,7 +88,7 @@ class StoredReference:
     run that was stopped and continued are those of an uninterrupted one, to the bit.
     """
 
-    def __init__(self, path: Path, identity: str, load: Callable[[], TrainHandle]) -> None:
+    def __init__(self, path: Path, identity: str, load: Callable[[], AskedModel]) -> None:
         """`load` gives the model, and is called only if something is missing; `identity` says which model it is.
 
         A file of another identity is computed anew.
@@ -71,7 +99,7 @@ class StoredReference:
         self._sums = _read(path, identity)
 
     def prepare(self, batches: Iterable[Batch]) -> None:
-        model: TrainHandle | None = None
+        model: AskedModel | None = None
         for batch in batches:
             keys = sequence_keys(batch)
             if all(key in self._sums for key in keys):
@@ -113,11 +141,19 @@ def _read(path: Path, identity: str) -> dict[int, float]:
 
 
 def sequence_keys(batch: Batch) -> list[int]:
-    """A number for each sequence, from its tokens and which of them are learnt: equal ones have equal numbers."""
+    """A number for each sequence, from its tokens, which of them are learnt, and its images: equal for equal ones."""
     tokens, mask = batch.token_ids.tolist(), batch.loss_mask.tolist()
     ends = batch.cu_seqlens.tolist()
+    shown = [b""] * batch.num_sequences if batch.images is None else _image_contents(batch.images)
     keys = []
-    for start, end in itertools.pairwise(ends):
-        content = f"{tokens[start:end]}{mask[start:end]}".encode()
+    for (start, end), images in zip(itertools.pairwise(ends), shown, strict=True):
+        content = f"{tokens[start:end]}{mask[start:end]}".encode() + images
         keys.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big", signed=True))
     return keys
+
+
+def _image_contents(images: BatchImages) -> list[bytes]:
+    """For each sequence, digests of the images that it shows."""
+    patches = images.patches.cpu().split(images.grids.prod(1).tolist())
+    digests = [hashlib.blake2b(one.contiguous().numpy().tobytes(), digest_size=8).digest() for one in patches]
+    return [b"".join(digests[name] for name in names) for names in image_names(images)]

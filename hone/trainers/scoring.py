@@ -5,6 +5,8 @@
 
 A mark is on the token that follows what is judged, because a value is that of the state before its token: the end token
 of the answer, or for a process reward model also the first token of each separator, as in the training of such models.
+A sequence classifier of transformers (most published reward models) judges the whole rendered conversation instead, its
+last token read too.
 """
 
 from __future__ import annotations
@@ -12,20 +14,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from hone.config import ConfigError
 from hone.data.packing import Sample, pack_samples
 from hone.data.rendering import RenderingError
 from hone.engines.settings import EngineConfig
-from hone.models.loading import VALUE_HEAD_FILE, check_model_source
+from hone.models.loading import check_model_source, folder_of, has_value_head
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer, vocabulary_digest
+from hone.models.value_head import VALUE_HEAD_FILE, is_classifier
 from hone.rewards.model import Answer
 from hone.rewards.pool import Outcome
 from hone.rewards.settings import RewardModelConfig
 from hone.trainers.exported_language import read_language
-from hone.types import Batch, ModelOutput
+from hone.types import Batch, Message, ModelOutput
 from hone.workers.train import TrainSpec
 
 InferFn = Callable[[Batch], ModelOutput]
@@ -38,12 +40,14 @@ class Unscorable(ValueError):
 
 def reward_model_spec(config: RewardModelConfig) -> TrainSpec:
     """How an engine hosts the reward model, for inference only. Raises ConfigError if the folder holds none."""
-    if not (Path(config.path) / VALUE_HEAD_FILE).is_file():
+    model = ModelConfig(path=config.path, dtype=config.compute_dtype)
+    if not has_value_head(model):
         raise ConfigError(
-            f"{config.path} is not a reward model: it has no {VALUE_HEAD_FILE}, as exports of `hone reward-model` do"
+            f"{config.path} is not a reward model: it has no {VALUE_HEAD_FILE}, as exports of `hone reward-model` do, "
+            "and is no sequence classifier of transformers"
         )
     engine = EngineConfig(max_tokens_per_microbatch=config.max_tokens_per_batch, compute_dtype=config.compute_dtype)
-    return TrainSpec(ModelConfig(path=config.path, dtype=config.compute_dtype), engine, "value_model")
+    return TrainSpec(model, engine, "value_model")
 
 
 class AnswerScorer:
@@ -55,9 +59,12 @@ class AnswerScorer:
         """
         model = ModelConfig(path=config.path)
         tokenizer = load_tokenizer(model)
-        self._language = read_language(Path(config.path), tokenizer)
+        self._language = read_language(folder_of(model, weights=False), tokenizer)
         self._renderer = self._language.renderer
-        self._same_tokens = vocabulary_digest(tokenizer) == vocabulary
+        self._reads_all = is_classifier(check_model_source(model))
+        if self._reads_all and config.aggregation is not None:
+            raise ConfigError(f"aggregation is for process reward models, and {config.path} scores whole conversations")
+        self._same_tokens = vocabulary_digest(tokenizer) == vocabulary and not self._reads_all
         self._infer = infer
         self._aggregation = config.aggregation
         self._separator = config.step_separator if config.aggregation is not None else ""
@@ -104,14 +111,22 @@ class AnswerScorer:
         What an environment said between turns is not in the text.
         """
         if answer.turns > 1:
+            why = "reads rendered conversations" if self._reads_all else "has another vocabulary than the policy"
             raise Unscorable(
-                f"the reward model's vocabulary is not the policy's, and an answer of {answer.turns} turns cannot be "
-                "rendered again from its text"
+                f"the reward model {why}, and an answer of {answer.turns} turns cannot be rendered from its text"
             )
+        if self._reads_all:
+            return self._whole(answer)
         steps = answer.response.split(self._separator) if self._separator else [answer.response]
         steps = [step for step in steps if step.strip()] or [answer.response]
         messages = self._language.introduced(answer.messages)
         return self._renderer.render_steps(messages, steps, self._separator)
+
+    def _whole(self, answer: Answer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The conversation as the template renders it when it is over; a classifier's score is its last token's."""
+        said = Message(role="assistant", content=answer.response)
+        ids = (*self._renderer.render_finished([*self._language.introduced(answer.messages), said]), FOLLOWS)
+        return ids, tuple(int(position == len(ids) - 1) for position in range(len(ids)))
 
     def _scores(self, samples: Sequence[Sample]) -> list[Outcome]:
         if not samples:

@@ -79,8 +79,10 @@ class TeacherConfig(Config):
     model: ModelConfig = setting(meaning="its weights; its tokens have to be the policy's")
     engine: EngineConfig | None = setting(None, "how it is computed; default: as the actor")
     served_by: Literal["engine", "rollout"] = setting(
-        "engine",
-        "a training engine that only infers, or the built-in rollout engine (for reverse_kl)",
+        "engine", "a training engine that only infers, or a rollout engine"
+    )
+    rollout: RolloutConfig | None = setting(
+        None, "the engine of served_by: rollout; default: the built-in one as the run has it"
     )
 
 

@@ -149,6 +149,9 @@ class SupervisedTrainer(Trainer, Generic[T]):
     def parts(self) -> Mapping[str, PartWriter]:
         return {self.model.role: self.model.save_checkpoint}
 
+    def written(self, wait: bool) -> bool:
+        return self.model.checkpoint_written(wait)
+
     def state(self) -> dict[str, Any]:
         return {"samples": self.source.state_dict()}
 
@@ -157,7 +160,7 @@ class SupervisedTrainer(Trainer, Generic[T]):
         self.source.load_state_dict(checkpoint.state["samples"])
 
     def finish(self) -> None:
-        self.model.export_hf(self.folder / "export")
+        self.model.export(self.folder)
 
 
 def mean_of(result: LossOutput, name: str, batch: Batch) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from hone.algorithms.preference_settings import KtoSettings, PreferenceSettings, ProcessSettings
@@ -22,7 +23,16 @@ from hone.trainers.answering import Language, place_role
 from hone.trainers.assembly import require_same_tokens
 from hone.trainers.base import Place
 from hone.trainers.preference import JudgedTask, PairTask
-from hone.trainers.reference import FILE, LiveReference, Reference, StoredReference
+from hone.trainers.reference import (
+    FILE,
+    AskedModel,
+    LiveReference,
+    Reference,
+    StoredReference,
+    WithoutAdapter,
+    is_its_own_reference,
+    only_asked,
+)
 from hone.trainers.reward_tasks import ComparisonTask, StepTask
 from hone.trainers.supervised import SftTask, SupervisedParts, SupervisedTrainer, Task
 from hone.trainers.supervised_settings import (
@@ -60,9 +70,12 @@ class SupervisedAssembly:
         spec = TrainSpec(self._model, config.engine, model_type, total_steps=config.run.steps)
         return place_role("model", spec, config.runtime, self._place.recorder)
 
-    def reference(self, other: ModelConfig | None) -> TrainHandle:
+    def reference(self, other: ModelConfig | None, policy: TrainHandle) -> AskedModel:
         """The policy before training, or another model; asked only, and computed as the policy is."""
-        spec = TrainSpec(other or self._model, self._config.engine)
+        engine = self._config.engine
+        if other is None and is_its_own_reference(engine):
+            return WithoutAdapter(policy)
+        spec = TrainSpec(other or self._model, only_asked(engine, as_trained=other is None))
         return place_role("reference", spec, self._config.runtime, self._place.recorder)
 
     def trainer(self, maker: MakerOf[T], task: Task[T], model: TrainHandle) -> SupervisedTrainer[T]:
@@ -102,7 +115,7 @@ def assemble_preference(
     count_as_read(loss)  # read anew in every step
     parts = SupervisedAssembly(config, model, language, place)
     policy = parts.model()
-    reference = _reference(config, parts, place) if loss.needs_reference else None
+    reference = _reference(config, parts, policy, place) if loss.needs_reference else None
     budget = config.engine.max_tokens_per_microbatch
     if isinstance(loss, KtoSettings):
         judged = JudgedTask(loss, reference, budget, policy, place.recorder.record)
@@ -112,20 +125,20 @@ def assemble_preference(
     return parts.trainer(PairMaker, PairTask(loss, reference, budget), policy)
 
 
-def _reference(config: PreferenceRunConfig, parts: SupervisedAssembly, place: Place) -> Reference:
+def _reference(config: PreferenceRunConfig, parts: SupervisedAssembly, policy: TrainHandle, place: Place) -> Reference:
     other = config.reference.model
     if other is not None:
         require_same_tokens("reference.model", other, parts.tokenizer)
     if config.reference.logprobs == "live":
-        return LiveReference(parts.reference(other))
+        return LiveReference(parts.reference(other, policy))
     if other is not None:
         count_as_read(other)  # by `load`, which a run that is continued need not call
     start = "the policy before training"  # which the run folder holds, whatever path leads there
     identity = json.dumps([start if other is None else plain(other), config.engine.compute_dtype], sort_keys=True)
 
-    def load() -> TrainHandle:
+    def load() -> AskedModel:
         place.tracking.message(f"computing the reference's log-probs, once: {FILE} in the run folder keeps them")
-        return parts.reference(other)
+        return parts.reference(other, policy)
 
     return StoredReference(place.folder / FILE, identity, load)
 
@@ -137,6 +150,7 @@ def assemble_reward_model(
     parts = SupervisedAssembly(config, model, language, place)
     value_model = parts.model("value_model")
     if isinstance(config.loss, ProcessSettings):
-        return parts.trainer(StepsMaker, StepTask(config.loss), value_model)
+        in_steps = partial(StepsMaker, separator=config.loss.step_separator)
+        return parts.trainer(in_steps, StepTask(config.loss), value_model)
     task = ComparisonTask(config.loss, config.engine.max_tokens_per_microbatch)
     return parts.trainer(PairMaker, task, value_model)

@@ -5,16 +5,18 @@
 `local`. This file imports no torch.
 """
 
-from hone.registry import Registry
+from hone.registry import Entry, Registry
 
 TRANSPORTS = Registry(
     "weight transport",
     {
-        "collective": "hone.weights.collective:CollectiveEngine",
-        "delta": "hone.weights.delta:DeltaEngine",
-        "disk": "hone.weights.disk:DiskEngine",
+        "collective": Entry("hone.weights.collective:CollectiveEngine", "hone.weights.settings:CollectiveSettings"),
+        "delta": Entry("hone.weights.delta:DeltaEngine", "hone.weights.settings:DeltaSettings"),
+        "disk": Entry("hone.weights.disk:DiskEngine", "hone.weights.settings:DiskSettings"),
         "ipc": "hone.weights.ipc:IpcEngine",
     },
 )
+LOOPBACK = "127.0.0.1"
+ANCHOR_EVERY = 20  # syncs of `delta`, of which one sends everything
 
-__all__ = ["TRANSPORTS"]
+__all__ = ["ANCHOR_EVERY", "LOOPBACK", "TRANSPORTS"]

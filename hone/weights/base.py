@@ -198,8 +198,8 @@ class WeightReceiver(ABC):
         """Find the sender and prove the token to each other. Raises WeightSyncError: absent, refused, wrong version."""
 
     @abstractmethod
-    def stream(self) -> Iterator[NamedTensor]:
-        """Every tensor once. Each is valid until the next one is asked for: its memory is used again.
+    def stream(self) -> Iterator[list[NamedTensor]]:
+        """Every tensor once, in groups. A group is valid until the next one is asked for: its memory is used again.
 
         Raises WeightSyncError when the sender dies, stays silent past the deadline, or sends what makes no sense.
         """

@@ -118,7 +118,7 @@ class BucketedReceiver(WeightReceiver):
         super().__init__(offer, rank, token)
         self._channel = ReceiverChannel(offer, rank, token)
 
-    def stream(self) -> Iterator[NamedTensor]:
+    def stream(self) -> Iterator[list[NamedTensor]]:
         unpacker = Unpacker()
         due = 0
         while True:
@@ -131,7 +131,7 @@ class BucketedReceiver(WeightReceiver):
             expect(message, number=int, pieces=list)
             if message["type"] != "bucket" or message["number"] != due:
                 raise BrokenMessage(f"{message['type'][:40]} {message['number']} came where bucket {due} was due")
-            yield from unpacker.read(self._bucket(message), message["pieces"])
+            yield from unpacker.groups(self._bucket(message), message["pieces"])
             self._release()
             self._channel.send({"type": "taken", "bucket": due})
             due += 1

@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hone.weights import LOOPBACK
 from hone.weights.base import Offer, WeightReceiver, WeightSyncError
 from hone.weights.bucketed import COUNT, BucketedEngine, BucketedReceiver
 from hone.weights.buckets import ALIGNMENT
 from hone.weights.channel import SenderChannel
 from hone.weights.wire import BrokenMessage, expect
 
-LOOPBACK = "127.0.0.1"
 POLL_S = 0.0005  # between looks at whether a broadcast is done or somebody is lost
 
 

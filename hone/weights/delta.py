@@ -14,6 +14,7 @@ has changed than an encoding saves is sent whole.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hone.models.digest import WeightDigest
-from hone.weights import TRANSPORTS
+from hone.weights import ANCHOR_EVERY, TRANSPORTS
 from hone.weights.base import (
     CheckpointEngine,
     NamedTensor,
@@ -59,9 +60,15 @@ class DeltaEngine(CheckpointEngine):
     transport = "delta"
 
     def __init__(
-        self, bucket_bytes: int, timeout_s: float, token: str, over: str = "collective", anchor_every: int = 20
+        self,
+        bucket_bytes: int,
+        timeout_s: float,
+        token: str,
+        over: str = "collective",
+        anchor_every: int = ANCHOR_EVERY,
+        **of_carrier: Any,
     ) -> None:
-        """`over`: the transport that carries it, one with a control channel (collective, ipc)."""
+        """`over`: the transport that carries it, one with a control channel (collective, ipc), with its options."""
         super().__init__(bucket_bytes, timeout_s, token)
         if anchor_every < 1:
             raise ValueError(f"anchor_every is {anchor_every}; it counts syncs and is at least 1")
@@ -70,7 +77,7 @@ class DeltaEngine(CheckpointEngine):
             raise ValueError(f"delta cannot travel over {over}: a receiver could not say what it holds")
         self._over = over
         self.all_or_none = carrier.all_or_none
-        self._carrier: BucketedEngine = carrier(bucket_bytes, timeout_s, token)
+        self._carrier: BucketedEngine = carrier(bucket_bytes, timeout_s, token, **of_carrier)
         self._anchor_every = anchor_every
         self._base: _Base | None = None
 
@@ -126,10 +133,10 @@ class DeltaReceiver(WeightReceiver):
         self._carrier.holds = next(iter(_kept), "")
         self._carrier.init_process_group()
 
-    def stream(self) -> Iterator[NamedTensor]:
+    def stream(self) -> Iterator[list[NamedTensor]]:
         held = dict(_kept)
         _kept.clear()  # what is written into is no base any more, until it is whole and proven
-        carried = iter(self._carrier.stream())
+        carried = itertools.chain.from_iterable(self._carrier.stream())
         head = _json(carried, HEAD)
         expect({"type": "head", **head}, base=str)
         if head["base"] and head["base"] not in held:
@@ -145,7 +152,7 @@ class DeltaReceiver(WeightReceiver):
             plain, mark, kind = name.partition("\0")
             whole = _apply(plain, old.get(plain), mark + kind, tensor, carried) if mark else tensor.cpu().clone()
             self._tensors[plain] = whole
-            yield plain, whole
+            yield [(plain, whole)]
 
     def finalize(self, failure: str = "", digest: str = "") -> None:
         if not failure:

@@ -112,7 +112,7 @@ class DiskReceiver(WeightReceiver):
         if "/" in self.offer.address["place"] or is_free(Path(self.offer.address["folder"])):
             raise WeightSyncError(f"{self._name}: no sender of weights at {self.offer.address['folder']}")
 
-    def stream(self) -> Iterator[NamedTensor]:
+    def stream(self) -> Iterator[list[NamedTensor]]:
         place = Path(self.offer.address["folder"]) / self.offer.address["place"]
         manifest = self._wait_for_manifest(place)
         count = 0
@@ -124,7 +124,7 @@ class DiskReceiver(WeightReceiver):
                     if sorted(names) != sorted(part["tensors"]):
                         raise WeightSyncError(f"{self._name}: {path} holds other tensors than its manifest says")
                     for name in part["tensors"]:
-                        yield name, tensors.get_tensor(name)
+                        yield [(name, tensors.get_tensor(name))]
                         count += 1
             except (SafetensorError, OSError) as error:
                 raise WeightSyncError(f"{self._name}: {path} cannot be read: {error}") from error

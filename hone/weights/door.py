@@ -17,6 +17,7 @@ from typing import Any
 from hone.models.digest import WeightDigest
 from hone.weights import TRANSPORTS
 from hone.weights.base import NamedTensor, Offer, Payload, WeightReceiver, WeightSyncError
+from hone.weights.buckets import size_of
 
 
 class Delivery:
@@ -63,12 +64,13 @@ class Delivery:
         if self._state != "new":
             raise WeightSyncError(f"{self.replica}: the weights of version {self.version} can be taken once")
         self._state = "partial"
-        for name, tensor in self._receiver.stream():
-            taken = tensor.clone() if self._copy else tensor
-            self._digest.add(name, taken)
-            self.tensors += 1
-            self.bytes += taken.numel() * taken.element_size()
-            yield name, taken
+        for came in self._receiver.stream():
+            taken = [(name, tensor.clone()) for name, tensor in came] if self._copy else came
+            self._digest.add_many(taken)
+            for name, tensor in taken:
+                self.tensors += 1
+                self.bytes += size_of(tensor)
+                yield name, tensor
         self._hexdigest = self._digest.hexdigest()
         if self._receiver.expected not in ("", self._hexdigest):
             raise WeightSyncError(

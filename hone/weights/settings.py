@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from hone.config import Config, setting
+from pydantic import SerializeAsAny
+
+from hone.config import Choice, Config, FromRegistry, setting
+from hone.weights import ANCHOR_EVERY, LOOPBACK, TRANSPORTS
+
+
+class CollectiveSettings(Choice):
+    """Broadcasts in a process group of its own."""
+
+    name: str = "collective"
+    host: str = setting(LOOPBACK, "address of the trainer's machine, or its name, on which it listens")
+
+
+class DiskSettings(Choice):
+    """Files in a folder that both sides see."""
+
+    name: str = "disk"
+    folder: str = setting("", "where the files go; empty: the temporary folder")
+
+
+class DeltaSettings(Choice):
+    """What changed since the last sync, over another transport."""
+
+    name: str = "delta"
+    over: Literal["collective", "ipc"] = setting("collective", "transport that carries the changes")
+    host: str = setting(LOOPBACK, "as for collective, which is the only one that listens at an address")
+    anchor_every: int = setting(ANCHOR_EVERY, "syncs, of which one sends everything", ge=1)
 
 
 class WeightSyncConfig(Config):
     """How the trainer's weights reach the rollout."""
 
-    transport: str = setting(
-        "auto", "way they travel: local, ipc, collective, disk, delta; auto: local inside one process, else ipc"
+    transport: Annotated[SerializeAsAny[Choice] | None, FromRegistry(TRANSPORTS)] = setting(
+        None,
+        "way they travel to servers (collective, delta, disk, ipc); default: ipc. Inside one process they are copied",
     )
     bucket_mib: int = setting(256, "size of one bucket; two of them exist at a time", unit="MiB", ge=1)
     verify: Literal["digest", "probe"] = setting(

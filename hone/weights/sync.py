@@ -62,10 +62,16 @@ class CheckpointEngineManager:
         return {name: self._versions.get(name) for name in self._replicas}
 
     async def sync(
-        self, weights: NamedTensors, version: int, payload: Payload | None = None, only: Sequence[str] | None = None
+        self,
+        weights: NamedTensors,
+        version: int,
+        payload: Payload | None = None,
+        only: Sequence[str] | None = None,
+        resume: bool = True,
     ) -> Metrics:
         """Send `weights` as `version` to every replica (or to those in `only`: one that was restarted), and prove it.
 
+        Without `resume` they stay paused: base weights that an adapter follows are nothing to sample from.
         Raises WeightSyncError, whose `replicas` are stopped and removed; all others serve `version` by then.
         """
         chosen = {name: self._replicas[name] for name in (self._replicas if only is None else only)}
@@ -78,7 +84,8 @@ class CheckpointEngineManager:
         finally:
             await self._engine.finalize()
         seconds = time.perf_counter() - started
-        await self._each(chosen, failed, {n: r.resume() for n, r in chosen.items() if n not in failed}, "resume")
+        if resume:
+            await self._each(chosen, failed, {n: r.resume() for n, r in chosen.items() if n not in failed}, "resume")
         for name in chosen:
             if name not in failed:
                 self._versions[name] = version

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,15 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from hone.config import ConfigError, count_as_read
-from hone.models.loading import DTYPES, check_model_source
+from hone.engines.settings import LoraConfig
+from hone.models.loading import DTYPES, check_model_source, folder_of
+from hone.models.routing import expert_count, mixture_layers
 from hone.models.settings import ModelConfig
+from hone.models.source import locate
+from hone.models.vision import FAMILIES
 from hone.platforms.base import current_platform
 from hone.rollout import ROLLOUT_ENGINES
+from hone.rollout.adapters import AdapterFiles, AdapterKind
 from hone.rollout.base import RolloutEngine, ServerAdapter, ServerSpec
 from hone.rollout.remote import RemoteBuiltin
 from hone.rollout.router import Router
@@ -31,7 +36,7 @@ from hone.rollout.server import ServerFailed
 from hone.rollout.settings import RolloutConfig
 from hone.runtime.base import PhaseFn
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.handles import RolloutHandle, RolloutParts, RunFn
+from hone.workers.handles import ADAPTER, AdapterRule, RolloutHandle, RolloutParts, RunFn
 from hone.workers.probe import Probe
 from hone.workers.weight_ways import ChannelWay, LocalWay
 
@@ -49,6 +54,12 @@ class RolloutSpec:
     compute_dtype: str  # the trainer's: an engine whose own dtype is `auto` generates in it, so both compute alike
     tokenizer: Any
     folder: Path  # of the run; servers log into `<folder>/servers/`
+    lora: LoraConfig | None = None  # the adapter that the policy trains; None: it trains all weights
+    adapters: Mapping[str, str] = field(
+        default_factory=dict
+    )  # served beside the policy: name -> folder in PEFT's format
+    trained: bool = True  # whether the policy's weights change
+    routed_experts: bool = False  # whether completions have to say which experts their tokens went to
 
 
 def start_rollout(spec: RolloutSpec, run: RunFn, phase: PhaseFn) -> RolloutHandle:
@@ -60,36 +71,101 @@ def start_rollout(spec: RolloutSpec, run: RunFn, phase: PhaseFn) -> RolloutHandl
     check_model_source(spec.model)
     engine_class = ROLLOUT_ENGINES.get(spec.settings.backend)
     in_process = bool(getattr(engine_class, "in_process", False))
+    routed = _routed_layers(spec, engine_class) if spec.routed_experts else ()
+    rule = _adapter_rule(spec, engine_class)
+    if spec.adapters and spec.trained and rule is None:
+        raise ConfigError(
+            f"adapters {', '.join(spec.adapters)} are made for weights that do not change: they are served beside a "
+            "policy whose own LoRA adapter travels by itself (actor.lora, with sync: adapter), or one not trained"
+        )
     if in_process and spec.settings.builtin.process == "inside":
-        return RolloutHandle(_inside(spec, engine_class), run, phase)
+        return RolloutHandle(_inside(spec, engine_class, rule), run, phase)
     if not in_process:
         count_as_read(spec.settings.builtin)
-    return RolloutHandle(_servers(spec, RemoteBuiltin if in_process else engine_class, run), run, phase)
+    return RolloutHandle(_servers(spec, RemoteBuiltin if in_process else engine_class, run, rule, routed), run, phase)
 
 
-def _inside(spec: RolloutSpec, engine_class: Any) -> RolloutParts:
+def _routed_layers(spec: RolloutSpec, engine_class: Any) -> tuple[int, ...]:
+    """The mixture layers of the model. Raises ConfigError if the rollout cannot say where its tokens went in them."""
+    key = "actor.moe.routing_replay: rollout, but"
+    if not getattr(engine_class, "returns_routes", False):
+        raise ConfigError(
+            f"{key} rollout.backend={spec.settings.backend} does not return the experts of its tokens; set old_logprobs"
+        )
+    config = engine_config(spec.model, spec.compute_dtype)
+    if not expert_count(config):
+        raise ConfigError(f"{key} {spec.model.path} ({config.model_type}) has no experts; set none")
+    layers = mixture_layers(config)
+    if not layers:
+        raise ConfigError(f"{key} no router of {spec.model.path} ({config.model_type}) can be found; set none")
+    return layers
+
+
+def _adapter_rule(spec: RolloutSpec, engine_class: Any) -> AdapterRule | None:
+    """When the adapter travels by itself. Raises ConfigError if it should always, and the rollout cannot take it."""
+    if spec.lora is None or spec.lora.sync == "merged":
+        return None
+    unfit = getattr(engine_class, "unfit_for_adapter", lambda kind: "it takes whole weights only")
+    reason = unfit(adapter_kind(spec.lora))
+    if reason and spec.lora.sync == "adapter":
+        raise ConfigError(
+            f"actor.lora.sync: adapter, but rollout.backend={spec.settings.backend} cannot take this adapter by "
+            f"itself: {reason}; set merged, or auto"
+        )
+    return None if reason else AdapterRule(unfit, required=spec.lora.sync == "adapter")
+
+
+def adapter_kind(lora: LoraConfig) -> AdapterKind:
+    """What can be known of the adapter before there is one."""
+    if lora.path is not None:
+        return AdapterKind.of(AdapterFiles.at(lora.path).config)
+    twice = lora.init in ("pissa", "olora")  # its beginning travels with it
+    return AdapterKind(2 * lora.rank if twice else lora.rank, dora=lora.dora)
+
+
+def adapter_files(folders: Mapping[str, str]) -> dict[str, AdapterFiles]:
+    """The adapters in these folders, by name. Raises ConfigError for one that is none, or whose name is taken."""
+    if ADAPTER in folders:
+        raise ConfigError(f"an adapter beside the policy is named {ADAPTER!r}, which is the policy's own name")
+    return {name: AdapterFiles.at(folder) for name, folder in folders.items()}
+
+
+def _inside(spec: RolloutSpec, engine_class: Any, rule: AdapterRule | None) -> RolloutParts:
     settings = spec.settings
     config = engine_config(spec.model, spec.compute_dtype)
     device = current_platform().device
+    named = {"adapters": files} if (files := adapter_files(spec.adapters)) else {}
     engines: list[RolloutEngine] = [
-        engine_class(settings.builtin, config, spec.tokenizer, device, f"{settings.backend}-{number}")
+        engine_class(settings.builtin, config, spec.tokenizer, device, f"{settings.backend}-{number}", **named)
         for number in range(settings.replicas)
     ]
     engine = engines[0] if len(engines) == 1 else Router(engines, settings, spec.tokenizer)
     dtype = served_dtype(engines[0])
     way = LocalWay(engines, spec.weights)
-    return RolloutParts(engine, dtype, way, _sleep_level(settings, servers=False), _probe(spec, dtype))
+    level = _sleep_level(settings, level_auto=1)
+    return RolloutParts(engine, dtype, way, level, _probe(spec, dtype), rule)
 
 
-def _servers(spec: RolloutSpec, adapter: Any, run: RunFn) -> RolloutParts:
+def _servers(
+    spec: RolloutSpec, adapter: Any, run: RunFn, rule: AdapterRule | None, routed: tuple[int, ...] = ()
+) -> RolloutParts:
+    kind = str(check_model_source(spec.model).get("model_type"))
+    if kind in FAMILIES:
+        raise ConfigError(
+            f"rollout.backend = {spec.settings.backend}: servers are sent text only, and {kind} sees images; use "
+            "backend builtin with rollout.builtin.process: inside"
+        )
     token = secrets.token_hex(32)
-    replicas: list[ServerAdapter] = [adapter(one) for one in server_specs(spec, token)]
+    lora = adapter_kind(spec.lora) if spec.lora is not None and rule is not None else None
+    specs = [replace(one, adapter=lora, routed_layers=routed) for one in server_specs(spec, token)]
+    replicas: list[ServerAdapter] = [adapter(one) for one in specs]
     router = Router(replicas, spec.settings, spec.tokenizer)
     way = ChannelWay(router, spec.weights, token)
     dtype = replicas[0].dtype
-    parts = RolloutParts(router, dtype, way, _sleep_level(spec.settings, servers=True), _probe(spec, dtype))
+    level = _sleep_level(spec.settings, level_auto=2 if rule is None else 1)  # a base that stays is not sent again
+    parts = RolloutParts(router, dtype, way, level, _probe(spec, dtype), rule)
     try:
-        run(_start_all(replicas))
+        run(start_all(replicas))
     except BaseException:
         run(router.close())
         run(way.close())
@@ -100,8 +176,12 @@ def _servers(spec: RolloutSpec, adapter: Any, run: RunFn) -> RolloutParts:
 def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
     """What each server is constructed from; devices go round where there are fewer than servers need."""
     settings, model, platform = spec.settings, spec.model, current_platform()
+    folder, tokenizer = folder_of(model, weights=False), ""
+    if model.tokenizer:
+        tokenizer = str(locate(model.tokenizer, "model.tokenizer", weights=False).folder)
     logs = spec.folder.absolute() / SERVERS
     logs.mkdir(parents=True, exist_ok=True)
+    adapters = adapter_files(spec.adapters)
     found = []
     for number in range(settings.replicas):
         devices: tuple[int, ...] = ()
@@ -115,14 +195,14 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
         found.append(
             ServerSpec(
                 settings=settings,
-                model=str(model.path),
+                model=str(folder),
                 dtype=spec.compute_dtype,
                 number=number,
                 logs=logs,
                 token=token,
-                tokenizer=model.tokenizer or "",
-                revision=model.revision or "",
+                tokenizer=tokenizer,
                 trust_remote_code=model.trust_remote_code,
+                adapters=adapters,
                 devices=devices,
                 environment=platform.rollout_environment(devices),
             )
@@ -130,7 +210,7 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
     return found
 
 
-async def _start_all(replicas: Sequence[ServerAdapter]) -> None:
+async def start_all(replicas: Sequence[ServerAdapter]) -> None:
     """Start all at the same time; the first failure ends the others."""
     tasks = [asyncio.ensure_future(replica.start()) for replica in replicas]
     try:
@@ -143,10 +223,10 @@ async def _start_all(replicas: Sequence[ServerAdapter]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _sleep_level(settings: RolloutConfig, servers: bool) -> int:
+def _sleep_level(settings: RolloutConfig, level_auto: int) -> int:
     chosen = settings.sleep_while_training
     if chosen == "auto":
-        chosen = "none" if current_platform().device == "cpu" else "level_2" if servers else "level_1"
+        return 0 if current_platform().device == "cpu" else level_auto
     return {"none": 0, "level_1": 1, "level_2": 2}[chosen]
 
 
@@ -162,21 +242,20 @@ def _probe(spec: RolloutSpec, dtype: torch.dtype) -> Probe | None:
 
 def engine_config(model: ModelConfig, compute_dtype: str) -> Any:
     """The model's transformers config, with the dtype to compute in and the ids that end a completion."""
-    config = AutoConfig.from_pretrained(
-        model.path, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
-    )
+    folder = folder_of(model, weights=False)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     config.dtype = DTYPES[compute_dtype]
-    config.eos_token_id = _end_ids(model, config)
+    config.eos_token_id = _end_ids(folder, config)
     return config
 
 
-def _end_ids(model: ModelConfig, config: Any) -> Any:
+def _end_ids(folder: Path, config: Any) -> Any:
     """What ends a completion: the generation config's ids where the model has one (chat models list several there)."""
     try:
-        generation = GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
+        generation = GenerationConfig.from_pretrained(folder)
     except OSError:  # the model has no such file
-        return config.eos_token_id
-    return generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
+        return config.get_text_config().eos_token_id
+    return generation.eos_token_id if generation.eos_token_id is not None else config.get_text_config().eos_token_id
 
 
 def served_dtype(engine: RolloutEngine) -> torch.dtype:

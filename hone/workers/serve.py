@@ -1,9 +1,10 @@
 """The built-in engine as a server: `python -m hone.workers.serve SETTINGS`, started by `hone/rollout/remote.py`.
 
-    POST /generate         {request_id, token_ids, sampling}  -> {token_ids, logprobs, weight_versions, stop_reason}
+    POST /generate         {request_id, token_ids, sampling}  -> {token_ids, logprobs, weight_versions, stop_reason,
+                                                                 routed_experts (an .npy file as base64, or null)}
          /receive_weights  {offer}                            -> {receipts}
          /pause {mode}  /resume  /abort_all  /sleep {level}  /wake_up {tags}  /stop {reason}  /look
-    every reply: weight_version, metrics {name: [total, count, reducer]} since the last reply
+    every reply: weight_version, has_base, metrics {name: [total, count, reducer]} since the last reply
     400, 500:    {kind, error}, the exception's class and text
 
 It listens on loopback, on a port that the system gives and that it writes into a file; it answers who shows the run's
@@ -29,6 +30,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from hone.config import ConfigError, build
+from hone.data.routes import text_of_routes
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.platforms.base import current_platform
@@ -37,9 +39,9 @@ from hone.rollout.builtin import BuiltinEngine
 from hone.rollout.guard import LOOPBACK, TokenGuard, same_token
 from hone.rollout.settings import BuiltinSettings
 from hone.types import PromptTooLong, SamplingParams
-from hone.weights.base import Full
+from hone.weights.base import Adapter
 from hone.weights.door import receive
-from hone.workers.rollout import engine_config
+from hone.workers.rollout import adapter_files, engine_config
 
 TOKEN_VARIABLE = "HONE_TOKEN"
 IDLE_S = 86_400  # a connection is kept that long: its client is one process, and may train for hours between requests
@@ -59,6 +61,7 @@ class Told:
     dtype: str
     settings: dict[str, Any]  # of `BuiltinSettings`
     replica: str
+    adapters: dict[str, str]  # name -> folder
     address: str  # the file to write the port into
     threads: int
 
@@ -102,7 +105,8 @@ class EngineServer:
         except RuntimeError as error:  # the engine's, or the weight sync's
             return JSONResponse({"kind": "RuntimeError", "error": str(error)}, status_code=500)
         metrics = {name: (m.total, m.count, m.reducer.value) for name, m in self._engine.metrics().items()}
-        return JSONResponse({**found, "weight_version": self._engine.weight_version, "metrics": metrics})
+        state = {"weight_version": self._engine.weight_version, "has_base": self._engine.has_base}
+        return JSONResponse({**found, **state, "metrics": metrics})
 
     # ---------------------------------------------------------------------------------------------- generating
 
@@ -131,6 +135,7 @@ class EngineServer:
             "logprobs": completion.logprobs,
             "weight_versions": completion.weight_versions,
             "stop_reason": completion.stop_reason.value,
+            "routed_experts": text_of_routes(completion.routed_experts),
         }
 
     # -------------------------------------------------------------------------------------------------- control
@@ -138,9 +143,11 @@ class EngineServer:
     async def _receive_weights(self, asked: Body) -> dict[str, Any]:
         """Meet the sender and copy what comes; the receipt's digest is of what is then served."""
         with receive(asked["offer"], 0, self._token, copy=False) as delivery:
-            if not isinstance(delivery.payload, Full):
-                raise ValueError(f"{self._engine.replica}: the built-in engine takes whole weights, not adapters")
-            receipt = await self._engine.update_weights(delivery, delivery.version)
+            if isinstance(delivery.payload, Adapter):
+                config = delivery.payload.config
+                receipt = await self._engine.update_adapter(delivery, config, delivery.version)
+            else:
+                receipt = await self._engine.update_weights(delivery, delivery.version)
         return {"receipts": [asdict(receipt)]}
 
     async def _pause(self, asked: Body) -> dict[str, Any]:
@@ -202,7 +209,8 @@ def make_engine(told: Told) -> BuiltinEngine:
     )
     settings = build(BuiltinSettings, told.settings, "the command line", "rollout.builtin")
     config = engine_config(model, told.dtype)
-    return BuiltinEngine(settings, config, load_tokenizer(model), current_platform().device, told.replica)
+    device, adapters = current_platform().device, adapter_files(told.adapters)
+    return BuiltinEngine(settings, config, load_tokenizer(model), device, told.replica, adapters)
 
 
 def main(arguments: list[str]) -> None:

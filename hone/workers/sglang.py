@@ -34,14 +34,14 @@ from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.sampling import sampling_batch_info
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
-from transformers import AutoModelForCausalLM
 
+from hone.models.checkpoint_names import as_in_files
 from hone.rollout.guard import App, Receive, Scope, Send, TokenGuard, same_token
 from hone.rollout.keeper import die_with_parent
 from hone.weights.base import Adapter, WeightSyncError
 from hone.weights.door import Delivery, receive
+from hone.workers.inside import TOKEN_VARIABLE, checkpoint_shapes, listing, one_line, receipt, variable
 
-TOKEN_VARIABLE = "HONE_TOKEN"
 SOCKET_VARIABLE = "HONE_SOCKET"
 PATHS = frozenset(
     {
@@ -57,17 +57,7 @@ PATHS = frozenset(
         "/resume_memory_occupation",
     }
 )
-SHOWN = 5  # names in a message; the rest is a number
-LONGEST = 300  # characters of somebody else's message
 GATHERED = 8192  # bytes of one rank's receipt at most
-
-
-def environment(name: str) -> str:
-    """A variable that hone sets. Raises RuntimeError if this process was started without it."""
-    value = os.environ.get(name, "")
-    if not value:
-        raise RuntimeError(f"{name} is not set: a server of hone is started by hone")
-    return value
 
 
 # ------------------------------------------------------------------------------------------------------- the doors
@@ -91,9 +81,9 @@ class GuardedConfig(uvicorn.Config):
     """uvicorn's settings for SGLang's application: guarded, and on a unix socket instead of a port."""
 
     def __init__(self, app: Any, **named: Any) -> None:
-        token = environment(TOKEN_VARIABLE)
+        token = variable(TOKEN_VARIABLE)
         guarded = TokenGuard(KnownPaths(app), lambda shown: same_token(shown, token))
-        super().__init__(guarded, uds=environment(SOCKET_VARIABLE), access_log=False, **named)
+        super().__init__(guarded, uds=variable(SOCKET_VARIABLE), access_log=False, **named)
 
 
 def main(arguments: list[str]) -> None:
@@ -178,7 +168,7 @@ def update_weights_from_offer(updater: WeightUpdater, request: Any) -> tuple[boo
 
 def _take_in(updater: WeightUpdater, offer: Mapping[str, Any], rank: int) -> dict[str, Any]:
     model = updater.get_model()
-    with receive(offer, rank, environment(TOKEN_VARIABLE)) as delivery:
+    with receive(offer, rank, variable(TOKEN_VARIABLE)) as delivery:
         if isinstance(delivery.payload, Adapter):
             raise WeightSyncError("SGLang takes whole weights, and an adapter was offered")
         names: list[str] = []
@@ -186,35 +176,17 @@ def _take_in(updater: WeightUpdater, offer: Mapping[str, Any], rank: int) -> dic
         updater.begin_weight_update()
         hollow(model)
         try:
-            model.load_weights(_noting(delivery, names, known))
+            model.load_weights(as_in_files(updater.model_config.hf_config, _noting(delivery, names, known)))
         except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
             if isinstance(error, WeightSyncError) or not names:
                 raise
-            raise WeightSyncError(f"{names[-1]!r} does not fit the model: {_one_line(error)}") from error
+            raise WeightSyncError(f"{names[-1]!r} does not fit the model: {one_line(error)}") from error
         if missing := sorted(set(known) - set(names)):
-            raise WeightSyncError(f"not sent: {_listing(missing)}")
+            raise WeightSyncError(f"not sent: {listing(missing)}")
         if gaps := unfilled(model):
-            raise WeightSyncError(f"not sent in full, or NaN: weights of SGLang's {_listing(gaps)}")
+            raise WeightSyncError(f"not sent in full, or NaN: weights of SGLang's {listing(gaps)}")
         updater.end_weight_update(run_post_load=False)
-    return {
-        "replica": delivery.replica,
-        "rank": rank,
-        "version": delivery.version,
-        "digest": delivery.digest,
-        "tensors": delivery.tensors,
-        "bytes": delivery.bytes,
-    }
-
-
-def checkpoint_shapes(config: Any) -> dict[str, torch.Size]:
-    """Name -> shape of every tensor of Hugging Face's model; empty for an architecture that only SGLang has."""
-    try:
-        with torch.device("meta"):
-            return {
-                name: tensor.shape for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()
-            }
-    except (ValueError, KeyError, ImportError, AttributeError, TypeError):
-        return {}
+    return receipt(delivery, rank)
 
 
 def _noting(
@@ -258,15 +230,6 @@ def _gather(receipt: dict[str, Any]) -> list[dict[str, Any]]:
     every = [torch.zeros_like(own) for _ in range(group.world_size)]
     torch.distributed.all_gather(every, own, group=group.cpu_group)
     return [json.loads(bytes(one.tolist()).rstrip(b"\0")) for one in every]
-
-
-def _listing(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
 
 
 WeightUpdater.update_weights_from_ipc = update_weights_from_offer

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +28,11 @@ class TrainSpec:
     temperature: float = 1.0  # of the rollouts: log-probs are those of the distribution that was sampled
     total_steps: int = 0  # optimizer steps of the whole run, for the schedule; 0: a model that is never trained
     reference: ModelConfig | None = None  # whose head "full_kl" needs here; its states come with the batch
+
+    @property
+    def replays_routes(self) -> bool:
+        """Whether it chooses the experts that a batch names, where it does; a model that is only asked does not."""
+        return self.total_steps > 0 and self.engine.routing_replay != "none"
 
 
 class TrainWorker:
@@ -54,22 +61,46 @@ class TrainWorker:
         with self.engine.train_mode():
             return self.engine.train_batch(batch, loss)
 
-    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
-        """Log-probs (language model) or values (value model) of every token, and what `needs` names; each [T]."""
-        with self.engine.eval_mode():
+    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset(), adapter: bool = True) -> ModelOutput:
+        """Log-probs (language model) or values (value model) of every token, and what `needs` names; each [T].
+
+        Without `adapter`, those of a LoRA model's frozen weights alone: the policy before training.
+        """
+        with self.engine.eval_mode(), nullcontext() if adapter else self.engine.disable_adapter():
             return self.engine.infer_batch(batch, needs)
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, floating-point ones in `dtype`."""
+        """Every weight under its Hugging Face name, floating-point ones in `dtype`; an adapter is merged in."""
         stream, _ = self.engine.get_per_tensor_param()
         for name, tensor in stream:
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def save_checkpoint(self, folder: Path) -> None:
-        self.engine.save_checkpoint(folder)
+    def base_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight without the adapter, floating-point ones in `dtype`: what the adapter is to be put on."""
+        with self.engine.disable_adapter():
+            yield from self.weights(dtype)
+
+    def adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a LoRA adapter in `dtype`, under the names of PEFT's files. Raises ValueError without one."""
+        stream, _ = self.engine.get_per_tensor_param(adapter_only=True)
+        for name, tensor in stream:
+            yield name, tensor.to(dtype)
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """PEFT's `adapter_config.json` of the model's LoRA adapter; None: it has no adapter."""
+        return self.engine.adapter_config()
+
+    def save_checkpoint(self, folder: Path, wait: bool = True) -> None:
+        self.engine.save_checkpoint(folder, wait)
+
+    def checkpoint_written(self, wait: bool) -> bool:
+        return self.engine.checkpoint_written(wait)
 
     def load_checkpoint(self, folder: Path) -> None:
         self.engine.load_checkpoint(folder)
 
     def export_hf(self, folder: Path) -> None:
         self.engine.export_hf(folder)
+
+    def export_adapter(self, folder: Path) -> None:
+        self.engine.export_adapter(folder)

@@ -15,7 +15,6 @@ Tested with vLLM 0.32.0.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -39,24 +37,16 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from hone.models.checkpoint_names import as_in_files
 from hone.rollout.guard import App, TokenGuard, same_token
 from hone.rollout.keeper import die_with_parent
 from hone.weights.base import Adapter, WeightSyncError
 from hone.weights.door import Delivery, receive
+from hone.workers.inside import TOKEN_VARIABLE, checkpoint_shapes, listing, one_line, receipt, variable
+from hone.workers.vllm_patches import pack_cpu_experts_again
 
 BACKEND = "hone"
-TOKEN_VARIABLE = "HONE_TOKEN"
-SHOWN = 5  # names in a message; the rest is a number
 TRIAL = 2**30  # a number that no adapter has
-LONGEST = 300  # characters of somebody else's message: vLLM lists every parameter it has
-
-
-def run_token() -> str:
-    """The run's token. Raises RuntimeError if this process was started without one."""
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    if not token:
-        raise RuntimeError(f"{TOKEN_VARIABLE} is not set: a server of hone is started by hone")
-    return token
 
 
 class ControlGuard(TokenGuard):
@@ -66,7 +56,7 @@ class ControlGuard(TokenGuard):
     """
 
     def __init__(self, app: App) -> None:
-        token = run_token()
+        token = variable(TOKEN_VARIABLE)
         super().__init__(app, lambda shown: same_token(shown, token))
 
 
@@ -102,6 +92,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):
 
     def start_weight_update(self) -> None:
         self.receipt = {"error": "the update was begun, and no weights came"}
+        pack_cpu_experts_again(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: HoneUpdate) -> None:
@@ -113,7 +104,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):
         try:
             self.receipt = self._take_in(update_info.offer)
         except Exception as error:  # noqa: BLE001  whatever it is, the receipt says it
-            self.receipt = {"error": _one_line(error)}
+            self.receipt = {"error": one_line(error)}
             put_back(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:
@@ -124,20 +115,20 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):
 
     def _take_in(self, offer: Mapping[str, Any]) -> dict[str, Any]:
         rank = self.parallel_config.rank
-        with receive(offer, rank, run_token()) as delivery:
+        with receive(offer, rank, variable(TOKEN_VARIABLE)) as delivery:
             if isinstance(delivery.payload, Adapter):
                 raise WeightSyncError("an adapter was offered where whole weights are taken in")
             names: list[str] = []
             try:
                 with disable_mtp_completeness_check():
-                    self.model.load_weights(_noting(delivery, names))
+                    self.model.load_weights(as_in_files(self.model_config.hf_config, _noting(delivery, names)))
             except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
                 if isinstance(error, WeightSyncError) or not names:
                     raise
-                raise WeightSyncError(f"{names[-1]!r} does not fit the model: {_one_line(error)}") from error
+                raise WeightSyncError(f"{names[-1]!r} does not fit the model: {one_line(error)}") from error
             if gaps := unfilled(self.model):
                 raise WeightSyncError(_not_sent(gaps, names, self.model_config.hf_config))
-        return _receipt(delivery, rank)
+        return receipt(delivery, rank)
 
 
 def _noting(delivery: Delivery, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -192,35 +183,11 @@ def _loadable(layer: torch.nn.Module) -> int:
 
 def _not_sent(gaps: list[str], names: list[str], config: Any) -> str:
     """Which tensors were missing: by their names in Hugging Face's model, where it has one."""
-    try:
-        with torch.device("meta"):
-            known = set(AutoModelForCausalLM.from_config(config).state_dict())
-    except (ValueError, KeyError, ImportError, AttributeError, TypeError):
-        known = set()  # an architecture that only vLLM has
+    known = set(checkpoint_shapes(config))
     missing = sorted(known - set(names)) if set(names) <= known else []
     if missing:
-        return f"not sent: {_listing(missing)}"
-    return f"not sent, or not in full: weights of vLLM's {_listing(gaps)}"
-
-
-def _receipt(delivery: Delivery, rank: int) -> dict[str, Any]:
-    return {
-        "replica": delivery.replica,
-        "rank": rank,
-        "version": delivery.version,
-        "digest": delivery.digest,
-        "tensors": delivery.tensors,
-        "bytes": delivery.bytes,
-    }
-
-
-def _listing(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
+        return f"not sent: {listing(missing)}"
+    return f"not sent, or not in full: weights of vLLM's {listing(gaps)}"
 
 
 # ------------------------------------------------------------------------------------------------------- adapters
@@ -248,15 +215,15 @@ class HoneWorker:
     def hone_receive_adapter(self, offer: dict[str, Any], folder: str) -> dict[str, Any]:
         """Take in a LoRA adapter; the first worker writes it to `folder`, from where vLLM loads it."""
         try:
-            with receive(offer, self.rank, run_token()) as delivery:
+            with receive(offer, self.rank, variable(TOKEN_VARIABLE)) as delivery:
                 if not isinstance(delivery.payload, Adapter):
                     raise WeightSyncError("whole weights were offered where an adapter is taken in")
                 tensors = {name: tensor.cpu().contiguous() for name, tensor in delivery}
                 if self.rank == 0:
                     _write_adapter(Path(folder), tensors, delivery.payload.config)
-            return _receipt(delivery, self.rank)
+            return receipt(delivery, self.rank)
         except (WeightSyncError, OSError, ValueError, TypeError) as error:
-            return {"error": _one_line(error)}
+            return {"error": one_line(error)}
 
     def hone_try_adapter(self, folder: str) -> dict[str, Any]:
         """Whether vLLM would load the adapter in `folder`: the right modules, a rank it has room for."""
@@ -264,7 +231,7 @@ class HoneWorker:
         try:
             self.model_runner.lora_manager._load_adapter(request)
         except Exception as error:  # noqa: BLE001  see HoneTransferEngine.receive_weights
-            return {"error": _one_line(error)}
+            return {"error": one_line(error)}
         return {}
 
     def hone_reload_adapter(self, number: int, folder: str) -> dict[str, Any]:
@@ -275,7 +242,7 @@ class HoneWorker:
         try:
             self.model_runner.add_lora(LoRARequest(f"adapter {number}", number, folder, load_inplace=True))
         except Exception as error:  # noqa: BLE001  see HoneTransferEngine.receive_weights
-            return {"error": _one_line(error)}
+            return {"error": one_line(error)}
         return {}
 
     def hone_check_adapter(self, number: int) -> dict[str, Any]:
@@ -288,7 +255,7 @@ class HoneWorker:
         unbound = [name for name in layers if name not in manager.modules]
         if unbound:
             are = "is" if len(unbound) == 1 else "are"
-            return {"error": f"the adapter's {_listing(unbound)} {are} not in the model"}
+            return {"error": f"the adapter's {listing(unbound)} {are} not in the model"}
         if not layers:
             return {"error": "the adapter is bound to no layer of the model"}
         return {"number": number, "layers": len(layers)}

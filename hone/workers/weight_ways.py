@@ -1,5 +1,8 @@
 """The ways of a weight sync, as the rollout's handle sees them: in this process, or through a channel to servers.
 
+    whole weights      every sync: Full
+    a LoRA adapter     to a replica that does not hold the base yet: Full (the base), then Adapter; else Adapter alone
+
 Here engines of `rollout` and transports of `weights` meet; neither knows the other.
 """
 
@@ -8,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hone.config import ConfigError
 from hone.rollout.base import RolloutEngine, ServerAdapter
 from hone.rollout.router import Router
-from hone.types import Metric, Metrics
-from hone.weights import TRANSPORTS
-from hone.weights.base import NamedTensors, WeightSyncError
+from hone.types import Metric, Metrics, merge_metrics
+from hone.weights.base import Adapter, Full, NamedTensors, Payload, Receipt, WeightSyncError
 from hone.weights.local import sync
+from hone.weights.sender import make_sender
 from hone.weights.settings import WeightSyncConfig
 from hone.weights.sync import CheckpointEngineManager
 
@@ -26,12 +30,20 @@ StreamFn = Callable[[], NamedTensors]
 """Begins the trainer's weights from their first tensor; every call gives the whole stream."""
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the trainer has to send."""
+
+    whole: StreamFn  # every weight; of a policy whose adapter travels alone, without the adapter
+    adapter: tuple[StreamFn, Adapter] | None = None  # the adapter that travels alone, and what it is; None: none does
+
+
 class WeightWay(Protocol):
     """Brings the trainer's weights to every replica, or raises WeightSyncError."""
 
-    async def send(self, stream: StreamFn, version: int) -> Metrics: ...
+    async def send(self, source: Source, version: int) -> Metrics: ...
 
-    async def restore(self, replica: Any, stream: StreamFn, version: int) -> None:
+    async def restore(self, replica: Any, source: Source, version: int) -> None:
         """Bring them to one replica that was started anew."""
 
     async def close(self) -> None: ...
@@ -41,21 +53,33 @@ class LocalWay:
     """Engines in this process: each copies from the trainer's tensors."""
 
     def __init__(self, engines: Sequence[RolloutEngine], config: WeightSyncConfig) -> None:
-        if config.transport not in ("auto", "local"):
+        if config.transport is not None:
             raise ConfigError(
-                f"weights.transport: {config.transport!r} is for servers; the rollout runs in the trainer's process, "
-                "where weights are copied (local)"
+                f"weights.transport: {config.transport.name!r} is for servers; the rollout runs in the trainer's "
+                "process, where weights are copied"
             )
         self._engines = engines
 
-    async def send(self, stream: StreamFn, version: int) -> Metrics:
+    async def send(self, source: Source, version: int) -> Metrics:
         metrics: Metrics = {}
         for engine in self._engines:
-            metrics = await sync(stream(), engine.update_weights, version)
+            metrics = await self._to(engine, source, version)
         return {**metrics, "weights/replicas": Metric.max(len(self._engines))}
 
-    async def restore(self, replica: Any, stream: StreamFn, version: int) -> None:
-        await sync(stream(), replica.update_weights, version)
+    async def restore(self, replica: Any, source: Source, version: int) -> None:
+        await self._to(replica, source, version)
+
+    async def _to(self, engine: RolloutEngine, source: Source, version: int) -> Metrics:
+        """Base and adapter come without a pause between them in which the engine could sample from the base."""
+        if source.adapter is None:
+            return await sync(source.whole(), engine.update_weights, version)
+        stream, payload = source.adapter
+
+        async def put(tensors: NamedTensors, version: int) -> Receipt:
+            return await engine.update_adapter(tensors, payload.config, version)
+
+        metrics = {} if engine.has_base else await sync(source.whole(), engine.update_weights, version)
+        return merge_metrics(metrics, await sync(stream(), put, version))
 
     async def close(self) -> None:
         return None
@@ -65,17 +89,12 @@ class ChannelWay:
     """Servers: one transport feeds them all, and each proves what it took in."""
 
     def __init__(self, router: Router, config: WeightSyncConfig, token: str) -> None:
-        transport = "ipc" if config.transport == "auto" else config.transport
-        if transport == "local":
-            raise ConfigError("weights.transport: 'local' is within one process; servers need ipc, or auto")
-        if transport not in TRANSPORTS:
-            raise ConfigError(f"weights.transport: {transport!r} is unknown (there is: {', '.join(TRANSPORTS)})")
         self._router = router
-        self._engine = TRANSPORTS.get(transport)(config.bucket_mib * 2**20, config.timeout_s, token)
+        self._engine = make_sender(config, token)
         self._manager = CheckpointEngineManager(self._engine)
         self._turn: asyncio.Lock | None = None  # one sync at a time: there is one sender
 
-    async def send(self, stream: StreamFn, version: int) -> Metrics:
+    async def send(self, source: Source, version: int) -> Metrics:
         """To every replica that is up. Those that die meanwhile are started again; any other failure is an error."""
         self._router.look()
         if not self._router.replicas:
@@ -83,40 +102,65 @@ class ChannelWay:
         replicas = {replica.name: replica for replica in self._router.replicas}
         if not replicas:
             raise WeightSyncError(f"no rollout replica is left to receive weight version {version}")
-        metrics = await self._sync(stream, version, replicas)
+        async with self._lock:
+            for name in [name for name in self._manager.versions if name not in replicas]:
+                self._manager.remove_replica(name)
+            metrics = await self._send(source, version, replicas)
         for replica in self._router.replicas:
             if replica.name in self._manager.versions:
                 self._router.replica_serves(replica)
         return metrics
 
-    async def restore(self, replica: ServerAdapter, stream: StreamFn, version: int) -> None:
+    async def _send(self, source: Source, version: int, replicas: dict[str, ServerAdapter]) -> Metrics:
+        if source.adapter is None:
+            return await self._sync(source.whole, version, replicas, Full())
+        stream, payload = source.adapter
+        without = {name: one for name, one in replicas.items() if not one.has_base}
+        metrics: Metrics = {}
+        if without:
+            metrics = await self._sync(source.whole, version, without, Full(), resume=False)
+        # those that died are being started again, and `restore` brings them both
+        left = {name: one for name, one in replicas.items() if one.alive and one.has_base}
+        if not left:
+            return metrics
+        return merge_metrics(metrics, await self._sync(stream, version, left, payload))
+
+    async def restore(self, replica: ServerAdapter, source: Source, version: int) -> None:
         async with self._lock:
             self._manager.remove_replica(replica.name)
             self._manager.add_replica(replica)
-            await self._manager.sync(stream(), version, only=[replica.name])
+            only = [replica.name]
+            await self._manager.sync(source.whole(), version, only=only, resume=source.adapter is None)
+            if source.adapter is not None:
+                stream, payload = source.adapter
+                await self._manager.sync(stream(), version, payload, only)
 
-    async def _sync(self, stream: StreamFn, version: int, replicas: dict[str, ServerAdapter]) -> Metrics:
-        async with self._lock:
-            for name in [name for name in self._manager.versions if name not in replicas]:
-                self._manager.remove_replica(name)
-            for name, replica in replicas.items():
-                if name not in self._manager.versions:
+    async def _sync(
+        self,
+        stream: StreamFn,
+        version: int,
+        replicas: dict[str, ServerAdapter],
+        payload: Payload,
+        resume: bool = True,
+    ) -> Metrics:
+        for name, replica in replicas.items():
+            if name not in self._manager.versions:
+                self._manager.add_replica(replica)
+        try:
+            return await self._manager.sync(stream(), version, payload, list(replicas), resume)
+        except WeightSyncError as error:
+            failed = [replicas[name] for name in error.replicas]
+            dead = await _dead(failed, enough=1 if self._engine.all_or_none else len(failed))
+            if not dead or (len(dead) < len(failed) and not self._engine.all_or_none):
+                raise
+            for replica in dead:
+                self._router.replica_failed(replica, str(error))
+            if living := [replica for replica in failed if replica not in dead]:  # they missed it with the dead one
+                for replica in living:
                     self._manager.add_replica(replica)
-            try:
-                return await self._manager.sync(stream(), version)
-            except WeightSyncError as error:
-                failed = [replicas[name] for name in error.replicas]
-                dead = await _dead(failed, enough=1 if self._engine.all_or_none else len(failed))
-                if not dead or (len(dead) < len(failed) and not self._engine.all_or_none):
-                    raise
-                for replica in dead:
-                    self._router.replica_failed(replica, str(error))
-                if living := [replica for replica in failed if replica not in dead]:  # they missed it with the dead one
-                    for replica in living:
-                        self._manager.add_replica(replica)
-                    return await self._manager.sync(stream(), version)
-                left = len(replicas) - len(dead)
-                return {"weights/version": Metric.max(version), "weights/replicas": Metric.max(left)}
+                return await self._manager.sync(stream(), version, payload, [one.name for one in living], resume)
+            left = len(replicas) - len(dead)
+            return {"weights/version": Metric.max(version), "weights/replicas": Metric.max(left)}
 
     @property
     def _lock(self) -> asyncio.Lock:
@@ -138,4 +182,4 @@ async def _dead(replicas: Sequence[ServerAdapter], enough: int) -> list[ServerAd
     return dead
 
 
-__all__ = ["ChannelWay", "LocalWay", "StreamFn", "WeightWay"]
+__all__ = ["ChannelWay", "LocalWay", "Source", "StreamFn", "WeightWay"]

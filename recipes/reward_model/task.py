@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,22 +10,47 @@ LETTERS = "abcdefghij"
 
 
 def comparisons(seed: int, size: int, length: int = 5) -> Iterator[dict[str, Any]]:
-    """`size` rows such as "sort decab": of two orders of the letters the one with fewer inversions was chosen.
+    """`size` rows such as "sort decab": of two attempts at it the one that is closer to the sorted word was chosen.
 
-    `margin` grows with the difference.
+    Attempts are as a policy makes them: letters in the wrong order, other letters, too many or too few. `margin` grows
+    with the difference.
     """
     rng = random.Random(seed)
     for _ in range(size):
         word = rng.sample(LETTERS, k=length)
-        first, second = list(word), list(word)
-        while inversions(first) == inversions(second):
-            rng.shuffle(first)
-            rng.shuffle(second)
-        better, worse = sorted((first, second), key=inversions)
-        margin = 0.1 * (inversions(worse) - inversions(better))
+        target = sorted(word)
+        better, worse = target, target
+        while faults(better, target) == faults(worse, target):
+            better, worse = attempt(rng, target), attempt(rng, target)
+        better, worse = sorted((better, worse), key=lambda one: faults(one, target))
+        margin = 0.2 * (faults(worse, target) - faults(better, target))
         yield {
             "prompt": "sort " + "".join(word), "chosen": "".join(better), "rejected": "".join(worse), "margin": margin
         }  # fmt: skip
+
+
+def attempt(rng: random.Random, target: list[str]) -> list[str]:
+    """The word with some faults: none in one attempt of three, else up to three."""
+    found = list(target)
+    for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
+        at = rng.randrange(len(found))
+        match rng.randrange(5):
+            case 0 if len(found) > 1:
+                del found[at]
+            case 1:
+                found.insert(at, rng.choice(LETTERS))
+            case 2 | 3:
+                found[at] = rng.choice(LETTERS)
+            case _:
+                other = rng.randrange(len(found))
+                found[at], found[other] = found[other], found[at]
+    return found
+
+
+def faults(answer: list[str], target: list[str]) -> int:
+    """Places that do not have the letter they should, those that are missing or too many included."""
+    right = sum(a == b for a, b in zip(answer, target, strict=False))
+    return max(len(answer), len(target)) - right
 
 
 def words(seed: int, size: int, length: int = 5) -> Iterator[dict[str, str]]:
@@ -35,18 +59,6 @@ def words(seed: int, size: int, length: int = 5) -> Iterator[dict[str, str]]:
     for _ in range(size):
         word = rng.sample(LETTERS, k=length)
         yield {"prompt": "sort " + "".join(word), "ground_truth": "".join(sorted(word))}
-
-
-def letters(response: str, ground_truth: str, row: dict[str, Any]) -> float:
-    """1.0 for an answer of just the letters of the word, in any order; each one missing or too many costs a share."""
-    found, wanted = Counter(response), Counter(ground_truth)
-    wrong = (found - wanted).total() + (wanted - found).total()
-    return max(0.0, 1.0 - wrong / len(ground_truth))
-
-
-def inversions(letters: list[str]) -> int:
-    """How many pairs of letters are the wrong way round."""
-    return sum(a > b for i, a in enumerate(letters) for b in letters[i + 1 :])
 
 
 def selections(seed: int, size: int, length: int = 5) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.objective import PolicyObjective, ValueObjective
 from hone.algorithms.presets import PRESETS
 from hone.algorithms.settings import (
+    AdaptiveKlSettings,
     AlgorithmConfig,
     CorrectionSettings,
     DynamicSamplingSettings,
@@ -29,6 +30,7 @@ from hone.algorithms.settings import (
 from hone.config import build
 from hone.types import ModelOutput, Prompt, StopReason, Trajectory, TrajectoryGroup
 
+ADAPTIVE = AdaptiveKlSettings(target=0.01, horizon=20)
 IN_REWARD = KlSettings(where="in_reward", coef=0.1, kind="k1")
 
 
@@ -140,7 +142,7 @@ def test_rewards_given_per_token_are_kept(batch, close):
 
 
 def test_the_kl_coefficient_adapts_and_survives_a_restart(batch):
-    keys = {"kl": KlSettings(where="in_reward", kind="k2", coef=0.1, target=0.01, horizon=20)}
+    keys = {"kl": KlSettings(where="in_reward", kind="k2", coef=0.1, adaptive=ADAPTIVE)}
     first = algorithm(**keys)
     done = first.advantages(batch)
     assert done.token_rewards[1].item() == pytest.approx(-0.1 * 0.125)  # the coefficient before it moved
@@ -201,7 +203,7 @@ def test_returns_are_plain_sums_while_only_the_critic_learns(batches, close):
 
 
 def test_the_kl_coefficient_does_not_adapt_to_a_policy_that_does_not_move(batch):
-    kl = KlSettings(where="in_reward", coef=0.1, target=0.01, horizon=20)
+    kl = KlSettings(where="in_reward", coef=0.1, adaptive=ADAPTIVE)
     chosen = algorithm(advantage=GaeSettings(), kl=kl)
     full = batch.with_(values=torch.zeros(5).double())
     chosen.advantages(full, pretraining=True)

@@ -76,8 +76,8 @@ def test_an_unknown_preset_names_the_nearest():
         ({"loss": "pppo"}, "did you mean 'ppo'"),
         ({"loss": {"name": "ppo", "clip": 0.1}}, r"algorithm\.loss\.clip'"),
         ({"advantage": {"name": "gdpo"}}, r"weights is required"),
-        ({"kl": {"coef": 0.1, "target": 0.1}}, "set both or neither"),
-        ({"kl": {"coef": 0.1, "target": 0.1, "horizon": 100}}, "in_reward"),
+        ({"kl": {"coef": 0.1, "adaptive": {"target": 0.1}}}, "horizon is required"),
+        ({"kl": {"coef": 0.1, "adaptive": {"target": 0.1, "horizon": 100}}}, "in_reward"),
         ({"kl": {"kind": "full", "where": "in_reward"}}, "in_loss"),
         ({"aggregation": {"mode": "seq_mean_token_sum_norm"}}, "norm_tokens"),
         ({"aggregation": {"norm_tokens": 10}}, "norm_tokens"),
@@ -99,7 +99,7 @@ def test_contradictions_are_one_clear_line(data, message):
 
 EVERYTHING = {
     "gae": "{advantage: {name: gae, lam: 0.9}, value_loss: {clip: 0.1}}",
-    "kl": "{kl: {coef: 0.1, where: in_reward, target: 0.1, horizon: 10}, entropy_coef: 0.1}",
+    "kl": "{kl: {coef: 0.1, where: in_reward, adaptive: {target: 0.1, horizon: 10}}, entropy_coef: 0.1}",
     "dapo": "{preset: dapo, overlong: {buffer_tokens: 5}, dynamic_sampling: {max_draws: 2}, resample: {power: 2.0}}",
     "correction": "{correction: {weights: token, band: [0.5, 2], rejections: [{high: 2.0}]}, positive_nll_coef: 0.1}",
     "norm": "{aggregation: {mode: seq_mean_token_sum_norm, norm_tokens: 9}, loss: {name: kl_cov, share: 0.1}}",

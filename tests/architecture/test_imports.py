@@ -43,6 +43,7 @@ THIRD_PARTY = {  # heavy or optional package -> files that may import it
     "reasoning_gym": [],  # by name, in reasoning_gym_patches.py
     "math_verify": ["math.py"],
     "datasets": ["hf.py"],
+    "modelscope": ["source.py"],
     "peft": ["lora.py"],
     "flash_attn": ["attention.py"],
 }
@@ -50,6 +51,7 @@ THIRD_PARTY = {  # heavy or optional package -> files that may import it
 LAZY = {  # function-level imports: file -> what it imports there, and why
     "hone/data/hf.py": {"datasets": "optional"},
     "hone/models/attention.py": {"torch": "varlen attention exists in some builds of torch only"},
+    "hone/models/source.py": {"modelscope": "optional"},
 }
 
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "pandas", "datasets", "jinja2"}

@@ -1,5 +1,7 @@
 """Pairs, judged answers and answers in steps: from rows to tokens and masks, and into one batch."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -16,6 +18,9 @@ from hone.models.tokenizer import build_tokenizer
 @pytest.fixture
 def renderer():
     return Renderer(build_tokenizer(BuildConfig(characters=" abcdefghijklmnopqrstuvwxyz\n")))
+
+
+IN_LINES = partial(StepsMaker, separator="\n")
 
 
 @pytest.fixture
@@ -178,11 +183,11 @@ def test_an_answer_that_does_not_fit_under_a_prompt_is_not_put_there():
 
 
 def test_the_mark_of_a_step_is_on_the_token_after_it(make, renderer):
-    one = make(StepsMaker, {"prompt": "hi", "completions": ["ab", "c"], "labels": [True, False]})
+    one = make(IN_LINES, {"prompt": "hi", "completions": ["ab", "c"], "labels": [True, False]})
     assert whole(renderer, one.sample) == "<bos><user>hi<assistant>ab\nc<eos>"
     assert learnt(renderer, one.sample) == "\n<eos>"
     assert one.labels == (1.0, 0.0)
-    bare = make(StepsMaker, {"prompt": "hi", "completions": ["ab", "c"], "labels": [1, 1]}, step_separator="")
+    bare = make(partial(StepsMaker, separator=""), {"prompt": "hi", "completions": ["ab", "c"], "labels": [1, 1]})
     assert (whole(renderer, bare.sample), learnt(renderer, bare.sample)) == (
         "<bos><user>hi<assistant>abc<eos>",
         "c<eos>",
@@ -202,7 +207,7 @@ def test_the_mark_of_a_step_is_on_the_token_after_it(make, renderer):
 )
 def test_steps_that_do_not_fit_their_labels_are_named(make, changes, message):
     with pytest.raises(DataError, match=message):
-        make(StepsMaker, {"prompt": "hi", "completions": ["ab", "c"], "labels": [True, False], **changes})
+        make(IN_LINES, {"prompt": "hi", "completions": ["ab", "c"], "labels": [True, False], **changes})
 
 
 def test_packed_steps():

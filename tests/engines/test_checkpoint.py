@@ -1,6 +1,7 @@
 """An engine's checkpoint: exact to the bit, strict about what it restores; and the export."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -147,3 +148,33 @@ def test_a_value_model_is_saved_and_restored(make_engine, make_batch, losses, tm
     engine.export_hf(tmp_path / "hf")
     loaded = make_engine(model_type="value_model", model=ModelConfig(path=str(tmp_path / "hf")))
     assert torch.equal(loaded.infer_batch(batch).values, engine.infer_batch(batch).values)
+
+
+def test_what_is_written_while_training_goes_on_is_the_state_at_the_call(tmp_path, make_engine, make_batch, losses):
+    engine, batch = make_engine(optimizer={"lr": 1e-2}), make_batch()
+    engine.train_batch(batch, losses.likelihood)
+    now, behind = tmp_path / "now", tmp_path / "behind"
+    now.mkdir()
+    behind.mkdir()
+    engine.save_checkpoint(now)
+    disk_is_free = threading.Event()
+    engine._writer.start([lambda: disk_is_free.wait(30) and None])
+    engine.save_checkpoint(behind, wait=False)
+    engine.train_batch(batch, losses.likelihood)
+    assert not engine.checkpoint_written()
+    assert {path.name for path in behind.iterdir()} == {"engine.json"}
+    disk_is_free.set()
+    assert engine.checkpoint_written(wait=True)
+    for path in now.iterdir():
+        assert path.read_bytes() == (behind / path.name).read_bytes(), path.name
+
+
+def test_a_file_that_cannot_be_written_is_an_error_when_it_is_asked_for(tmp_path, make_engine):
+    engine = make_engine()
+    engine.save_checkpoint(tmp_path, wait=False)
+    engine.checkpoint_written(wait=True)
+    (tmp_path / "model-00000-of-00001.safetensors").unlink()
+    (tmp_path / "model-00000-of-00001.safetensors").mkdir()
+    engine.save_checkpoint(tmp_path, wait=False)
+    with pytest.raises(OSError, match="directory"):
+        engine.checkpoint_written(wait=True)

@@ -1,10 +1,15 @@
 """The engine: gradients that do not depend on how a batch is cut, precision, refusals, and its public calls."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from hone.data.packing import microbatches, select
+from hone.engines.activations import kept_in_cpu_memory, worth_moving
 from hone.engines.base import BaseEngine
+from hone.engines.layout import lay_out
 from hone.models.attention import packed
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.types import LossOutput
@@ -237,9 +242,43 @@ def test_activation_checkpointing_changes_memory_only(architecture, make_engine,
     batch = make_batch()
     one, other = (
         gradients(make_engine(model=ModelConfig(build=build), activation_checkpointing=on), batch, losses.policy)[0]
-        for on in (False, True)
+        for on in (False, "offload")
     )
     assert_equal_gradients(one, other, 1e-6)
+
+
+def test_with_checkpointing_only_the_input_of_each_layer_is_worth_moving(make_engine, make_batch, losses):
+    """What `offload` takes away: nothing of the layers' inner tensors, and no weight, not even the head's."""
+    engine, batch = make_engine(activation_checkpointing="offload"), make_batch()
+    moved = []
+
+    def pack(tensor):
+        moved.append(tuple(tensor.shape)) if worth_moving(tensor, least_bytes=0) else None
+        return tensor
+
+    with engine.train_mode(), saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine._forward(batch, frozenset())
+    width, layers = engine.model.config.hidden_size, engine.model.config.num_hidden_layers
+    row = lay_out(batch).token_ids.numel()
+    assert moved.count((1, row, width)) >= layers
+    assert {shape[-1] for shape in moved if len(shape) > 1} <= {width, 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator to take activations from")
+def test_gradients_through_cpu_memory_are_the_same():
+    def gradient(context):
+        x = torch.linspace(-1, 1, 1 << 20, device="cuda").requires_grad_()
+        with context:
+            y = (x * 2).sin().exp().sum()
+        before = torch.cuda.memory_allocated()
+        y.backward()
+        return x.grad, before
+
+    plain, held = gradient(nullcontext())
+    moved, less = gradient(kept_in_cpu_memory())
+    assert torch.equal(plain, moved)
+    assert less < held
 
 
 def test_dropout_is_on_in_training_and_off_in_inference(make_engine, make_batch, losses):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hone.models import digest
-from hone.models.digest import digest_tensors
+from hone.models.digest import WeightDigest, digest_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool]
 
@@ -49,6 +49,37 @@ def test_notices_a_tensor_that_is_not_there_and_empty_ones():
 def test_a_name_that_comes_twice_is_an_error():
     with pytest.raises(ValueError, match="'w' comes twice"):
         digest_tensors([("w", torch.zeros(1)), ("w", torch.zeros(1))])
+
+
+def test_does_not_depend_on_which_tensors_come_together():
+    """Of sizes around each of its limits: 2 KiB rows, 16 KiB that are not reduced, 512 KiB that are reduced once."""
+    sizes = [0, 3, 2048, 2049, 16_384, 16_385, 18_432, 100_001, 524_288, 524_289, 1_100_000]
+    tensors = [(f"w{size}", make(torch.int8, size)) for size in sizes]
+    tensors += [("strided", torch.randn(80, 90).T), ("scalar", torch.tensor(3.0)), ("half", make(torch.bfloat16, 9001))]
+    expected = digest_tensors(tensors)
+    for groups in ([tensors], [tensors[::-1]], [[one] for one in tensors], [tensors[:4], tensors[4:9], tensors[9:]]):
+        found = WeightDigest()
+        for group in groups:
+            found.add_many(group)
+        assert found.hexdigest() == expected
+    for at, (name, tensor) in enumerate(tensors):
+        if tensor.numel():
+            changed = tensor.clone()
+            changed[(-1,) * changed.dim()] += 1
+            assert digest_tensors([*tensors[:at], (name, changed), *tensors[at + 1 :]]) != expected, name
+    with pytest.raises(ValueError, match="'half' comes twice"):
+        WeightDigest().add_many([*tensors, tensors[-1]])
+
+
+def test_keeps_nothing_of_what_it_was_given():
+    """What comes may be a view of memory that is written again at once."""
+    tensors = {name: make(torch.int8, size) for name, size in (("a", 9), ("b", 20_000), ("c", 40_000), ("d", 700_000))}
+    expected, found = digest_tensors(tensors.items()), WeightDigest()
+    for group in ("a", "b"), ("c",), ("d",):
+        found.add_many((name, tensors[name]) for name in group)
+        for name in group:
+            tensors[name].zero_()
+    assert found.hexdigest() == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,17 +5,33 @@ and its denominator, clipping of the gradient, AdamW.
 """
 
 import random
+import shutil
 
 import pytest
 import torch
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hone.algorithms.aggregation import loss_weights
 from hone.algorithms.algorithm import Algorithm
-from hone.algorithms.preference import PreferenceObjective
-from hone.algorithms.preference_settings import DpoSettings, HingeSettings, IpoSettings, RobustSettings
+from hone.algorithms.preference import (
+    KTO_BASELINE,
+    MARGIN,
+    PreferenceObjective,
+    RewardModelObjective,
+    kto_baseline,
+)
+from hone.algorithms.preference_settings import (
+    BradleyTerrySettings,
+    DpoSettings,
+    HingeSettings,
+    IpoSettings,
+    KtoSettings,
+    RobustSettings,
+)
+from hone.algorithms.segments import sequence_sum
 from hone.algorithms.settings import AggregationSettings, AlgorithmConfig
 from hone.config import build
 from hone.data.packing import pack
@@ -23,6 +39,7 @@ from hone.engines.settings import EngineConfig, OptimizerConfig, ScheduleConfig
 from hone.models.loading import load_language_model
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
+from hone.models.value_head import SCORE, VALUE_HEAD_FILE
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
 from hone.workers.train import TrainSpec, TrainWorker
 
@@ -45,7 +62,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def worker(folder):
+def worker(folder, model_type="language_model"):
     """hone's engine on that model, with TRL's defaults: AdamW, gradients clipped to norm 1, constant rate."""
     engine = EngineConfig(
         compute_dtype="float32",
@@ -54,7 +71,7 @@ def worker(folder):
         schedule=ScheduleConfig(),
         max_grad_norm=1.0,
     )
-    found = TrainWorker(TrainSpec(ModelConfig(path=str(folder)), engine, total_steps=STEPS))
+    found = TrainWorker(TrainSpec(ModelConfig(path=str(folder)), engine, model_type, total_steps=STEPS))
     found.initialize()
     return found
 
@@ -80,11 +97,13 @@ def arguments(cls, tmp_path, **options):
     )
 
 
-def same_weights(ours, theirs):
+def same_weights(ours, theirs, named=str):
+    """`named` gives hone's name of a weight."""
     found = dict(ours.weights(torch.float32))
     moved = 0.0
     for name, tensor in theirs.state_dict().items():
-        torch.testing.assert_close(found[name], tensor, atol=TOLERANCE, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+        mine = found[named(name)]
+        torch.testing.assert_close(mine, tensor, atol=TOLERANCE, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
         moved = max(moved, float(tensor.abs().max()))
     assert moved > 0
 
@@ -251,15 +270,119 @@ def test_dpo_steps(case, folder, tmp_path):
     same_weights(actor, trainer.model)
 
 
-def pair(number, row):
-    prompt = Prompt(
-        prompt_id=str(number),
-        token_ids=tuple(row["prompt_ids"]),
+ANSWERS = [("2+2=", "4 is it", True), ("9-1=", "five, no less", False), ("3*3=", "nine", True), ("7-7=", "0.", True)]
+
+
+@pytest.mark.parametrize(("desirable", "undesirable"), [(1.0, 1.0), (1.3, 0.8)])
+def test_kto_steps(desirable, undesirable, folder, tmp_path):
+    """hone is given TRL's mismatched answers, and measures the reference point of each step from them itself."""
+    settings = KtoSettings(beta=0.3, desirable=desirable, undesirable=undesirable)
+    trainer = trl.KTOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        args=arguments(
+            trl.KTOConfig,
+            tmp_path,
+            per_device_train_batch_size=len(ANSWERS),
+            beta=0.3,
+            desirable_weight=desirable,
+            undesirable_weight=undesirable,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": p, "completion": c, "label": good} for p, c, good in ANSWERS]),
+    )
+    rows = list(trainer.train_dataset)  # as TRL tokenized them
+    trainer.train()
+
+    objective = PreferenceObjective(settings)
+    actor, reference = worker(folder), worker(folder)
+    batch = judged(rows, "completion_ids").with_(rewards=torch.tensor([float(row["label"]) for row in rows]))
+    mismatched = judged(rows, "KL_completion_ids")
+    ref = reference.infer_batch(mismatched).logprobs
+    batch = batch.with_(ref_logprobs=reference.infer_batch(batch).logprobs)
+    mean = AggregationSettings(mode="seq_mean_token_sum")
+    batch = batch.with_(loss_weights=loss_weights(batch.loss_mask, batch.cu_seqlens, mean))
+    points = []
+    for _ in range(STEPS):
+        gaps = torch.where(mismatched.loss_mask, actor.infer_batch(mismatched).logprobs - ref, 0)
+        points.append(float(kto_baseline(sequence_sum(gaps, mismatched.cu_seqlens))))
+        extras = {KTO_BASELINE: torch.full((batch.num_tokens,), points[-1])}
+        actor.train_batch(batch.with_(extras=extras), objective)
+    assert max(points) > 0, "the reference point was never above 0: nothing of it was compared"
+    same_weights(actor, trainer.model)
+
+
+def judged(rows, field):
+    """One answer under each prompt, a group of its own."""
+    prompts = [(str(number), row) for number, row in enumerate(rows)]
+    made = [asked(name, row["prompt_ids"]) for name, row in prompts]
+    return pack(
+        [TrajectoryGroup(one, (trajectory(one, 0, row[field]),)) for one, (_, row) in zip(made, prompts, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(("centring", "margins"), [(0.0, False), (0.05, True)])
+def test_bradley_terry_steps(centring, margins, folder, tmp_path):
+    """TRL scores an answer at its last token; hone's value of the token that follows it is the same state's."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    begin = tmp_path / "begin"
+    shutil.copytree(folder, begin)
+    save_file({SCORE: model.score.weight.detach().clone()}, begin / VALUE_HEAD_FILE)
+    made = [{"chosen": p + c, "rejected": p + r} for p, c, r in PAIRS]
+    if margins:
+        made = [{**row, "margin": 0.2 * number} for number, row in enumerate(made)]
+    options = {"center_rewards_coefficient": centring} if centring else {}
+    trainer = trl.RewardTrainer(
+        model=model,
+        processing_class=tokenizer,
+        args=arguments(trl.RewardConfig, tmp_path, per_device_train_batch_size=len(PAIRS), **options),
+        train_dataset=Dataset.from_list(made),
+    )
+    rows = list(trainer.train_dataset)
+    trainer.train()
+
+    actor = worker(begin, "value_model")
+    groups = [pair(number, {**row, "prompt_ids": []}) for number, row in enumerate(rows)]
+    batch = pack([marked(group) for group in groups])
+    mean = AggregationSettings(mode="seq_mean_token_sum")
+    batch = batch.with_(loss_weights=loss_weights(batch.loss_mask, batch.cu_seqlens, mean))
+    if margins:
+        batch = batch.with_(components={MARGIN: torch.tensor([row["margin"] for row in rows for _ in range(2)])})
+    for _ in range(STEPS):
+        actor.train_batch(batch, RewardModelObjective(BradleyTerrySettings(centring=centring)))
+    same_weights(actor, trainer.model, lambda name: SCORE if name == "score.weight" else f"body.{name[6:]}")
+
+
+def marked(group):
+    """The group with a token after each answer, which alone counts: its value is that of all that was said."""
+
+    def mark(one):
+        ids = (*one.token_ids, 0)
+        return one.with_(
+            token_ids=ids,
+            prompt_length=len(ids) - 1,
+            loss_mask=(0,) * (len(ids) - 1) + (1,),
+            rollout_logprobs=(0.0,) * len(ids),
+            weight_versions=(0,) * len(ids),
+        )
+
+    return TrajectoryGroup(group.prompt, tuple(mark(one) for one in group.trajectories))
+
+
+def asked(name, prompt_ids):
+    return Prompt(
+        prompt_id=name,
+        token_ids=tuple(prompt_ids),
         messages=(),
         ground_truth="",
         data_source="",
         row={},
-        draw=number,
+        draw=int(name),
     )
+
+
+def pair(number, row):
+    prompt = asked(str(number), row["prompt_ids"])
     both = [trajectory(prompt, sample, row[name]) for sample, name in enumerate(("chosen_ids", "rejected_ids"))]
     return TrajectoryGroup(prompt, tuple(one.with_(reward=float(1 - i)) for i, one in enumerate(both)))

@@ -48,13 +48,13 @@ def test_a_policy_learns_from_the_reward_model_beside_it(tmp_path):
     last = metrics(tmp_path / "policy")[-1]
     assert (last["step"], last["reward/failed"]) == (2, 0)
     assert last["reward/preferred"] != 0
-    assert last["reward/mean"] == pytest.approx(last["reward/preferred"] + 5 * last["reward/letters"], abs=1e-5)
+    assert last["reward/mean"] == pytest.approx(last["reward/preferred"], abs=1e-5)
 
 
-def test_an_answer_of_other_letters_is_worth_less():
-    letters = resolve("recipes/reward_model/task.py:letters")
-    worth = {"abc": 1.0, "cab": 1.0, "abd": 1 / 3, "ab": 2 / 3, "abca": 2 / 3, "": 0.0, "xyz": 0.0}
-    assert {answer: letters(answer, "abc", {}) for answer in worth} == pytest.approx(worth)
+def test_faults_are_places_without_their_letter():
+    faults = resolve("recipes/reward_model/task.py:faults")
+    worth = {"abc": 0, "cab": 3, "abd": 1, "ab": 1, "abca": 1, "": 3, "bc": 3}
+    assert {answer: faults(list(answer), list("abc")) for answer in worth} == worth
 
 
 def test_the_pairs_are_what_the_page_says():
@@ -67,8 +67,12 @@ def test_the_pairs_are_what_the_page_says():
 
 def test_comparisons_and_steps_are_labelled_right():
     for row in resolve("recipes/reward_model/task.py:comparisons")(seed=1, size=200):
-        wrong = [sum(a > b for i, a in enumerate(s) for b in s[i + 1 :]) for s in (row["chosen"], row["rejected"])]
-        assert row["margin"] == pytest.approx(0.1 * (wrong[1] - wrong[0]))
+        target = sorted(row["prompt"].split()[1])
+        wrong = []
+        for answer in (row["chosen"], row["rejected"]):
+            places = max(len(answer), len(target))
+            wrong.append(sum(answer[i : i + 1] != "".join(target[i : i + 1]) for i in range(places)))
+        assert row["margin"] == pytest.approx(0.2 * (wrong[1] - wrong[0]))
         assert wrong[0] < wrong[1]
     for row in resolve("recipes/reward_model/task.py:selections")(seed=1, size=200):
         left = set(row["prompt"].split()[1])

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from hone.rollout import ROLLOUT_ENGINES
+from hone.rollout.base import ServerSpec
+from hone.rollout.settings import RolloutConfig
 
 VOCABULARY = 104  # that of the tokenizer in `tokenizer`
 SIZES = {
@@ -111,10 +116,30 @@ def tokenizer():
     return build_tokenizer(BuildConfig())
 
 
-# -------------------------------------------------------------------------------------- the real vLLM, started once
+# ------------------------------------------------------------------------------- real engines in processes of their own
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 64}  # options of every test server
+
+
+@dataclass(frozen=True)
+class Real:
+    """How the tests start one engine."""
+
+    model: str  # of CONFIGS
+    start_timeout_s: float
+    small: dict  # options of every test server
+    shared: dict  # further ones of the server that several tests share
+
+
+REAL = {
+    "vllm": Real(
+        "qwen3_wide",
+        280,
+        {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 64},
+        {"logits_processors": ["slow_steps:SlowSteps"]},
+    ),
+    "sglang": Real("qwen3", 400, {"max_total_tokens": 8192, "max_running_requests": 64}, {}),
+}
 
 
 @pytest.fixture(scope="session")
@@ -125,81 +150,52 @@ def runner():
 
 
 @pytest.fixture(scope="session")
-def vllm_python():
-    """The interpreter that has vLLM; where there is none, the test skips."""
-    python = ROOT / ".venv-vllm" / "bin" / "python"
-    if not python.is_file():
-        pytest.skip("there is no .venv-vllm: make test-vllm")
-    return python
+def real_python():
+    """`real_python(backend)`: the interpreter that has the engine; where there is none, the test skips."""
+
+    def find(backend):
+        python = ROOT / f".venv-{backend}" / "bin" / "python"
+        if not python.is_file():
+            pytest.skip(f"there is no .venv-{backend}: make test-{backend}")
+        return python
+
+    return find
 
 
 @pytest.fixture(scope="session")
-def vllm_adapter(vllm_python, tiny, tokenizer, tmp_path_factory):
-    """`vllm_adapter(name, engine={...}, **rollout)`: an adapter for the tiny model, not started."""
-    from hone.rollout.base import ServerSpec
-    from hone.rollout.settings import RolloutConfig
-    from hone.rollout.vllm import VllmServer
+def real_adapter(real_python, tiny, tokenizer, tmp_path_factory):
+    """`real_adapter(backend, number=0, engine={...}, **rollout)`: an adapter for the tiny model, not started.
 
-    folder = tmp_path_factory.mktemp("vllm")
-    tiny("qwen3_wide").save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    `lora` are fields of the `ServerSpec` that speak of LoRA.
+    """
 
-    def make(number=0, engine=(), model=folder / "model", **rollout):
-        options = {**SMALL, **dict(engine)}
-        wanted = {"python": str(vllm_python), "start_timeout_s": 280, **rollout}
-        config = RolloutConfig(backend="vllm", engine=options, **wanted)
+    def make(backend, number=0, engine=(), lora=(), **rollout):
+        real = REAL[backend]
+        folder = tmp_path_factory.mktemp(backend)
+        tiny(real.model).save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        wanted = {"python": str(real_python(backend)), "start_timeout_s": real.start_timeout_s, **rollout}
+        config = RolloutConfig(backend=backend, engine={**real.small, **dict(engine)}, **wanted)
         slow = {"PYTHONPATH": str(Path(__file__).parent)}  # for slow_steps.py
         token = secrets.token_hex(16)
-        return VllmServer(ServerSpec(config, str(model), "float32", number, folder, token, environment=slow))
+        model = str(folder / "model")
+        spec = ServerSpec(config, model, "float32", number, folder, token, environment=slow, **dict(lora))
+        return ROLLOUT_ENGINES.get(backend)(spec)
 
     return make
 
 
 @pytest.fixture(scope="session")
-def vllm_server(vllm_adapter, runner):
-    """A started server without weights, slowed down a little; whoever uses it leaves it awake and not paused."""
-    server = vllm_adapter(engine={"logits_processors": ["slow_steps:SlowSteps"]})
-    runner.run(server.start())
-    yield server
-    runner.run(server.close())
+def real_server(real_adapter, runner):
+    """`real_server(backend)`: a server without weights, started once; who uses it leaves it awake and not paused."""
+    started = {}
 
+    def find(backend):
+        if backend not in started:
+            started[backend] = real_adapter(backend, engine=REAL[backend].shared)
+            runner.run(started[backend].start())
+        return started[backend]
 
-# ------------------------------------------------------------------------------------ the real SGLang, started once
-
-
-@pytest.fixture(scope="session")
-def sglang_python():
-    """The interpreter that has SGLang; where there is none, the test skips."""
-    python = ROOT / ".venv-sglang" / "bin" / "python"
-    if not python.is_file():
-        pytest.skip("there is no .venv-sglang: make test-sglang")
-    return python
-
-
-@pytest.fixture(scope="session")
-def sglang_adapter(sglang_python, tiny, tokenizer, tmp_path_factory):
-    """`sglang_adapter(number, engine={...}, **rollout)`: an adapter for the tiny model, not started."""
-    from hone.rollout.base import ServerSpec
-    from hone.rollout.settings import RolloutConfig
-    from hone.rollout.sglang import SglangServer
-
-    folder = tmp_path_factory.mktemp("sglang")
-    tiny("qwen3").save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-
-    def make(number=0, engine=(), **rollout):
-        options = {"max_total_tokens": 8192, "max_running_requests": 64, **dict(engine)}
-        wanted = {"python": str(sglang_python), "start_timeout_s": 400, **rollout}
-        config = RolloutConfig(backend="sglang", engine=options, **wanted)
-        return SglangServer(ServerSpec(config, str(folder / "model"), "float32", number, folder, secrets.token_hex(16)))
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def sglang_server(sglang_adapter, runner):
-    """A started server without weights; whoever uses it leaves it awake and not paused."""
-    server = sglang_adapter()
-    runner.run(server.start())
-    yield server
-    runner.run(server.close())
+    yield find
+    for server in started.values():
+        runner.run(server.close())

@@ -9,12 +9,14 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hone.data.rendering import Renderer
+from hone.rollout.adapters import AdapterFiles
 from hone.rollout.builtin import BuiltinEngine
 from hone.rollout.endpoint import Endpoint
 from hone.rollout.sessions import AgentTask
 from hone.rollout.settings import BuiltinSettings
 from hone.rollout.tool_calls import parse_hermes
 from hone.types import Completion, SamplingParams, Status, StopReason
+from tests.rollout.peft_adapters import adapt
 
 USER = {"role": "user", "content": "ab"}
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
@@ -477,6 +479,23 @@ def test_an_engine_that_breaks_is_asked_once_and_known_to_the_session(talk):
     assert session.trajectories("p", 0) == []
 
 
+@pytest.mark.parametrize("error", [KeyError("row"), TypeError("no len()"), IndexError("row 4")])
+def test_a_fault_inside_the_engine_is_not_the_requests(talk, error, caplog):
+    def broken(language):
+        async def generate(request_id, token_ids, sampling):
+            raise error
+
+        return generate
+
+    async def story(client, session):
+        with pytest.raises(openai.InternalServerError, match="the rollout engine failed"):
+            await ask(client, [USER])
+
+    _, session, _ = talk(story, broken)
+    assert session.failure is error
+    assert type(error).__name__ in caplog.text
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/docs", "/openapi.json", "/", "/nothing"])
 def test_no_door_opens_without_a_key(talk, path):
     async def story(client, session):
@@ -507,3 +526,30 @@ def test_a_key_ends_with_its_session(talk, tokenizer, engine, finish):
                 assert [model.id async for model in client.models.list()] == ["policy"]
 
     finish(story())
+
+
+def test_an_adapter_beside_the_policy_answers_who_names_it_and_is_not_recorded(talk, tiny, tokenizer, tmp_path, gap):
+    """An opponent or judge: its tokens are not the policy's, so they are in no trajectory and spend no budget."""
+    judge, _, _ = adapt(tiny("qwen3"), 0, target_modules=["q_proj", "down_proj"])
+    judge.save_pretrained(tmp_path)
+    beside = {"judge": AdapterFiles.at(str(tmp_path))}
+    engine = BuiltinEngine(BuiltinSettings(), tiny("qwen3"), tokenizer, adapters=beside)
+
+    async def story(client, session):
+        assert [one.id async for one in client.models.list()] == ["policy", "judge"]
+        first = await ask(client, [USER])
+        verdict = await ask(client, [USER], max_tokens=40, extra_body={"model": "judge", "return_token_ids": True})
+        text = await client.completions.create(model="judge", prompt="ab", max_tokens=3)
+        await ask(client, [USER], extra_body={"model": "gpt"})  # any other name is the policy
+        return first, verdict, text
+
+    (_, verdict, text), session, recording = talk(story, lambda language: engine.generate, 12, adapters=("judge",))
+    assert [sampling.adapter for _, _, sampling in recording.asked] == ["", "judge", "judge", ""]
+    assert verdict.model == text.model == "judge"
+    _, asked, _, _ = zip(recording.asked, recording.given, strict=True)
+    assert gap(judge, asked[0][1], asked[1]) < 1e-5
+    assert gap(tiny("qwen3"), asked[0][1], asked[1]) > 1e-3
+    recorded = sum(sum(track.loss_mask) for track in session.trajectories("task/7", 0))
+    own = [recording.given[0], recording.given[3]]
+    assert recorded == sum(len(given.token_ids) for given in own)
+    assert session.budget == 12 - recorded

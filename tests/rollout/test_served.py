@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from hone.rollout.base import ServerSpec
+from hone.rollout.engine_options import EngineDefaults
 from hone.rollout.router import Router
 from hone.rollout.served import SOCKET, ServedEngine
 from hone.rollout.settings import RolloutConfig
@@ -17,16 +18,12 @@ class Small(ServedEngine):
 
     health = "/health"
     positional_seed = True
-
-    def __init__(self, spec):
-        super().__init__(spec, Path(sys.executable), {}, vocabulary=100)
+    defaults = EngineDefaults()
+    how_to_install = "it is there"
 
     def _command(self, folder):
         marker = self._spec.logs / "lived"
         return [sys.executable, str(Path(__file__).with_name("dying_server.py")), str(folder / SOCKET), str(marker)]
-
-    def _environment(self, folder):
-        return {"HONE_TOKEN": self._spec.token}
 
     async def _longest_sequence(self):
         return 100
@@ -35,15 +32,19 @@ class Small(ServedEngine):
         ids = tuple((await self._request("POST", "/generate", {}))["token_ids"])
         return Completion(request_id, ids, (-1.0,) * len(ids), (self._version,) * len(ids), StopReason.LENGTH), 1, 0
 
-    async def _abort_open(self):
+    async def _never(self, *_):
         raise NotImplementedError
+
+    _score = _abort_open = _hold = _go_on = _receive = _give_back = _take_again = unfit_for_adapter = _never
 
     def take_weights(self):
         self._version, self._not_serving = 5, ""
 
 
-def test_all_requests_of_a_server_whose_engine_died_go_on_after_its_restart(tmp_path, finish):
-    spec = ServerSpec(RolloutConfig(start_timeout_s=30), "model", "float32", 0, tmp_path, "token")
+def test_all_requests_of_a_server_whose_engine_died_go_on_after_its_restart(tmp_path, finish, tiny):
+    tiny("qwen3").save_pretrained(tmp_path / "model")
+    settings = RolloutConfig(start_timeout_s=30, python=sys.executable)
+    spec = ServerSpec(settings, str(tmp_path / "model"), "float32", 0, tmp_path, "token")
     engine = Small(spec)
     router = Router([engine], spec.settings)
 

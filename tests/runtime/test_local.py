@@ -205,12 +205,6 @@ def test_ranks_stop_together(recipe, tmp_path):
     assert [row["step"] for row in rows(tmp_path / "stopped")] == [0, 1, 2]
 
 
-def test_a_policy_run_under_torchrun_is_refused(tmp_path):
-    results = run_ranks(2, run_command, "train", "recipes/quickstart/grpo.yaml", f"run.dir={tmp_path / 'run'}")
-    assert [one["code"] for one in results] == [2, 2]
-    assert not (tmp_path / "run").exists()
-
-
 def test_platforms_name_their_collectives():
     assert CpuPlatform().collectives() == "gloo"
     assert CudaPlatform().collectives() == "cpu:gloo,cuda:nccl"

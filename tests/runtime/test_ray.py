@@ -13,7 +13,7 @@ from hone.config import ConfigError, load
 from hone.data.packing import Sample, pack_samples
 from hone.runtime import ray as runtime
 from hone.runtime.base import WorkerFailed
-from hone.runtime.host import to_array, to_tensor
+from hone.runtime.parcel import to_array, to_tensor
 from hone.runtime.ray_patches import on_loopback
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.trainers.launch import run_policy
@@ -35,8 +35,7 @@ def train(folder, given):
 
 
 def config(devices=2, stall_timeout_s=1800.0):
-    backend = RaySettings(devices=devices, stall_timeout_s=stall_timeout_s)
-    return RuntimeConfig(backend=backend, threads=1)
+    return RuntimeConfig(backend=RaySettings(devices=devices), threads=1, stall_timeout_s=stall_timeout_s)
 
 
 def place(worker_class, role="actor", **changes):
@@ -46,7 +45,7 @@ def place(worker_class, role="actor", **changes):
 @pytest.fixture(scope="module")
 def pool():
     """Two ranks, kept between the tests that lose none."""
-    return runtime._pool(config())
+    return runtime._pool("actor", config())
 
 
 def assert_close(one, other):
@@ -105,16 +104,16 @@ def test_results_are_those_of_output_ranks(pool):
 
 def test_weights_come_in_buckets_and_whole(pool):
     group = place(Echo)
-    pool_settings = group._pool.settings
-    assert pool_settings.bucket_mib * 2**20 > 5 * 2**19
-    group._pool.settings = RaySettings(devices=2, bucket_mib=1)
+    usual = group._pool.bucket_bytes
+    assert usual > 5 * 2**19
+    group._pool.bucket_bytes = 2**20
     try:
         asked = []
         submit = group._pool.submit
         group._pool.submit = lambda call, role: asked.append(role) or submit(call, role)
         found = dict(group.call("weights", 5))
     finally:
-        group._pool.settings = pool_settings
+        group._pool.bucket_bytes = usual
         del group._pool.submit
     assert {name: (one.dtype, one.unique().tolist()) for name, one in found.items()} == {
         f"w{number}": (torch.bfloat16, [float(number)]) for number in range(5)
@@ -216,7 +215,7 @@ def test_a_rank_that_is_killed_is_named_with_its_last_lines(capfd):
 
 def test_a_rank_that_hangs_is_shown_with_its_stack(capfd):
     error, printed = fails(Hanging, capfd, stall_timeout_s=4.0)
-    assert "role critic: no progress in phase train_batch for runtime.backend.stall_timeout_s=4" in str(error)
+    assert "role critic: no progress in phase train_batch for runtime.stall_timeout_s=4" in str(error)
     assert "train_batch of critic for" in printed
     assert "time.sleep(1000)" in printed
     assert "in barrier" in printed  # the other rank's stack
@@ -225,4 +224,4 @@ def test_a_rank_that_hangs_is_shown_with_its_stack(capfd):
 def test_too_few_devices_are_an_error_before_anything_starts():
     given = RaySettings(nodes=2, address="local", start_timeout_s=0.5)
     with pytest.raises(ConfigError, match=r"2 node\(s\) with 1 free device"):
-        runtime.ResourcePool(given, RuntimeConfig(backend=given))
+        runtime._pool("actor", RuntimeConfig(backend=given))

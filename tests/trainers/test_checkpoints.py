@@ -77,6 +77,44 @@ def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_checkpoint(tmp_pat
     assert [f.name for f in tmp_path.iterdir()] == ["step_00000001"]
 
 
+def test_what_is_written_in_a_thread_is_published_only_when_it_is_there(tmp_path):
+    store, on_disk = CheckpointStore(tmp_path, keep=2), []
+    store.begin(3, {"actor": writer("begun")}, {"position": 3}, written=lambda wait: wait or bool(on_disk))
+    assert store.has_begun
+    assert not store.publish(wait=False)
+    assert store.latest() is None
+    (tmp_path / ".step_00000003.partial" / "actor" / "late.txt").write_text("from a thread")
+    on_disk.append(True)
+    assert store.publish(wait=True)
+    assert not store.has_begun
+    found = store.latest()
+    assert (found.step, found.state) == (3, {"position": 3})
+    assert (found.part("actor") / "late.txt").read_text() == "from a thread"
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    store.begin(1, {"actor": writer("one")}, {}, written=lambda wait: wait)
+    store.begin(2, {"actor": writer("two")}, {}, written=lambda wait: wait)
+    assert store.latest().step == 1
+    store.publish(wait=True)
+    assert store.latest().step == 2
+
+
+def test_a_thread_that_finds_the_disk_full_leaves_the_earlier_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(1, {"actor": writer("first")}, {})
+
+    def full(wait):
+        raise OSError(28, "No space left on device")
+
+    store.begin(2, {"actor": writer("second")}, {}, written=full)
+    with pytest.raises(CheckpointError, match=r"step 2.*No space left on device; earlier ones stand"):
+        store.publish(wait=False)
+    assert not store.has_begun
+    assert [f.name for f in tmp_path.iterdir()] == ["step_00000001"]
+
+
 def test_too_little_room_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path, keep=2)
     store.save(1, {"actor": writer("x" * 1000)}, {})

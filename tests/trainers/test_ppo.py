@@ -117,8 +117,9 @@ def test_critic_warm_up_leaves_the_actor_alone_and_its_schedule_for_later(tmp_pa
 # --------------------------------------------------------------------------------------------------------------- KL
 
 
-def in_reward(**settings):
-    kl = {"kind": "k3", "where": "in_reward", "coef": 0.05, "horizon": 100, **settings}
+def in_reward(target=None, **settings):
+    adaptive = {"target": target, "horizon": 100} if target is not None else None
+    kl = {"kind": "k3", "where": "in_reward", "coef": 0.05, "adaptive": adaptive, **settings}
     return {"algorithm": {"advantage": "gae", "kl": kl}, "critic": CRITIC}
 
 

@@ -1,6 +1,7 @@
 """Reward models: the numbers of plain forwards, resumed to the bit, an export that scores as it was trained to."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_verdicts_on_steps_are_the_formula_on_plain_forwards(tmp_path):
     path = written(tmp_path, "reward_model", "process")
     run = train_reward_model(path)
     losses, right = [], []
-    for one in held_out(path, run, StepsMaker):
+    for one in held_out(path, run, partial(StepsMaker, separator="\n")):
         for value, label in zip(plain_values(run / "export", one.sample), one.labels, strict=True):
             losses.append(-math.log(sigmoid(value if label else -value)))
             right.append((value > 0) == (label > 0.5))

@@ -50,7 +50,7 @@ def test_prompts_that_taught_nothing_are_not_played_again(tmp_path):
         played.setdefault(one["prompt_id"], {})[one["draw"]] = one["step"]
     flat = {one["prompt_id"] for one in rollouts if one["ground_truth"][0] in "ab"}
     assert flat
-    # In one step without variance, never again in a later one: the chance to come back is 1e-9.
+    # In one step without variance, never again in a later one: the chance to come back is 0.01.
     assert all(len(set(played[name].values())) == 1 for name in flat)
     assert any(len(set(draws.values())) > 1 for draws in played.values())
     skipped = sum(step["rollout/prompts_skipped"] for step in steps[1:])

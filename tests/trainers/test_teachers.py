@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
 from hone.models.settings import BuildConfig, ModelConfig
-from hone.trainers.assembly import local_model
 from hone.trainers.launch import run_policy
+from hone.trainers.own_model import local_model
 from tests.trainers.tiny import BASE, metrics, recipe
 
 ROWS = """
@@ -88,8 +88,30 @@ def test_a_rollout_engine_teaches_as_a_training_engine_does(tmp_path, teachers):
     assert steps[1]["train/teacher_kl"] == pytest.approx(expected[1]["train/teacher_kl"], abs=1e-6)
     assert steps[1]["train/grad_norm"] == pytest.approx(expected[1]["train/grad_norm"], rel=1e-4)
     served["distillation"]["loss"] = "forward_top_k"
-    with pytest.raises(ConfigError, match=r"teachers\.b\.served_by: rollout scores sampled tokens"):
+    with pytest.raises(ConfigError, match=r"teachers\.b\.served_by: the built-in rollout engine scores sampled tokens"):
         train(tmp_path / "top_k", served)
+
+
+def test_a_server_is_not_asked_at_another_temperature(tmp_path, teachers):
+    served = section(teachers, "b")
+    served["distillation"]["teachers"]["b"] |= {"served_by": "rollout", "rollout": {"backend": "vllm"}}
+    warm = {"rollout": {"sampling": {"max_response_tokens": 3, "temperature": 0.7}}}
+    with pytest.raises(ConfigError, match=r"teachers\.b\.rollout\.backend: vllm .* at temperature 1, and .* is 0\.7"):
+        train(tmp_path, served, warm)
+
+
+def test_a_teachers_own_engine_has_its_own_settings(tmp_path, teachers):
+    """The generic forward in float64 gives what the training engine gives; keys that nothing reads are an error."""
+    _, expected, _ = train(tmp_path / "engine", section(teachers, "b"))
+    served = section(teachers, "b")
+    mine = {"served_by": "rollout", "rollout": {"builtin": {"execution": "generic"}}}
+    served["distillation"]["teachers"]["b"] |= mine
+    _, steps, _ = train(tmp_path / "rollout", served)
+    assert steps[1]["train/teacher_kl"] == pytest.approx(expected[1]["train/teacher_kl"], abs=1e-6)
+    mine["rollout"]["sampling"] = {"top_k": 3}
+    served["distillation"]["teachers"]["b"] |= mine
+    with pytest.raises(ConfigError, match=r"used by nothing in this run: distillation\.teachers\.b\.rollout\.sampling"):
+        train(tmp_path / "wrong", served)
 
 
 @pytest.mark.parametrize("name", ["forward_top_k", "reverse_top_k"])

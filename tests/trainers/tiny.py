@@ -39,7 +39,7 @@ BASE = {
 PPO = {
     "algorithm": {
         "advantage": {"name": "gae", "lam": 0.9},
-        "kl": {"kind": "k1", "where": "in_reward", "coef": 0.05, "target": 0.1, "horizon": 100},
+        "kl": {"kind": "k1", "where": "in_reward", "coef": 0.05, "adaptive": {"target": 0.1, "horizon": 100}},
         "entropy_coef": 0.01,
     },
     "critic": {"engine": {"compute_dtype": "float32", "optimizer": {"lr": 1e-3}}},

@@ -15,6 +15,7 @@ import torch
 
 from hone.models.digest import digest_tensors
 from hone.rollout.base import WeightReceipt
+from hone.weights.base import Adapter, Full
 from hone.weights.door import receive
 
 TOKEN = "a token for tests"
@@ -25,9 +26,9 @@ CONTEXT.set_forkserver_preload(
 
 
 def serve(pipe):
-    """One rank: holds the weights of the last sync."""
+    """One rank: holds the whole weights of the last sync, and apart from them the adapter."""
     torch.set_num_threads(1)
-    holds: dict[str, torch.Tensor] = {}
+    held: dict[type, dict[str, torch.Tensor]] = {Full: {}, Adapter: {}}
     while True:
         try:
             offer, rank, token, fault, copy = pipe.recv()
@@ -35,6 +36,7 @@ def serve(pipe):
             return
         try:
             with receive(offer, rank, token, copy) as delivery:
+                holds = held[type(delivery.payload)]
                 _take(delivery, holds, fault)
             facts = {name: (str(t.dtype), tuple(t.shape)) for name, t in holds.items()}
             pipe.send((delivery.version, delivery.digest, digest_tensors(holds.items()), facts))

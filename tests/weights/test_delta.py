@@ -39,7 +39,7 @@ class Carried:
         self._stream = stream
 
     def stream(self):
-        return iter(self._stream)
+        return ([item] for item in self._stream)
 
     def finalize(self, failure="", digest=""):
         pass
@@ -50,7 +50,7 @@ def decoded(stream, version=1):
     receiver = DeltaReceiver.__new__(DeltaReceiver)
     receiver._carrier, receiver._tensors, receiver.rank = Carried(stream), {}, 0
     receiver.offer = type("Offered", (), {"version": version, "replica": "r0"})
-    out = {name: tensor.clone() for name, tensor in receiver.stream()}
+    out = {name: tensor.clone() for ((name, tensor),) in receiver.stream()}
     receiver.finalize("", receiver.expected)
     assert receiver.expected == digest_tensors(out.items())
     return out

@@ -7,6 +7,7 @@ import pytest
 import torch
 import zmq
 
+from hone.models.digest import digest_tensors
 from hone.weights.base import Full, Offer, WeightSyncError
 from hone.weights.buckets import Packer, Unpacker
 from hone.weights.channel import ReceiverChannel, SenderChannel
@@ -153,6 +154,31 @@ def test_packing_places_small_tensors_together_and_cuts_only_large_ones():
         [["c", "float32", [50], 0, 0, 192]],
         [["c", "float32", [50], 0, 192, 8], ["e", "float32", [0], 64, 0, 0]],
     ]
+
+
+def test_what_is_packed_together_comes_out_of_the_bucket_as_it_was():
+    """Small ones in groups, one that is larger than a group, one that is larger than a bucket; strides and dtypes."""
+    torch.manual_seed(0)
+    weights = {
+        f"s{i}": torch.randn(i % 7, 11 * i + 1).to(torch.bfloat16 if i % 3 else torch.float64) for i in range(200)
+    }
+    weights |= {"large": torch.randn(300, 500), "turned": torch.randn(400, 600).T, "cut": torch.randn(1_100_000)}
+    weights |= {"steps": torch.arange(40)[::4], "last": torch.tensor(True)}
+    weights = dict(sorted(weights.items()))
+
+    async def through():
+        packer, unpacker, bucket = Packer(weights.items()), Unpacker(), torch.zeros(2**21, dtype=torch.uint8)
+        found = {}
+        while pieces := await packer.fill(bucket):
+            for group in unpacker.groups(bucket, pieces):
+                found |= {name: tensor.clone() for name, tensor in group}
+        unpacker.finish(packer.tensors, packer.bytes)
+        return found, packer.hexdigest()
+
+    found, digest = asyncio.run(through())
+    assert list(found) == list(weights)
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    assert digest == digest_tensors(weights.items()) == digest_tensors(found.items())
 
 
 # ------------------------------------------------------------------------------------------------- the channel

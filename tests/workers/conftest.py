@@ -60,13 +60,13 @@ class Starter:
     def __post_init__(self):
         self.started = []
 
-    def __call__(self, weights=None, builtin=None, **settings):
+    def __call__(self, weights=None, builtin=None, lora=None, **settings):
         config = RolloutConfig(
-            builtin=BuiltinSettings(**(builtin or {"process": "separate"})), start_timeout_s=120, **settings
+            builtin=BuiltinSettings(**(builtin or {"process": "separate"})), start_timeout_s=300, **settings
         )
         tokenizer = load_tokenizer(self.model)
         spec = RolloutSpec(
-            config, weights or WeightSyncConfig(timeout_s=60), self.model, "float32", tokenizer, self.folder
+            config, weights or WeightSyncConfig(timeout_s=60), self.model, "float32", tokenizer, self.folder, lora
         )
         self.started.append(start_rollout(spec, self.loop.run, Timer().phase))
         return self.started[-1]

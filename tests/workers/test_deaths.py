@@ -12,7 +12,7 @@ import torch
 from hone.config import ConfigError
 from hone.rollout.base import ReplicaLost
 from hone.types import SamplingParams
-from hone.weights.settings import WeightSyncConfig
+from hone.weights.settings import CollectiveSettings, WeightSyncConfig
 from hone.workers.probe import PROMPT_TOKENS, Probe
 
 WANTED = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -88,7 +88,7 @@ def test_a_revival_that_spans_a_training_step_does_not_serve(start, actor, loop,
 
 def test_a_death_in_a_group_costs_the_others_another_sync_and_not_the_run(start, actor, loop):
     """`collective`: a broadcast that lost a member is lost by all."""
-    rollout = start(replicas=2, weights=WeightSyncConfig(transport="collective", timeout_s=60))
+    rollout = start(replicas=2, weights=WeightSyncConfig(transport=CollectiveSettings(), timeout_s=60))
     rollout.sync_from(actor, 0)
     victim, other = rollout._engine.replicas
     weights = actor.weights

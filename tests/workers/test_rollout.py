@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import torch
 
-from hone.config import ConfigError
+from hone.config import ConfigError, build
 from hone.rollout.server import ServerFailed
 from hone.types import Completion, ModelOutput, SamplingParams, StopReason
 from hone.weights.base import WeightSyncError
@@ -207,13 +207,40 @@ def test_two_engines_inside_share_the_requests(start, actor, loop):
     ("weights", "settings", "message"),
     [
         ({"transport": "ipc"}, {"builtin": INSIDE}, "'ipc' is for servers"),
-        ({"transport": "local"}, {}, "'local' is within one process"),
-        ({"transport": "pigeon"}, {}, "'pigeon' is unknown"),
+        ({"transport": "pigeon"}, {}, "unknown weight transport 'pigeon'"),
+        ({"transport": {"name": "ipc", "host": "x"}}, {}, "weights.transport.*host"),
+        ({"transport": {"name": "collective", "host": "192.0.2.1"}}, {}, r"cannot listen on '192\.0\.2\.1'"),
+        ({"transport": {"name": "disk", "folder": "/proc/none"}}, {}, "'/proc/none' cannot be made"),
+        ({"transport": {"name": "delta", "anchor_every": 0}}, {}, "anchor_every"),
     ],
 )
 def test_a_transport_has_to_fit_the_rollout(start, weights, settings, message):
     with pytest.raises(ConfigError, match=message):
-        start(weights=WeightSyncConfig(**weights), **settings)
+        start(weights=build(WeightSyncConfig, weights, "the test", "weights"), **settings)
+
+
+DELTA = {"name": "delta", "over": "ipc", "anchor_every": 2}
+
+
+def test_a_run_file_chooses_transports_with_their_own_settings(start, actor, loop, tmp_path):
+    inside = start(builtin=INSIDE)
+    inside.sync_from(actor, 0)
+    right = [one.token_ids for one in loop.run(many(inside))]
+    for transport in (
+        "ipc",
+        {"name": "collective", "host": "localhost"},
+        {"name": "disk", "folder": str(tmp_path / "files")},
+        DELTA,
+    ):
+        rollout = start(weights=build(WeightSyncConfig, {"transport": transport}, "the test"))
+        metrics = [rollout.sync_from(actor, version) for version in range(3)]
+        assert [one.token_ids for one in loop.run(many(rollout))] == right, transport
+        first, second, third = (one["weights/bytes"].value for one in metrics)
+        changes_alone = transport == DELTA
+        assert (second < first / 10) == changes_alone, "nothing has changed"
+        assert third == first, "an anchor"
+        rollout.close()
+    assert (tmp_path / "files").is_dir()
 
 
 def test_a_server_that_does_not_start_is_an_error_with_its_last_lines(start, tmp_path):

@@ -15,8 +15,7 @@ from hone.rollout.remote import RemoteBuiltin
 from hone.rollout.router import Router
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.types import SamplingParams
-from hone.weights import TRANSPORTS
-from hone.weights.sync import CheckpointEngineManager
+from tests.rollout.syncing import sync_to
 
 
 @dataclass
@@ -87,15 +86,8 @@ class Served(Bench):
                 return
 
     async def update(self, stream, version):
-        sender = TRANSPORTS.get("ipc")(2**16, 30.0, self.engine._spec.token)
-        recorder = _Recording(self.engine)
-        syncs = CheckpointEngineManager(sender)
-        syncs.add_replica(recorder)
-        try:
-            await syncs.sync(stream, version)
-        finally:
-            await sender.close()
-        return recorder.receipts[0]
+        (receipt, *_) = await sync_to(self.engine, stream, version)
+        return receipt
 
 
 class ServedByVllm(Served):
@@ -113,7 +105,7 @@ class ServedByVllm(Served):
 
     async def _produced(self):
         """Tokens that came out so far, those of running requests too."""
-        async with self.engine._open_session().get("http://vllm/metrics") as reply:
+        async with self.engine._open_session().get("http://server/metrics") as reply:
             lines = (await reply.text()).splitlines()
         return float(next(line.split()[-1] for line in lines if line.startswith("vllm:generation_tokens_total")))
 
@@ -123,21 +115,6 @@ class ServedBySglang(Served):
 
     async def let_run(self, turns=6):
         await asyncio.sleep(0.02 * turns)
-
-
-class _Recording:
-    """A replica whose receipts are kept for the test."""
-
-    def __init__(self, engine):
-        self._engine = engine
-        self.receipts = []
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-    async def receive_weights(self, offer):
-        self.receipts = await self._engine.receive_weights(offer)
-        return self.receipts
 
 
 def inside(**settings):
@@ -209,7 +186,7 @@ def bench(request, tiny, tokenizer, server, finish):
     model, other = tiny(name, seed=0), tiny(name, seed=1)
     kind = BENCHES.get(request.param, Bench)
     if request.param in REAL:
-        shared = request.getfixturevalue(f"{request.param}_server")
+        shared = request.getfixturevalue("real_server")(request.param)
         server = lambda: shared  # noqa: E731
     made = kind(ENGINES[request.param](model, tokenizer, server), model, other, tokenizer)
     made.hides_aborts = request.param == "router"

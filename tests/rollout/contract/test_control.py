@@ -165,7 +165,7 @@ def test_a_bad_update_is_refused_by_name_and_stops_the_replica(bench, finish, fa
         stream.append((name, sent[name]))
 
     async def story():
-        running = asyncio.create_task(bench.all(bench.prompts(3), tag="before", **LONG))
+        running = asyncio.create_task(bench.all(bench.prompts(3), tag="before", max_tokens=100))
         await bench.let_run()
         with pytest.raises((ValueError, WeightSyncError), match=name.replace(".", r"\.")):
             await bench.update(stream, 2)

@@ -1,0 +1,170 @@
+"""`hone doctor --model`: what a model is, what of hone it can use, and the memory that its training takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hone.cli.finding import Finding
+from hone.engines.settings import EngineConfig
+from hone.models.anatomy import (
+    Anatomy,
+    activation_bytes_per_token,
+    examine,
+    logits_bytes,
+    training_memory,
+)
+from hone.models.settings import ModelConfig
+from hone.rollout import ROLLOUT_ENGINES
+
+LARGEST_DEGREE = 64
+DEVICES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """All that is said of a model."""
+
+    facts: tuple[Finding, ...]
+    numbers: dict[str, Any]  # the same for programs
+
+
+def model_report(path: str, revision: str | None, devices: int | None, lora_rank: int) -> ModelReport:
+    """Raises ModelError for a model that hone would not load."""
+    anatomy = examine(ModelConfig(path=path, revision=revision))
+    counts = (devices,) if devices else DEVICES
+    memory = [
+        {"devices": count, "lora_rank": rank, **asdict(found), "total": found.total}
+        for rank in (0, lora_rank)
+        for count in counts
+        for found in [training_memory(anatomy, count, rank)]
+    ]
+    degrees = {name: fitting(anatomy, name) for name in ("tensor", "sequence", "expert")}
+    chunk = EngineConfig.model_fields["logprob_chunk_tokens"].default
+    numbers = {
+        "model": asdict(anatomy),
+        "degrees": degrees,
+        "memory": memory,
+        "activation_bytes_per_token": activation_bytes_per_token(anatomy, checkpointing=False),
+        "activation_bytes_per_token_with_checkpointing": activation_bytes_per_token(anatomy, checkpointing=True),
+        "logits_bytes": logits_bytes(anatomy, chunk),
+        "kv_bytes_per_token": anatomy.kv_bytes_per_token(),
+    }
+    facts = (*_what(anatomy), *_features(anatomy, degrees), *_memory(memory, numbers, chunk))
+    return ModelReport(facts, numbers)
+
+
+def fitting(anatomy: Anatomy, dimension: str) -> list[int]:
+    """Sizes of `parallel.<dimension>` above 1 that divide the model; see `engines.sharding`."""
+    sizes = range(2, LARGEST_DEGREE + 1)
+    queries, pairs = anatomy.heads, anatomy.kv_heads
+    if dimension == "tensor":
+        return [n for n in sizes if queries % n == 0 and pairs % n == 0] if anatomy.tensor_plan else []
+    if dimension == "sequence":
+        return [n for n in sizes if queries % n == 0 and (pairs % n == 0 or n % pairs == 0)]
+    return [n for n in sizes if anatomy.experts % n == 0] if anatomy.experts and anatomy.expert_plan else []
+
+
+def _what(anatomy: Anatomy) -> Iterator[Finding]:
+    files = anatomy.files
+
+    def fact(name: str, detail: str) -> Finding:
+        return Finding("model", name, None, detail)
+
+    yield fact("family", f"{anatomy.family} ({anatomy.architecture}), {files.head}")
+    active = f", {_count(anatomy.active)} of them for each token" if anatomy.experts else ""
+    yield fact(
+        "parameters", f"{_count(anatomy.parameters)}{active}; {_count(anatomy.embedding)} in embeddings and head"
+    )
+    yield fact("layers", f"{anatomy.layers}, {anatomy.hidden} wide; MLP {anatomy.mlp}")
+    sizes = f"{anatomy.key_size}" + (f" (values {anatomy.value_size})" * (anatomy.key_size != anatomy.value_size))
+    yield fact(
+        "attention", f"{anatomy.heads} query heads, {anatomy.kv_heads} key-value heads of {sizes}{_window(anatomy)}"
+    )
+    if anatomy.experts:
+        yield fact("experts", f"{anatomy.experts} in a layer, {anatomy.experts_per_token} for each token")
+    yield fact(
+        "vocabulary", f"{anatomy.vocabulary:,}; head {'tied to the embeddings' if anatomy.tied else 'of its own'}"
+    )
+    yield fact("context", f"{anatomy.context:,} tokens" if anatomy.context else "the config does not say")
+    count = f"{files.count} file{'s' * (files.count != 1)}, {_bytes(files.bytes)}, " if files.count else ""
+    yield fact(
+        "weights",
+        f"{count}{files.dtype or 'dtype not known'}" + (f", quantised: {files.quantised}" * bool(files.quantised)),
+    )
+
+
+def _window(anatomy: Anatomy) -> str:
+    return f", sliding window of {anatomy.window}" if anatomy.window else ""
+
+
+def _features(anatomy: Anatomy, degrees: dict[str, list[int]]) -> Iterator[Finding]:
+    def fact(name: str, ok: bool, detail: str) -> Finding:
+        return Finding("features", name, ok, detail)
+
+    obstacle = _unpackable(anatomy)
+    yield fact("packed attention", not obstacle, obstacle or "tried on 11 tokens when a run begins")
+    reasons = {
+        "tensor": "its heads cannot be divided" if anatomy.tensor_plan else "transformers has no plan for it",
+        "sequence": "its heads cannot be divided",
+        "expert": "it has no experts" if not anatomy.experts else "transformers has no plan for it",
+    }
+    for name, found in degrees.items():
+        yield fact(f"parallel.{name}", bool(found), _listing(found) if found else reasons[name])
+    kinds = sorted({name for name, *_ in anatomy.linear})
+    experts = f"; by name also experts.{', experts.'.join(anatomy.expert_matrices)}" if anatomy.expert_matrices else ""
+    yield fact("LoRA targets", bool(kinds), ", ".join(kinds) + experts)
+    for name in ROLLOUT_ENGINES:
+        if name == "builtin":
+            yield fact("rollout builtin", not obstacle, obstacle or "its attention is replaced as in training")
+        else:
+            yield Finding(
+                "features", f"rollout {name}", None, f"{name} says at its start whether it has {anatomy.architecture}"
+            )
+    if anatomy.files.quantised:
+        yield fact("quantised", True, "dequantised into the run folder when a run begins")
+
+
+def _unpackable(anatomy: Anatomy) -> str:
+    if anatomy.stateful:
+        return "its layers carry a state from token to token, through neighbours in a packed row"
+    if not anatomy.replaceable:
+        return "its attention cannot be replaced"
+    return "chunked attention is not supported" if anatomy.chunked else ""
+
+
+def _memory(rows: Sequence[dict[str, Any]], numbers: dict[str, Any], chunk: int) -> Iterator[Finding]:
+    for row in rows:
+        kind = f"LoRA, rank {row['lora_rank']}" if row["lora_rank"] else "all weights"
+        parts = ", ".join(
+            f"{name} {_bytes(row[name])}" for name in ("weights", "gradients", "optimizer", "gathered") if row[name]
+        )
+        where = f"{row['devices']} devices" if row["devices"] > 1 else "1 device"
+        yield Finding("memory of training", f"{kind}, {where}", None, f"{_bytes(row['total'])} each: {parts}")
+    kept, less = (numbers[f"activation_bytes_per_token{end}"] for end in ("", "_with_checkpointing"))
+    yield Finding(
+        "memory of training", "activations", None, f"about {_bytes(kept)} a token; {_bytes(less)} with checkpointing"
+    )
+    yield Finding(
+        "memory of training", "logits", None, f"{_bytes(numbers['logits_bytes'])} for {chunk} tokens at a time"
+    )
+    yield Finding("memory of rollout", "keys and values", None, f"{_bytes(numbers['kv_bytes_per_token'])} a token")
+
+
+def _listing(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"

@@ -1,0 +1,190 @@
+"""Images in messages: where a part of a message gets its image from, and what it is until the model sees it.
+
+    {"type": "image", "image": SOURCE}         SOURCE: a path (relative to the data file), "data:image/png;base64,...",
+    {"type": "image_url", "image_url": ...}            bytes, {"bytes": ..., "path": ...}, a PIL image
+    column `images` of a row   --put_images--> parts without a source, `<image>` marks, or before the first question
+    parts --encoded--> bytes --ImageReader--> Image
+
+Nothing is fetched from the network: a data set that names images by URL is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from PIL import Image as Pillow
+
+from hone.config import ConfigError
+from hone.types import Image, Message
+
+MARK = "<image>"  # stands for an image of the column `images` in text, as many published data sets have it
+_SOURCES = ("image", "path", "image_url", "url", "base64")
+_DATA_URL = re.compile(r"data:[\w/+.-]*;base64,")
+_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+class ImageError(ConfigError):
+    """An image that cannot be read, or has no place; the message names it."""
+
+
+class ImageReader(Protocol):
+    """Makes images of encoded ones for one model (`hone.models.vision.ImageProcessor`)."""
+
+    @property
+    def token_id(self) -> int:
+        """The placeholder: one in the rendered text for each image."""
+
+    def image(self, data: bytes) -> Image:
+        """The image that `data` (PNG, JPEG ...) holds. Raises ValueError if it cannot be decoded, or is too narrow."""
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message's content is an image."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def parts_of(messages: Sequence[Message]) -> Iterator[Any]:
+    """Every part of every message whose content is a list of them."""
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            yield from content
+
+
+def source_of(part: Mapping[str, Any]) -> Any:
+    """What an image part says of where its image is; None if it says nothing."""
+    found = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+    if isinstance(found, Mapping) and "url" in found:  # {"image_url": {"url": ...}}, as OpenAI's messages have it
+        found = found["url"]
+    return f"data:;base64,{found}" if found is not None and found is part.get("base64") else found
+
+
+def images_in(messages: Sequence[Message]) -> tuple[Image, ...]:
+    """The images of messages that `Renderer.with_images` has given, in order."""
+    return tuple(part["image"] for part in parts_of(messages) if is_image(part) and isinstance(part["image"], Image))
+
+
+def with_sources(messages: Sequence[Message], image_of: Any) -> tuple[Message, ...]:
+    """The messages with each image part replaced by {"type": "image", **image_of(part)}."""
+    changed: list[Message] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            parts = [{"type": "image", **image_of(part)} if is_image(part) else _present(part) for part in content]
+            message = Message(**{**message, "content": parts})
+        changed.append(message)
+    return tuple(changed)
+
+
+def without_images(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages with nothing of an image but that there is one: what rewards and chat templates are given."""
+    return with_sources(messages, lambda part: {})
+
+
+def _present(part: Any) -> Any:
+    """A part without the nulls that Parquet fills gaps with."""
+    return {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
+
+
+def put_images(messages: Sequence[Message], sources: Any) -> tuple[Message, ...]:
+    """The messages with the images of a row's column in their places.
+
+    Image parts without a source take them in order; else the marks `<image>` in the text do; else they stand before
+    the first question. Raises ImageError if their numbers differ.
+    """
+    given = list(sources) if isinstance(sources, list | tuple) else [sources]
+    blank = sum(is_image(part) and source_of(part) is None for part in parts_of(messages))
+    marks = sum(text.count(MARK) for text in _texts(messages))
+    if blank or marks:
+        if len(given) != (blank or marks):
+            what = f"{blank} image parts" if blank else f"{marks} marks {MARK}"
+            raise ImageError(f"the column of images has {len(given)}, the messages have {what}")
+        left = iter(given)
+        if not blank:
+            messages = tuple(_split_marks(message) for message in messages)
+        return with_sources(messages, lambda part: {"image": s if (s := source_of(part)) is not None else next(left)})
+    first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), None)
+    if first is None:
+        raise ImageError(f"the column of images has {len(given)}, and no message of the user could show them")
+    content = messages[first].get("content")
+    texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
+    parts = [*({"type": "image", "image": source} for source in given), *texts]
+    shown = Message(**{**messages[first], "content": parts})
+    return (*messages[:first], shown, *messages[first + 1 :])
+
+
+def _texts(messages: Sequence[Message]) -> Iterator[str]:
+    yield from (content for message in messages if isinstance(content := message.get("content"), str))
+    yield from (part["text"] for part in parts_of(messages) if isinstance(part, Mapping) and part.get("text"))
+
+
+def _split_marks(message: Message) -> Message:
+    """A message whose marks have become image parts."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
+    split: list[Any] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str) or MARK not in text:
+            split.append(part)
+            continue
+        for number, piece in enumerate(text.split(MARK)):
+            split += [{"type": "image"}] if number else []
+            split += [{"type": "text", "text": piece}] if piece else []
+    if isinstance(content, str) and len(split) == 1:
+        return message
+    return Message(**{**message, "content": split})
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+def encoded(source: Any, folder: Path) -> bytes:
+    """The encoded image (PNG, JPEG ...) of a source; paths are relative to `folder`. Raises ImageError naming it."""
+    if isinstance(source, bytes | bytearray | memoryview):
+        return bytes(source)
+    if isinstance(source, Pillow.Image):
+        return _as_png(source)
+    if isinstance(source, Mapping):  # a column of images in a Parquet file
+        if source.get("bytes") is not None:
+            return encoded(source["bytes"], folder)
+        source = source.get("path")
+    if isinstance(source, str) and (data := _DATA_URL.match(source)):
+        try:
+            return base64.b64decode(source[data.end() :], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ImageError(f"an image given as base64 is not valid: {error}") from error
+    if isinstance(source, str) and _REMOTE.match(source):
+        raise ImageError(f"image {source:.200} is elsewhere: hone fetches none; save it to a file, and give its path")
+    if isinstance(source, str | Path) and str(source):
+        return _read(Path(folder, source))
+    raise ImageError(
+        f"an image should be a path, bytes, 'data:...;base64,...' or a PIL image, found {type(source).__name__}"
+    )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ImageError(f"image {path} cannot be read: {reason}") from error
+
+
+def _as_png(image: Pillow.Image) -> bytes:
+    """Lossless, so that a decoded image is the same whatever file it came from."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+__all__ = ["ImageError", "ImageReader", "encoded", "images_in", "put_images", "without_images"]

@@ -1,0 +1,55 @@
+"""Value heads on the disk: hone's own file beside a body, or transformers' sequence classification with one label.
+
+value_head.safetensors     score.weight [1, hidden]; the value at a token is that of everything before it
+*ForSequenceClassification score.weight among the weights; the score of a text is that of its last token, read too
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hone.models.errors import ModelError
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+SCORE = "score.weight"
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def is_classifier(config: dict[str, Any]) -> bool:
+    """Whether a config.json is of transformers' sequence classification (most published reward models)."""
+    return any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ())
+
+
+def read_value_head(folder: Path, config: dict[str, Any]) -> Tensor | None:
+    """The head [1, hidden] that lies in a model's folder, or None.
+
+    Raises ModelError for a classifier of several classes, or one whose head is not a single matrix `score.weight`.
+    """
+    if (folder / VALUE_HEAD_FILE).is_file():
+        return load_file(folder / VALUE_HEAD_FILE)[SCORE]
+    if not is_classifier(config):
+        return None
+    head = _find(folder)
+    if head is None:
+        raise ModelError(f"{folder} is a sequence classifier without {SCORE!r}; hone reads heads of that name only")
+    if head.shape[0] != 1:
+        raise ModelError(f"{folder} tells {head.shape[0]} classes apart; a value or reward model has one number")
+    return head
+
+
+def _find(folder: Path) -> Tensor | None:
+    index = folder / "model.safetensors.index.json"
+    name = "model.safetensors"
+    if index.is_file():
+        name = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(SCORE, name)
+    if not (folder / name).is_file():
+        return None
+    with safe_open(folder / name, framework="pt") as file:
+        found: Tensor | None = file.get_tensor(SCORE) if SCORE in file.keys() else None  # noqa: SIM118
+    return found

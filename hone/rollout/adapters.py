@@ -1,0 +1,275 @@
+"""LoRA adapters on the weights of a rollout engine that has no adapters of its own: merged, and taken out again.
+
+    base W (kept aside) --W + scaling * B A--> what is served        LoRA (arXiv 2106.09685); rsLoRA (2312.03732)
+                        --m * (W + scaling * B A) / |W + scaling * B A|-->                    DoRA (2402.09353)
+
+Tensors come under the names of PEFT's files, with PEFT's `adapter_config.json`. What would be merged wrongly is
+refused: an adapter of another kind, a tensor that belongs to no weight, a matrix without its partner.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hone.config import ConfigError
+from hone.registry import unknown
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+PREFIX = "base_model.model."
+PARTS = {
+    "lora_A.weight": "a",
+    "lora_B.weight": "b",
+    "lora_embedding_A": "a",
+    "lora_embedding_B": "b",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+OTHER_KINDS = (  # entries of PEFT's configuration that change what the matrices mean, when they say anything
+    "alora_invocation_tokens",
+    "arrow_config",
+    "layer_replication",
+    "lora_bias",
+    "use_bdlora",
+    "use_qalora",
+    "target_parameters",
+    "trainable_token_indices",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterKind:
+    """What decides whether a rollout engine can take an adapter as it is; known before the first one is trained."""
+
+    rank: int  # the largest of its matrices
+    dora: bool = False
+    experts: bool = False  # on weights of all experts together (PEFT: target_parameters)
+    whole_modules: bool = False  # with modules that are trained whole beside it (PEFT: modules_to_save)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> AdapterKind:
+        """From PEFT's configuration."""
+        return cls(
+            rank=max([int(config["r"]), *(config.get("rank_pattern") or {}).values()]),
+            dora=bool(config.get("use_dora")),
+            experts=bool(config.get("target_parameters")),
+            whole_modules=bool(config.get("modules_to_save")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """A folder as PEFT writes it."""
+
+    folder: Path
+    config: Mapping[str, Any]
+
+    @classmethod
+    def at(cls, folder: str) -> AdapterFiles:
+        """Raises ConfigError, naming the file, for a folder that is none, or an adapter of another kind."""
+        place = Path(folder).expanduser().absolute()
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (place / name).is_file():
+                raise ConfigError(f"{folder} is no adapter in PEFT's format: it has no {name}")
+        try:
+            config = json.loads((place / CONFIG_FILE).read_text(encoding="utf-8"))
+            refuse_other_kinds(config)
+        except (json.JSONDecodeError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{place / CONFIG_FILE}: {error}") from error
+        return cls(place, config)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor under its PEFT name."""
+        try:
+            return load_file(self.folder / WEIGHTS_FILE)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{self.folder / WEIGHTS_FILE} cannot be read: {error}") from error
+
+
+def unfit_for_merging(kind: AdapterKind) -> str:
+    """Why `MergedAdapter` cannot take an adapter of a kind; empty: it can."""
+    return "it is on the weights of experts" if kind.experts else ""
+
+
+def check_adapter(name: str, known: Mapping[str, Any]) -> None:
+    """Raise ValueError for an adapter that is not served."""
+    if name and name not in known:
+        raise ValueError(unknown("adapter", name, list(known)) if known else f"no adapter {name!r} is served here")
+
+
+@dataclass(slots=True)
+class _Delta:
+    """What an adapter says of one weight."""
+
+    scaling: float
+    transposed: bool  # the weight is stored [in, out]
+    parts: dict[str, Tensor] = field(default_factory=dict)  # a [r, in], b [out, r], and of DoRA magnitude [out]
+
+    def merged(self, base: Tensor) -> Tensor:
+        """`base` with the adapter, computed in float32 at least, in the dtype of `base`."""
+        wide = torch.promote_types(base.dtype, torch.float32)
+        a, b = self.parts["a"].to(wide), self.parts["b"].to(wide)
+        weight = base.to(wide).T if self.transposed else base.to(wide)  # [out, in]
+        weight = weight + self.scaling * (b @ a)
+        if "magnitude" in self.parts:
+            norm = torch.linalg.norm(weight, dim=1)
+            weight = (self.parts["magnitude"].to(wide).flatten() / norm)[:, None] * weight
+        return (weight.T if self.transposed else weight).to(base.dtype)
+
+
+class MergedAdapter:
+    """Puts one adapter after another onto weights that it changes in place; of what one touches, the base is kept."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        """`weights` is the storage that is served, under Hugging Face names."""
+        self._weights = weights
+        self._base: dict[str, Tensor] = {}
+
+    def put(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        """Serve base and adapter. Raises ValueError, with nothing changed, for one that does not fit the weights."""
+        deltas, whole = self._read(tensors, config)
+        touched = deltas.keys() | whole.keys()
+        for name in self._base.keys() - touched:  # the last adapter was on it, this one is not
+            self._weights[name].copy_(self._base.pop(name))
+        for name in touched - self._base.keys():
+            self._base[name] = self._weights[name].clone()
+        for name, delta in deltas.items():
+            self._weights[name].copy_(delta.merged(self._base[name]))
+        for name, tensor in whole.items():
+            self._weights[name].copy_(tensor)
+
+    def forget(self) -> None:
+        """The weights are whole new ones: what was kept of others means nothing."""
+        self._base.clear()
+
+    def take_out(self) -> None:
+        """Serve the base alone."""
+        for name, tensor in self._base.items():
+            self._weights[name].copy_(tensor)
+        self._base.clear()
+
+    def _read(
+        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+    ) -> tuple[dict[str, _Delta], dict[str, Tensor]]:
+        """What the adapter does to each weight, and the weights that it replaces; all checked."""
+        refuse_other_kinds(config)
+        deltas: dict[str, _Delta] = {}
+        whole: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            module, part = _split(name)
+            if part is None:
+                whole[self._known(module, name)] = tensor
+                continue
+            weight = self._known(f"{module}.weight", name)
+            if weight not in deltas:
+                embedding = "lora_embedding" in name or f"{PREFIX}{module}.lora_embedding_A" in tensors
+                transposed = embedding or bool(config.get("fan_in_fan_out"))
+                deltas[weight] = _Delta(_scaling(config, module), transposed)
+            deltas[weight].parts[part] = tensor
+        if not deltas:
+            raise ValueError("the adapter has no LoRA matrix: it would change nothing")
+        for weight, delta in deltas.items():
+            self._check(weight, delta, bool(config.get("use_dora")))
+        for weight, tensor in whole.items():
+            if tensor.shape != self._weights[weight].shape:
+                raise ValueError(
+                    f"the adapter's {weight!r} has shape {tuple(tensor.shape)}, the model's "
+                    f"{tuple(self._weights[weight].shape)}"
+                )
+        self._refuse_tied(deltas.keys() | whole.keys())
+        return deltas, whole
+
+    def _known(self, weight: str, name: str) -> str:
+        if weight not in self._weights:
+            raise ValueError(f"the adapter's {name!r} belongs to no weight of the model: there is no {weight!r}")
+        return weight
+
+    def _check(self, weight: str, delta: _Delta, dora: bool) -> None:
+        wanted = {"a", "b", "magnitude"} if dora else {"a", "b"}
+        if delta.parts.keys() != wanted:
+            raise ValueError(
+                f"the adapter of {weight!r} has {', '.join(sorted(delta.parts))}; expected {', '.join(sorted(wanted))}"
+            )
+        shape = tuple(self._weights[weight].shape)
+        found = (delta.parts["b"].shape[0], delta.parts["a"].shape[-1])
+        fits = delta.parts["a"].dim() == delta.parts["b"].dim() == 2 and len(shape) == 2
+        if not fits or found != (shape[::-1] if delta.transposed else shape):
+            raise ValueError(f"the adapter of {weight!r} is for a matrix of {found}, the model's has {shape}")
+        if delta.parts["a"].shape[0] != delta.parts["b"].shape[1]:
+            raise ValueError(f"the two matrices of the adapter of {weight!r} are of unlike rank")
+        if dora and delta.parts["magnitude"].numel() != found[0]:
+            raise ValueError(
+                f"the adapter of {weight!r} has {delta.parts['magnitude'].numel()} magnitudes, not {found[0]}"
+            )
+
+    def _refuse_tied(self, touched: Any) -> None:
+        """An adapter on one of two names of the same storage would be served under the other name too."""
+        owners: dict[int, str] = {}
+        for name, tensor in self._weights.items():
+            owner = owners.setdefault(tensor.data_ptr(), name)
+            if owner != name and (owner in touched) != (name in touched):
+                raise ValueError(
+                    f"the adapter is on one of {owner!r} and {name!r}, which are one tensor in this model: send merged "
+                    "weights of a model whose head is untied"
+                )
+
+
+def refuse_other_kinds(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for an adapter that is not plain LoRA, rsLoRA or DoRA, naming the entry that says so."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"the adapter is of the kind {kind!r}; expected LORA")
+    for entry in OTHER_KINDS:
+        if config.get(entry):
+            raise ValueError(f"the adapter has {entry} = {config[entry]!r}, which changes what its matrices mean")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"the adapter has bias = {config['bias']!r}; expected 'none'")
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """The module that a tensor of an adapter belongs to, and which part of it it is; None: the whole weight."""
+    if not name.startswith(PREFIX):
+        raise ValueError(f"the adapter's {name!r} is not named as PEFT does: it should begin with {PREFIX!r}")
+    plain = name.removeprefix(PREFIX)
+    for ending, part in PARTS.items():
+        if plain.endswith(f".{ending}"):
+            return plain.removesuffix(f".{ending}"), part
+    if "lora_" in plain:
+        raise ValueError(f"the adapter's {name!r} is of no kind that is known ({', '.join(PARTS)})")
+    return plain, None
+
+
+def _scaling(config: Mapping[str, Any], module: str) -> float:
+    """What B A is multiplied with: alpha / r, or alpha / sqrt(r) of rsLoRA; patterns as PEFT reads them."""
+    rank = _of_pattern(config.get("rank_pattern"), module, config["r"])
+    alpha = _of_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _of_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
+    """The value of the first key that is the end of the module's name, at a dot."""
+    for key, value in (pattern or {}).items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return default
+
+
+__all__ = [
+    "AdapterFiles",
+    "AdapterKind",
+    "MergedAdapter",
+    "check_adapter",
+    "refuse_other_kinds",
+    "unfit_for_merging",
+]

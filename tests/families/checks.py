@@ -1,0 +1,344 @@
+"""What is run for each family: one function for each column of the table. A check that fails raises; that is the cell.
+
+folder (Hugging Face format) --engine, trainer, rollout of hone--> numbers  ==  transformers' own forward
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM
+
+import hone
+from hone.config import load
+from hone.data.packing import Sample, balanced_parts, pack_samples, select
+from hone.engines.fsdp2 import Fsdp2Engine
+from hone.engines.settings import EngineConfig, LoraConfig, OptimizerConfig, ParallelConfig
+from hone.models.errors import ModelError
+from hone.models.settings import ModelConfig
+from hone.models.value_head import VALUE_HEAD_FILE
+from hone.rollout.builtin import BuiltinEngine
+from hone.rollout.settings import BuiltinSettings
+from hone.rollout.vllm import CPU_ENVIRONMENT, ENVIRONMENT
+from hone.trainers.export import export_checkpoint
+from hone.trainers.launch import run_policy, run_supervised
+from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.supervised_settings import SupervisedRunConfig
+from hone.types import Batch, LossOutput, SamplingParams
+from tests.ranks import run_ranks
+from tests.trainers.tiny import metrics
+
+LENGTHS = (13, 9, 12, 7, 20, 12)
+GROUPS = (0, 0, 1, 2, 1, 0)  # answers to one prompt share its first 6 tokens, which the row holds once
+PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 12, 30, 12)]
+TOKENS = 20
+YES = "yes"
+VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+DEADLINE_S = 120
+TASK = """
+import random
+def rows(seed, size):
+    rng = random.Random(seed)
+    for _ in range(size):
+        text = "".join(rng.choices("abcdefgh", k=6))
+        yield {"prompt": text, "completion": text[::-1], "ground_truth": text[::-1]}
+
+def low(response, ground_truth, row):
+    return sum(ord(one) < 80 for one in response) / 12
+"""
+SERVED = 1e-3  # other kernels round otherwise; a stale weight shows as 0.01 and more
+CLOSE = 1e-4  # in log-probs; what is left out or stale shows as 0.01 and more
+
+
+def make_batch(seed: int) -> Batch:
+    """Ragged sequences, some with a prompt in common; each token weighs the same."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(8, 104, (length,), generator=generator).tolist() for length in LENGTHS]
+    prompts = {group: row[:6] for group, row in reversed(list(zip(GROUPS, rows, strict=True)))}
+    samples = [
+        Sample((*prompts[group], *row[6:]), (0,) * 6 + (1,) * (len(row) - 6))
+        for group, row in zip(GROUPS, rows, strict=True)
+    ]
+    batch = pack_samples(samples)
+    weights = torch.full((batch.num_tokens,), 1 / int(batch.loss_mask.sum()))
+    return batch.with_(group_index=torch.tensor(GROUPS), loss_weights=weights)
+
+
+def make_engine(folder: Path, model_type: str = "language_model", **settings: Any) -> Fsdp2Engine:
+    """An engine that computes in float32, with a learning rate that moves every weight visibly."""
+    engine = EngineConfig(
+        compute_dtype="float32", max_tokens_per_microbatch=60, optimizer=OptimizerConfig(lr=1e-3), **settings
+    )
+    model = ModelConfig(path=str(folder))
+    made = Fsdp2Engine(
+        SimpleNamespace(
+            model=model, engine=engine, model_type=model_type, temperature=1.0, total_steps=100, reference=None
+        ),
+        "cpu",
+    )
+    made.initialize()
+    return made
+
+
+def likelihood(output: Any, batch: Batch) -> LossOutput:
+    return LossOutput(-output.logprobs)
+
+
+def plain_logprobs(model: Any, batch: Batch) -> Tensor:
+    """Log-probs of each token by transformers' own attention, sequence by sequence; 0 where there is no loss."""
+    found = torch.zeros(batch.num_tokens)
+    for index in range(batch.num_sequences):
+        one = select(batch, [index])
+        with torch.no_grad():
+            logits = model(one.token_ids[None], use_cache=False).logits[0].float()
+        scores = torch.log_softmax(logits[:-1], -1).gather(1, one.token_ids[1:, None])[:, 0]
+        found[batch.cu_seqlens[index] + 1 : batch.cu_seqlens[index + 1]] = scores
+    return torch.where(batch.loss_mask, found, 0)
+
+
+def require_close(found: Tensor, expected: Tensor, what: str, limit: float = CLOSE) -> None:
+    gap = float((found - expected).abs().max())
+    assert gap <= limit, f"{what} differ by {gap:.2g}"
+
+
+# ----------------------------------------------------------------------------------------------- the cheap columns
+
+
+def packed(folder: Path) -> None:
+    """Training on packed rows with shared prompts lowers the loss, and scores as transformers does row by row."""
+    engine = make_engine(folder)
+    first = engine.train_batch(make_batch(0), likelihood)["train/loss"].value
+    for _ in range(3):
+        last = engine.train_batch(make_batch(0), likelihood)["train/loss"].value
+    assert last < first, f"the loss went from {first:.4f} to {last:.4f}"
+    batch = make_batch(1)
+    found = engine.infer_batch(batch).logprobs
+    engine.model.set_attn_implementation("eager")  # type: ignore[operator]
+    require_close(found, plain_logprobs(engine.model, batch), "log-probs")  # type: ignore[arg-type]
+
+
+def whole_path(folder: Path) -> None:
+    """`hone sft` for a step, `hone train` (GRPO) from its export for a step, its export read by transformers alone."""
+    work = folder / "runs"
+    tuned = run_supervised(load(SupervisedRunConfig, _run_file(work, "sft", folder)))
+    policy = run_policy(load(PolicyRunConfig, _run_file(work, "rl", tuned / "export")))
+    for run, key in ((tuned, "train/grad_norm"), (policy, "train/grad_norm")):
+        (line,) = (one for one in metrics(run) if key in one)
+        assert line[key] > 0, f"{run.name}: no gradient"
+    gap = line["correction/mean_abs_difference"]
+    assert gap <= CLOSE, f"rollout and trainer differ by {gap:.2g} a token"
+    output = work / "export"
+    export_checkpoint(policy, output)
+    batch = make_batch(2)
+    exported = AutoModelForCausalLM.from_pretrained(output, attn_implementation="eager")
+    ours = make_engine(policy / "export").infer_batch(batch).logprobs
+    assert ours is not None
+    require_close(ours, plain_logprobs(exported, batch), "log-probs of the export")
+    before = plain_logprobs(AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), batch)
+    assert float((ours - before).abs().max()) > 10 * CLOSE, "nothing was learnt"
+
+
+def _run_file(work: Path, kind: str, model: Path) -> Path:
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "task.py").write_text(TASK, encoding="utf-8")
+    rows = {"source": {"name": "python", "function": f"{work}/task.py:rows", "size": 16, "seed": 1}}
+    engine = {"compute_dtype": "float32", "optimizer": {"lr": 1e-3}}
+    settings: dict[str, Any] = {
+        "kind": kind,
+        "run": {"dir": str(work / kind), "steps": 1, "seed": 3},
+        "model": {"path": str(model)},
+        "data": {"train": rows},
+        "tracking": {"trackers": ["jsonl"], "rollouts_per_step": 0},
+        "runtime": {"threads": 1},
+    }
+    if kind == "sft":
+        settings |= {"samples_per_step": 8, "engine": engine}
+    else:
+        settings |= {
+            "actor": engine,
+            "update": {"prompts_per_step": 4, "samples_per_prompt": 4},
+            "rollout": {"sampling": {"max_response_tokens": 12}, "builtin": {"max_sequence_tokens": 64}},
+            "reward": {"components": {"low": {"reward": f"{work}/task.py:low"}}, "workers": 1},
+        }
+    path = work / f"{kind}.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+def built_in_rollout(folder: Path) -> None:
+    """What the built-in engine samples after a weight sync has the trainer's log-probs."""
+    engine = make_engine(folder)
+    settings = BuiltinSettings(max_sequence_tokens=64, slots=4)
+    rollout = BuiltinEngine(settings, engine.model.config)  # type: ignore[arg-type]
+    for version in (0, 1):
+        asyncio.run(asyncio.wait_for(_sync_and_compare(engine, rollout, version), DEADLINE_S))
+        engine.train_batch(make_batch(version), likelihood)
+
+
+async def _sync_and_compare(engine: Fsdp2Engine, rollout: BuiltinEngine, version: int) -> None:
+    await rollout.update_weights(engine.get_per_tensor_param()[0], version)
+    sampled = await asyncio.gather(*(rollout.generate(str(i), p, sampling(i)) for i, p in enumerate(PROMPTS)))
+    compare(engine, [(prompt, *_told(one)) for prompt, one in zip(PROMPTS, sampled, strict=True)])
+
+
+def _told(completion: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return completion.token_ids, completion.logprobs
+
+
+def sampling(seed: int) -> SamplingParams:
+    return SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=seed)
+
+
+def compare(engine: Fsdp2Engine, sampled: list[Any], limit: float = CLOSE) -> None:
+    """Require the trainer's log-probs of completions (prompt, tokens, log-probs) to be those of the rollout."""
+    samples = [Sample((*p, *tokens), (0,) * len(p) + (1,) * len(tokens)) for p, tokens, _ in sampled]
+    batch = pack_samples(samples)
+    found = engine.infer_batch(batch).logprobs
+    assert found is not None
+    theirs = torch.tensor([one for _, _, logprobs in sampled for one in logprobs])
+    require_close(found[batch.loss_mask], theirs, "rollout and trainer", limit)
+
+
+def value_head(folder: Path) -> None:
+    """A value model learns, and its export gives the same values by hand; so does the sequence-classification form."""
+    engine = make_engine(folder, "value_model")
+    batch = make_batch(0)
+    torch.nn.init.normal_(engine.model.score.weight, std=0.1)  # type: ignore[union-attr, arg-type]
+    targets = torch.randn(batch.num_tokens)
+
+    def squared(output: Any, part: Batch) -> LossOutput:
+        return LossOutput((output.values - part.advantages) ** 2)
+
+    losses = [engine.train_batch(batch.with_(advantages=targets), squared)["train/loss"].value for _ in range(3)]
+    assert losses[-1] < losses[0], f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f}"
+    output = folder / "critic"
+    engine.export_hf(output)
+    again = make_engine(output, "value_model").infer_batch(batch).values
+    found = engine.infer_batch(batch).values
+    assert again is not None
+    assert found is not None
+    require_close(again, found, "values after a reload")
+    body = AutoModel.from_pretrained(output, attn_implementation="eager")
+    head = load_file(output / VALUE_HEAD_FILE)["score.weight"][0]
+    one = select(batch, [0])
+    with torch.no_grad():
+        expected = body(one.token_ids[None]).last_hidden_state[0, :-1] @ head
+    by_hand = torch.where(one.loss_mask[1:], expected, 0)
+    require_close(found[1 : int(batch.cu_seqlens[1])], by_hand, "values by hand")
+
+
+# ---------------------------------------------------------------------------------------------------------- servers
+
+
+def vllm_rollout(folders: Sequence[Path]) -> list[str]:
+    """What a real vLLM samples with the trainer's weights has the trainer's log-probs: one cell for each family.
+
+    The weights are those after a training step, taken in as a weight sync brings them; see `vllm_child`.
+    """
+    engines = [make_engine(folder) for folder in folders]
+    for folder, engine in zip(folders, engines, strict=True):
+        engine.train_batch(make_batch(0), likelihood)
+        save_file(dict(engine.get_per_tensor_param()[0]), folder / "state.safetensors")
+    asked = json.dumps({"prompts": PROMPTS, "tokens": TOKENS})
+    environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "HF_HUB_OFFLINE": "1", "HONE_TOKEN": "none"}
+    with tempfile.TemporaryDirectory() as path:  # hone, and nothing else of its environment
+        Path(path, "hone").symlink_to(Path(hone.__file__).parent, target_is_directory=True)
+        command = [str(VLLM_PYTHON), str(Path(__file__).with_name("vllm_child.py")), *map(str, folders)]
+        environment["PYTHONPATH"] = path
+        subprocess.run(command, input=asked, text=True, env=environment, timeout=3600, check=False)
+    return [_vllm_cell(folder, engine) for folder, engine in zip(folders, engines, strict=True)]
+
+
+def _vllm_cell(folder: Path, engine: Fsdp2Engine) -> str:
+    if not (folder / "sampled.json").is_file():
+        return "vLLM's process ended"
+    found = json.loads((folder / "sampled.json").read_text(encoding="utf-8"))
+    if "error" in found:
+        return str(found["error"])
+    try:
+        sampled = [(one["token_ids"], one["logprobs"]) for one in found["sampled"]]
+        compare(engine, [(prompt, *one) for prompt, one in zip(PROMPTS, sampled, strict=True)], SERVED)
+    except AssertionError as error:
+        return str(error)
+    return YES
+
+
+def lora(folder: Path) -> None:
+    """An adapter learns beside a base that stays; merged, the weights give the adapter's log-probs."""
+    engine = make_engine(folder, lora=LoraConfig(rank=4))
+    batch = make_batch(0)
+    base = engine.infer_batch(batch).logprobs
+    for _ in range(3):
+        engine.train_batch(make_batch(0), likelihood)
+    adapted = engine.infer_batch(batch).logprobs
+    with engine.disable_adapter():
+        without = engine.infer_batch(batch).logprobs
+    assert base is not None
+    assert adapted is not None
+    assert without is not None
+    require_close(without, base, "log-probs without the adapter", 0.0)
+    assert float((adapted - base).abs().max()) > CLOSE, "the adapter learnt nothing"
+    plain = make_engine(folder)
+    plain.model.load_state_dict(dict(engine.get_per_tensor_param()[0]))
+    merged = plain.infer_batch(batch).logprobs
+    assert merged is not None
+    require_close(merged, adapted, "log-probs of the merged weights")
+
+
+# ----------------------------------------------------------------------------------------------------- several ranks
+
+
+def mesh(folder: str, parallel: dict[str, int]) -> dict[str, Any]:
+    """Run by each rank: two steps, and the weights then; or why the model was refused."""
+    try:
+        engine = make_engine(Path(folder), parallel=ParallelConfig(**parallel))
+    except ModelError as error:
+        return {"refused": str(error)}
+    losses = []
+    for seed in (0, 1):
+        batch = make_batch(seed)
+        part = select(batch, balanced_parts(batch, engine.data_parallel_size)[engine.data_parallel_rank])
+        found = engine.train_batch(part, likelihood)
+        losses.append(found["train/grad_norm"].value)
+    return {"norms": losses, **dict(engine.get_per_tensor_param()[0])}
+
+
+def on_ranks(folder: Path, **parallel: int) -> None:
+    """Two ranks give the gradient norms and weights of one process."""
+    alone = mesh(str(folder), {})
+    first, second = run_ranks(2, mesh, str(folder), parallel)
+    assert first is not None, "a rank ended by itself"
+    assert second is not None, "a rank ended by itself"
+    if "refused" in first:
+        raise ModelError(first["refused"])
+    for name, expected in alone.items():
+        for rank in (first, second):
+            if name == "norms":
+                gap = max(abs(a / b - 1) for a, b in zip(rank[name], expected, strict=True))
+                assert gap < CLOSE, f"gradient norms differ by {gap:.2g}"
+            else:
+                require_close(rank[name], expected, name, 2 * CLOSE)
+
+
+def tensor_parallel(folder: Path) -> None:
+    on_ranks(folder, tensor=2)
+
+
+def sequence_parallel(folder: Path) -> None:
+    on_ranks(folder, sequence=2)
+
+
+def expert_parallel(folder: Path) -> None:
+    on_ranks(folder, expert=2)

@@ -1,0 +1,200 @@
+"""The families of the table in docs/families.md: each at a tiny size, with what sets its architecture apart.
+
+Every one is built from the configuration class of transformers and written as a Hugging Face folder. Weights are moved
+off their neutral values (norms of 1, biases of 0, sinks of 0), so that a part that is left out shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.models.loading import load_language_model, without_progress_bars
+from hone.models.settings import BuildConfig, ModelConfig
+from hone.models.tokenizer import load_tokenizer
+
+# Heads of 32: the smallest that vLLM's attention on a CPU takes.
+SIZES = {
+    "hidden_size": 32,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_size": 32,
+    "mlp_size": 64,
+    "max_positions": 128,
+    "tie_embeddings": False,
+}
+WIDE = {"hidden_size": 64, "heads": 2, "head_size": None}  # where a configuration has no size of a head of its own
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row: an architecture of transformers, and what of it a tiny model should have."""
+
+    architecture: str
+    traits: str  # what sets it apart, for the table
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    experts: bool = False
+
+    def build_config(self) -> BuildConfig:
+        sizes = {key: size for key, size in {**SIZES, **self.sizes}.items() if size is not None}
+        return BuildConfig(**sizes, architecture=self.architecture, options=dict(self.options))
+
+
+FAMILIES = {
+    "Qwen2": Family("qwen2", "biases of q, k and v", sizes=WIDE),
+    "Qwen2.5": Family("qwen2", "the same, tied head", sizes=WIDE | {"tie_embeddings": True}),
+    "Qwen3": Family("qwen3", "norms of queries and keys, tied head", sizes={"tie_embeddings": True}),
+    "Qwen3-MoE": Family(
+        "qwen3_moe",
+        "experts in every layer",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        WIDE,
+        experts=True,
+    ),
+    "Llama 3": Family(
+        "llama",
+        "rescaled rotary frequencies",
+        {
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "Mistral": Family("mistral", "a sliding window in every layer", {"sliding_window": 8}),
+    "Gemma 2": Family(
+        "gemma2",
+        "soft-capped scores and logits, windows in every other layer",
+        {
+            "sliding_window": 8,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 16,
+        },
+        {"tie_embeddings": True},
+    ),
+    "Gemma 3": Family(
+        "gemma3_text",
+        "two rotary bases, windows in some layers",
+        {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+        },
+        {"tie_embeddings": True},
+    ),
+    "Phi-3": Family(
+        "phi3",
+        "fused q, k, v and fused gate, up; a sliding window",
+        {"sliding_window": 8},
+        WIDE,
+    ),
+    "Phi-4-mini": Family(
+        "phi3",
+        "partial and long rotary positions, tied head",
+        {
+            "sliding_window": None,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_theta": 1e4,
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.05 * i for i in range(12)],
+                "long_factor": [1.0 + 0.5 * i for i in range(12)],
+                "original_max_position_embeddings": 64,
+            },
+        },
+        WIDE | {"tie_embeddings": True},
+    ),
+    "OLMo 2": Family(
+        "olmo2",
+        "norms after attention and MLP; of whole queries and keys",
+        sizes=WIDE,
+    ),
+    "DeepSeek-V3": Family(
+        "deepseek_v3",
+        "latent attention with other sizes of keys and values, grouped and shared experts",
+        {
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+        {"kv_heads": 4, "head_size": None},
+        experts=True,
+    ),
+    "gpt-oss": Family(
+        "gpt_oss",
+        "attention sinks, windows in every other layer, experts with biases",
+        {
+            "sliding_window": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "truncate": False,
+            },
+        },
+        experts=True,
+    ),
+    "GLM-4": Family("glm4", "partial rotary positions, norms around attention and MLP"),
+    "GLM-4-MoE": Family(
+        "glm4_moe",
+        "experts behind a dense layer, a shared expert, partial rotary positions",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": True,
+        },
+        WIDE,
+        experts=True,
+    ),
+}
+
+
+def save(family: Family, folder: Path, seed: int = 0) -> Path:
+    """Write the family's model and tokenizer into `folder`."""
+    build = family.build_config().model_copy(update={"seed": seed})
+    model = load_language_model(ModelConfig(build=build))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}.values():
+            if tensor.is_floating_point():
+                tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+    with without_progress_bars():
+        model.save_pretrained(folder)
+    load_tokenizer(ModelConfig(build=build)).save_pretrained(folder)
+    return folder

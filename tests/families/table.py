@@ -1,0 +1,134 @@
+"""Runs the columns of the table of families, keeps what came out, and writes the table into docs/families.md.
+
+    python -m tests.families.table                                  every column of every family; about half an hour
+    python -m tests.families.table --columns packed,lora            these columns
+    python -m tests.families.table --families "Qwen3,GLM-4"         these families
+    python -m tests.families.table --show                           run nothing: the table of what is known
+
+A cell is "yes", or what was said when it failed. Cells are kept in tests/families/results.json; the table is made from
+them alone. The column vllm needs .venv-vllm (make test-vllm).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from tests.families import checks
+from tests.families.families import FAMILIES, Family, save
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).with_name("results.json")
+PAGE = ROOT / "docs" / "families.md"
+BEGIN, END = "<!-- table of families: begin -->", "<!-- table of families: end -->"
+COLUMNS: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "packed": ("packed", checks.packed),
+    "path": ("SFT, GRPO, export", checks.whole_path),
+    "builtin": ("built-in rollout", checks.built_in_rollout),
+    "value": ("value head", checks.value_head),
+    "lora": ("LoRA", checks.lora),
+    "tensor": ("tp2", checks.tensor_parallel),
+    "sequence": ("sp2", checks.sequence_parallel),
+    "expert": ("ep2", checks.expert_parallel),
+}
+CHEAP = ("packed", "path", "builtin", "value")  # which the tests run
+VLLM, VLLM_HEADING = "vllm", "vLLM rollout"
+NONE = "–"
+
+Cells = dict[str, dict[str, str]]
+
+
+def run_cell(family: Family, column: str) -> str:
+    """One cell: "yes", or the first sentence of what was wrong."""
+    with tempfile.TemporaryDirectory() as path:
+        try:
+            COLUMNS[column][1](save(family, Path(path) / "model"))
+        except Exception as error:  # noqa: BLE001  whatever it is, it is the cell
+            return _sentence(str(error) or type(error).__name__, path)
+    return checks.YES
+
+
+def _sentence(text: str, folder: str) -> str:
+    said = text.replace(f"model.path '{folder}/model' cannot be loaded: ", "").replace(f"{folder}/model", "the model")
+    said = re.sub(r"/tmp/\S+", "the model", " ".join(said.splitlines()[-1:] or [said]))
+    return said.replace("|", "/")[:300]
+
+
+def run_vllm(names: list[str]) -> Iterator[tuple[str, str]]:
+    """The vLLM cells of several families, by one process of vLLM."""
+    with tempfile.TemporaryDirectory() as path:
+        folders = [save(FAMILIES[name], Path(path) / str(number)) for number, name in enumerate(names)]
+        for name, cell in zip(names, checks.vllm_rollout(folders), strict=True):
+            yield name, _sentence(cell, path)
+
+
+def applies(family: Family, column: str) -> bool:
+    return family.experts or column != "expert"
+
+
+def table(cells: Mapping[str, Mapping[str, str]]) -> str:
+    """The table in Markdown; cells that failed are numbered, and what was wrong stands below."""
+    columns = [*COLUMNS, VLLM]
+    headings = [*(heading for heading, _ in COLUMNS.values()), VLLM_HEADING]
+    lines = ["| family | `model_type` | " + " | ".join(headings) + " |", "|---" * (len(columns) + 2) + "|"]
+    notes: list[str] = []
+    for name, family in FAMILIES.items():
+        row = []
+        for column in columns:
+            cell = cells.get(name, {}).get(column, "not run") if applies(family, column) else NONE
+            if cell not in (checks.YES, NONE, "not run"):
+                if cell not in notes:
+                    notes.append(cell)
+                cell = f"no ({notes.index(cell) + 1})"
+            row.append(cell)
+        lines.append(f"| {name} | `{family.architecture}` | " + " | ".join(row) + " |")
+    said = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
+    traits = [f"- {name}: {family.traits}" for name, family in FAMILIES.items()]
+    return "\n".join(
+        [*lines, "", *said, *([""] if said else []), "What each tiny model has of its family:", "", *traits]
+    )
+
+
+def read() -> Cells:
+    cells: Cells = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    return cells
+
+
+def keep(cells: Cells) -> None:
+    """Write the cells, and the table into the page."""
+    RESULTS.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(cells)}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run the columns of docs/families.md.")
+    parser.add_argument("--columns", default=",".join([*COLUMNS, VLLM]))
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    asked = parser.parse_args()
+    cells = read()
+    names = [name.strip() for name in asked.families.split(",")]
+    for column in [] if asked.show else asked.columns.split(","):
+        found = (
+            run_vllm(names)
+            if column == VLLM
+            else ((name, run_cell(FAMILIES[name], column)) for name in names if applies(FAMILIES[name], column))
+        )
+        for name, cell in found:
+            print(f"{name:12} {column:9} {cell}", flush=True)
+            cells = read()
+            cells.setdefault(name, {})[column] = cell
+            keep(cells)
+    if asked.show:
+        print(table(cells))
+
+
+if __name__ == "__main__":
+    main()

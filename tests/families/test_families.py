@@ -1,0 +1,30 @@
+"""The cheap columns of the table in docs/families.md, run again; and the page has what was kept."""
+
+import pytest
+
+from tests.families.families import FAMILIES
+from tests.families.table import BEGIN, CHEAP, COLUMNS, END, PAGE, applies, read, run_cell, table
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("column", CHEAP)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cell_is_as_the_page_says(name, column):
+    assert run_cell(FAMILIES[name], column) == read()[name][column]
+
+
+def test_the_page_has_the_table_of_the_kept_cells():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.partition(BEGIN)[2].partition(END)[0].strip() == table(read())
+
+
+def test_every_cell_was_run():
+    """But those of vLLM, which has an environment of its own: the page says where it was not."""
+    cells = read()
+    missing = [
+        (name, column)
+        for name, family in FAMILIES.items()
+        for column in COLUMNS
+        if applies(family, column) and column not in cells.get(name, {})
+    ]
+    assert missing == []

@@ -1,0 +1,209 @@
+"""What is checked before a server is started, and what its engine's own parser is left to check."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from hone.config import ConfigError
+from hone.models.errors import ModelError
+from hone.rollout import ROLLOUT_ENGINES
+from hone.rollout.base import ServerSpec
+from hone.rollout.engine_options import command_arguments
+from hone.rollout.server import ServerFailed
+from hone.rollout.settings import RolloutConfig
+
+
+@dataclass(frozen=True)
+class Expected:
+    """How one engine's command line should be."""
+
+    defaults: set
+    changes: dict  # of these, in `rollout.engine`
+    changed: set
+    gone: tuple  # beginnings of flags that the changes leave out
+    always: set  # with tensor_parallel=2
+    reserved: dict  # option -> words of the refusal
+    install: str
+
+
+EXPECTED = {
+    "vllm": Expected(
+        {"--load-format=dummy", "--enforce-eager", "--dtype=bfloat16", "--block-size=32"},
+        {"load_format": "auto", "enforce-eager": False, "dtype": "float16", "block_size": None},
+        {"--load-format=auto", "--no-enforce-eager", "--dtype=float16"},
+        ("--block-size",),
+        {
+            "--logprobs-mode=processed_logprobs",
+            "--middleware=hone.workers.vllm.ControlGuard",
+            "--tensor-parallel-size=2",
+            '--weight-transfer-config={"backend": "hone"}',
+        },
+        {
+            "tensor_parallel_size": "rollout.tensor_parallel",
+            "trust-remote-code": "model.trust_remote_code",
+            "logprobs_mode": "processed_logprobs",
+            "middleware": "hone puts its own",
+            "host": "only hone",
+        },
+        r"pip install vllm==0",
+    ),
+    "sglang": Expected(
+        {"--load-format=dummy", "--dtype=bfloat16", "--disable-overlap-schedule"},
+        {"load-format": "auto", "dtype": "float16", "disable_overlap_schedule": False, "max_total_tokens": None},
+        {"--load-format=auto", "--dtype=float16"},
+        ("--disable-overlap", "--max-total", "--no-"),
+        {"--tp-size=2", "--sampling-backend=pytorch", "--weight-version=-1"},
+        {
+            "tp-size": "rollout.tensor_parallel",
+            "trust_remote_code": "model.trust_remote_code",
+            "enable_custom_logit_processor": "unpickle",
+            "tokenizer_worker_num": "one server process",
+            "port": "only for hone",
+        },
+        r"pip install sglang==0",
+    ),
+}
+RESERVED = [(backend, *one) for backend, expected in EXPECTED.items() for one in expected.reserved.items()]
+
+
+@pytest.fixture(params=sorted(EXPECTED))
+def backend(request):
+    return request.param
+
+
+@pytest.fixture
+def expected(backend):
+    return EXPECTED[backend]
+
+
+@pytest.fixture
+def adapter_of(tmp_path, tiny):
+    """`adapter_of(backend, engine={...}, trust=False, **rollout)`, with an interpreter that is only a file."""
+    (tmp_path / "python").touch()
+    tiny("qwen3").save_pretrained(tmp_path / "model")
+
+    def make(backend, engine=(), trust=False, **rollout):
+        config = RolloutConfig(backend=backend, engine=dict(engine), **{"python": str(tmp_path / "python"), **rollout})
+        spec = ServerSpec(config, str(tmp_path / "model"), "bfloat16", 0, tmp_path, "secret", trust_remote_code=trust)
+        return ROLLOUT_ENGINES.get(backend)(spec)
+
+    return make
+
+
+@pytest.fixture
+def adapter(adapter_of, backend):
+    return lambda engine=(), trust=False, **rollout: adapter_of(backend, engine, trust, **rollout)
+
+
+def command(server):
+    return server._command(Path("folder"))
+
+
+def test_options_are_written_as_a_command_line_has_them():
+    options = {
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "cudagraph_capture_sizes": [1, 2, 4],
+        "gpu_memory_utilization": 0.3,
+        "quantization": "fp8",
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+        "max_model_len": None,
+    }
+    assert command_arguments(options) == [
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--cudagraph-capture-sizes",
+        "1",
+        "2",
+        "4",
+        "--gpu-memory-utilization=0.3",
+        "--quantization=fp8",
+        '--speculative-config={"method": "ngram", "num_speculative_tokens": 2}',
+    ]
+
+
+def test_hones_defaults_can_each_be_overridden(adapter, expected):
+    assert expected.defaults <= set(command(adapter()))
+    changed = command(adapter(expected.changes))
+    assert expected.changed <= set(changed)
+    assert not any(argument.startswith(expected.gone) for argument in changed)
+
+
+def test_what_the_trainer_relies_on_is_always_there(adapter, expected):
+    found = command(adapter(tensor_parallel=2))
+    assert expected.always <= set(found)
+    assert "secret" not in " ".join(found)
+
+
+@pytest.mark.parametrize(("backend", "option", "says"), RESERVED)
+def test_options_that_hone_sets_itself_are_refused(adapter_of, backend, option, says):
+    with pytest.raises(ConfigError, match=f"rollout.engine.{option} .*{says}"):
+        adapter_of(backend, {option: "1"})
+
+
+def test_the_dtype_is_the_options_or_the_trainers(adapter):
+    assert adapter().dtype is torch.bfloat16
+    assert adapter({"dtype": "float32"}).dtype is torch.float32
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.dtype should be a dtype"):
+        adapter({"dtype": "half of it"})
+
+
+def test_a_missing_environment_says_how_to_make_one(adapter, backend, expected, tmp_path, monkeypatch):
+    how = rf"`make \.venv-{backend}` .*{expected.install}"
+    with pytest.raises(ConfigError, match=rf"there is no interpreter .*nowhere; {how}"):
+        adapter(python="nowhere")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hone.rollout.served.hone.__file__", str(tmp_path / "hone" / "__init__.py"))
+    with pytest.raises(ConfigError, match=rf"\.venv-{backend} is not there: {how}"):
+        adapter(python="")
+
+
+def test_a_model_with_code_of_its_own_is_refused_unless_allowed(adapter, tmp_path):
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "theirs.Model"}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"Python code of its own .*model.trust_remote_code"):
+        adapter()
+    assert "--trust-remote-code" in command(adapter(trust=True))
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused(adapter, tmp_path):
+    theirs = {"auto_map": {"AutoTokenizer": ["theirs.T", None]}}
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(theirs))
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
+        adapter()
+
+
+def test_a_model_without_a_tokenizer_is_served_without_one(adapter, tmp_path):
+    assert "--skip-tokenizer-init" in command(adapter())
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    assert "--skip-tokenizer-init" not in command(adapter())
+
+
+def test_constructing_starts_nothing(adapter):
+    server = adapter()
+    assert not server.alive
+    assert server.weight_version == -1
+
+
+REFUSED = [
+    pytest.param("vllm", {"no_such_option": 3}, r"^[\w.]+: error: unrecognized arguments: --no-such-option=3"),
+    pytest.param("vllm", {"speculative_config": {"method": "no_such_way"}}, r"no_such_way"),
+    pytest.param("vllm", {"quantization": "no_such_bits"}, r"no_such_bits"),
+    pytest.param("sglang", {"no_such_option": 3}, r"unrecognized arguments: --no-such-option=3"),
+    pytest.param("sglang", {"quantization": "no_such_bits"}, r"no_such_bits"),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine", "says"),
+    [pytest.param(*one.values, marks=getattr(pytest.mark, one.values[0])) for one in REFUSED],
+)
+def test_the_engines_own_parser_refuses_with_its_message(real_adapter, finish, backend, engine, says):
+    server = real_adapter(backend, 7, engine=engine)
+    with pytest.raises(ServerFailed, match=says):
+        finish(server.start())
+    assert not server.alive
