@@ -113,13 +113,12 @@ class ServerSpec:
     """
 
     settings: RolloutConfig
-    model: str  # folder or hub name of the Hugging Face model; its weights need not be read, a sync brings them
+    model: str  # folder of the Hugging Face model; its weights need not be read, a sync brings them
     dtype: str  # in which the server stores weights and computes, unless the engine's options say otherwise
     number: int  # of the replica, from 0
     logs: Path  # folder of server logs, which exists; `<logs>/<name>.log`
     token: str = field(repr=False)  # the run's; for the environment variable HONE_TOKEN of the server, nothing else
     tokenizer: str = ""  # folder or hub name; empty: the model's own
-    revision: str = ""  # of a hub model
     trust_remote_code: bool = False
     frozen: bool = False  # it serves the weights in the model's folder from its start, and no sync brings others
     adapter: AdapterKind | None = None  # of the LoRA adapter that the policy is, sent beside its base; None: none

@@ -84,7 +84,6 @@ class RemoteBuiltin:
         told = {
             "model": spec.model,
             "tokenizer": spec.tokenizer,
-            "revision": spec.revision,
             "trust_remote_code": spec.trust_remote_code,
             "dtype": spec.dtype,
             "settings": plain(spec.settings.builtin),

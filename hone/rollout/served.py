@@ -76,8 +76,7 @@ class ServedEngine(ABC):
         self._dtype = named_dtype(self._options["dtype"])
         self._python = environment_python(spec.settings.backend, spec.settings.python, self.how_to_install)
         refuse_own_code(spec)
-        revision = spec.revision or "main"
-        config = AutoConfig.from_pretrained(spec.model, revision=revision, trust_remote_code=spec.trust_remote_code)
+        config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
         self._config = config.get_text_config()
         self._vocabulary = int(self._config.vocab_size)
         self._ranks = spec.settings.tensor_parallel
@@ -511,7 +510,7 @@ def private_folder() -> Path:
 
 def refuse_own_code(spec: ServerSpec) -> None:
     """Raises ModelError for a model or tokenizer that brings code of its own, unless that was allowed."""
-    check_source(spec.model, "model.path", "config.json", spec.trust_remote_code, spec.revision or None)
+    check_source(spec.model, "model.path", "config.json", spec.trust_remote_code, None)
     tokenizer = Path(spec.tokenizer or spec.model).expanduser()
     if (tokenizer / "tokenizer_config.json").is_file():
         check_source(str(tokenizer), "the tokenizer", "tokenizer_config.json", spec.trust_remote_code, None)

@@ -306,7 +306,6 @@ def server_options(spec: ServerSpec, vocabulary: int) -> dict[str, Any]:
         "sampling_mask_max_tokens": vocabulary,  # whatever the filters leave, its log-probs are known
         "skip_server_warmup": True,
         "weight_version": "-1",
-        "revision": spec.revision or None,
         "tokenizer_path": spec.tokenizer or None,
         "trust_remote_code": spec.trust_remote_code or None,
         "enable_return_routed_experts": bool(spec.routed_layers) or None,

@@ -324,7 +324,6 @@ def server_options(spec: ServerSpec, folder: Path) -> dict[str, Any]:
         "uds": str(folder / SOCKET),
         "tensor_parallel_size": spec.settings.tensor_parallel,
         **OWN_OPTIONS,
-        "revision": spec.revision or None,
         "tokenizer": spec.tokenizer or None,
         "trust_remote_code": spec.trust_remote_code or None,
         "enable_return_routed_experts": bool(spec.routed_layers) or None,

@@ -56,7 +56,6 @@ class Told:
 
     model: str
     tokenizer: str
-    revision: str
     trust_remote_code: bool
     dtype: str
     settings: dict[str, Any]  # of `BuiltinSettings`
@@ -204,7 +203,6 @@ def make_engine(told: Told) -> BuiltinEngine:
     model = ModelConfig(
         path=told.model,
         tokenizer=told.tokenizer or None,
-        revision=told.revision or None,
         trust_remote_code=told.trust_remote_code,
     )
     settings = build(BuiltinSettings, told.settings, "the command line", "rollout.builtin")

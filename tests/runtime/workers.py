@@ -19,13 +19,14 @@ class Spec:
 
 
 class Worker:
-    """One of two data-parallel ranks; each gives results."""
+    """One of the data-parallel ranks of its pool; each gives results."""
 
     is_output_rank = True
 
     def __init__(self, spec):
         self.offset = spec.offset
-        self.data_parallel_rank, self.data_parallel_size = dist.get_rank(), dist.get_world_size()
+        alone = not dist.is_initialized()  # a pool of one rank has nobody to meet
+        self.data_parallel_rank, self.data_parallel_size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 
 
 class Echo(Worker):

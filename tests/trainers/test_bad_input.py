@@ -120,22 +120,22 @@ def test_a_reward_that_fails_at_times_is_counted_and_never_a_zero(tmp_path, capf
 
 def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(tmp_path, capfd, monkeypatch):
     written = []
-    real = CheckpointStore.save
+    real = CheckpointStore.begin
 
-    def save(self, step, parts, state, score=None):
+    def begin(self, step, parts, *rest):
         def full(folder):
             raise OSError(errno.ENOSPC, "No space left on device")
 
         written.append(step)
-        return real(self, step, {**parts, "actor": full} if step >= 4 else parts, state, score)
+        return real(self, step, {**parts, "actor": full} if step >= 4 else parts, *rest)
 
-    monkeypatch.setattr(CheckpointStore, "save", save)
+    monkeypatch.setattr(CheckpointStore, "begin", begin)
     path = recipe(tmp_path)
     code, said = hone(capfd, path)
     assert code == 1, said
     assert "No space left on device; earlier ones stand" in errors(said)[0]
     assert sorted(f.name for f in (tmp_path / "run" / "checkpoints").iterdir())[-1] == "step_00000002"
-    monkeypatch.setattr(CheckpointStore, "save", real)
+    monkeypatch.setattr(CheckpointStore, "begin", real)
     code, said = hone(capfd, path)
     assert code == 0, said
     assert [m["step"] for m in metrics(tmp_path / "run")] == list(range(7))

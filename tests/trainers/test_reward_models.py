@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -375,7 +376,8 @@ def test_a_reward_model_in_a_process_judges_a_run(tmp_path, folder):
 
 @pytest.mark.parametrize("place", ["colocated", "process"])
 def test_a_folder_without_a_value_head_is_no_reward_model(tmp_path, folder, place):
-    settings = change(tmp_path, path=tmp_path, place=place)
+    plain = shutil.copytree(folder, tmp_path / "plain", ignore=shutil.ignore_patterns("value_head.safetensors"))
+    settings = change(tmp_path, path=plain, place=place)
     with pytest.raises(ConfigError, match=r"reward\.components\.preferred\.model: .* is not a reward model"):
         train(tmp_path, settings)
 
