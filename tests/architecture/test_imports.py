@@ -44,6 +44,7 @@ THIRD_PARTY = {  # heavy or optional package -> files that may import it
     "math_verify": ["math.py"],
     "datasets": ["hf.py"],
     "modelscope": ["source.py"],
+    "modelscope_hub": ["source.py"],
     "peft": ["lora.py"],
     "flash_attn": ["attention.py"],
 }
@@ -51,7 +52,7 @@ THIRD_PARTY = {  # heavy or optional package -> files that may import it
 LAZY = {  # function-level imports: file -> what it imports there, and why
     "hone/data/hf.py": {"datasets": "optional"},
     "hone/models/attention.py": {"torch": "varlen attention exists in some builds of torch only"},
-    "hone/models/source.py": {"modelscope": "optional"},
+    "hone/models/source.py": {"modelscope": "optional", "modelscope_hub": "its errors"},
 }
 
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "pandas", "datasets", "jinja2"}
