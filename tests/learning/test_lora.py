@@ -9,7 +9,6 @@ from hone.registry import resolve
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = f"{ROOT}/benchmarks/lora_table.py"
-PAGE = (ROOT / "docs" / "lora.md").read_text(encoding="utf-8")
 
 
 def script(name):
@@ -46,8 +45,3 @@ def test_a_row_says_when_it_reached_the_target_and_where_it_stood_at_the_end(tmp
     lines = script("table")({row.name: found}).splitlines()
     assert lines[2] == "| rank 8 | 0.004 | 4,000 | 0.250 | 5 | 0.980 | 12 |"
     assert lines[-1].startswith("Not measured yet: all weights, rank 1, ")
-
-
-def test_the_page_says_what_was_measured():
-    table = PAGE.partition(script("BEGIN"))[2].partition(script("END"))[0]
-    assert table.strip() == script("table")(script("finished")())
