@@ -372,5 +372,5 @@ def test_what_cannot_be_trained_is_named(make_engine, make_batch, losses):
         make_engine().infer_batch(batch.with_(loss_mask=torch.ones_like(batch.loss_mask)))
     with pytest.raises(ValueError, match="temperature=0"):
         make_engine(temperature=0.0)
-    with pytest.raises(NotImplementedError, match="no adapter"):
+    with pytest.raises(ValueError, match="has no adapter"):
         make_engine().disable_adapter()
