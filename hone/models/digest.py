@@ -1,34 +1,73 @@
 """A digest of weights: two replicas that serve the same tensors say the same 32 hexadecimal digits.
 
-    tensor's bytes --rows of 2,048--> times 16 columns of small odd numbers --> 16 sums (int32) per row: 1/32 as much
-        --again, until at most 16 KiB are left--> BLAKE2b(name, dtype, shape, what is left) per tensor
-        --> BLAKE2b over the tensors, sorted by name
+    a tensor's rows of 2,048 bytes --> times 16 columns of small odd numbers --> 16 sums of each row (int32)
+        --> times an odd number of 64 bits for each row, added up modulo 2**64 --> 16 numbers of each tensor (int64)
+        --> BLAKE2b over names, dtypes, shapes and these numbers, sorted by name
 
 The arithmetic is exact integer arithmetic on the tensor's own device: the result is the same on every device, and next
 to nothing travels to the host. The step from bytes to sums is the matrix product of int8 that processors have
-instructions for, so it runs at the speed of memory. The numbers are pseudo-random, fixed, and independent of weights:
-of two rows that differ, all 16 sums agree with a chance of at most 2**-96 (2**-6 for each: 64 odd numbers); rows that
-differ in one byte always differ, because no number is 0 and none can overflow. The digest guards against faults, not
-against forgery: an adversary who knows this file can construct a collision.
+instructions for, so it runs at the speed of memory, or of the cache where the bytes were just copied. All numbers are
+pseudo-random, fixed, and independent of weights: of two rows that differ, all 16 sums agree with a chance of at most
+2**-96 (2**-6 for each: 64 odd numbers); rows that differ in one byte always differ, because no number is 0 and none can
+overflow, and so do tensors that differ in one row, because odd numbers have an inverse modulo 2**64. The digest guards
+against faults, not against forgery: an adversary who knows this file can construct a collision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-ROW = 2048  # bytes; sums of so many products stay below 2**24, where float32 is exact too
+from hone.models.packed import ROW, TOGETHER, Packed, pack, together
+
 COLUMNS = 16
-_LARGEST = 63  # of the numbers: two products fit into 16 bits, in which some processors add them up
-_SMALL = 1 << 14  # bytes that are not reduced any further
-_ONE_PASS = _SMALL // (COLUMNS * 4) * ROW  # bytes of which one reduction leaves no more than that
-TOGETHER = 1 << 19  # bytes of small tensors that are taken in at once: they stay in the cache
+_LARGEST = 63  # of the small numbers: two products fit into 16 bits, in which some processors add them up
+_BLOCK = 1 << 15  # rows whose numbers are made at once, and whose sums wait to be added up
+_CPU_BLOCK = 1 << 12  # the same on a CPU: the sums stay in the cache
 _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+class TensorDigest:
+    """Of one tensor, whose bytes come one part after another: each in the cache when it comes, so it is cheap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._total = torch.zeros(COLUMNS, dtype=torch.int64, device=device)
+        self._block = _CPU_BLOCK if device.type == "cpu" else _BLOCK
+        self._sums: list[Tensor] = []  # of rows that are not yet in the total
+        self._waiting = self._done = 0  # rows
+
+    def take(self, data: Tensor) -> None:
+        """The next bytes ([bytes] uint8): a multiple of a row, except the last."""
+        data = data.view(torch.int8)
+        at_once = TOGETHER if data.is_cpu else data.numel()
+        begin = 0
+        while begin < data.numel():
+            length = min(at_once, (self._block - self._waiting) * ROW)
+            sums = _sums(data[begin : begin + length])
+            self._sums.append(sums)
+            self._waiting += sums.shape[0]
+            begin += length
+            if self._waiting == self._block:
+                self._fold()
+
+    def total(self) -> Tensor:
+        """[16] int64: the numbers of everything that came."""
+        if self._sums:
+            self._fold()
+        return self._total
+
+    def _fold(self) -> None:
+        block, first = divmod(self._done, _BLOCK)
+        numbers = _row_numbers(block, self._total.device)[first : first + self._waiting]
+        self._total += (torch.cat(self._sums).long() * numbers).sum(0)
+        self._done += self._waiting
+        self._sums, self._waiting = [], 0
 
 
 class WeightDigest:
@@ -39,94 +78,69 @@ class WeightDigest:
     """
 
     def __init__(self) -> None:
-        self._headers: dict[str, str] = {}
-        self._parts: dict[str, tuple[Tensor, int, int]] = {}  # what is left of each: bytes from .. to of a tensor
+        self._places: dict[str, int] = {}
+        self._headers: list[tuple[str, str, tuple[int, ...]]] = []
+        self._totals: list[Tensor | TensorDigest] = []  # in the order of _headers: [some, 16] int64, or of one
         self._rooms: dict[torch.device, Tensor] = {}  # where small tensors are put side by side
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take in one tensor (any dtype, shape, device, strides). Raises ValueError if the name was there before."""
-        self.add_many([(name, tensor)])
+        self.add_packed(pack([(name, tensor)]))
 
     def add_many(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take in several: what a small tensor costs beyond its bytes is shared among them."""
-        waiting: dict[tuple[bool, torch.device], list[tuple[str, Tensor]]] = {}
-        for name, tensor in tensors:
-            if name in self._headers:
-                raise ValueError(f"the tensor {name!r} comes twice in one digest")
-            self._headers[name] = f"{name}\0{_dtype_name(tensor.dtype)}\0{tuple(tensor.shape)}\0"
-            data = tensor.detach().contiguous().view(-1).view(torch.int8)
-            if data.numel() > _ONE_PASS:
-                left = _reduced(data)
-                self._parts[name] = (left, 0, left.numel())
-            else:
-                waiting.setdefault((data.numel() > _SMALL, data.device), []).append((name, data))
-        for (reduce, _), together in waiting.items():
-            self._take(together, reduce)
+        for some in together(tensors):
+            room = self._room(some[0][1].device) if len(some) > 1 else None
+            self.add_packed(pack(some, room))
 
-    def _take(self, together: list[tuple[str, Tensor]], reduce: bool) -> None:
-        """Keep the bytes of tensors of one device; reduced once, in one product, if `reduce`."""
-        row, kept = (ROW, COLUMNS * 4) if reduce else (1, 1)
-        pieces, begin = [], 0
-        places: dict[str, tuple[int, int]] = {}
-        for name, data in together:
-            rows = -(-data.numel() // row)
-            pieces.append(data)
-            if rows * row > data.numel():
-                pieces.append(data.new_zeros(rows * row - data.numel()))
-            places[name] = (begin, begin + rows * kept)
-            begin += rows * kept
-        if not reduce:
-            left = torch.cat(pieces)
-        elif len(pieces) == 1:
-            left = _sums(pieces[0], 0).view(-1).view(torch.int8)
-        else:
-            room = self._room(pieces[0].device, begin // kept * row)
-            left = _sums(torch.cat(pieces, out=room), 0).view(-1).view(torch.int8)
-        for name, (first, last) in places.items():
-            self._parts[name] = (left, first, last)
+    def add_packed(self, packed: Packed) -> None:
+        """Take in tensors that lie side by side already."""
+        for name, dtype, shape, _, _ in packed.entries:
+            self._begin(name, dtype, shape)
+        if len(packed.entries) == 1:
+            found = TensorDigest(packed.data.device)
+            found.take(packed.data)
+            self._totals.append(found)
+        elif packed.entries:
+            self._totals.append(_totals(packed))
 
-    def _room(self, device: torch.device, size: int) -> Tensor:
-        """[size] int8 that is used again and again: memory from the system would cost more than what is done in it."""
-        found = self._rooms.get(device)
-        if found is None or found.numel() < size:
-            found = self._rooms[device] = torch.empty(max(size, 2 * TOGETHER), dtype=torch.int8, device=device)
-        return found[:size]
+    def open(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> TensorDigest:
+        """Take in one tensor whose bytes are handed to what this returns."""
+        self._begin(name, dtype, shape)
+        found = TensorDigest(device)
+        self._totals.append(found)
+        return found
 
     def hexdigest(self) -> str:
         """32 hexadecimal digits for everything added so far."""
-        total = blake2b(digest_size=16)
-        fetched: dict[int, Any] = {}  # what came together is fetched from its device once
-        for name in sorted(self._parts):
-            left, first, last = self._parts[name]
-            if id(left) not in fetched:
-                fetched[id(left)] = left.cpu().numpy().data
-            part = blake2b(self._headers[name].encode(), digest_size=16)
-            part.update(fetched[id(left)][first:last])
-            total.update(part.digest())
+        names = sorted(self._places)
+        order = [self._places[name] for name in names]
+        total = blake2b(json.dumps([self._headers[place] for place in order]).encode(), digest_size=16)
+        if self._totals:
+            found = (one.total().unsqueeze(0) if isinstance(one, TensorDigest) else one for one in self._totals)
+            numbers = torch.cat([some.cpu() for some in found])
+            total.update(numbers[order].numpy().astype("<i8").tobytes())
         return total.hexdigest()
+
+    def _begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        if name in self._places:
+            raise ValueError(f"the tensor {name!r} comes twice in one digest")
+        self._places[name] = len(self._headers)
+        self._headers.append((name, _dtype_name(dtype), shape))
+
+    def _room(self, device: torch.device) -> Tensor:
+        """[bytes] uint8 that is used again and again: new memory would cost more than what is done in it."""
+        found = self._rooms.get(device)
+        if found is None:
+            found = self._rooms[device] = torch.empty(TOGETHER, dtype=torch.uint8, device=device)
+        return found
 
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """The digest of named tensors, whatever order they come in; see `WeightDigest`."""
     digest = WeightDigest()
-    for some in together(tensors):
-        digest.add_many(some)
+    digest.add_many(tensors)
     return digest.hexdigest()
-
-
-def together(tensors: Iterable[tuple[str, Tensor]], most: int = TOGETHER) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors in groups of at most `most` bytes, larger ones alone."""
-    some: list[tuple[str, Tensor]] = []
-    total = 0
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if some and total + size > most:
-            yield some
-            some, total = [], 0
-        some.append((name, tensor))
-        total += size
-    if some:
-        yield some
 
 
 @lru_cache(maxsize=64)
@@ -134,29 +148,39 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _reduced(left: Tensor) -> Tensor:
-    """[at most _SMALL] int8: more bytes than that, reduced to sums until they are few."""
-    level = 0
-    while left.numel() > _SMALL:
-        left = _sums(left, level).view(-1).view(torch.int8)
-        level += 1
-    return left
+def _totals(packed: Packed) -> Tensor:
+    """[tensors, 16] int64: the numbers of each. On the host: few, and numpy begins sooner than torch."""
+    numbers, filled, begins = _places(tuple([-(-entry.size // ROW) for entry in packed.entries]))
+    totals = np.zeros((len(packed.entries), COLUMNS), np.int64)
+    if len(begins):
+        sums = _sums(packed.data.view(torch.int8)).cpu().numpy()
+        totals[filled] = np.add.reduceat(np.multiply(sums, numbers, dtype=np.int64), begins, axis=0)
+    return torch.from_numpy(totals)
 
 
-def _sums(data: Tensor, level: int) -> Tensor:
-    """[rows, 16] int32: each row of bytes times the numbers of this level, the last row filled up with zeros."""
+@lru_cache(maxsize=1024)  # the layers of a model are alike
+def _places(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For tensors of so many rows: the number of every row, which tensors have any, and their first rows."""
+    numbers = _row_numbers(0, torch.device("cpu")).numpy()
+    filled = np.flatnonzero(counts)
+    begins = np.cumsum((0, *counts))[:-1][filled]
+    return np.concatenate([numbers[:count] for count in counts]), filled, begins
+
+
+def _sums(data: Tensor) -> Tensor:
+    """[rows, 16] int32: each row of bytes times the small numbers, the last row filled up with zeros."""
     whole = data.numel() // ROW
-    parts = [_product(data[: whole * ROW].view(whole, ROW), level)] if whole else []
+    parts = [_product(data[: whole * ROW].view(whole, ROW))] if whole else []
     if data.numel() % ROW:
         last = torch.zeros(1, ROW, dtype=torch.int8, device=data.device)
         last[0, : data.numel() % ROW] = data[whole * ROW :]
-        parts.append(_product(last, level))
+        parts.append(_product(last))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _product(rows: Tensor, level: int) -> Tensor:
+def _product(rows: Tensor) -> Tensor:
     """[n, ROW] int8 times [ROW, 16] int8, as int32."""
-    numbers = _numbers(level, rows.device)
+    numbers = _numbers(rows.device)
     if not _has_product(rows.device):
         return _slow_product(rows, numbers)
     if rows.device.type != "cpu" and len(rows) <= 16:  # cuBLAS wants more rows
@@ -165,7 +189,7 @@ def _product(rows: Tensor, level: int) -> Tensor:
 
 
 def _slow_product(rows: Tensor, numbers: Tensor) -> Tensor:
-    """The same in float32: every product and sum is a whole number that it holds exactly."""
+    """The same in float32: every product and sum is a whole number below 2**24, which it holds exactly."""
     return (rows.float() @ numbers.float()).int()
 
 
@@ -183,15 +207,26 @@ def _has_product(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _numbers(level: int, device: torch.device) -> Tensor:
-    """[ROW, 16] int8: odd numbers of -63 .. 63, from splitmix64 of the place."""
-    x = torch.arange(1, ROW * COLUMNS + 1, dtype=torch.int64) + level * ROW * COLUMNS
+def _numbers(device: torch.device) -> Tensor:
+    """[ROW, 16] int8: odd numbers of -63 .. 63, the top six bits of splitmix64 of the places 1, 2, ..."""
+    odd = ((_splitmix(1, ROW * COLUMNS) >> 58) & 63) * 2 - _LARGEST
+    return odd.to(torch.int8).view(ROW, COLUMNS).to(device)
+
+
+@lru_cache(maxsize=8)
+def _row_numbers(block: int, device: torch.device) -> Tensor:
+    """[_BLOCK, 1] int64: odd numbers for rows of a tensor, splitmix64 of the places that `_numbers` leaves."""
+    return (_splitmix(1 + ROW * COLUMNS + block * _BLOCK, _BLOCK) | 1).view(_BLOCK, 1).to(device)
+
+
+def _splitmix(first: int, count: int) -> Tensor:
+    """[count] int64: splitmix64 of first, first + 1, ... (Steele et al., 2014)."""
+    x = torch.arange(first, first + count, dtype=torch.int64)
     x *= _signed(_SPLITMIX[0])
     for shift, multiplier in ((30, _SPLITMIX[1]), (27, _SPLITMIX[2])):
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
         x *= _signed(multiplier)
-    odd = ((x >> 58) & 63) * 2 - _LARGEST
-    return odd.to(torch.int8).view(ROW, COLUMNS).to(device)
+    return x
 
 
 def _signed(number: int) -> int:

@@ -23,6 +23,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from hone.models.packed import Packed
+
 NamedTensor = tuple[str, torch.Tensor]
 NamedTensors = Iterable[NamedTensor]
 
@@ -198,8 +200,8 @@ class WeightReceiver(ABC):
         """Find the sender and prove the token to each other. Raises WeightSyncError: absent, refused, wrong version."""
 
     @abstractmethod
-    def stream(self) -> Iterator[list[NamedTensor]]:
-        """Every tensor once, in groups. A group is valid until the next one is asked for: its memory is used again.
+    def stream(self) -> Iterator[Packed]:
+        """Every tensor once, some together. They are valid until the next are asked for: the memory is used again.
 
         Raises WeightSyncError when the sender dies, stays silent past the deadline, or sends what makes no sense.
         """

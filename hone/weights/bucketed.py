@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hone.models.packed import ROW, Packed
 from hone.weights.base import (
     CheckpointEngine,
-    NamedTensor,
     NamedTensors,
     Offer,
     Payload,
@@ -27,7 +27,7 @@ from hone.weights.base import (
     WeightReceiver,
     WeightSyncError,
 )
-from hone.weights.buckets import ALIGNMENT, Packer, Unpacker
+from hone.weights.buckets import Packer, Unpacker
 from hone.weights.channel import ReceiverChannel, SenderChannel
 from hone.weights.wire import BrokenMessage, expect
 
@@ -38,7 +38,7 @@ class BucketedEngine(CheckpointEngine):
     """The trainer's side."""
 
     def __init__(self, bucket_bytes: int, timeout_s: float, token: str) -> None:
-        super().__init__(max(bucket_bytes // ALIGNMENT, 1) * ALIGNMENT, timeout_s, token)
+        super().__init__(max(bucket_bytes // ROW, 1) * ROW, timeout_s, token)
         self._ranks: Mapping[str, int] = {}
         self._channel: SenderChannel | None = None
 
@@ -118,7 +118,7 @@ class BucketedReceiver(WeightReceiver):
         super().__init__(offer, rank, token)
         self._channel = ReceiverChannel(offer, rank, token)
 
-    def stream(self) -> Iterator[list[NamedTensor]]:
+    def stream(self) -> Iterator[Packed]:
         unpacker = Unpacker()
         due = 0
         while True:
@@ -131,7 +131,7 @@ class BucketedReceiver(WeightReceiver):
             expect(message, number=int, pieces=list)
             if message["type"] != "bucket" or message["number"] != due:
                 raise BrokenMessage(f"{message['type'][:40]} {message['number']} came where bucket {due} was due")
-            yield from unpacker.groups(self._bucket(message), message["pieces"])
+            yield from unpacker.read(self._bucket(message), message["pieces"])
             self._release()
             self._channel.send({"type": "taken", "bucket": due})
             due += 1

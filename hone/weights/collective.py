@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hone.models.packed import padded
 from hone.weights import LOOPBACK
 from hone.weights.base import Offer, WeightReceiver, WeightSyncError
 from hone.weights.bucketed import COUNT, BucketedEngine, BucketedReceiver
-from hone.weights.buckets import ALIGNMENT
 from hone.weights.channel import SenderChannel
 from hone.weights.wire import BrokenMessage, expect
 
@@ -105,8 +105,7 @@ class CollectiveEngine(BucketedEngine):
     async def _ship(self, number: int, pieces: Sequence[Any]) -> None:
         if self._group is None or self.channel.lost():
             return self._lose_all()
-        used = -(-(pieces[-1][3] + pieces[-1][5]) // ALIGNMENT) * ALIGNMENT
-        used = min(used, self.bucket_bytes)
+        used = padded(pieces[-1][3] + pieces[-1][5])
         await self.channel.send({"type": "bucket", "number": number, "pieces": pieces, "used": used})
         if used == 0:
             return None

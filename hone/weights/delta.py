@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hone.models.digest import WeightDigest
+from hone.models.packed import Packed, pack, size_of
 from hone.weights import ANCHOR_EVERY, TRANSPORTS
 from hone.weights.base import (
     CheckpointEngine,
@@ -37,7 +38,6 @@ from hone.weights.base import (
     WeightSyncError,
 )
 from hone.weights.bucketed import BucketedEngine
-from hone.weights.buckets import size_of
 from hone.weights.wire import expect
 
 HEAD, TAIL = "\0head", "\0tail"
@@ -133,7 +133,7 @@ class DeltaReceiver(WeightReceiver):
         self._carrier.holds = next(iter(_kept), "")
         self._carrier.init_process_group()
 
-    def stream(self) -> Iterator[list[NamedTensor]]:
+    def stream(self) -> Iterator[Packed]:
         held = dict(_kept)
         _kept.clear()  # what is written into is no base any more, until it is whole and proven
         carried = itertools.chain.from_iterable(self._carrier.stream())
@@ -152,7 +152,7 @@ class DeltaReceiver(WeightReceiver):
             plain, mark, kind = name.partition("\0")
             whole = _apply(plain, old.get(plain), mark + kind, tensor, carried) if mark else tensor.cpu().clone()
             self._tensors[plain] = whole
-            yield [(plain, whole)]
+            yield pack([(plain, whole)])
 
     def finalize(self, failure: str = "", digest: str = "") -> None:
         if not failure:

@@ -27,9 +27,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.models.digest import WeightDigest
+from hone.models.packed import Packed, pack, size_of, together
 from hone.weights.base import (
     CheckpointEngine,
-    NamedTensor,
     NamedTensors,
     Offer,
     Payload,
@@ -37,7 +37,6 @@ from hone.weights.base import (
     WeightReceiver,
     WeightSyncError,
 )
-from hone.weights.buckets import size_of
 from hone.weights.folders import OwnFolder, is_free
 
 MANIFEST, FAILURE = "manifest.json", "failure"
@@ -112,7 +111,7 @@ class DiskReceiver(WeightReceiver):
         if "/" in self.offer.address["place"] or is_free(Path(self.offer.address["folder"])):
             raise WeightSyncError(f"{self._name}: no sender of weights at {self.offer.address['folder']}")
 
-    def stream(self) -> Iterator[list[NamedTensor]]:
+    def stream(self) -> Iterator[Packed]:
         place = Path(self.offer.address["folder"]) / self.offer.address["place"]
         manifest = self._wait_for_manifest(place)
         count = 0
@@ -123,9 +122,9 @@ class DiskReceiver(WeightReceiver):
                     names = tensors.keys()
                     if sorted(names) != sorted(part["tensors"]):
                         raise WeightSyncError(f"{self._name}: {path} holds other tensors than its manifest says")
-                    for name in part["tensors"]:
-                        yield [(name, tensors.get_tensor(name))]
-                        count += 1
+                    for some in together((name, tensors.get_tensor(name)) for name in part["tensors"]):
+                        yield pack(some)
+                        count += len(some)
             except (SafetensorError, OSError) as error:
                 raise WeightSyncError(f"{self._name}: {path} cannot be read: {error}") from error
         if count != manifest["tensors"]:

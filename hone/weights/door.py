@@ -17,7 +17,6 @@ from typing import Any
 from hone.models.digest import WeightDigest
 from hone.weights import TRANSPORTS
 from hone.weights.base import NamedTensor, Offer, Payload, WeightReceiver, WeightSyncError
-from hone.weights.buckets import size_of
 
 
 class Delivery:
@@ -65,12 +64,11 @@ class Delivery:
             raise WeightSyncError(f"{self.replica}: the weights of version {self.version} can be taken once")
         self._state = "partial"
         for came in self._receiver.stream():
-            taken = [(name, tensor.clone()) for name, tensor in came] if self._copy else came
-            self._digest.add_many(taken)
-            for name, tensor in taken:
-                self.tensors += 1
-                self.bytes += size_of(tensor)
-                yield name, tensor
+            taken = came.clone() if self._copy else came
+            self._digest.add_packed(taken)
+            self.tensors += len(taken.entries)
+            self.bytes += taken.size
+            yield from taken
         self._hexdigest = self._digest.hexdigest()
         if self._receiver.expected not in ("", self._hexdigest):
             raise WeightSyncError(

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Iterator
 import torch
 
 from hone.models.digest import WeightDigest
+from hone.models.packed import size_of
 from hone.types import Metric, Metrics
 from hone.weights.base import NamedTensors, Receipt, Sent, verify
-from hone.weights.buckets import size_of
 
 SinkFn = Callable[[NamedTensors, int], Awaitable[Receipt]]
 

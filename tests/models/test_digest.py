@@ -1,6 +1,7 @@
 """The digest of weights: what it must not care about, and everything that it must notice."""
 
 import itertools
+import json
 from hashlib import blake2b
 
 import numpy as np
@@ -52,8 +53,8 @@ def test_a_name_that_comes_twice_is_an_error():
 
 
 def test_does_not_depend_on_which_tensors_come_together():
-    """Of sizes around each of its limits: 2 KiB rows, 16 KiB that are not reduced, 512 KiB that are reduced once."""
-    sizes = [0, 3, 2048, 2049, 16_384, 16_385, 18_432, 100_001, 524_288, 524_289, 1_100_000]
+    """Of sizes around each of its limits: 2 KiB rows, 1 MiB that go together, 8 MiB that are added up at once."""
+    sizes = [0, 3, 2048, 2049, 100_001, 1_048_576, 1_048_577, 8_388_608, 8_390_656, 9_000_001]
     tensors = [(f"w{size}", make(torch.int8, size)) for size in sizes]
     tensors += [("strided", torch.randn(80, 90).T), ("scalar", torch.tensor(3.0)), ("half", make(torch.bfloat16, 9001))]
     expected = digest_tensors(tensors)
@@ -73,7 +74,8 @@ def test_does_not_depend_on_which_tensors_come_together():
 
 def test_keeps_nothing_of_what_it_was_given():
     """What comes may be a view of memory that is written again at once."""
-    tensors = {name: make(torch.int8, size) for name, size in (("a", 9), ("b", 20_000), ("c", 40_000), ("d", 700_000))}
+    sizes = {"a": 9, "b": 20_000, "c": 40_000, "d": 1_700_000}
+    tensors = {name: make(torch.int8, size) for name, size in sizes.items()}
     expected, found = digest_tensors(tensors.items()), WeightDigest()
     for group in ("a", "b"), ("c",), ("d",):
         found.add_many((name, tensors[name]) for name in group)
@@ -143,41 +145,63 @@ def test_notices_signed_zeros_and_payloads_of_nan():
 
 
 def in_plain_numbers(name, tensor):
-    """The definition once more: rows of 2,048 bytes times 16 columns of odd numbers, until at most 16 KiB are left."""
+    """The definition once more: rows of 2,048 bytes times 16 columns of odd numbers, added up with a number each."""
 
-    def numbers(level):  # splitmix64 of the place, its top six bits
-        x = np.arange(1, 2048 * 16 + 1, dtype=np.uint64) + np.uint64(level * 2048 * 16)
+    def splitmix(first, count):
+        x = np.arange(first, first + count, dtype=np.uint64)
         x *= np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return (x >> np.uint64(58)).astype(np.int64).reshape(2048, 16) * 2 - 63
+        return (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
 
-    data, level = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes(), 0
-    while len(data) > 16384:
-        rows = np.frombuffer(data + bytes(-len(data) % 2048), dtype=np.int8).reshape(-1, 2048).astype(np.int64)
-        data, level = (rows @ numbers(level)).astype("<i4").tobytes(), level + 1
-    header = f"{name}\0{str(tensor.dtype)[6:]}\0{tuple(tensor.shape)}\0".encode()
-    return blake2b(blake2b(header + data, digest_size=16).digest(), digest_size=16).hexdigest()
+    columns = (splitmix(1, 2048 * 16) >> np.uint64(58)).astype(np.int64).reshape(2048, 16) * 2 - 63
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    rows = np.frombuffer(data + bytes(-len(data) % 2048), dtype=np.int8).reshape(-1, 2048).astype(np.int64)
+    numbers = splitmix(1 + 2048 * 16, len(rows)) | np.uint64(1)
+    total = ((rows @ columns).astype(np.uint64) * numbers[:, None]).sum(0)
+    header = json.dumps([[name, str(tensor.dtype)[6:], list(tensor.shape)]])
+    return blake2b(header.encode() + total.astype("<u8").tobytes(), digest_size=16).hexdigest()
 
 
 def test_is_what_its_definition_says():
     """Receipts outlive a release, and a sender may be another program: the value itself is part of the contract."""
-    for tensor in (torch.randn(3, 5), make(torch.bfloat16, 77), make(torch.int8, 16_385), torch.randn(700_000)):
+    for tensor in (torch.randn(3, 5), make(torch.bfloat16, 77), make(torch.int8, 16_385), torch.randn(17_000_000)):
         assert one(tensor, "model.w") == in_plain_numbers("model.w", tensor)
     w = torch.arange(100_000, dtype=torch.int32).view(100, 1000)
-    assert digest_tensors([("w", w), ("b", torch.ones(3))]) == "772fd818ff6628c4cd9e1c2a65ceb5c4"
+    assert digest_tensors([("w", w), ("b", torch.ones(3))]) == "9254964116e46b336c92315247a939d1"
 
 
 def test_devices_without_a_product_of_bytes_say_the_same():
     for rows in (torch.full((3, digest.ROW), -128, dtype=torch.int8), make(torch.int8, 40, digest.ROW)):
-        numbers = digest._numbers(0, torch.device("cpu"))
+        numbers = digest._numbers(torch.device("cpu"))
         assert torch.equal(digest._slow_product(rows, numbers).long(), rows.long() @ numbers.long())
-        assert torch.equal(digest._product(rows, 0).long(), rows.long() @ numbers.long())
-    assert (digest._numbers(1, torch.device("cpu")) % 2 != 0).all()
-    assert not torch.equal(digest._numbers(0, torch.device("cpu")), digest._numbers(1, torch.device("cpu")))
+        assert torch.equal(digest._product(rows).long(), rows.long() @ numbers.long())
+    assert (numbers % 2 != 0).all()
 
 
 def test_reads_a_parameter_without_touching_its_graph():
     w = torch.nn.Parameter(torch.randn(4, 4))
     assert one(w) == one(w.detach().clone())
     assert one((w * 1).T) == one(w.detach().T.clone())
+
+
+def test_parts_of_a_tensor_are_the_tensor():
+    """As a bucket takes them: cut at rows, and across the limits of what is added up at once."""
+    w = make(torch.float32, 2_600_000)
+    expected, raw = one(w), w.view(torch.uint8)
+    for step in (2048, 3 * 2048, 1 << 20, 8_386_560, len(raw)):
+        found = WeightDigest()
+        part = found.open("w", w.dtype, tuple(w.shape), w.device)
+        for begin in range(0, len(raw), step):
+            part.take(raw[begin : begin + step])
+        assert found.hexdigest() == expected
+
+
+def test_rows_far_apart_have_numbers_of_their_own():
+    """64 MiB have as many rows as there are numbers in a block."""
+    w = torch.zeros(2 * digest._BLOCK + 1, digest.ROW, dtype=torch.int8)
+    found = set()
+    for row in (0, 1, digest._BLOCK - 1, digest._BLOCK, 2 * digest._BLOCK):
+        w[row, 0] = 1
+        found.add(one(w))
+        w[row, 0] = 0
+    assert len(found) == 5

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hone.models.packed import size_of
 from hone.weights import TRANSPORTS
 from hone.weights.base import Adapter, Full, Offer, WeightSyncError
-from hone.weights.buckets import size_of
 from hone.weights.delta import DeltaEngine
 from hone.weights.door import receive
 from hone.weights.sync import CheckpointEngineManager

@@ -104,8 +104,10 @@ GOOD = ["w", "float32", [2, 4], 0, 0, 32]
         ["w", "float32", [2, 4.0], 0, 0, 32],
         ["w", "float32", 8, 0, 0, 32],
         ["w", "float32", [2, 4], 1, 0, 32],
-        ["w", "float32", [2, 4], 64, 0, 128],
-        ["w", "float32", [2, 400], 0, 0, 3200],
+        ["w", "float32", [2, 4], 64, 0, 32],
+        ["w", "float32", [2, 4], 2048, 0, 4096],
+        ["w", "float32", [2, 4], 4096, 0, 32],
+        ["w", "float32", [2, 800], 0, 0, 6400],
         ["w", "float32", [2, 4], 0, 8, 32],
         ["w", "float32", [2, 4], 0, 0, 0],
         ["w", "float32", [2, 4], 0, 16, 16],
@@ -113,8 +115,8 @@ GOOD = ["w", "float32", [2, 4], 0, 0, 32]
     ],
 )
 def test_a_description_that_does_not_fit_its_bucket_is_refused(piece):
-    bucket = torch.zeros(128, dtype=torch.uint8)
-    assert [name for name, _ in Unpacker().read(bucket, [GOOD])] == ["w"]
+    bucket = torch.zeros(4096, dtype=torch.uint8)
+    assert [name for some in Unpacker().read(bucket, [GOOD]) for name, _ in some] == ["w"]
     with pytest.raises(BrokenMessage):
         list(Unpacker().read(bucket, [piece]))
 
@@ -126,7 +128,7 @@ def test_pieces_out_of_order_and_ends_that_do_not_add_up_are_refused():
     assert list(unpacker.read(bucket, [first])) == []
     with pytest.raises(BrokenMessage, match="in the middle of 'w'"):
         unpacker.finish(1, 128)
-    assert [tuple(t.shape) for _, t in unpacker.read(bucket, [second])] == [(128,)]
+    assert [tuple(tensor.shape) for some in unpacker.read(bucket, [second]) for _, tensor in some] == [(128,)]
     with pytest.raises(BrokenMessage, match="1 tensors with 128 bytes came, the sender counted 2"):
         unpacker.finish(2, 128)
     unpacker.finish(1, 128)
@@ -140,19 +142,19 @@ def test_pieces_out_of_order_and_ends_that_do_not_add_up_are_refused():
 def test_packing_places_small_tensors_together_and_cuts_only_large_ones():
     weights = {
         "a": torch.zeros(10),
-        "b": torch.zeros(100, dtype=torch.uint8),
-        "c": torch.zeros(50),
+        "b": torch.zeros(2500, dtype=torch.uint8),
+        "c": torch.zeros(1600),
         "e": torch.zeros(0),
     }
 
     async def packed():
-        packer, bucket = Packer(weights.items()), torch.zeros(192, dtype=torch.uint8)
+        packer, bucket = Packer(weights.items()), torch.zeros(6144, dtype=torch.uint8)
         return [pieces for _ in range(4) if (pieces := await packer.fill(bucket))]
 
     assert asyncio.run(packed()) == [
-        [["a", "float32", [10], 0, 0, 40], ["b", "uint8", [100], 64, 0, 100]],
-        [["c", "float32", [50], 0, 0, 192]],
-        [["c", "float32", [50], 0, 192, 8], ["e", "float32", [0], 64, 0, 0]],
+        [["a", "float32", [10], 0, 0, 40], ["b", "uint8", [2500], 2048, 0, 2500]],
+        [["c", "float32", [1600], 0, 0, 6144]],
+        [["c", "float32", [1600], 0, 6144, 256], ["e", "float32", [0], 2048, 0, 0]],
     ]
 
 
@@ -170,7 +172,7 @@ def test_what_is_packed_together_comes_out_of_the_bucket_as_it_was():
         packer, unpacker, bucket = Packer(weights.items()), Unpacker(), torch.zeros(2**21, dtype=torch.uint8)
         found = {}
         while pieces := await packer.fill(bucket):
-            for group in unpacker.groups(bucket, pieces):
+            for group in unpacker.read(bucket, pieces):
                 found |= {name: tensor.clone() for name, tensor in group}
         unpacker.finish(packer.tensors, packer.bytes)
         return found, packer.hexdigest()

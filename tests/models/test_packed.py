@@ -1,0 +1,40 @@
+"""Tensors side by side in one memory."""
+
+import torch
+
+from hone.models.packed import ROW, Entry, pack, together
+
+
+def test_every_tensor_begins_with_a_row_and_comes_out_as_it_was():
+    a, b, c = torch.randn(3, 5), torch.arange(600).view(2, 300).T, torch.tensor(2.5, dtype=torch.bfloat16)
+    tensors = {"a": a, "empty": torch.zeros(0, 4), "b": b, "c": c}
+    room = torch.full((5 * ROW,), 255, dtype=torch.uint8)
+    packed = pack(list(tensors.items()), room)
+    assert packed.entries[0] == Entry("a", torch.float32, (3, 5), 0, 60)
+    assert [entry.begin for entry in packed.entries] == [0, ROW, ROW, 4 * ROW]
+    assert packed.size == 60 + 4800 + 2
+    assert room[60:ROW].eq(0).all()
+    assert room[ROW + 4800 : 4 * ROW].eq(0).all()
+    assert room[4 * ROW + 2 :].eq(0).all()
+    kept = packed.clone()
+    room.fill_(7)
+    found = dict(kept)
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    assert not torch.equal(dict(packed)["a"], a)
+
+
+def test_a_single_tensor_is_not_copied_unless_it_is_told_where():
+    a = torch.randn(7)
+    assert pack([("a", a)]).data.data_ptr() == a.data_ptr()
+    room = torch.empty(ROW, dtype=torch.uint8)
+    assert pack([("a", a)], room).data.data_ptr() == room.data_ptr()
+    assert torch.equal(room[:28].view(torch.float32), a)
+
+
+def test_groups_count_whole_rows_and_leave_large_ones_alone():
+    tensors = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (1, 2048, 2049, 9000, 5)]
+    found = [[name for name, _ in some] for some in together(tensors, most=3 * ROW)]
+    assert found == [["1", "2048"], ["2049"], ["9000"], ["5"]]
