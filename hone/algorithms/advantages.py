@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.groups import EPSILON, Episodes, sequence_rewards
-from hone.algorithms.segments import Grid, discounted_sum, on_last_loss_token, reward_to_go, spread, whiten
+from hone.algorithms.segments import Staircase, on_last_loss_token, reward_to_go, spread, whiten
 from hone.algorithms.settings import (
     AdvantageSettings,
     GaeSettings,
@@ -51,21 +51,21 @@ def gae(batch: Batch, settings: GaeSettings) -> Advantages:
     """
     if batch.values is None:
         raise ValueError("gae needs Batch.values, the critic's prediction before each token")
-    mask, grid = batch.loss_mask, Grid.of(batch.loss_mask, batch.cu_seqlens)
-    values = grid.gather(batch.values)
-    following = torch.nn.functional.pad(values, (0, 1))[:, 1:]
-    delta = grid.gather(token_rewards(batch)) + settings.gamma * following - values
+    mask, stairs = batch.loss_mask, Staircase.of(batch.loss_mask, batch.cu_seqlens)
+    values = batch.values.index_select(0, stairs.tokens)
+    rewards = token_rewards(batch).index_select(0, stairs.tokens)
+    delta = rewards + settings.gamma * stairs.following(values) - values
     lam: Tensor | float = settings.lam
     if settings.length_adaptive_alpha is not None:
-        steps = torch.bincount(grid.rows, minlength=grid.shape[0]).clamp(min=1)
+        steps = stairs.counts.clamp(min=1)
         lam = (1 - 1 / (settings.length_adaptive_alpha * steps)).clamp(min=0).to(values.dtype)
-    advantages = discounted_sum(delta, settings.gamma * lam)
+    advantages = stairs.discounted_sum(delta, settings.gamma * lam)
     for_critic = advantages
     if settings.critic_lam is not None:
-        for_critic = discounted_sum(delta, settings.gamma * settings.critic_lam)
+        for_critic = stairs.discounted_sum(delta, settings.gamma * settings.critic_lam)
     return Advantages(
-        advantages=whiten(grid.scatter(advantages, len(mask)), mask),
-        returns=grid.scatter(for_critic + values, len(mask)),
+        advantages=whiten(stairs.on_tokens(advantages, len(mask)), mask),
+        returns=stairs.on_tokens(for_critic + values, len(mask)),
     )
 
 

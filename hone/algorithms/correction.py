@@ -21,6 +21,7 @@ from hone.algorithms.segments import (
     spread,
 )
 from hone.algorithms.settings import CorrectionSettings, RejectionSettings
+from hone.spans import cumulative
 from hone.types import Metric, Metrics
 
 DEFAULT_BAND = (0.5, 2.0)  # for the metric `correction/outside_band` if no band is set
@@ -35,7 +36,7 @@ def importance_weights(
     `band: [lo, hi]` gives 0 outside (IcePop, arXiv 2510.18855). Normalisation is not done here: it needs the whole
     batch (`normalized`).
     """
-    log_ratio = _log_ratio(old.detach(), rollout, mask)
+    log_ratio = clamped_log_ratio(old.detach(), rollout, mask)
     if settings.weights == "sequence":
         log_ratio = spread(sequence_sum(log_ratio, cu_seqlens), cu_seqlens)
     weights = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -54,7 +55,7 @@ def normalized(weights: Tensor, mask: Tensor) -> Tensor:
 
 def accepted(old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor, rules: list[RejectionSettings]) -> Tensor:
     """Which loss tokens all rules keep, [T] bool; a rule on sequences keeps or drops all tokens of one."""
-    log_ratio = _log_ratio(old, rollout, mask)
+    log_ratio = clamped_log_ratio(old, rollout, mask)
     kept = mask
     for rule in rules:
         kept = kept & _keeps(rule, log_ratio, mask, cu_seqlens)
@@ -91,15 +92,13 @@ def _divergence(kind: str, log_ratio: Tensor) -> Tensor:
     return log_ratio.exp() - log_ratio - 1
 
 
-def _log_ratio(old: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
+def clamped_log_ratio(old: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
+    """log(trainer / rollout) of each token within finite limits, 0 where the mask is, [T]."""
     return torch.where(mask, old - rollout, 0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def mismatch_tokens(
-    old: Tensor, rollout: Tensor, mask: Tensor, band: tuple[float, float] | None = None
-) -> dict[str, Tensor]:
+def mismatch_tokens(log_ratio: Tensor, band: tuple[float, float] | None = None) -> dict[str, Tensor]:
     """The part of the gap that is a plain mean over tokens, each [T]."""
-    log_ratio = _log_ratio(old.detach(), rollout, mask)
     ratio = log_ratio.exp()
     low, high = band or DEFAULT_BAND
     return {
@@ -111,11 +110,12 @@ def mismatch_tokens(
     }
 
 
-def mismatch_sequences(old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor) -> dict[str, Tensor]:
+def mismatch_sequences(
+    log_ratio: Tensor, old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor
+) -> dict[str, Tensor]:
     """The part of the gap that is a plain mean over sequences with a loss token, each [N]."""
-    log_ratio = _log_ratio(old.detach(), rollout, mask)
     sums = sequence_sum(log_ratio, cu_seqlens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    trainer, roll = (sequence_mean(x, mask, cu_seqlens) for x in (old.detach(), rollout))
+    trainer, roll = (sequence_mean(x, mask, cu_seqlens) for x in (old, rollout))
     return {
         "correction/chi2_sequence": (2 * sums).exp() - 1,
         "correction/trainer_perplexity": (-trainer).exp(),
@@ -124,9 +124,9 @@ def mismatch_sequences(old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: T
     }
 
 
-def mismatch_largest(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Tensor]:
+def mismatch_largest(log_ratio: Tensor) -> dict[str, Tensor]:
     """The part of the gap that is a maximum over tokens, each [T]."""
-    return {"correction/max_abs_difference": _log_ratio(old.detach(), rollout, mask).abs()}
+    return {"correction/max_abs_difference": log_ratio.abs()}
 
 
 def mismatch(
@@ -141,15 +141,18 @@ def mismatch(
     tokens = int(mask.sum())
     if not tokens:
         return {}
-    old, rollout = old.double(), rollout.double()
-    ratio = _log_ratio(old, rollout, mask)[mask].exp()
-    rows = loss_token_counts(mask, cu_seqlens) > 0
-    count = int(rows.sum())
-    means = {name: values[mask].mean() for name, values in mismatch_tokens(old, rollout, mask, band).items()}
+    counts = loss_token_counts(mask, cu_seqlens)
+    counts = counts[counts > 0]
+    at = mask.nonzero().squeeze(1)  # from here on, nothing but loss tokens
+    old, rollout = old.index_select(0, at).double(), rollout.index_select(0, at).double()
+    mask, cu_seqlens = torch.ones_like(at, dtype=torch.bool), cumulative(counts)
+    log_ratio = clamped_log_ratio(old, rollout, mask)
+    ratio = log_ratio.exp()
+    means = {name: values.mean() for name, values in mismatch_tokens(log_ratio, band).items()}
     means["correction/ess"] = ratio.sum().square() / (tokens * ratio.square().sum())
     metrics = {name: Metric.mean(value.item(), tokens) for name, value in means.items()}
-    for name, values in mismatch_sequences(old, rollout, mask, cu_seqlens).items():
-        metrics[name] = Metric.mean(values[rows].mean().item(), count)
-    for name, values in mismatch_largest(old, rollout, mask).items():
+    for name, values in mismatch_sequences(log_ratio, old, rollout, mask, cu_seqlens).items():
+        metrics[name] = Metric.mean(values.mean().item(), len(counts))
+    for name, values in mismatch_largest(log_ratio).items():
         metrics[name] = Metric.max(values.max().item())
     return metrics

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.segments import loss_token_counts, sequence_sum
+from hone.spans import repeat
 from hone.types import Batch
 
 EPSILON = 1e-6
@@ -65,8 +66,7 @@ class Episodes:
 
     def on_tokens(self, per_episode: Tensor, batch: Batch, dtype: torch.dtype) -> Tensor:
         """An episode's value on every loss token of all its trajectories, [E] -> [T]."""
-        lengths = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
-        per_token = torch.repeat_interleave(per_episode[self.of_sequence], lengths)
+        per_token = repeat(per_episode[self.of_sequence], batch.lengths)
         return torch.where(batch.loss_mask, per_token, 0).to(dtype)
 
 

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from hone.algorithms import POLICY_LOSSES
-from hone.algorithms.correction import importance_weights, mismatch_largest, mismatch_sequences, mismatch_tokens
+from hone.algorithms.correction import (
+    clamped_log_ratio,
+    importance_weights,
+    mismatch_largest,
+    mismatch_sequences,
+    mismatch_tokens,
+)
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.losses import LossInputs
 from hone.algorithms.segments import on_last_loss_token, spread
@@ -83,14 +89,16 @@ class PolicyObjective:
     def _gap(self, lp: Tensor, rollout: Tensor, batch: Batch) -> LossOutput:
         """How far the rollout's policy is from the current one, as metrics: means over tokens and sequences, maxima."""
         mask, cu_seqlens = batch.loss_mask, batch.cu_seqlens
-        of_sequences = mismatch_sequences(lp, rollout, mask, cu_seqlens)
+        old = lp.detach()
+        log_ratio = clamped_log_ratio(old, rollout, mask)
+        of_sequences = mismatch_sequences(log_ratio, old, rollout, mask, cu_seqlens)
         last = on_last_loss_token(torch.ones(batch.num_sequences, device=lp.device), mask, cu_seqlens).bool()
         return LossOutput(
             lp,
-            mismatch_tokens(lp, rollout, mask, self._correction.band)
+            mismatch_tokens(log_ratio, self._correction.band)
             | {name: spread(values, cu_seqlens) for name, values in of_sequences.items()},
             dict.fromkeys(of_sequences, last),
-            mismatch_largest(lp, rollout, mask),
+            mismatch_largest(log_ratio),
         )
 
     def _penalty(self, lp: Tensor, output: ModelOutput, batch: Batch) -> Tensor:

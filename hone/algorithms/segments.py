@@ -10,16 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hone.spans import repeat
+
 
 def sequence_ids(cu_seqlens: Tensor) -> Tensor:
     """Which sequence each token belongs to, [T]."""
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    return torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths)
+    return repeat(torch.arange(len(lengths), device=cu_seqlens.device), lengths)
 
 
 def spread(per_sequence: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Each sequence's value on all of its tokens, [N] -> [T]."""
-    return torch.repeat_interleave(per_sequence, cu_seqlens[1:] - cu_seqlens[:-1])
+    return repeat(per_sequence, cu_seqlens[1:] - cu_seqlens[:-1])
 
 
 def sequence_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -42,7 +44,8 @@ def sequence_extreme(values: Tensor, mask: Tensor, cu_seqlens: Tensor, largest: 
 
 def loss_token_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Number of loss tokens of each sequence, [N] int64."""
-    return sequence_sum(mask.long(), cu_seqlens)
+    before = torch.searchsorted(mask.nonzero().squeeze(1), cu_seqlens)
+    return before[1:] - before[:-1]
 
 
 def on_last_loss_token(per_sequence: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -69,10 +72,9 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Tokens of each sequence as rows of a rectangle, so that all sequences advance one step at a time.
+    """Tokens of each sequence as rows of a rectangle, for what compares the sequences step by step.
 
-    Only the tokens given by `mask` have a cell: gaps close, which is what "skip tokens with mask 0" means for a
-    recursion. Cells beyond a sequence's end are 0.
+    Only the tokens given by `mask` have a cell: gaps close. Cells beyond a sequence's end are 0.
     """
 
     tokens: Tensor  # [M] position in the packed batch of each cell that is used
@@ -85,7 +87,7 @@ class Grid:
         tokens = mask.nonzero().squeeze(1)
         rows = sequence_ids(cu_seqlens)[tokens]
         counts = loss_token_counts(mask, cu_seqlens)
-        columns = torch.arange(len(tokens), device=mask.device) - spread_counts(counts)
+        columns = torch.arange(len(tokens), device=mask.device) - _first_of_row(counts)
         return cls(tokens, rows, columns, (len(counts), int(counts.max()) if len(counts) else 0))
 
     def gather(self, values: Tensor) -> Tensor:
@@ -101,22 +103,64 @@ class Grid:
         return values
 
 
-def spread_counts(counts: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Staircase:
+    """Tokens of all sequences, step after step, for recursions from each sequence's last token back.
+
+        step 0: a0 b0 c0 | step 1: a1 b1 | step 2: a2          the longest sequence first: no cell is empty
+
+    Only the tokens given by `mask` have a cell: gaps close, which is what "skip tokens with mask 0" means for a
+    recursion. What comes in and goes out is [M], the M tokens of the mask in the order of the batch.
+    """
+
+    tokens: Tensor  # [M] position in the packed batch
+    counts: Tensor  # [N] tokens of each sequence
+    _rows: Tensor  # [N] sequences, the longest first
+    _cells: Tensor  # [M] where each token's cell is
+    _heights: tuple[int, ...]  # sequences that have each step
+
+    @classmethod
+    def of(cls, mask: Tensor, cu_seqlens: Tensor) -> Staircase:
+        tokens, counts = mask.nonzero().squeeze(1), loss_token_counts(mask, cu_seqlens)
+        rows = counts.argsort(descending=True, stable=True)
+        rank = torch.empty_like(rows).index_copy(0, rows, torch.arange(len(rows), device=rows.device))
+        heights = len(counts) - torch.bincount(counts).cumsum(0)[:-1]
+        steps = torch.arange(len(tokens), device=mask.device).sub_(_first_of_row(counts))
+        cells = (heights.cumsum(0) - heights).index_select(0, steps).add_(repeat(rank, counts))
+        return cls(tokens, counts, rows, cells, tuple(heights.tolist()))
+
+    def following(self, values: Tensor) -> Tensor:
+        """The value of the next token of the same sequence, 0 after the last one."""
+        after = torch.zeros_like(values)
+        after[:-1] = values[1:]
+        after[self.counts.cumsum(0)[self.counts > 0] - 1] = 0
+        return after
+
+    def discounted_sum(self, values: Tensor, decay: Tensor | float) -> Tensor:
+        """y_t = x_t + decay y_{t+1} in each sequence; `decay` is a number or one per sequence."""
+        cells = torch.empty_like(values).index_copy_(0, self._cells, values)
+        factors = decay[self._rows] if isinstance(decay, Tensor) else None
+        after = len(cells) - (self._heights[-1] if self._heights else 0)  # where the step after this one begins
+        for height, reach in zip(self._heights[-2::-1], self._heights[:0:-1], strict=True):
+            here, later = cells[after - height :][:reach], cells[after : after + reach]
+            if factors is None:
+                here.add_(later, alpha=float(decay))
+            else:
+                here.addcmul_(later, factors[:reach])
+            after -= height
+        return cells.index_select(0, self._cells)
+
+    def on_tokens(self, values: Tensor, num_tokens: int) -> Tensor:
+        """[M] -> [T], 0 where the mask is 0."""
+        return values.new_zeros(num_tokens).index_copy_(0, self.tokens, values)
+
+
+def _first_of_row(counts: Tensor) -> Tensor:
     """For rows of `counts` cells laid end to end: where each cell's row starts, [sum of counts]."""
-    return torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-
-
-def discounted_sum(steps: Tensor, decay: Tensor | float) -> Tensor:
-    """y_t = x_t + decay y_{t+1} along the last axis of [N, steps]; `decay` is a number or one per row."""
-    result = torch.empty_like(steps)
-    carry = steps.new_zeros(steps.shape[0])
-    for t in range(steps.shape[1] - 1, -1, -1):
-        carry = steps[:, t] + decay * carry
-        result[:, t] = carry
-    return result
+    return repeat(counts.cumsum(0) - counts, counts)
 
 
 def reward_to_go(token_rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0) -> Tensor:
     """Discounted sum of the rewards from each loss token on, [T]; one discount per loss token."""
-    grid = Grid.of(mask, cu_seqlens)
-    return grid.scatter(discounted_sum(grid.gather(token_rewards), gamma), len(mask))
+    stairs = Staircase.of(mask, cu_seqlens)
+    return stairs.on_tokens(stairs.discounted_sum(token_rewards[stairs.tokens], gamma), len(mask))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages import Advantages, token_rewards
-from hone.algorithms.segments import Grid, discounted_sum, sequence_extreme, sequence_ids
+from hone.algorithms.segments import Grid, reward_to_go, sequence_extreme, sequence_ids
 from hone.algorithms.settings import AdvantageSettings
 from hone.types import Batch
 
@@ -26,17 +26,19 @@ def optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> Advanta
     ids = sequence_ids(batch.cu_seqlens)
     first = sequence_extreme(tokens.double(), batch.loss_mask, batch.cu_seqlens, largest=False)[ids]
     last = sequence_extreme(tokens.double(), batch.loss_mask, batch.cu_seqlens)[ids]
-    return _advantages(batch, Grid.of((tokens >= first) & (tokens <= last), batch.cu_seqlens))
+    return _advantages(batch, (tokens >= first) & (tokens <= last))
 
 
 def tir_optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> Advantages:
     """The same for tool-integrated reasoning: t counts generated tokens only."""
-    return _advantages(batch, Grid.of(batch.loss_mask, batch.cu_seqlens))
+    return _advantages(batch, batch.loss_mask)
 
 
-def _advantages(batch: Batch, grid: Grid) -> Advantages:
+def _advantages(batch: Batch, counted: Tensor) -> Advantages:
+    """`counted`: the tokens that t counts, [T] bool."""
+    grid = Grid.of(counted, batch.cu_seqlens)
     mask = grid.gather(batch.loss_mask)
-    returns = discounted_sum(grid.gather(token_rewards(batch).double()), 1.0)
+    returns = grid.gather(reward_to_go(token_rewards(batch).double(), counted, batch.cu_seqlens))
     weights = (grid.gather(_energy(batch)) * mask).cumsum(1) * mask * _episode_share(batch)[:, None]
     groups, group = torch.unique(batch.group_index, return_inverse=True)
     there = grid.gather(torch.ones_like(batch.loss_mask)).double()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.spans import ranges
 from hone.types import BatchImages, Image
 
 
@@ -110,10 +111,4 @@ def _items(sizes: Tensor, chosen: Tensor) -> Tensor:
     return ranges((sizes.cumsum(0) - sizes)[chosen], sizes[chosen])
 
 
-def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """start, start + 1 ... for each pair, end to end."""
-    shift = starts - (lengths.cumsum(0) - lengths)
-    return torch.arange(int(lengths.sum()), device=lengths.device) + torch.repeat_interleave(shift, lengths)
-
-
-__all__ = ["ImagePlaceError", "image_names", "images_on", "pack_images", "places", "ranges", "select_images"]
+__all__ = ["ImagePlaceError", "image_names", "images_on", "pack_images", "places", "select_images"]

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from hone.data.packed_images import image_names, ranges
+from hone.data.packed_images import image_names
 from hone.models.vision import RowImages, positions_of
+from hone.spans import ranges, repeat
 from hone.types import Batch, BatchImages
 
 
@@ -29,7 +30,7 @@ def row_images(batch: Batch, images: BatchImages, where: Tensor) -> RowImages:
 
     `where` [T] is the place in the row of each token of the batch.
     """
-    shown = torch.repeat_interleave(torch.arange(batch.num_sequences, device=where.device), images.counts)
+    shown = repeat(torch.arange(batch.num_sequences, device=where.device), images.counts)
     sizes = images.tokens[images.index]
     tokens = ranges(batch.cu_seqlens[shown] + images.starts, sizes)
     features = ranges((images.tokens.cumsum(0) - images.tokens)[images.index], sizes)

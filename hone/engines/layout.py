@@ -21,6 +21,7 @@ from hone.engines.image_rows import image_positions, row_images, shared_by_image
 from hone.models.attention import Packing
 from hone.models.routing import ROUTES
 from hone.models.vision import RowImages
+from hone.spans import cumulative, ranges
 from hone.types import Batch
 
 _SHORTEST = 4  # tokens: a shorter prefix costs more to share than to compute again
@@ -69,12 +70,12 @@ def lay_out(batch: Batch) -> Layout:
     ordered = [segments[i] for i in order]
     lengths = [segment.length for segment in ordered]
     device = batch.token_ids.device
-    take = _ranges([segment.start for segment in ordered], lengths, device)
-    cu_seqlens = _cumulative(lengths, device)
+    take = ranges(torch.tensor([segment.start for segment in ordered]), torch.tensor(lengths)).to(device)
+    cu_seqlens = cumulative(torch.tensor(lengths)).to(device)
     begins = cu_seqlens.tolist()
     pieces = [(begins[place[s]], segments[s].length) for sequence in members for s in sequence]
     packing = Packing.of(cu_seqlens, [None if s.parent is None else place[s.parent] for s in ordered])
-    where = _ranges([start for start, _ in pieces], [length for _, length in pieces], device)
+    where = ranges(*torch.tensor(pieces).T).to(device)
     positions, images = batch.position_ids, None
     if batch.images is not None:
         positions, images = image_positions(batch, batch.images), row_images(batch, batch.images, where)
@@ -127,14 +128,3 @@ def _shared_routes(routes: Tensor, starts: Sequence[int], length: int) -> int:
         same = (other == first).flatten(1).all(1)
         length = min(length, int(same.long().cumprod(0).sum()))
     return length
-
-
-def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device)
-
-
-def _ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
-    """start, start + 1 ... for each pair, end to end."""
-    each = torch.tensor(lengths)
-    shift = torch.tensor(starts) - (each.cumsum(0) - each)
-    return (torch.arange(int(each.sum())) + torch.repeat_interleave(shift, each)).to(device)

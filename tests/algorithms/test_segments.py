@@ -4,7 +4,7 @@ import torch
 
 from hone.algorithms.segments import (
     Grid,
-    discounted_sum,
+    Staircase,
     on_last_loss_token,
     reward_to_go,
     sequence_extreme,
@@ -46,10 +46,31 @@ def test_grid_closes_gaps_and_gives_back(close):
     close(grid.scatter(grid.gather(X), 5), [9, 0, 3, 0, 5])
 
 
-def test_discounted_sum_takes_a_decay_per_row(close):
-    steps = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 4.0]])
-    close(discounted_sum(steps, 0.5), [[3, 4, 4], [3, 4, 4]])
-    close(discounted_sum(steps, torch.tensor([0.5, 1.0])), [[3, 4, 4], [7, 6, 4]])
+CU_STAIRS = torch.tensor([0, 3, 3, 4, 8, 10])
+IN_STAIRS = torch.tensor([1, 0, 1, 0, 1, 1, 1, 0, 1, 1]).bool()  # 2, 0, 0, 3 and 2 tokens
+
+
+def test_discounted_sum_takes_a_decay_per_sequence(close):
+    stairs = Staircase.of(IN_STAIRS, CU_STAIRS)
+    values = torch.tensor([1.0, 2.0, 1.0, 2.0, 4.0, 8.0, 16.0])
+    close(stairs.discounted_sum(values, 0.5), [2, 2, 3, 4, 4, 16, 16])
+    decay = torch.tensor([0.5, 9.0, 9.0, 1.0, 0.25])
+    close(stairs.discounted_sum(values, decay), [2, 2, 7, 6, 4, 12, 16])
+    close(values, [1, 2, 1, 2, 4, 8, 16])  # untouched
+
+
+def test_the_following_value_is_of_the_same_sequence(close):
+    stairs = Staircase.of(IN_STAIRS, CU_STAIRS)
+    following = stairs.following(torch.arange(1.0, 8.0))
+    close(following, [2, 0, 4, 5, 0, 7, 0])
+    close(stairs.on_tokens(following, 10), [2, 0, 0, 0, 4, 5, 0, 0, 7, 0])
+    assert stairs.counts.tolist() == [2, 0, 0, 3, 2]
+
+
+def test_recursions_over_nothing(close):
+    stairs = Staircase.of(torch.zeros(10).bool(), CU_STAIRS)
+    close(stairs.discounted_sum(torch.zeros(0), 0.5), [])
+    close(stairs.on_tokens(stairs.following(torch.zeros(0)), 10), [0] * 10)
 
 
 def test_reward_to_go_discounts_loss_tokens_only(close):
