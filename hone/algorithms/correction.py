@@ -22,8 +22,9 @@ from hone.algorithms.segments import (
 )
 from hone.algorithms.settings import CorrectionSettings, RejectionSettings
 from hone.spans import cumulative
-from hone.types import Metric, Metrics
+from hone.types import Metric, Metrics, merge_metrics
 
+_IN_CACHE = 1 << 17  # tokens that are measured at once: a dozen intermediate results of them stay in the cache
 DEFAULT_BAND = (0.5, 2.0)  # for the metric `correction/outside_band` if no band is set
 
 
@@ -147,12 +148,18 @@ def mismatch(
     old, rollout = old.index_select(0, at).double(), rollout.index_select(0, at).double()
     mask, cu_seqlens = torch.ones_like(at, dtype=torch.bool), cumulative(counts)
     log_ratio = clamped_log_ratio(old, rollout, mask)
-    ratio = log_ratio.exp()
-    means = {name: values.mean() for name, values in mismatch_tokens(log_ratio, band).items()}
-    means["correction/ess"] = ratio.sum().square() / (tokens * ratio.square().sum())
-    metrics = {name: Metric.mean(value.item(), tokens) for name, value in means.items()}
+    parts = [_over_tokens(part, band) for part in log_ratio.split(_IN_CACHE)]
+    metrics = merge_metrics(*(found for found, _, _ in parts))
+    weights, squares = (sum(part[place] for part in parts) for place in (1, 2))
+    metrics["correction/ess"] = Metric.mean(weights**2 / (tokens * squares), tokens)
     for name, values in mismatch_sequences(log_ratio, old, rollout, mask, cu_seqlens).items():
         metrics[name] = Metric.mean(values.mean().item(), len(counts))
-    for name, values in mismatch_largest(log_ratio).items():
-        metrics[name] = Metric.max(values.max().item())
     return metrics
+
+
+def _over_tokens(log_ratio: Tensor, band: tuple[float, float] | None) -> tuple[Metrics, float, float]:
+    """Of some tokens: means and maxima, the sum of the ratios and of their squares."""
+    ratio = log_ratio.exp()
+    means = {name: Metric.mean(x.mean().item(), len(x)) for name, x in mismatch_tokens(log_ratio, band).items()}
+    largest = {name: Metric.max(x.max().item()) for name, x in mismatch_largest(log_ratio).items()}
+    return means | largest, ratio.sum().item(), ratio.square().sum().item()
