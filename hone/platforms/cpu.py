@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,9 @@ class CpuPlatform(PlatformBase):
         """The system keeps the peak of a process's whole life: it cannot be reset."""
 
     def empty_cache(self) -> None:
-        """torch keeps no cache of CPU memory."""
+        """torch keeps no cache of CPU memory, but the C library does: glibc keeps most of what a load has freed."""
+        if (trim := _trim()) is not None:
+            trim(0)
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -83,6 +87,13 @@ class CpuPlatform(PlatformBase):
     def rollout_environment(self, indices: Sequence[int]) -> dict[str, str]:
         """One thread: with more, every parallel region stalls while anything else uses a core."""
         return {"OMP_NUM_THREADS": "1"}
+
+
+@lru_cache(maxsize=1)
+def _trim() -> Callable[[int], int] | None:
+    """glibc's `malloc_trim`; None where the C library is another one."""
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim
 
 
 def _model() -> str:

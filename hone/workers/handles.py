@@ -52,6 +52,10 @@ class TrainHandle:
     def initialize(self) -> None:
         self._group.call("initialize")
 
+    def release_memory(self) -> None:
+        """Leave the device to a rollout in another process: this one holds what it needs and no more."""
+        self._group.call("release_memory")
+
     def train_batch(self, batch: Batch, loss: LossFn) -> None:
         """One optimizer step; its metrics are recorded, `train/...` of `OWN_METRICS` under the role's name."""
         self.updates += 1
@@ -174,9 +178,11 @@ class RolloutHandle:
 
     async def _send(self, actor: TrainHandle, version: int) -> Metrics:
         if self._asleep:
+            actor.release_memory()  # what the update has freed: its allocator would keep it from the rollout
             await self._engine.wake_up(("weights",))
         metrics = await self._parts.way.send(self._source(actor), version)
         if self._asleep:
+            actor.release_memory()
             await self._engine.wake_up(("kv_cache",))
             self._asleep = False
         return metrics

@@ -43,6 +43,11 @@ class TrainWorker:
 
     def initialize(self) -> None:
         self.engine.initialize()
+        self.release_memory()
+
+    def release_memory(self) -> None:
+        """Give what the allocator keeps for later back to the device, for another process that shares it."""
+        current_platform().empty_cache()
 
     @property
     def data_parallel_rank(self) -> int:
