@@ -13,8 +13,8 @@ takes out. Beside it stands a modelled step of the same tokens, see `modelled_s`
 `ranks`: the same batch on every number of processes, each on one thread. On a machine with fewer cores than processes
 this shows what ranks cost, not what they gain.
 
-`memory`: each rank's resident memory (VmHWM, reset between the phases) over what it was before, in units of the whole
-model's bytes.
+`memory`: each rank's own memory (RssAnon, seen every 2 ms: mapped files are the page cache's) over what it was before,
+in units of the whole model's bytes. The ranks' C library maps every larger block by itself: what is freed is gone.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ from hone.config import load_layers
 from hone.data.packing import Sample, pack_samples
 from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.settings import BuildConfig, ModelConfig
+from hone.platforms.host_memory import keep_freed
 from hone.runtime import ray as ray_runtime
 from hone.runtime.parcel import plan, to_array
 from hone.runtime.settings import RuntimeConfig
@@ -62,6 +64,8 @@ TRAJECTORIES = (64, 256, 1024, 4096, 16384)
 TOKENS = (10_000, 56_000, 316_000, 1_780_000, 10_000_000)
 PER_PROMPT = 16
 PROMPT_TOKENS = 32
+
+RANK = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # the environment of a rank
 
 # The modelled step: a dense policy on accelerators that train and generate in turn.
 PARAMETERS = 7e9
@@ -259,6 +263,7 @@ def measure_driver(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     backend = {"name": "ray", "devices": arguments.ranks, "start_timeout_s": 300}
     runtime = load_layers(RuntimeConfig, [Layer("benchmark", {"backend": backend, "threads": 1})]).config
     shelf = Shelf(Traffic())
+    keep_freed()  # as every run does
 
     def place(name: str, recorder: Recorder) -> Any:
         if arguments.without_ray:
@@ -402,35 +407,43 @@ def rank_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """One rank's peaks over what it held before each phase, in bytes."""
     worker = TrainWorker(TrainSpec(ModelConfig(path=arguments.model), EngineConfig(compute_dtype="float32")))
     held: dict[str, Any] = {}
-    before = _reset_peak()
-    worker.initialize()
-    held["load"] = _peak() - before
+    before = _own_memory()
+    with _peak(held, "load"):
+        worker.initialize()
     gc.collect()
-    held["held"] = (settled := _reset_peak()) - before
-    for _ in worker.weights(torch.float32):
-        pass
-    held["export"] = _peak() - settled
+    held["held"] = _own_memory() - before
+    with _peak(held, "export"):
+        for _ in worker.weights(torch.float32):
+            pass
     gc.collect()
-    settled = _reset_peak()
-    with tempfile.TemporaryDirectory() as folder:
+    with _peak(held, "files"), tempfile.TemporaryDirectory() as folder:
         worker.export_hf(Path(folder) if _world() == 1 else Path(arguments.model) / "export")
-    held["files"] = _peak() - settled
     return held
 
 
-def _status(name: str) -> int:
-    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(name))
+def _own_memory() -> int:
+    """Bytes of this process that are of no file."""
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
 
 
-def _reset_peak() -> int:
-    """Forget the highest resident memory so far; returns the present one."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS:")
+@contextmanager
+def _peak(held: dict[str, Any], name: str) -> Iterator[None]:
+    """The most that was held in the block beyond what was held at its start, as `held[name]`."""
+    start, ended, seen = _own_memory(), threading.Event(), [0]
 
+    def watch() -> None:
+        while not ended.wait(0.002):
+            seen.append(_own_memory())
 
-def _peak() -> int:
-    return _status("VmHWM:")
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+        held[name] = max(*seen, _own_memory()) - start
 
 
 # ------------------------------------------------------------------------------------------------------ processes
@@ -445,7 +458,7 @@ def _torchrun(count: int, *arguments: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         command = [*launch, __file__, *arguments, "--report", folder]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=1200)
+        subprocess.run(command, check=True, env={**os.environ, **RANK}, timeout=1200)
         return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hone.platforms.base import MemoryFacts, PlatformBase
+from hone.platforms.host_memory import give_back
 
 MEMINFO = Path("/proc/meminfo")
 STATM = Path("/proc/self/statm")
@@ -70,8 +69,7 @@ class CpuPlatform(PlatformBase):
 
     def empty_cache(self) -> None:
         """torch keeps no cache of CPU memory, but the C library does: glibc keeps most of what a load has freed."""
-        if (trim := _trim()) is not None:
-            trim(0)
+        give_back()
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -87,13 +85,6 @@ class CpuPlatform(PlatformBase):
     def rollout_environment(self, indices: Sequence[int]) -> dict[str, str]:
         """One thread: with more, every parallel region stalls while anything else uses a core."""
         return {"OMP_NUM_THREADS": "1"}
-
-
-@lru_cache(maxsize=1)
-def _trim() -> Callable[[int], int] | None:
-    """glibc's `malloc_trim`; None where the C library is another one."""
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim
 
 
 def _model() -> str:

@@ -21,6 +21,7 @@ from hone.config import ConfigError
 from hone.data.stream import PromptStream
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
+from hone.platforms.host_memory import keep_freed
 from hone.registry import unknown
 from hone.rollout.settings import RolloutConfig
 from hone.runtime import ranks
@@ -43,7 +44,7 @@ TEACHERS = "teachers"  # folder of a run folder, for the logs of their servers
 
 
 def prepare_process(runtime: RuntimeConfig) -> None:
-    """Threads and determinism of this process, and its meeting with the other ranks if torchrun started several.
+    """Threads, determinism and memory of this process; its meeting with the other ranks if torchrun started several.
 
     Raises ConfigError if torchrun started ranks of a runtime that starts its own.
     """
@@ -53,6 +54,7 @@ def prepare_process(runtime: RuntimeConfig) -> None:
             "torchrun started; start it without torchrun, or set runtime.backend=local"
         )
     ranks.join(runtime.collective_timeout_s)
+    keep_freed()
     torch.set_num_threads(runtime.threads or max(1, len(os.sched_getaffinity(0)) // ranks.local_ranks()))
     if runtime.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -272,6 +274,8 @@ class PolicyAssembly:
             compute_dtype=compute,
             tokenizer=self._language.renderer.tokenizer,
             folder=self._place.folder / TEACHERS / name,
+            runtime=self._config.runtime,
+            role=f"teacher_{name}",
         )
         try:
             scorer = ServedScorer(spec, answering.loop.run)

@@ -1,5 +1,8 @@
 """The contract of a platform, probing, and the choice between platforms."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -34,6 +37,30 @@ def test_the_cpu_gives_back_what_the_c_library_keeps():
     cpu.empty_cache()
     assert full - cpu.memory().reserved > 150 * 2**20
     assert last.sum() == 8 << 10
+
+
+ROUNDS = """
+import resource, torch
+from hone.platforms.host_memory import keep_freed
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(10 << 20)  # 40 MiB, 10,240 pages
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+plain = faults()
+keep_freed()
+torch.ones(10 << 20)
+print(plain, faults())
+"""
+
+
+def test_freed_memory_is_used_again_when_told_so():
+    found = subprocess.run([sys.executable, "-c", ROUNDS], capture_output=True, text=True, timeout=120, check=True)
+    plain, kept = map(int, found.stdout.split())
+    assert plain > 20 * 10_000, "the system cleared every page every time"
+    assert kept < plain / 2
 
 
 def test_the_cpu_is_always_available():
