@@ -32,7 +32,7 @@ quickstart: $(VENV)/.base
 	$(VENV)/bin/hone train recipes/quickstart/grpo.yaml $(ARGS)
 
 test: $(VENV)/.test
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile $(ARGS)
 
 test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
 	$(VENV)/bin/python -m pytest -m vllm tests/rollout $(ARGS)

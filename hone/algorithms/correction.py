@@ -148,9 +148,9 @@ def mismatch(
     old, rollout = old.index_select(0, at).double(), rollout.index_select(0, at).double()
     mask, cu_seqlens = torch.ones_like(at, dtype=torch.bool), cumulative(counts)
     log_ratio = clamped_log_ratio(old, rollout, mask)
-    parts = [_over_tokens(part, band) for part in log_ratio.split(_IN_CACHE)]
+    parts = [_over_tokens(part, band) for part in torch.split(log_ratio, _IN_CACHE)]
     metrics = merge_metrics(*(found for found, _, _ in parts))
-    weights, squares = (sum(part[place] for part in parts) for place in (1, 2))
+    weights, squares = sum(part[1] for part in parts), sum(part[2] for part in parts)
     metrics["correction/ess"] = Metric.mean(weights**2 / (tokens * squares), tokens)
     for name, values in mismatch_sequences(log_ratio, old, rollout, mask, cu_seqlens).items():
         metrics[name] = Metric.mean(values.mean().item(), len(counts))

@@ -19,7 +19,10 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="of a LoRA run: the whole model, the adapter merged in")
     ] = False,
+    classifier: Annotated[
+        bool, typer.Option("--classifier", help="of a reward model: transformers' sequence classification, one label")
+    ] = False,
 ) -> None:
     """Write the policy of a checkpoint in the Hugging Face format; of a LoRA run, the adapter in PEFT's."""
-    source = export_checkpoint(run, output, checkpoint, merge)
+    source = export_checkpoint(run, output, checkpoint, merge, classifier)
     Console().print(f"{escape(str(source))} -> {escape(str(output))}", soft_wrap=True)

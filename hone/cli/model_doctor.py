@@ -34,11 +34,12 @@ def model_report(path: str, revision: str | None, devices: int | None, lora_rank
     """Raises ModelError for a model that hone would not load."""
     anatomy = examine(ModelConfig(path=path, revision=revision))
     counts = (devices,) if devices else DEVICES
+    kinds = [(0, False), (lora_rank, False), *([(lora_rank, True)] if anatomy.linear else [])]
     memory = [
-        {"devices": count, "lora_rank": rank, **asdict(found), "total": found.total}
-        for rank in (0, lora_rank)
+        {"devices": count, "lora_rank": rank, "four_bit": four_bit, **asdict(found), "total": found.total}
+        for rank, four_bit in kinds
         for count in counts
-        for found in [training_memory(anatomy, count, rank)]
+        for found in [training_memory(anatomy, count, rank, four_bit)]
     ]
     degrees = {name: fitting(anatomy, name) for name in ("tensor", "sequence", "expert")}
     chunk = EngineConfig.model_fields["logprob_chunk_tokens"].default
@@ -136,7 +137,8 @@ def _unpackable(anatomy: Anatomy) -> str:
 
 def _memory(rows: Sequence[dict[str, Any]], numbers: dict[str, Any], chunk: int) -> Iterator[Finding]:
     for row in rows:
-        kind = f"LoRA, rank {row['lora_rank']}" if row["lora_rank"] else "all weights"
+        adapter = "QLoRA" if row["four_bit"] else "LoRA"
+        kind = f"{adapter}, rank {row['lora_rank']}" if row["lora_rank"] else "all weights"
         parts = ", ".join(
             f"{name} {_bytes(row[name])}" for name in ("weights", "gradients", "optimizer", "gathered") if row[name]
         )

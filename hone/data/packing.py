@@ -200,7 +200,7 @@ def restore(
     if sum(lengths) != len(positions):
         raise ValueError(f"the parts have {sum(lengths)} tokens in all, but the batch has {len(positions)}")
     whole = outputs[0].new_empty(len(positions), *outputs[0].shape[1:])
-    for output, at in zip(outputs, positions.split(lengths), strict=True):
+    for output, at in zip(outputs, torch.split(positions, lengths), strict=True):
         whole.index_copy_(0, at, output)
     return whole
 

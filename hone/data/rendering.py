@@ -38,6 +38,12 @@ from hone.data.images import (
 from hone.types import Image, Message
 
 _ANSWER = "answer-7f3d9c"  # stands for an answer in a rendered example; no template has a reason to touch it
+_ENDLESS = (  # what a template renders, without the end token that nothing but space comes after
+    "{% set hone_whole %}WHOLE{% endset %}{% set hone = namespace(said=hone_whole) %}"
+    "{% if not add_generation_prompt %}{% for end in ENDS %}{% set cut = hone_whole.rsplit(end, 1) %}"
+    "{% if cut | length == 2 and not cut[1].strip() %}{% set hone.said = cut[0] %}{% endif %}"
+    "{% endfor %}{% endif %}{{ hone.said }}"
+)
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"  # private-use characters around what `{% generation %}` marks
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
@@ -196,6 +202,19 @@ class Renderer:
             return
         tokenizer = copy.deepcopy(self.tokenizer)
         tokenizer.chat_template = self._template
+        tokenizer.save_pretrained(folder)
+
+    def save_endless_template(self, folder: Path) -> None:
+        """Give the tokenizer in `folder` a template by which a finished conversation stops before its end token.
+
+        That is where a value model of this renderer's answers is read; a sequence classifier is read at the last token.
+        """
+        tokenizer = copy.deepcopy(self.tokenizer)
+        ends = [tokenizer.convert_ids_to_tokens(end) for end in sorted(self.end_token_ids)]
+        first = tokenizer.bos_token if self._first else ""
+        plain = f"{{{{ {first!r} }}}}{{% for message in messages %}}{{{{ message['content'] }}}}{{% endfor %}}"
+        whole = plain if self._template is None else self._template.removesuffix("\n")
+        tokenizer.chat_template = _ENDLESS.replace("WHOLE", whole).replace("ENDS", repr(ends))
         tokenizer.save_pretrained(folder)
 
     @property

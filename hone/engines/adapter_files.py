@@ -30,7 +30,6 @@ KEY = "engine.lora.path"
 _SAMPLES, _SAMPLE_BYTES = 16, 65536  # of each weight file: enough to tell two models of one architecture apart
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings of PEFT that would make an adapter something else than W + s B A
     "bias": ("none", None),
-    "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
     "trainable_token_indices": (None,),
@@ -86,7 +85,8 @@ def read_adapter(path: str) -> StoredAdapter:
             "path_initial_model_for_weight_conversion first"
         )
     found = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    strange = [name for name in found if ".lora_" not in name]
+    ends = tuple(f"{name}." for name in config.get("modules_to_save") or ())
+    strange = [name for name in found if ".lora_" not in name and not any(f".{one}" in f".{name}" for one in ends)]
     if strange:
         raise AdapterError(f"{KEY}: {path} holds {strange[0]}, which is no part of a LoRA adapter")
     return StoredAdapter(config, found, head)

@@ -51,10 +51,12 @@ from hone.engines.sharding import (
 )
 from hone.engines.shards import Part, Shard, gather
 from hone.engines.writing import Writer
+from hone.models.four_bit import plain_weights
 from hone.models.fused_norm import fuse_norms
 from hone.models.image_processor import save_language
 from hone.models.loading import DTYPES, load_language_model, load_value_model, without_progress_bars
 from hone.models.transformers_patches import ShardFn
+from hone.platforms.base import current_platform
 from hone.registry import resolve
 from hone.types import Batch, BatchImages, LossFn, Metric, Metrics, ModelOutput, merge_metrics
 
@@ -146,9 +148,10 @@ class Fsdp2Engine:
             model: nn.Module = load(spec.model, shard)
             return model
         frozen = spec.model.model_copy(update={"dtype": spec.engine.compute_dtype})  # nothing updates these weights
+        four_bit = self.adapter.four_bit
         if self.model_type == "value_model":
-            return load_value_model(frozen, shard, head_dtype=DTYPES[spec.model.dtype])
-        return load_language_model(frozen, shard)
+            return load_value_model(frozen, shard, DTYPES[spec.model.dtype], four_bit)
+        return load_language_model(frozen, shard, four_bit)
 
     def _name(self, model: Any) -> str:
         return self._spec.model.path or f"architecture {model.config.model_type!r}"
@@ -166,8 +169,13 @@ class Fsdp2Engine:
         reference, compute = self._spec.reference, self._spec.engine.compute_dtype
         head = None if reference is None else head_of_reference(reference, compute, self.device)
         if self.adapter is not None and reference == self._spec.model:
-            head = functools.partial(Head.of, self.model)  # no adapter changes the head
+            head = self._base_head
         return language_forward(self.model, self._spec.temperature, self._chunk, head, self._experts)
+
+    def _base_head(self) -> Head:
+        """That of the policy before training."""
+        with self.disable_adapter():
+            return Head.of(self.model)
 
     @property
     def _prefix(self) -> str:
@@ -370,7 +378,7 @@ class Fsdp2Engine:
         if self.adapter is None:
             return plain
         adapter = self.adapter
-        return later(lambda: adapter.merged(plain, self._adapter_tensors()))
+        return later(lambda: adapter.merged(plain_weights(self.model, plain), self._adapter_tensors()))
 
     def _adapter_tensors(self) -> dict[str, Tensor]:
         """The adapter's tensors, whole; each owns its storage."""
@@ -403,6 +411,8 @@ class Fsdp2Engine:
         if optimizer and self._trained:
             for state in self.optimizer.state.values():
                 state |= {k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
+        if device == "cpu" != self._home:
+            current_platform().empty_cache()  # else the allocator keeps the room from everybody else
 
     def _saved(self) -> list[Part]:
         """What a checkpoint holds of the model: each weight once, and persistent buffers; not what is frozen."""

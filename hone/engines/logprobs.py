@@ -40,6 +40,7 @@ class Head:
     def of(cls, model: Any) -> Head:
         """The head of a transformers causal language model (its live parameters)."""
         layer = model.get_output_embeddings()
+        layer = getattr(layer, "active", layer)  # of an adapter's: see `whole_modules`
         if not isinstance(layer, nn.Linear):
             raise ValueError(f"{type(model).__name__} has a {type(layer).__name__} as its head; a linear one is needed")
         config = model.config.get_text_config()

@@ -36,8 +36,9 @@ from hone.engines.merging import Shape, merge
 from hone.engines.settings import LoraConfig
 from hone.engines.shards import Shard, TensorSplit
 from hone.engines.targets import find_targets, stored_targets
+from hone.engines.whole_modules import SCORE_MODULE, Whole, check_mesh, file_names, find_whole, wrap
 from hone.models.loading import ValueModel
-from hone.models.settings import ModelConfig
+from hone.models.settings import FourBitConfig, ModelConfig
 
 TRAINED, INITIAL = "default", "initial"  # PEFT's names of the two adapters
 _FROM_WEIGHTS = ("pissa", "olora")
@@ -73,6 +74,8 @@ class Adapter:
         self._prefix = ""
         self._disabled = False
         self._layers: list[_Layer] = []
+        self._whole: list[Whole] = []
+        self._owners: dict[str, str] = {}  # of whole modules' tensors: the name under which a tied one is kept
         self._hidden: list[tuple[nn.Module, str, nn.Module]] = []
         self._peft = self._peft_config()
 
@@ -88,7 +91,7 @@ class Adapter:
                     raise AdapterError(
                         f"{KEY}: {config.path} has {key}={value}, this run asks for another; leave it unset"
                     )
-            for key in ("targets", "exclude", "init"):
+            for key in ("targets", "exclude", "init", "modules_to_save"):
                 if key in config.model_fields_set and getattr(config, key) != LoraConfig.model_fields[key].default:
                     raise AdapterError(f"engine.lora.{key}: the adapter in engine.lora.path decides; leave it unset")
         elif config.init in _FROM_WEIGHTS and dora:
@@ -112,11 +115,18 @@ class Adapter:
 
         `name` is for errors. Raises AdapterError for a target that is not there or cannot be adapted on this mesh.
         """
+        whole = find_whole(model, self._modules_to_save, name)
+        check_mesh(whole, split, experts_cut)
         if self._stored is None:
-            targets = find_targets(model, self._config, name)
+            targets = find_targets(model, self._config, name, whole)
         else:
             targets = stored_targets(model, self._stored, str(self._config.path), name)
         experts = targets.short_experts
+        if split is not None and self._config.quantise is not None:
+            raise AdapterError(
+                "engine.lora.quantise: each rank holds the layers in 4 bits whole, and parallel.tensor would cut them; "
+                "leave it at 1 and use parallel.shard, replicate or sequence"
+            )
         if experts and (experts_cut or split is not None):
             raise AdapterError(
                 f"engine.lora.targets: {experts[0]} is a weight of all experts, which is adapted with parallel.expert "
@@ -142,6 +152,21 @@ class Adapter:
         self._layers = list(_found_layers(model))
         for layer in self._layers:
             self._prepare_layer(layer.module)
+        self._peft.modules_to_save = file_names(model, whole) or None  # not earlier: PEFT would wrap them too
+        self._whole = wrap(model, whole, TRAINED, self._dtype)
+
+    @property
+    def _modules_to_save(self) -> tuple[str, ...]:
+        if self._stored is None:
+            return self._config.modules_to_save
+        return tuple(self._stored.config.get("modules_to_save") or ())
+
+    @property
+    def four_bit(self) -> FourBitConfig | None:
+        """How the frozen layers are held: those in modules that are trained whole stay as they are."""
+        held = self._config.quantise
+        whole = [name for name in self._modules_to_save if name != SCORE_MODULE]
+        return held and held.model_copy(update={"skip": (*held.skip, *whole)})
 
     @property
     def _begins_from_weights(self) -> bool:
@@ -179,6 +204,11 @@ class Adapter:
 
     def hide(self, model: nn.Module) -> None:
         """Take PEFT's layers out of the model again, until `show`: its weights have their own names meanwhile."""
+        for whole in self._whole:
+            parent, _, child = whole.path.rpartition(".")
+            owner = model.get_submodule(parent)
+            self._hidden.append((owner, child, whole.module))
+            setattr(owner, child, whole.module.base_layer)
         for layer in self._layers:
             parent, _, child = layer.path.rpartition(".")
             if child != "base_layer":  # of experts: the outer one holds the inner one
@@ -214,7 +244,29 @@ class Adapter:
                         f"{KEY}: {self._config.path}: {layer.tensor(adapter, part)} is {list(value.shape)}, here it is "
                         f"{list(holder.weight.shape)}"
                     )
-                _place(holder, value.to(self._dtype), device, mesh, trained=adapter == TRAINED)
+                holder.weight = _placed(holder.weight, value.to(self._dtype), device, mesh, trained=adapter == TRAINED)
+        self._fill_whole(device, whole, mesh)
+        first: dict[int, str] = {}
+        for name, weight in root.named_parameters(remove_duplicate=False):
+            self._owners[name] = first.setdefault(id(weight), name)
+
+    def _fill_whole(self, device: str, whole: GatherFn, mesh: Any) -> None:
+        made: dict[int, nn.Parameter] = {}  # of a tied tensor there is one
+        for one in self._whole:
+            for name, empty, base in list(one.parameters()):
+                if id(empty) not in made:
+                    plain = f"{one.path}.{name}"
+                    value = whole(plain, base) if self._stored is None else self._stored_value(plain, base.shape)
+                    made[id(empty)] = _placed(empty, value.to(self._dtype), device, mesh, trained=True)
+                one.place(name, made[id(empty)])
+
+    def _stored_value(self, name: str, shape: torch.Size) -> Tensor:
+        assert self._stored is not None
+        found = self._stored.tensors.get(name)
+        if found is None or found.shape != shape:
+            there = "does not have it" if found is None else f"has it as {list(found.shape)}"
+            raise AdapterError(f"{KEY}: {self._config.path} should have {name} as {list(shape)}, and {there}")
+        return found
 
     def _tensors_of(self, layer: _Layer) -> Iterator[tuple[str, str]]:
         for adapter in (TRAINED, INITIAL) if self._begins_from_weights else (TRAINED,):
@@ -282,14 +334,17 @@ class Adapter:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """The base alone. PEFT's own switch would also turn gradients off and on, under the feet of `fully_shard`."""
+        before = self._disabled
         self._switch(off=True)
         try:
             yield
         finally:
-            self._switch(off=False)
+            self._switch(off=before)
 
     def _switch(self, off: bool) -> None:
         self._disabled = off
+        for whole in self._whole:
+            whole.module.disabled = off
         for layer in self._layers:
             layer.module._disable_adapters = off
 
@@ -309,11 +364,22 @@ class Adapter:
     @property
     def names(self) -> set[str]:
         """The adapter's tensors, as the model's state dict names them."""
-        return {
+        of_layers = {
             self._prefix + layer.tensor(adapter, part)
             for layer in self._layers
             for adapter, part in self._tensors_of(layer)
         }
+        return of_layers | {owner for _, _, owner in self._whole_tensors()}
+
+    def _whole_tensors(self) -> Iterator[tuple[str, str, str]]:
+        """Of each tensor of a module that is trained whole: its plain name, its own, and that under which it is kept.
+
+        The first is within the adapted model, the others are of the state dict.
+        """
+        for one in self._whole:
+            for name, _, _ in one.parameters():
+                mine = self._prefix + one.tensor(name)
+                yield f"{one.path}.{name}", mine, self._owners[mine]
 
     # ---------------------------------------------------------------------------------------------------- on its way
 
@@ -325,12 +391,18 @@ class Adapter:
         Nothing is added while it is disabled.
         """
         layers = {} if self._disabled else {self._prefix + layer.weight: layer for layer in self._layers}
-        names = self.names
+        trained = {self._prefix + plain: owner for plain, _, owner in self._whole_tensors()}
+        names = self.names | {mine for _, mine, _ in self._whole_tensors()}
         for name, weight in weights:
             if name in names:
                 continue
             plain = name.replace(".base_layer.", ".").replace(".base_layer.", ".")
-            yield plain, self._merge(layers[name], weight, adapter) if name in layers else weight
+            if name in layers:
+                yield plain, self._merge(layers[name], weight, adapter)
+            elif plain in trained and not self._disabled:
+                yield plain, adapter[trained[plain]].to(weight.device, copy=True)
+            else:
+                yield plain, weight
 
     def _merge(self, layer: _Layer, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         def tensor(one: str, part: str) -> Tensor:
@@ -352,6 +424,8 @@ class Adapter:
                     first = adapter[self._prefix + layer.tensor(INITIAL, part)]
                     tensor = torch.cat([tensor, first]) if part == "lora_A" else torch.cat([tensor, -first], 1)
                 yield PREFIX + _file_name(layer.tensor(one, part)), tensor
+        for plain, _, owner in self._whole_tensors():
+            yield PREFIX + plain, adapter[owner].clone()
 
     def file_config(self) -> dict[str, Any]:
         """What PEFT's `adapter_config.json` says, as JSON values."""
@@ -372,7 +446,12 @@ class Adapter:
     def facts(self) -> dict[str, Any]:
         """What a checkpoint has to agree with."""
         peft_config = self._peft
-        return {
+        more: dict[str, Any] = {}  # an older checkpoint has none of these, and is of a run without
+        if self._whole:
+            more["modules_to_save"] = [one.path for one in self._whole]
+        if self._config.quantise is not None:
+            more["quantise"] = self._config.quantise.model_dump(mode="json")
+        return more | {
             "rank": peft_config.r,
             "alpha": peft_config.lora_alpha,
             "dora": peft_config.use_dora,
@@ -414,15 +493,13 @@ def _plain(value: Any) -> Any:
 
 
 @torch.no_grad()
-def _place(holder: nn.Module, value: Tensor, device: str, mesh: Any, trained: bool) -> None:
-    """Put a whole tensor where an empty one is: all of it, or this rank's part."""
-    empty = holder.weight
+def _placed(empty: Any, value: Tensor, device: str, mesh: Any, trained: bool) -> nn.Parameter:
+    """A whole tensor to be put where an empty one is: all of it, or this rank's part."""
     if not isinstance(empty, DTensor):
-        holder.weight = nn.Parameter(value.to(device, copy=True), requires_grad=trained)
-        return
+        return nn.Parameter(value.to(device, copy=True), requires_grad=trained)
     made: Any = torch.empty_like(empty, device=device)
     shard, local = Shard.of(made, mesh), made.to_local()
     for piece in shard.pieces():
         there = tuple(slice(start, start + length) for start, length in zip(piece.offset, piece.shape, strict=True))
         local[piece.at] = value[there].to(device)
-    holder.weight = nn.Parameter(made, requires_grad=trained)
+    return nn.Parameter(made, requires_grad=trained)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hone.config import Config, setting
+from hone.models.settings import FourBitConfig
 
 
 class OptimizerConfig(Config):
@@ -93,8 +94,14 @@ class LoraConfig(Config):
         "default", "how A and B begin; pissa, olora: from the weights' SVD or QR, which the frozen weights keep"
     )
     seed: int = setting(0, "of the first A and of dropout", ge=0)
+    modules_to_save: tuple[str, ...] = setting(
+        (), "modules that are trained whole beside the adapter, by the ends of their paths (lm_head, embed_tokens)"
+    )
+    quantise: FourBitConfig | None = setting(
+        None, "hold the frozen linear layers in 4 bits (QLoRA); null: in compute_dtype"
+    )
     path: str | None = setting(
-        None, "folder of an adapter to go on from; it says rank, alpha, targets, dora and rslora"
+        None, "folder of an adapter to go on from; it says rank, alpha, targets, dora, rslora and modules_to_save"
     )
     sync: Literal["auto", "adapter", "merged"] = setting(
         "auto",

@@ -24,6 +24,7 @@ from hone.engines.precision import kept_wide
 from hone.engines.settings import Sizes
 from hone.engines.shards import Shard, TensorSplit, gather
 from hone.models.errors import ModelError
+from hone.models.four_bit import seen_as_plain, still_empty
 from hone.models.sequence_parallel import shared_by
 from hone.types import Batch, ModelOutput
 
@@ -67,7 +68,8 @@ class Sharder:
             self._split_experts(model, name)
         if self._adapter is not None:
             split = TensorSplit(self._styles, self._mesh.dense[TENSOR]) if sizes.tensor > 1 else None
-            self._adapter.attach(model, name, split, experts_cut=sizes.expert > 1)
+            with seen_as_plain(model):
+                self._adapter.attach(model, name, split, experts_cut=sizes.expert > 1)
         self._shard_parameters(model)
         if self._adapter is not None:
             self._adapter.hide(model)
@@ -147,7 +149,10 @@ class Sharder:
         )
 
     def _fully_shard(self, module: nn.Module, mesh: Any, policy: MixedPrecisionPolicy, last: bool = False) -> None:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=None if last else True)
+        reshard = None if last else True
+        fully_shard(
+            module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=still_empty(module)
+        )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum

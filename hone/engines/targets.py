@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hone.engines.adapter_files import KEY, AdapterError, StoredAdapter
 from hone.engines.settings import LoraConfig
+from hone.models.four_bit import has
 from hone.registry import unknown
 
 
@@ -24,8 +25,8 @@ class Targets:
     short_experts: list[str]
 
 
-def find_targets(model: Any, config: LoraConfig, name: str) -> Targets:
-    """What `config` asks for in a transformers model, which errors call `name`.
+def find_targets(model: Any, config: LoraConfig, name: str, whole: Sequence[str] = ()) -> Targets:
+    """What `config` asks for in a transformers model, which errors call `name`, but for modules trained `whole`.
 
     Raises AdapterError for a name that nothing has, with the nearest one that something has.
     """
@@ -33,14 +34,15 @@ def find_targets(model: Any, config: LoraConfig, name: str) -> Targets:
     known = sorted({_last(path, 1) for path in linears} | {_last(path, 2) for path in experts})
     wanted = list(linears) if config.targets == "all-linear" else []
     for target in () if config.targets == "all-linear" else config.targets:
-        found = [path for path in (*linears, *experts) if _has(path, target)]
+        found = [path for path in (*linears, *experts) if has(path, target)]
         if not found:
             raise AdapterError(f"engine.lora.targets: {_why_not(model, target, name, known)}")
         wanted += found
     for left_out in config.exclude:
-        if not any(_has(path, left_out) for path in wanted):
+        if not any(has(path, left_out) for path in wanted):
             raise AdapterError("engine.lora.exclude: " + unknown("target", left_out, known))
-        wanted = [path for path in wanted if not _has(path, left_out)]
+        wanted = [path for path in wanted if not has(path, left_out)]
+    wanted = [path for path in wanted if not any(f"{path}.".startswith(f"{one}.") for one in whole)]
     if not wanted:
         raise AdapterError(f"engine.lora.targets: nothing of {name} is left to adapt")
     return _targets(wanted, linears, experts)
@@ -50,7 +52,7 @@ def stored_targets(model: Any, stored: StoredAdapter, path: str, name: str) -> T
     """What the adapter in the folder `path` has tensors for. Raises AdapterError for what the model does not have."""
     linears, experts = _linears(model), _experts(model)
     parameters = stored.config.get("target_parameters") or []
-    adapted = [one for one in experts if any(_has(one, parameter) for parameter in parameters)]
+    adapted = [one for one in experts if any(has(one, parameter) for parameter in parameters)]
     owners = {one.rpartition(".")[0] for one in adapted}
     modules = [one for one in stored.modules if one.removesuffix(".base_layer") not in owners]
     for one in modules:
@@ -89,14 +91,9 @@ def _experts(model: nn.Module) -> list[str]:
 
 def _why_not(model: Any, target: str, name: str, known: list[str]) -> str:
     kept = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
-    if any(module in kept and _has(path, target) for path, module in model.named_modules()):
+    if any(module in kept and has(path, target) for path, module in model.named_modules()):
         return f"{target} is not adapted: log-probs are computed from the head's own weights, which may be shared"
     return unknown(f"layer of {name}", target, known)
-
-
-def _has(path: str, target: str) -> bool:
-    """Whether `target` is one of the names, or a run of names, that a path is made of."""
-    return f".{target}." in f".{path}."
 
 
 def _last(path: str, parts: int) -> str:

@@ -74,6 +74,11 @@ class Anatomy:
         """Of an adapter on every linear layer but the head."""
         return sum(count * rank * (inputs + outputs) for _, count, inputs, outputs in self.linear)
 
+    @property
+    def linear_parameters(self) -> int:
+        """Of every linear layer but the head, biases apart."""
+        return sum(count * inputs * outputs for _, count, inputs, outputs in self.linear)
+
     def kv_bytes_per_token(self, width: int = 2) -> int:
         """Of the built-in engine's cache, which holds the keys and values of every layer whole."""
         return self.layers * self.kv_heads * (self.key_size + self.value_size) * width
@@ -255,13 +260,19 @@ STORED, COMPUTED = 4, 2  # bytes: float32 masters, bfloat16 forward and backward
 MOMENTS = 2  # AdamW keeps two numbers for each weight, as wide as the weight is stored
 
 
-def training_memory(anatomy: Anatomy, devices: int, lora_rank: int = 0) -> Memory:
+FOUR_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a weight: its bits, and of its block the largest value in 8 bits
+
+
+def training_memory(anatomy: Anatomy, devices: int, lora_rank: int = 0, four_bit: bool = False) -> Memory:
     """Of `engine.backend: fsdp2` with AdamW, `model.dtype: float32`, `compute_dtype: bfloat16`, sharded over `devices`.
 
-    With `lora_rank`, of an adapter on every linear layer beside frozen weights.
+    With `lora_rank`, of an adapter on every linear layer beside frozen weights; with `four_bit`, the linear layers of
+    these are in 4 bits (nf4, double), all of them on each device.
     """
     learnt = anatomy.lora_parameters(lora_rank) if lora_rank else anatomy.parameters
     frozen = anatomy.parameters if lora_rank else 0
+    if four_bit:
+        return _beside_four_bits(anatomy, devices, learnt)
     if devices == 1:  # a working copy beside the masters, and its gradients beside theirs
         return Memory(
             weights=(STORED + COMPUTED) * learnt + COMPUTED * frozen,
@@ -274,6 +285,19 @@ def training_memory(anatomy: Anatomy, devices: int, lora_rank: int = 0) -> Memor
         weights=STORED * share + COMPUTED * -(-frozen // devices),
         gathered=COMPUTED * (2 * anatomy.largest_layer + anatomy.embedding),
         gradients=STORED * share,
+        optimizer=MOMENTS * STORED * share,
+    )
+
+
+def _beside_four_bits(anatomy: Anatomy, devices: int, learnt: int) -> Memory:
+    bits = round(FOUR_BIT * anatomy.linear_parameters)
+    others = anatomy.parameters - anatomy.linear_parameters
+    matrix = max((inputs * outputs for _, _, inputs, outputs in anatomy.linear), default=0)  # plain for a moment
+    share, copy = -(-learnt // devices), COMPUTED if devices == 1 else 0
+    return Memory(
+        weights=bits + (STORED + copy) * share + COMPUTED * -(-others // devices),
+        gathered=COMPUTED * (matrix + (anatomy.embedding if devices > 1 else 0)),
+        gradients=(STORED + copy) * share,
         optimizer=MOMENTS * STORED * share,
     )
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
@@ -19,8 +19,9 @@ from transformers.utils import logging
 from hone.models.attention import PACKED
 from hone.models.building import build_model
 from hone.models.errors import ModelError
-from hone.models.quantised import loading_options, refuse_leftovers
-from hone.models.settings import ModelConfig
+from hone.models.four_bit import finish, quantise, reading_options
+from hone.models.quantised import loading_options, method_of, refuse_leftovers
+from hone.models.settings import FourBitConfig, ModelConfig
 from hone.models.source import check_source, locate
 from hone.models.transformers_patches import ShardFn, shard_while_loading
 from hone.models.value_head import SCORE, VALUE_HEAD_FILE, read_value_head
@@ -54,37 +55,39 @@ class ValueModel(nn.Module):
         save_file({SCORE: self.score.weight.detach().contiguous()}, Path(folder) / VALUE_HEAD_FILE)
 
 
-def load_language_model(model: ModelConfig, shard: ShardFn | None = None) -> PreTrainedModel:
+def load_language_model(
+    model: ModelConfig, shard: ShardFn | None = None, four_bit: FourBitConfig | None = None
+) -> PreTrainedModel:
     """A causal language model in `model.dtype` on the CPU, with packed attention.
 
     With `shard`, the model is sharded while it is empty, and then only this rank's shards are read from its files; a
-    model that is built on the spot is built whole first. Raises ModelError naming the folder and what is wrong:
-    missing, no config.json, unknown or quantised architecture, code of its own, weights missing.
+    model that is built on the spot is built whole first. With `four_bit`, linear layers are held so, each from when it
+    is read. Raises ModelError naming the folder and what is wrong: missing, no config.json, unknown or quantised
+    architecture, code of its own, weights missing.
     """
     if model.build is not None:
         built = _as_used(build_model(model.build, DTYPES[model.dtype]), model)
-        if shard is not None:
-            shard(built)
-        return built
+        return _finished(built, shard, four_bit)
     kind = str(check_model_source(model).get("model_type"))
-    return _as_used(_from_pretrained(auto_class(kind), model, shard), model)
+    return _as_used(_from_pretrained(auto_class(kind), model, shard, four_bit), model)
 
 
 def load_value_model(
-    model: ModelConfig, shard: ShardFn | None = None, head_dtype: torch.dtype | None = None
+    model: ModelConfig,
+    shard: ShardFn | None = None,
+    head_dtype: torch.dtype | None = None,
+    four_bit: FourBitConfig | None = None,
 ) -> ValueModel:
     """A value model: the body of the language model at `model.path`, and the head that lies there (see `value_head`).
 
-    `shard` is as in `load_language_model`, and is given the body; the head is small and whole, in the body's precision
-    or `head_dtype`.
+    `shard` and `four_bit` are as in `load_language_model`, for the body; the head is small and whole, in the body's
+    precision or `head_dtype`.
     """
     if model.build is not None:
         body = _as_used(cast(PreTrainedModel, build_model(model.build, DTYPES[model.dtype]).base_model), model)
-        if shard is not None:
-            shard(body)
-        return ValueModel(body, head_dtype)
+        return ValueModel(_finished(body, shard, four_bit), head_dtype)
     config = check_model_source(model)
-    value_model = ValueModel(_as_used(_from_pretrained(AutoModel, model, shard), model), head_dtype)
+    value_model = ValueModel(_as_used(_from_pretrained(AutoModel, model, shard, four_bit), model), head_dtype)
     head = read_value_head(folder_of(model), config)
     if head is not None:
         value_model.load_state_dict({SCORE: head}, strict=False)
@@ -122,11 +125,23 @@ def _as_used(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
     return loaded
 
 
-def _from_pretrained(cls: Any, model: ModelConfig, shard: ShardFn | None) -> PreTrainedModel:
+def _finished(built: PreTrainedModel, shard: ShardFn | None, four_bit: FourBitConfig | None) -> PreTrainedModel:
+    """A model that was built whole, as it is held."""
+    if four_bit is not None:
+        quantise(built, four_bit, f"architecture {built.config.model_type!r}")
+    if shard is not None:
+        shard(built)
+    return built
+
+
+def _from_pretrained(
+    cls: Any, model: ModelConfig, shard: ShardFn | None, four_bit: FourBitConfig | None
+) -> PreTrainedModel:
     config = check_model_source(model)
     kind = str(config.get("model_type"))
     dtype = DTYPES[model.dtype]
     quantised = loading_options(config, str(model.path), sharded=shard is not None)
+    narrow = {} if four_bit is None else reading_options(_empty(cls, model), four_bit, str(model.path))
     sharded: AbstractContextManager[dict[str, Any]] = nullcontext({}) if shard is None else shard_while_loading(shard)
     try:
         with without_progress_bars(), sharded as options:
@@ -138,7 +153,7 @@ def _from_pretrained(cls: Any, model: ModelConfig, shard: ShardFn | None) -> Pre
                 use_safetensors=True,  # never a pickle
                 output_loading_info=True,
                 **options,
-                **quantised,
+                **(narrow or quantised),
             )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -152,7 +167,22 @@ def _from_pretrained(cls: Any, model: ModelConfig, shard: ShardFn | None) -> Pre
         result._weight_conversions = None  # type: ignore[assignment]  # or saving would quantise again
         if dtype != torch.bfloat16:  # which is what transformers dequantises to
             result.to(dtype)  # type: ignore[arg-type]
+    if four_bit is not None:
+        finish(result)
     return result
+
+
+def _empty(cls: Any, model: ModelConfig) -> PreTrainedModel:
+    """The model of the same files without weights. Raises ModelError for one that is quantised already."""
+    if method := method_of(check_model_source(model)):
+        raise ModelError(
+            f"model.path {model.path!r} is quantised ({method}) already; a run's own model is dequantised into the run "
+            "folder first: start there, or name its <run.dir>/model here"
+        )
+    trusted = model.trust_remote_code
+    config = AutoConfig.from_pretrained(folder_of(model, weights=False), trust_remote_code=trusted)
+    with torch.device("meta"):
+        return cls.from_config(config, trust_remote_code=trusted)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -73,6 +73,14 @@ class BuildConfig(Config):
         return self
 
 
+class FourBitConfig(Config):
+    """Frozen linear layers in 4 bits, by bitsandbytes (QLoRA); the head stays as it is."""
+
+    kind: Literal["nf4", "fp4"] = setting("nf4", "the 16 levels: quantiles of a normal distribution, or 4-bit floats")
+    double: bool = setting(True, "the largest value of each block of 64 weights lies in 8 bits too, not in 32")
+    skip: tuple[str, ...] = setting((), "layers that stay as they are, by names in their paths (o_proj, layers.0)")
+
+
 class ModelConfig(Config):
     """A causal language model in the Hugging Face format: exactly one of `path` and `build`."""
 

@@ -10,9 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hone.models.errors import ModelError
 
@@ -41,6 +43,39 @@ def read_value_head(folder: Path, config: dict[str, Any]) -> Tensor | None:
     if head.shape[0] != 1:
         raise ModelError(f"{folder} tells {head.shape[0]} classes apart; a value or reward model has one number")
     return head
+
+
+def to_classifier(folder: Path, pad_token_id: int) -> None:
+    """Turn an export of a value model, in place, into transformers' sequence classification with one label.
+
+    The score of a text is then the value of the token that would follow it. Raises ModelError for an architecture that
+    transformers has no such classifier of.
+    """
+    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    config.pad_token_id = pad_token_id  # by which it finds the last token of each text of a batch
+    try:
+        with torch.device("meta"):
+            empty: Any = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        kind = config.model_type
+        raise ModelError(f"transformers has no sequence classifier of the architecture {kind!r}") from error
+    if SCORE not in dict(empty.named_parameters()):
+        raise ModelError(f"{type(empty).__name__} of transformers has its head elsewhere than in {SCORE!r}")
+    prefix = f"{empty.base_model_prefix}."
+    head = load_file(folder / VALUE_HEAD_FILE)[SCORE]
+    paths = sorted(folder.glob("model*.safetensors"))
+    for path in paths:
+        tensors = {f"{prefix}{name}": tensor for name, tensor in load_file(path).items()}
+        save_file(tensors | ({SCORE: head} if path == paths[-1] else {}), path, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        said = json.loads(index.read_text(encoding="utf-8"))
+        where = {f"{prefix}{name}": file for name, file in said["weight_map"].items()}
+        said["weight_map"] = where | {SCORE: paths[-1].name}
+        index.write_text(json.dumps(said, indent=1), encoding="utf-8")
+    config.architectures = [type(empty).__name__]
+    config.save_pretrained(folder)
+    (folder / VALUE_HEAD_FILE).unlink()
 
 
 def _find(folder: Path) -> Tensor | None:

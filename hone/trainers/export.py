@@ -12,6 +12,7 @@ from hone.data.stream import make_renderer
 from hone.models.image_processor import load_image_processor
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
+from hone.models.value_head import to_classifier
 from hone.trainers.checkpoints import Checkpoint, CheckpointStore
 from hone.trainers.exported_language import write_language
 from hone.trainers.launch import WARM_START
@@ -65,10 +66,13 @@ def choose(folder: Path, which: str) -> Checkpoint:
     return store.read(chosen)
 
 
-def export_checkpoint(folder: Path, output: Path, which: str = "latest", merge: bool = False) -> Path:
+def export_checkpoint(
+    folder: Path, output: Path, which: str = "latest", merge: bool = False, classifier: bool = False
+) -> Path:
     """Write a checkpoint's policy to `output`, which must not exist yet; returns the checkpoint's folder.
 
-    Of a LoRA run that is the adapter alone, or with `merge` the whole model.
+    Of a LoRA run that is the adapter alone, or with `merge` the whole model. A reward model becomes a `classifier` of
+    transformers, if that is asked for (and whole, then).
     """
     if output.exists():
         raise ConfigError(f"{output} exists already; name a new folder")
@@ -79,16 +83,25 @@ def export_checkpoint(folder: Path, output: Path, which: str = "latest", merge: 
     role, engine = ("actor", config.actor) if isinstance(config, PolicyRunConfig) else ("model", config.engine)
     if merge and engine.lora is None:
         raise ConfigError(f"--merge: the run in {folder} trained all weights, so there is no adapter to merge")
+    if classifier and not (isinstance(config, RewardModelRunConfig) and config.loss.name == "bradley_terry"):
+        raise ConfigError(
+            f"--classifier: the run in {folder} trained no model that scores a whole answer (hone reward-model with "
+            "loss bradley_terry)"
+        )
     model_type = "value_model" if isinstance(config, RewardModelRunConfig) else "language_model"
     model = base_model(folder, config)
     worker = TrainWorker(TrainSpec(model, engine.alone(), model_type, total_steps=config.run.steps))
     worker.initialize()
     worker.load_checkpoint(checkpoint.part(role))
-    if engine.lora is None or merge:
+    if engine.lora is None or merge or classifier:
         worker.export_hf(output)
     else:
         worker.export_adapter(output)
-    write_language(
-        output, config, config.data, make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
-    )
+    tokenizer = load_tokenizer(model)
+    renderer = make_renderer(config.data, tokenizer, load_image_processor(model))
+    write_language(output, config, config.data, renderer)
+    if classifier:
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        to_classifier(output, pad)
+        renderer.save_endless_template(output)
     return checkpoint.folder

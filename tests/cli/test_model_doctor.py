@@ -20,9 +20,10 @@ def test_to_programs(tmp_path, capsys):
     assert found["model"]["family"] == "deepseek_v3"
     assert (found["model"]["experts"], found["model"]["experts_per_token"]) == (8, 4)
     assert found["degrees"] == {"tensor": [2, 4], "sequence": [2, 4], "expert": [2, 4, 8]}
-    assert [(row["devices"], row["lora_rank"]) for row in found["memory"]] == [(4, 0), (4, 8)]
-    whole, adapter = found["memory"]
-    assert adapter["optimizer"] < whole["optimizer"]
+    rows = [(row["devices"], row["lora_rank"], row["four_bit"]) for row in found["memory"]]
+    assert rows == [(4, 0, False), (4, 8, False), (4, 8, True)]
+    whole, adapter, narrow = found["memory"]
+    assert narrow["optimizer"] == adapter["optimizer"] < whole["optimizer"]
     assert whole["total"] == sum(whole[part] for part in ("weights", "gathered", "gradients", "optimizer"))
     assert found["kv_bytes_per_token"] == 2 * 4 * (32 + 16) * 2  # layers, heads, key and value, bytes
 
@@ -38,6 +39,7 @@ def test_to_people(tmp_path, capsys, monkeypatch):
         line.startswith("LoRA targets yes k_proj, o_proj, q_proj, v_proj; by name also experts.") for line in lines
     )
     assert any(line.startswith("all weights, 8 devices ") for line in lines)
+    assert any(line.startswith("QLoRA, rank 16, 1 device ") for line in lines)
 
 
 def test_layers_that_carry_a_state_are_no_good(tmp_path, capsys):

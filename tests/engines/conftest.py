@@ -8,11 +8,12 @@ import torch
 
 from hone.data.packing import Sample, pack_samples
 from hone.engines.fsdp2 import Fsdp2Engine
-from hone.engines.settings import EngineConfig, OptimizerConfig
+from hone.engines.settings import EngineConfig, LoraConfig, OptimizerConfig
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.types import LossOutput
+from tests.engines.adapters import BUILDS
 
 BUILD = BuildConfig(hidden_size=32, layers=2, heads=4, kv_heads=2, mlp_size=48, max_positions=64)
 
@@ -109,3 +110,44 @@ _entropy.needs = frozenset({"entropy"})
 @pytest.fixture
 def losses():
     return SimpleNamespace(policy=_policy, likelihood=_likelihood, values=_values, entropy=_entropy)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """saved("qwen3") -> the folder of a base model."""
+
+    def save(name):
+        folder = tmp_path / f"base-{name}"
+        with without_progress_bars():
+            load_language_model(ModelConfig(build=BUILDS[name])).save_pretrained(folder)
+        build_tokenizer(BUILDS[name]).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture
+def engine_of(make_engine):
+    """engine_of(folder, rank=4, ...) -> an engine with an adapter."""
+
+    def make(folder, engine=None, model_type="language_model", dtype="float32", reference=None, **lora):
+        lora = LoraConfig(**{"rank": 4, "alpha": 8, **lora} if "path" not in lora else lora)
+        settings = {
+            "reference": reference,
+            "optimizer": {"lr": 1e-2},
+            "max_tokens_per_microbatch": 24,
+            **(engine or {}),
+        }
+        model = ModelConfig(path=str(folder), dtype=dtype)
+        return make_engine(model=model, model_type=model_type, temperature=0.9, lora=lora, **settings)
+
+    return make
+
+
+@pytest.fixture
+def plain(make_engine):
+    def make(folder, model_type="language_model", **engine):
+        model = ModelConfig(path=str(folder))
+        return make_engine(model=model, model_type=model_type, temperature=0.9, total_steps=0, **engine)
+
+    return make

@@ -6,25 +6,16 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hone.engines.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError
 from hone.engines.checkpoint import ENGINE_FILE, MODEL, CheckpointError, part_file
-from hone.engines.settings import LoraConfig
-from hone.models.loading import load_language_model, without_progress_bars
-from hone.models.settings import BuildConfig, ModelConfig
-from hone.models.tokenizer import build_tokenizer
+from hone.models.loading import without_progress_bars
+from hone.models.settings import ModelConfig
 from hone.types import LossOutput
+from tests.engines.adapters import by_peft, same, teach, weights
 
-SIZES = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_size": 48, "max_positions": 64}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-BUILDS = {
-    "qwen3": BuildConfig(**SIZES),
-    "untied": BuildConfig(**SIZES, tie_embeddings=False, seed=3),
-    "gpt2": BuildConfig(**{k: v for k, v in SIZES.items() if k != "kv_heads"}, architecture="gpt2"),
-    "qwen3_moe": BuildConfig(**SIZES, architecture="qwen3_moe", options=MOE),
-}
 EXPERTS = {"targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")}
 KINDS = [
     ("qwen3", {}),
@@ -43,59 +34,6 @@ KINDS = [
 every_kind = pytest.mark.parametrize(
     ("architecture", "settings"), KINDS, ids=[f"{name} {' '.join(s)}".strip() for name, s in KINDS]
 )
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """saved("qwen3") -> the folder of a base model."""
-
-    def save(name):
-        folder = tmp_path / f"base-{name}"
-        with without_progress_bars():
-            load_language_model(ModelConfig(build=BUILDS[name])).save_pretrained(folder)
-        build_tokenizer(BUILDS[name]).save_pretrained(folder)
-        return folder
-
-    return save
-
-
-@pytest.fixture
-def engine_of(make_engine):
-    """engine_of(folder, rank=4, ...) -> an engine with an adapter."""
-
-    def make(folder, engine=None, model_type="language_model", dtype="float32", reference=None, **lora):
-        lora = LoraConfig(**{"rank": 4, "alpha": 8, **lora} if "path" not in lora else lora)
-        settings = {
-            "reference": reference,
-            "optimizer": {"lr": 1e-2},
-            "max_tokens_per_microbatch": 24,
-            **(engine or {}),
-        }
-        model = ModelConfig(path=str(folder), dtype=dtype)
-        return make_engine(model=model, model_type=model_type, temperature=0.9, lora=lora, **settings)
-
-    return make
-
-
-@pytest.fixture
-def plain(make_engine):
-    def make(folder, model_type="language_model", **engine):
-        model = ModelConfig(path=str(folder))
-        return make_engine(model=model, model_type=model_type, temperature=0.9, total_steps=0, **engine)
-
-    return make
-
-
-def weights(engine):
-    return dict(engine.get_per_tensor_param()[0])
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def teach(engine, make_batch, loss, steps=3):
-    return [engine.train_batch(make_batch(seed=seed), loss)["train/loss"].value for seed in range(steps)]
 
 
 # -------------------------------------------------------------------------------------- what it leaves and what it adds
@@ -148,18 +86,6 @@ def test_merged_weights_compute_what_base_and_adapter_compute(
     assert same({name: loaded[name] for name in weights(engine)}, weights(engine))
 
 
-def by_peft(base, adapter, batch):
-    """Log-probs at temperature 0.9 of every token with a loss, as PEFT's model gives them, sequence by sequence."""
-    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
-    found = torch.zeros(batch.num_tokens)
-    with torch.no_grad():
-        for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
-            ids = batch.token_ids[start:end]
-            scores = torch.log_softmax(model(ids[None]).logits[0, :-1].float() / 0.9, -1)
-            found[start + 1 : end] = scores.gather(1, ids[1:, None])[:, 0]
-    return found[batch.loss_mask], model
-
-
 @every_kind
 def test_peft_loads_the_exported_adapter(architecture, settings, saved, engine_of, make_batch, losses, tmp_path):
     base, batch = saved(architecture), make_batch(seed=8)
@@ -174,6 +100,57 @@ def test_peft_loads_the_exported_adapter(architecture, settings, saved, engine_o
     stream, config = engine.get_per_tensor_param(adapter_only=True)
     assert same(dict(stream), load_file(tmp_path / "adapter" / WEIGHTS_FILE))
     assert config == json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text()) == engine.adapter_config()
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [({}, 8 / 4), ({"rslora": True}, 8 / 2), ({"dora": True}, 8 / 4), ({"dora": True, "rslora": True}, 8 / 2)],
+    ids=["lora", "rslora", "dora", "both"],
+)
+def test_what_is_added_is_what_was_asked_for(settings, scale, saved, engine_of, plain, make_batch, losses):
+    """By hand: W + scale B A, for DoRA with rows of the lengths that were learnt, which began as those of W."""
+    folder = saved("untied")
+    engine, base = engine_of(folder, **settings), weights(plain(folder))
+    before = {key: value.clone() for key, value, _ in engine.weights.parts()}
+    teach(engine, make_batch, losses.likelihood)
+    tensors, merged = {key: value for key, value, _ in engine.weights.parts()}, weights(engine)
+    name = "model.layers.1.mlp.down_proj"
+    a, b = (tensors[f"{name}.lora_{part}.default.weight"] for part in "AB")
+    expected = base[f"{name}.weight"] + scale * b @ a
+    length = f"{name}.lora_magnitude_vector.default.weight"
+    assert (length in tensors) == ("dora" in settings)
+    if "dora" in settings:
+        torch.testing.assert_close(before[length], base[f"{name}.weight"].norm(dim=1), rtol=0, atol=1e-6)
+        assert (tensors[length] - before[length]).abs().max() > 1e-3
+        expected = expected / expected.norm(dim=1, keepdim=True) * tensors[length][:, None]
+    torch.testing.assert_close(merged[f"{name}.weight"], expected, rtol=0, atol=1e-6)
+    said = engine.adapter_config()
+    assert (said["r"], said["lora_alpha"]) == (4, 8)
+    assert (said["use_dora"], said["use_rslora"]) == ("dora" in settings, "rslora" in settings)
+
+
+def first_a(engine):
+    return {key: value for key, value, _ in engine.weights.parts() if ".lora_A." in key}
+
+
+def test_the_first_a_depends_on_the_seed_and_the_layer(saved, engine_of):
+    folder = saved("qwen3")
+    one, again, other = (first_a(engine_of(folder, targets=("q_proj",), seed=seed)) for seed in (3, 3, 4))
+    assert same(one, again)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
+    first, second = one.values()
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("targets", [("q_proj",), ("experts.gate_up_proj",)], ids=["layers", "experts"])
+def test_the_first_a_has_the_spread_that_peft_gives_it(targets, saved, engine_of):
+    """Uniform within 1 / sqrt(inputs), as torch begins a linear layer; or gaussian of deviation 1 / rank."""
+    folder = saved("qwen3_moe")
+    uniform, gaussian = (first_a(engine_of(folder, targets=targets, init=init)) for init in ("default", "gaussian"))
+    for values in uniform.values():
+        assert 0.9 / 32**0.5 < values.abs().max() <= 1 / 32**0.5
+    for values in gaussian.values():
+        assert values.std() == pytest.approx(1 / 4, rel=0.25)
 
 
 def test_what_begins_from_the_weights_begins_at_their_largest_directions(saved, engine_of):
@@ -346,9 +323,15 @@ def test_an_adapter_that_does_not_fit_is_refused(saved, engine_of, tmp_path):
         engine_of(folder, path=str(adapter), init="pissa")
     with pytest.raises(AdapterError, match=r"adapts h\.0|adapts model\.layers\.0.*which .*base-gpt2 does not have"):
         engine_of(saved("gpt2"), path=str(adapter))
+    tensors = load_file(adapter / WEIGHTS_FILE)
+    q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    save_file({**tensors, q: torch.zeros(4, 31)}, adapter / WEIGHTS_FILE)
+    with pytest.raises(AdapterError, match=r"q_proj\.lora_A.* is \[4, 31\], here it is \[4, 32\]"):
+        engine_of(folder, path=str(adapter))
+    save_file(tensors, adapter / WEIGHTS_FILE)
     for change, message in (
         ({"peft_type": "LOHA"}, "an adapter of type LOHA, should be LORA"),
-        ({"modules_to_save": ["lm_head"]}, r"has modules_to_save=\['lm_head'\]"),
+        ({"modules_to_save": ["lm_head"]}, r"should have model\.embed_tokens\.weight as \[104, 32\], and does not"),
         ({"bias": "all"}, "has bias='all'"),
         ({"init_lora_weights": "pissa"}, "was begun by pissa and changes its base model"),
     ):

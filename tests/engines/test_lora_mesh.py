@@ -47,6 +47,11 @@ TWO = [
     case(activation_checkpointing=True),
     case(offload=True),
     case("llama", parallel={"replicate": 2}, lora={"init": "gaussian", "exclude": ("o_proj",)}),
+    case(lora={"modules_to_save": ("lm_head",)}),
+    case("llama", parallel={"sequence": 2}, lora={"modules_to_save": ("lm_head", "norm", "layers.0.mlp")}),
+    case(parallel={"tensor": 2}, lora={"modules_to_save": ("embed_tokens", "model.norm"), "init": "pissa"}),
+    case(**VALUE, lora={"modules_to_save": ("norm",)}, activation_checkpointing=True),
+    case(**MOE, parallel={"expert": 2}, lora={"modules_to_save": ("lm_head",)}),
 ]
 FOUR = [
     case(parallel={"replicate": 2, "shard": 2}),
@@ -149,7 +154,9 @@ def save_adapters(saves: list[tuple[Case, str, str]]) -> dict:
     return found
 
 
-@pytest.mark.parametrize("lora", [{}, {"init": "pissa"}], ids=["default", "pissa"])
+@pytest.mark.parametrize(
+    "lora", [{}, {"init": "pissa"}, {"modules_to_save": ("lm_head",)}], ids=["default", "pissa", "whole head"]
+)
 def test_an_adapter_of_any_mesh_loads_on_any_other_bit_for_bit(lora, tmp_path):
     """One rank -> two ways over 2 -> one over 4 -> one rank: checkpoints and exports stay the same to the bit."""
     dense = [case(lora=lora, parallel=parallel) for parallel in ({}, {"tensor": 2}, {"sequence": 2, "tensor": 2})]
@@ -174,7 +181,8 @@ def test_an_adapter_of_any_mesh_loads_on_any_other_bit_for_bit(lora, tmp_path):
             assert all(torch.equal(one[key], other[key]) for key in one), (name, file)
         configs = [(tmp_path / one / "adapter/adapter_config.json").read_text() for one in ("one", name)]
         assert configs[0] == configs[1]
-    assert all(".lora_" in key for key in _whole(tmp_path / "dp", MODEL))
+    whole = {key for key in _whole(tmp_path / "dp", MODEL) if ".lora_" not in key}
+    assert whole == ({"model.embed_tokens.trained.default.weight"} if "modules_to_save" in lora else set())
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -190,6 +198,7 @@ def narrow(number: int) -> dict:
         "losses": losses,
         "masters": sorted({str(master.dtype) for master in engine.weights.masters.values()}),
         "frozen": sorted({held[name] for name in frozen if ".lora_" not in name}),
+        "whole": sorted(name for name in engine.weights.masters if ".lora_" not in name),
     }
 
 
@@ -197,10 +206,15 @@ def bfloat16(**changes) -> Case:
     return case(**changes, compute_dtype="bfloat16")
 
 
-NARROW = [bfloat16(), bfloat16(parallel={"tensor": 2}, lora={"init": "pissa"}), bfloat16(**VALUE)]
+NARROW = [
+    bfloat16(),
+    bfloat16(parallel={"tensor": 2}, lora={"init": "pissa"}),
+    bfloat16(**VALUE),
+    bfloat16(lora={"modules_to_save": ("lm_head", "layers.1.mlp")}),
+]
 
 
-@pytest.mark.parametrize("number", range(len(NARROW)), ids=["dp", "tp pissa", "dp values"])
+@pytest.mark.parametrize("number", range(len(NARROW)), ids=["dp", "tp pissa", "dp values", "dp whole modules"])
 def test_in_bfloat16_the_adapter_alone_has_wide_masters(number):
     one = NARROW[number]
     ranks = run_ranks(2, narrow, number)
@@ -210,6 +224,7 @@ def test_in_bfloat16_the_adapter_alone_has_wide_masters(number):
     for rank in ranks:
         assert rank["masters"] == ["torch.float32"]
         assert rank["frozen"] == ["torch.bfloat16"]
+        assert len(rank["whole"]) == (4 if number == 3 else int(number == 2))
 
 
 def refusals() -> dict:
@@ -217,6 +232,8 @@ def refusals() -> dict:
     for name, one in {
         "experts": case(**MOE, parallel={"expert": 2}, lora=EXPERTS),
         "dora": case(parallel={"tensor": 2}, lora={"dora": True}),
+        "whole": case(parallel={"tensor": 2}, lora={"modules_to_save": ("mlp",)}),
+        "whole experts": case(**MOE, parallel={"expert": 2}, lora={"modules_to_save": ("layers.1.mlp",)}),
     }.items():
         with pytest.raises(AdapterError) as error:
             make_engine(one)
@@ -229,4 +246,6 @@ def test_what_a_mesh_cannot_adapt_is_refused():
         assert re.search(
             r"experts\.\w+ is a weight of all experts, .* parallel\.expert and .* at 1 only", rank["experts"]
         )
+        for name in ("whole", "whole experts"):
+            assert re.search(r"modules_to_save: model\.layers\.\d\.mlp is within a layer", rank[name])
         assert re.search(r"engine\.lora\.dora: the row lengths of model\.layers\.0\.self_attn\.q_proj", rank["dora"])

@@ -11,6 +11,7 @@ from hone.engines.settings import EngineConfig
 from hone.models.anatomy import activation_bytes_per_token, examine, training_memory
 from hone.models.attention import packed
 from hone.models.errors import ModelError
+from hone.models.four_bit import FourBitLinear
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.rollout.decoder import build_decoder
@@ -78,6 +79,32 @@ def test_an_engine_holds_what_is_said(tmp_path):
     assert held == said.weights
     states = sum(value.nbytes for state in engine.optimizer.state.values() for value in state.values() if value.dim())
     assert states == said.optimizer
+
+
+def test_an_engine_in_four_bits_holds_what_is_said(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="comes with hone-rl[qlora]")
+    save(FAMILIES["Qwen3"], tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    config = EngineConfig(lora={"rank": 16, "quantise": {}})
+    spec = SimpleNamespace(
+        model=model, engine=config, model_type="language_model", temperature=1.0, total_steps=1, reference=None
+    )
+    engine = Fsdp2Engine(spec, "cpu")
+    engine.initialize()
+    said = training_memory(examine(model), 1, lora_rank=16, four_bit=True)
+    found = {id(one): one for one in [*engine.weights.masters.values(), *engine.model.parameters()]}
+    held = sum(one.nbytes for one in found.values())
+    layers = [one for one in engine.model.modules() if isinstance(one, FourBitLinear)]
+    codes = len(layers) * (4 * 256 + 4)  # of 8 bits, and an offset: nothing in a model of usual size
+    scales = sum(-(-one.absmax.numel() // 256) * 4 - one.absmax.numel() / 64 for one in layers)
+    assert held + sum(one.bytes() for one in layers) - codes == pytest.approx(said.weights + scales, abs=len(layers))
+    plain = training_memory(examine(model), 1, lora_rank=16)
+    linear = 2 * (2 * 32 * 128 + 2 * 32 * 64 + 3 * 32 * 64)  # q and o, k and v, gate and up and down
+    assert examine(model).linear_parameters == linear
+    assert plain.weights - said.weights == round(linear * (2 - 0.5 - 1 / 64 - 1 / 4096))
+    four = training_memory(examine(model), 4, lora_rank=16, four_bit=True)
+    assert four.weights > said.weights / 4
+    assert said.gathered == 2 * 64 * 32
 
 
 def test_activations_are_estimated_within_a_third(tmp_path):

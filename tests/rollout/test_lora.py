@@ -201,6 +201,11 @@ def renamed(tensors, old, new):
         (lambda t: renamed(t, "q_proj", "o_proj"), {}, r"o_proj.weight' is for a matrix of \(32, 48\)"),
         (lambda t: {n: v for n, v in t.items() if "layers.1.self_attn.q_proj.lora_B" not in n}, {}, "has a; expected"),
         (lambda t: {n: v[:3] if "lora_A" in n else v for n, v in t.items()}, {}, "of unlike rank"),
+        (
+            lambda t: {**t, "base_model.model.model.norm.weight": torch.ones(1)},
+            {},
+            r"the adapter's 'model\.norm\.weight' has shape \(1,\), the model's \(32,\)",
+        ),
     ],
 )
 def test_what_would_be_merged_wrongly_is_refused(change, entries, message, adapted, tiny, finish):

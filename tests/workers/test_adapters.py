@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from hone.types import LossOutput, SamplingParams
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.handles import TrainHandle
+from hone.workers.rollout import adapter_kind
 from hone.workers.train import TrainSpec, TrainWorker
 
 WANTED = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPT = (5, 6, 7)
+FOUR_BIT = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes: hone-rl[qlora]")
 PROBE = WeightSyncConfig(verify="probe", timeout_s=60)
 
 
@@ -68,7 +71,17 @@ def size(tensors):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"dora": True}, {"rslora": True}, {"init": "pissa"}, {"init": "olora"}], ids=str
+    "settings",
+    [
+        {},
+        {"dora": True},
+        {"rslora": True},
+        {"init": "pissa"},
+        {"init": "olora"},
+        pytest.param({"quantise": {}}, marks=FOUR_BIT),
+        pytest.param({"quantise": {"kind": "fp4"}, "dora": True}, marks=FOUR_BIT),
+    ],
+    ids=str,
 )
 def test_the_base_travels_once_and_then_the_adapter_alone(settings, start, lora_actor, loop):
     actor = lora_actor(**settings)
@@ -88,6 +101,26 @@ def test_the_base_travels_once_and_then_the_adapter_alone(settings, start, lora_
     rollout.sync_from(actor, 3)
     for name, tensor in actor.weights(torch.float32):
         torch.testing.assert_close(served[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_modules_that_are_trained_whole_travel_with_the_adapter(start, lora_actor, loop):
+    """Head and embeddings of this model are one tensor; both names come, and what is served is the new one."""
+    settings = {"modules_to_save": ("lm_head",)}
+    actor = lora_actor(**settings)
+    rollout = start(weights=PROBE, builtin={"process": "inside"}, lora=actor_lora(settings))
+    for version in range(3):
+        metrics = rollout.sync_from(actor, version)
+        assert metrics["correction/probe_max_abs_difference"].value < 1e-4
+        assert gap(actor, PROMPT, ask(rollout, loop)) < 1e-4  # of large logits: the steps are
+        learn(actor)
+    rollout.sync_from(actor, 3)
+    served = rollout._engine._decoder.weights()
+    for name, tensor in actor.weights(torch.float32):
+        torch.testing.assert_close(served[name], tensor, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ConfigError, match=r"actor\.lora\.sync: adapter, but rollout\.backend=vllm .* trained whole"):
+        start(backend="vllm", lora=actor_lora(settings, sync="adapter"))
+    assert adapter_kind(actor_lora(settings)).whole_modules
+    assert not adapter_kind(actor_lora({})).whole_modules
 
 
 def actor_lora(settings, **changes):
