@@ -24,11 +24,14 @@ from typing import Any
 
 import numpy as np
 
+from hone.config import ConfigError
 from hone.data.routes import Routes
+from hone.platforms.base import current_platform
 from hone.rollout.adapters import AdapterKind
 from hone.rollout.base import PauseMode, ReplicaLost, Scored, ServerSpec, WeightReceipt
 from hone.rollout.engine_options import EngineDefaults, command_arguments
 from hone.rollout.served import AGAIN_S, CONTROL_S, SOCKET, WAKE_TAGS, ServedEngine
+from hone.rollout.shown import Shown
 from hone.types import Completion, SamplingParams, StopReason
 
 HOW_TO_INSTALL = (
@@ -92,6 +95,12 @@ class SglangServer(ServedEngine):
 
     def __init__(self, spec: ServerSpec) -> None:
         super().__init__(spec)
+        if self._options.get("speculative_algorithm") and current_platform().device == "cpu":
+            raise ConfigError(
+                f"rollout.engine.speculative_algorithm={self._options['speculative_algorithm']}: on a CPU SGLang takes "
+                "the likeliest token wherever something was proposed, whatever the temperature, so what it gives is no "
+                "sample of the policy; leave it out"
+            )
         self._context = int(self._options.get("context_length") or self._config.max_position_embeddings)
         self._numbers = itertools.count()
         self._gates: dict[str, asyncio.Future[bool]] = {}
@@ -122,7 +131,7 @@ class SglangServer(ServedEngine):
     # ---------------------------------------------------------------------------------------------- generating
 
     async def _generate(
-        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
+        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, shown: Shown
     ) -> tuple[Completion, int, int]:
         if not await self._may_begin(request_id):
             return Completion(request_id, (), (), (), StopReason.ABORTED), 0, 0
@@ -305,7 +314,7 @@ def server_options(spec: ServerSpec, vocabulary: int) -> dict[str, Any]:
         "sampling_backend": "pytorch",  # the one that knows seeds
         "sampling_mask_max_tokens": vocabulary,  # whatever the filters leave, its log-probs are known
         "skip_server_warmup": True,
-        "weight_version": "-1",
+        "weight_version": "0" if spec.frozen else "-1",
         "tokenizer_path": spec.tokenizer or None,
         "trust_remote_code": spec.trust_remote_code or None,
         "enable_return_routed_experts": bool(spec.routed_layers) or None,

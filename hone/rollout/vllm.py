@@ -18,10 +18,13 @@ from typing import Any
 
 from hone.config import ConfigError
 from hone.data.routes import routes_of_text
+from hone.models.vision import sees_images
 from hone.rollout.adapters import AdapterKind
 from hone.rollout.base import PauseMode, Scored, ServerSpec, WeightReceipt
 from hone.rollout.engine_options import EngineDefaults, command_arguments
 from hone.rollout.served import CONTROL_S, SOCKET, ServedEngine
+from hone.rollout.shown import Shown
+from hone.rollout.vllm_images import features_of
 from hone.types import Completion, SamplingParams, StopReason
 
 HOW_TO_INSTALL = (
@@ -40,6 +43,7 @@ RESERVED = {
     "data_parallel_size": "it is rollout.replicas",
     "pipeline_parallel_size": "each rank must hold a part of every layer; use rollout.tensor_parallel",
     "logprobs_mode": "the trainer needs log-probs of the distribution that was sampled (processed_logprobs)",
+    "mm_device_do_normalize": "hone sends patches that are normalised",
     "seed": "every request has its own",
 }
 OWN_OPTIONS: Mapping[str, Any] = {
@@ -57,13 +61,21 @@ DEFAULTS: Mapping[str, Any] = {
 }
 CPU_DEFAULTS: Mapping[str, Any] = {
     "enforce_eager": True,
+    "enable_chunked_prefill": False,  # of half a prompt it takes back a random number, which no CPU generator can
     "kv_cache_memory_bytes": 512 * 2**20,
     "block_size": 32,
     "max_model_len": -1,  # as long as the model can, if that much KV fits
+    "skip_mm_profiling": True,  # the size of its KV cache is given
+    "attention_backend": "CPU_MLA",  # of latent attention (DeepSeek): AMX_MLA knows bfloat16 only; others have one
 }
 ACCELERATOR_DEFAULTS: Mapping[str, Any] = {
     "enable_sleep_mode": True,
     "gpu_memory_utilization": 0.5,  # the rest is for a trainer on the same device
+}
+VISION_OPTIONS: Mapping[str, Any] = {  # of a model that sees images
+    "limit_mm_per_prompt": {"video": 0},
+    "mm_device_do_normalize": False,  # the patches that hone sends are normalised
+    "mm_processor_cache_gb": 0,  # and need no processor
 }
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # opens the control paths, which the guard stands before
@@ -85,6 +97,7 @@ class VllmServer(ServedEngine):
     """vLLM. It applies min-p before top-k and top-p."""
 
     returns_routes = True
+    takes_images = True
     positional_seed = False  # a request's random stream begins anew with each request
     health = "/health"
     how_to_install = HOW_TO_INSTALL
@@ -98,7 +111,8 @@ class VllmServer(ServedEngine):
         self._adapters: dict[str, tuple[int, str]] = {}  # loaded ones: vLLM's number, folder with the files
 
     def _command(self, folder: Path) -> list[str]:
-        options = {**server_options(self._spec, folder), **self._options}
+        vision = VISION_OPTIONS if sees_images(self._whole_config) else {}
+        options = {**server_options(self._spec, folder), **vision, **self._options}
         return [str(self._python), "-m", "vllm.entrypoints.openai.api_server", *command_arguments(options)]
 
     def _environment(self, folder: Path) -> dict[str, str]:
@@ -132,6 +146,12 @@ class VllmServer(ServedEngine):
         # (vllm/lora/ops/torch_ops/lora_ops.py, index -1): so that slot stays empty where the two meet.
         return {"enable_lora": True, "max_lora_rank": room, "max_loras": len(every) + bool(kinds)}
 
+    async def start(self) -> None:
+        """Start the server; the weights of the model's folder, if it serves those, are version 0."""
+        await super().start()
+        if self._spec.frozen:  # vLLM calls them "default"
+            await self._request("POST", "/update_weight_version", {"new_version": "0"})
+
     async def _longest_sequence(self) -> int:
         models = await self._request("GET", "/v1/models")
         return int(models["data"][0]["max_model_len"])
@@ -139,9 +159,11 @@ class VllmServer(ServedEngine):
     # ---------------------------------------------------------------------------------------------- generating
 
     async def _generate(
-        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
+        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, shown: Shown
     ) -> tuple[Completion, int, int]:
         body = _generate_body(request_id, token_ids, sampling, self._longest, sampling.adapter or self._adapter)
+        if shown:
+            body["features"] = features_of(shown)
         reply = await self._request("POST", "/inference/v1/generate", body, self._request_timeout_s)
         usage = reply.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
@@ -227,6 +249,8 @@ class VllmServer(ServedEngine):
         reply = await self._request("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true")
         if not reply.get("success"):
             raise RuntimeError(f"{self.name} kept KV of older weights: its prefix cache was not reset")
+        if sees_images(self._whole_config):
+            await self._request("POST", "/reset_encoder_cache")  # images, as the vision tower saw them before
 
     async def _call_workers(self, method: str, *arguments: Any, timeout_s: float = CONTROL_S) -> list[dict[str, Any]]:
         """One reply per worker, in the order of ranks."""

@@ -9,8 +9,8 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from hone.models.vision import auto_class
 from hone.weights.door import Delivery
 
 TOKEN_VARIABLE = "HONE_TOKEN"
@@ -42,7 +42,7 @@ def checkpoint_shapes(config: Any) -> dict[str, torch.Size]:
     """Name -> shape of every tensor of Hugging Face's model; empty for an architecture that only the engine has."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = auto_class(config.model_type).from_config(config)
         return {name: tensor.shape for name, tensor in model.state_dict().items()}
     except (ValueError, KeyError, ImportError, AttributeError, TypeError):
         return {}

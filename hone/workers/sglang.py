@@ -29,6 +29,7 @@ import uvicorn
 from sglang.srt.entrypoints import http_server
 from sglang.srt.layers import sampler
 from sglang.srt.managers import schedule_batch
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.sampling import sampling_batch_info
@@ -148,6 +149,14 @@ def sample_filtered(
     return _FILTERS(probs, top_ks, top_ps, min_ps, False, *others, **named)
 
 
+# --------------------------------------------------------------------------------------------- experts of a mixture
+
+
+def unregistered(dims: tuple[int, ...], dtype: torch.dtype, device: str, allocator: Any, **pinning: Any) -> Any:
+    """Host memory for the experts of all tokens. SGLang's own registers it with CUDA, which a CPU does not have."""
+    return allocator.allocate(dims, dtype=dtype, device=device)
+
+
 # ------------------------------------------------------------------------------------------------- weight transfer
 
 
@@ -232,6 +241,7 @@ def _gather(receipt: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(bytes(one.tolist()).rstrip(b"\0")) for one in every]
 
 
+ALLOC_MEMORY_FUNCS["cpu"] = unregistered
 WeightUpdater.update_weights_from_ipc = update_weights_from_offer
 schedule_batch.Req._check_token_based_finish = ends_at_a_token
 sampler.top_k_top_p_min_p_sampling_from_probs_torch = sample_filtered

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -36,6 +37,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 
 from hone.models.checkpoint_names import as_in_files
 from hone.rollout.guard import App, TokenGuard, same_token
@@ -43,7 +46,7 @@ from hone.rollout.keeper import die_with_parent
 from hone.weights.base import Adapter, WeightSyncError
 from hone.weights.door import Delivery, receive
 from hone.workers.inside import TOKEN_VARIABLE, checkpoint_shapes, listing, one_line, receipt, variable
-from hone.workers.vllm_patches import pack_cpu_experts_again
+from hone.workers.vllm_patches import as_loaders_want, expand_batch_to_tokens, pack_cpu_experts_again
 
 BACKEND = "hone"
 TRIAL = 2**30  # a number that no adapter has
@@ -85,6 +88,8 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         die_with_parent()
+        if current_platform.is_cpu():
+            rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         self.receipt: dict[str, Any] = {"error": "no weights were received"}
 
     def init_transfer_engine(self, init_info: HoneInit) -> None:
@@ -114,21 +119,28 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):
         """Nothing is kept between two syncs."""
 
     def _take_in(self, offer: Mapping[str, Any]) -> dict[str, Any]:
-        rank = self.parallel_config.rank
+        rank, config = self.parallel_config.rank, config_in_files(self.model_config)
         with receive(offer, rank, variable(TOKEN_VARIABLE)) as delivery:
             if isinstance(delivery.payload, Adapter):
                 raise WeightSyncError("an adapter was offered where whole weights are taken in")
             names: list[str] = []
             try:
                 with disable_mtp_completeness_check():
-                    self.model.load_weights(as_in_files(self.model_config.hf_config, _noting(delivery, names)))
+                    weights = as_in_files(config, _noting(delivery, names))
+                    self.model.load_weights(as_loaders_want(self.model, config, weights, rank))
             except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
                 if isinstance(error, WeightSyncError) or not names:
                     raise
                 raise WeightSyncError(f"{names[-1]!r} does not fit the model: {one_line(error)}") from error
             if gaps := unfilled(self.model):
-                raise WeightSyncError(_not_sent(gaps, names, self.model_config.hf_config))
+                raise WeightSyncError(_not_sent(gaps, names, config))
         return receipt(delivery, rank)
+
+
+def config_in_files(model_config: Any) -> Any:
+    """The model's transformers config as its files have it: vLLM changes its own copy (DeepSeek's positions)."""
+    trusted = model_config.trust_remote_code
+    return AutoConfig.from_pretrained(model_config.model, revision=model_config.revision, trust_remote_code=trusted)
 
 
 def _noting(delivery: Delivery, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

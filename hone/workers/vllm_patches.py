@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
+
+Named = tuple[str, torch.Tensor]
 
 
 def pack_cpu_experts_again(model: torch.nn.Module) -> None:
@@ -21,3 +26,51 @@ def pack_cpu_experts_again(model: torch.nn.Module) -> None:
 
 def _on_cpu(module: torch.nn.Module) -> bool:
     return all(weight.device.type in ("cpu", "meta") for weight in module.parameters())
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """The value of each request, for each of its proposed tokens: x [requests], their ends -> [num_tokens].
+
+    vLLM's own, on a CPU, writes what is not int64 into a copy and gives back memory that nothing was written to: the
+    temperatures and top-p of speculative decoding. This can go when `_expand_kernel_impl` copies its result back.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/utils/cpu_triton_utils.py
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    found = x.repeat_interleave(counts, output_size=num_tokens)
+    return found.masked_fill(found == replace_from, replace_to)
+
+
+def as_loaders_want(model: torch.nn.Module, config: Any, weights: Iterable[Named], rank: int) -> Iterator[Named]:
+    """`weights` of a model's files, such that `model.load_weights` brings all of them to the parameters' loaders.
+
+    What vLLM copies past a loader is lost in an update: the parameter has no storage until its layer is whole. `rank`
+    is this worker's among those that the model is spread over.
+    """
+    if config.model_type == "gpt_oss" and not hasattr(config, "quantization_config"):
+        weights = _gpt_oss(model, weights, rank)
+    tied = getattr(config, "tie_word_embeddings", False)
+    headless = not any(name.endswith("lm_head") for name, _ in model.named_modules(remove_duplicate=False))
+    for name, tensor in weights:
+        if not (tied and headless and name == "lm_head.weight"):  # Gemma 2: the head is the embedding, and has no name
+            yield name, tensor
+
+
+def _gpt_oss(model: torch.nn.Module, weights: Iterable[Named], rank: int) -> Iterator[Named]:
+    """Experts one by one, and sinks to their loader at once: vLLM copies fused experts and sinks past theirs.
+
+    This can go when `GptOssModel._load_weights_other` calls the loaders of all parameters.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/gpt_oss.py
+    """
+    for name, tensor in weights:
+        before, experts, part = name.partition(".mlp.experts.")
+        if experts:
+            for number, expert in enumerate(tensor):
+                yield f"{before}{experts}{number}.{part}", expert
+        elif name.endswith(".self_attn.sinks"):
+            sinks: Any = model.get_parameter(name.replace(".self_attn.", ".attn."))
+            heads = len(sinks)
+            sinks.weight_loader(sinks, tensor.narrow(0, heads * rank, heads))
+        else:
+            yield name, tensor

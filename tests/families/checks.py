@@ -6,22 +6,17 @@ folder (Hugging Face format) --engine, trainer, rollout of hone--> numbers  ==  
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import tempfile
-from collections.abc import Sequence
+import secrets
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-import hone
 from hone.config import load
 from hone.data.packing import Sample, balanced_parts, pack_samples, select
 from hone.engines.fsdp2 import Fsdp2Engine
@@ -29,15 +24,18 @@ from hone.engines.settings import EngineConfig, LoraConfig, OptimizerConfig, Par
 from hone.models.errors import ModelError
 from hone.models.settings import ModelConfig
 from hone.models.value_head import VALUE_HEAD_FILE
+from hone.rollout.base import Generating, ServerSpec
 from hone.rollout.builtin import BuiltinEngine
-from hone.rollout.settings import BuiltinSettings
-from hone.rollout.vllm import CPU_ENVIRONMENT, ENVIRONMENT
+from hone.rollout.server import ServerFailed
+from hone.rollout.settings import BuiltinSettings, RolloutConfig
+from hone.rollout.vllm import VllmServer
 from hone.trainers.export import export_checkpoint
 from hone.trainers.launch import run_policy, run_supervised
 from hone.trainers.settings import PolicyRunConfig
 from hone.trainers.supervised_settings import SupervisedRunConfig
 from hone.types import Batch, LossOutput, SamplingParams
 from tests.ranks import run_ranks
+from tests.rollout.syncing import sync_to
 from tests.trainers.tiny import metrics
 
 LENGTHS = (13, 9, 12, 7, 20, 12)
@@ -46,7 +44,9 @@ PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 12, 30, 12)]
 TOKENS = 20
 YES = "yes"
 VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+VLLM_OPTIONS = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
 DEADLINE_S = 120
+SERVED_S = 240
 TASK = """
 import random
 def rows(seed, size):
@@ -58,7 +58,6 @@ def rows(seed, size):
 def low(response, ground_truth, row):
     return sum(ord(one) < 80 for one in response) / 12
 """
-SERVED = 1e-3  # other kernels round otherwise; a stale weight shows as 0.01 and more
 CLOSE = 1e-4  # in log-probs; what is left out or stale shows as 0.01 and more
 
 
@@ -189,26 +188,23 @@ def built_in_rollout(folder: Path) -> None:
 
 async def _sync_and_compare(engine: Fsdp2Engine, rollout: BuiltinEngine, version: int) -> None:
     await rollout.update_weights(engine.get_per_tensor_param()[0], version)
+    await _sample_and_compare(engine, rollout)
+
+
+async def _sample_and_compare(engine: Fsdp2Engine, rollout: Generating) -> None:
+    """Require what a rollout engine samples to have the trainer's log-probs."""
     sampled = await asyncio.gather(*(rollout.generate(str(i), p, sampling(i)) for i, p in enumerate(PROMPTS)))
-    compare(engine, [(prompt, *_told(one)) for prompt, one in zip(PROMPTS, sampled, strict=True)])
-
-
-def _told(completion: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    return completion.token_ids, completion.logprobs
+    tokens = [one.token_ids for one in sampled]
+    samples = [Sample((*p, *t), (0,) * len(p) + (1,) * len(t)) for p, t in zip(PROMPTS, tokens, strict=True)]
+    batch = pack_samples(samples)
+    found = engine.infer_batch(batch).logprobs
+    assert found is not None
+    theirs = torch.tensor([logprob for one in sampled for logprob in one.logprobs])
+    require_close(found[batch.loss_mask], theirs, "rollout and trainer")
 
 
 def sampling(seed: int) -> SamplingParams:
     return SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=seed)
-
-
-def compare(engine: Fsdp2Engine, sampled: list[Any], limit: float = CLOSE) -> None:
-    """Require the trainer's log-probs of completions (prompt, tokens, log-probs) to be those of the rollout."""
-    samples = [Sample((*p, *tokens), (0,) * len(p) + (1,) * len(tokens)) for p, tokens, _ in sampled]
-    batch = pack_samples(samples)
-    found = engine.infer_batch(batch).logprobs
-    assert found is not None
-    theirs = torch.tensor([one for _, _, logprobs in sampled for one in logprobs])
-    require_close(found[batch.loss_mask], theirs, "rollout and trainer", limit)
 
 
 def value_head(folder: Path) -> None:
@@ -242,37 +238,26 @@ def value_head(folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- servers
 
 
-def vllm_rollout(folders: Sequence[Path]) -> list[str]:
-    """What a real vLLM samples with the trainer's weights has the trainer's log-probs: one cell for each family.
-
-    The weights are those after a training step, taken in as a weight sync brings them; see `vllm_child`.
-    """
-    engines = [make_engine(folder) for folder in folders]
-    for folder, engine in zip(folders, engines, strict=True):
-        engine.train_batch(make_batch(0), likelihood)
-        save_file(dict(engine.get_per_tensor_param()[0]), folder / "state.safetensors")
-    asked = json.dumps({"prompts": PROMPTS, "tokens": TOKENS})
-    environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "HF_HUB_OFFLINE": "1", "HONE_TOKEN": "none"}
-    with tempfile.TemporaryDirectory() as path:  # hone, and nothing else of its environment
-        Path(path, "hone").symlink_to(Path(hone.__file__).parent, target_is_directory=True)
-        command = [str(VLLM_PYTHON), str(Path(__file__).with_name("vllm_child.py")), *map(str, folders)]
-        environment["PYTHONPATH"] = path
-        subprocess.run(command, input=asked, text=True, env=environment, timeout=3600, check=False)
-    return [_vllm_cell(folder, engine) for folder, engine in zip(folders, engines, strict=True)]
+def vllm_rollout(folder: Path) -> None:
+    """A real vLLM that reads the folder samples as the trainer scores, and again after each of two weight syncs."""
+    asyncio.run(asyncio.wait_for(_serve_and_compare(folder, make_engine(folder)), SERVED_S))
 
 
-def _vllm_cell(folder: Path, engine: Fsdp2Engine) -> str:
-    if not (folder / "sampled.json").is_file():
-        return "vLLM's process ended"
-    found = json.loads((folder / "sampled.json").read_text(encoding="utf-8"))
-    if "error" in found:
-        return str(found["error"])
+async def _serve_and_compare(folder: Path, engine: Fsdp2Engine) -> None:
+    settings = RolloutConfig(backend="vllm", python=str(VLLM_PYTHON), engine=VLLM_OPTIONS, start_timeout_s=SERVED_S / 2)
+    token = secrets.token_hex(16)
+    server = VllmServer(ServerSpec(settings, str(folder), "float32", 0, folder, token, frozen=True))
     try:
-        sampled = [(one["token_ids"], one["logprobs"]) for one in found["sampled"]]
-        compare(engine, [(prompt, *one) for prompt, one in zip(PROMPTS, sampled, strict=True)], SERVED)
-    except AssertionError as error:
-        return str(error)
-    return YES
+        await server.start()
+        await _sample_and_compare(engine, server)
+        for version in (1, 2):
+            engine.train_batch(make_batch(version), likelihood)
+            await sync_to(server, engine.get_per_tensor_param()[0], version)
+            await _sample_and_compare(engine, server)
+    except ServerFailed as error:
+        raise AssertionError(str(error).splitlines()[0]) from error
+    finally:
+        await server.close()
 
 
 def lora(folder: Path) -> None:

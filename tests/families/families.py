@@ -40,6 +40,7 @@ class Family:
     traits: str  # what sets it apart, for the table
     options: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    published: Mapping[str, Any] = field(default_factory=dict)  # in config.json beside what transformers' class has
     experts: bool = False
 
     def build_config(self) -> BuildConfig:
@@ -126,9 +127,9 @@ FAMILIES = {
         "deepseek_v3",
         "latent attention with other sizes of keys and values, grouped and shared experts",
         {
-            "kv_lora_rank": 16,
-            "q_lora_rank": 16,
-            "qk_rope_head_dim": 16,
+            "kv_lora_rank": 512,  # with 64 rotary ones: the only sizes that vLLM's attention on a CPU has a kernel for
+            "q_lora_rank": 32,
+            "qk_rope_head_dim": 64,
             "qk_nope_head_dim": 16,
             "v_head_dim": 16,
             "moe_intermediate_size": 16,
@@ -146,7 +147,8 @@ FAMILIES = {
                 "mscale_all_dim": 1.0,
             },
         },
-        {"kv_heads": 4, "head_size": None},
+        {"heads": 2, "head_size": None},
+        {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         experts=True,
     ),
     "gpt-oss": Family(
@@ -161,6 +163,8 @@ FAMILIES = {
                 "rope_type": "yarn",
                 "factor": 4.0,
                 "original_max_position_embeddings": 32,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
                 "truncate": False,
             },
         },
@@ -180,6 +184,7 @@ FAMILIES = {
             "use_qk_norm": True,
         },
         WIDE,
+        {"head_dim": 32},
         experts=True,
     ),
 }
@@ -194,6 +199,8 @@ def save(family: Family, folder: Path, seed: int = 0) -> Path:
         for tensor in {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}.values():
             if tensor.is_floating_point():
                 tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+    for name, entry in family.published.items():
+        setattr(model.config, name, entry)
     with without_progress_bars():
         model.save_pretrained(folder)
     load_tokenizer(ModelConfig(build=build)).save_pretrained(folder)

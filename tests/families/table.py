@@ -15,7 +15,7 @@ import argparse
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.families import checks
@@ -34,9 +34,9 @@ COLUMNS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "tensor": ("tp2", checks.tensor_parallel),
     "sequence": ("sp2", checks.sequence_parallel),
     "expert": ("ep2", checks.expert_parallel),
+    "vllm": ("vLLM rollout", checks.vllm_rollout),
 }
 CHEAP = ("packed", "path", "builtin", "value")  # which the tests run
-VLLM, VLLM_HEADING = "vllm", "vLLM rollout"
 NONE = "–"
 
 Cells = dict[str, dict[str, str]]
@@ -58,22 +58,14 @@ def _sentence(text: str, folder: str) -> str:
     return said.replace("|", "/")[:300]
 
 
-def run_vllm(names: list[str]) -> Iterator[tuple[str, str]]:
-    """The vLLM cells of several families, by one process of vLLM."""
-    with tempfile.TemporaryDirectory() as path:
-        folders = [save(FAMILIES[name], Path(path) / str(number)) for number, name in enumerate(names)]
-        for name, cell in zip(names, checks.vllm_rollout(folders), strict=True):
-            yield name, _sentence(cell, path)
-
-
 def applies(family: Family, column: str) -> bool:
     return family.experts or column != "expert"
 
 
 def table(cells: Mapping[str, Mapping[str, str]]) -> str:
     """The table in Markdown; cells that failed are numbered, and what was wrong stands below."""
-    columns = [*COLUMNS, VLLM]
-    headings = [*(heading for heading, _ in COLUMNS.values()), VLLM_HEADING]
+    columns = [*COLUMNS]
+    headings = [heading for heading, _ in COLUMNS.values()]
     lines = ["| family | `model_type` | " + " | ".join(headings) + " |", "|---" * (len(columns) + 2) + "|"]
     notes: list[str] = []
     for name, family in FAMILIES.items():
@@ -109,19 +101,15 @@ def keep(cells: Cells) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the columns of docs/families.md.")
-    parser.add_argument("--columns", default=",".join([*COLUMNS, VLLM]))
+    parser.add_argument("--columns", default=",".join(COLUMNS))
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--show", action="store_true", help="run nothing")
     asked = parser.parse_args()
     cells = read()
     names = [name.strip() for name in asked.families.split(",")]
     for column in [] if asked.show else asked.columns.split(","):
-        found = (
-            run_vllm(names)
-            if column == VLLM
-            else ((name, run_cell(FAMILIES[name], column)) for name in names if applies(FAMILIES[name], column))
-        )
-        for name, cell in found:
+        for name in (name for name in names if applies(FAMILIES[name], column)):
+            cell = run_cell(FAMILIES[name], column)
             print(f"{name:12} {column:9} {cell}", flush=True)
             cells = read()
             cells.setdefault(name, {})[column] = cell

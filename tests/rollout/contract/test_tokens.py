@@ -115,3 +115,13 @@ def test_512_requests_at_once(bench, finish):
     assert all(len(c.token_ids) == 3 for c in found)
     alone = finish(bench.all(prompts[:1], max_tokens=3, seed=400))
     assert alone[0].token_ids == found[400].token_ids
+
+
+def test_prompts_that_are_more_at_once_than_an_engine_reads_in_one_step(bench, finish):
+    """Some are cut in the middle then, if the engine does that; the sampled tokens are the same."""
+    prompts = [one for one in bench.prompts(300, longest=110) if len(one) > 60]
+    assert sum(map(len, prompts)) > 10_000
+    found = finish(bench.all(prompts, max_tokens=4))
+    for place in range(0, len(prompts), 40):
+        alone = finish(bench.all([prompts[place]], max_tokens=4, seed=place))[0]
+        assert found[place].token_ids == alone.token_ids

@@ -125,6 +125,11 @@ def test_options_are_written_as_a_command_line_has_them():
     ]
 
 
+def test_sglangs_speculation_on_a_cpu_is_refused(adapter_of):
+    with pytest.raises(ConfigError, match=r"speculative_algorithm=NGRAM: on a CPU .* no sample of the policy"):
+        adapter_of("sglang", {"speculative-algorithm": "NGRAM"})
+
+
 def test_hones_defaults_can_each_be_overridden(adapter, expected):
     assert expected.defaults <= set(command(adapter()))
     changed = command(adapter(expected.changes))
