@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from hone.rollout.adapters import AdapterFiles, AdapterKind
+from hone.rollout.host import Host, LocalHost
 from hone.rollout.settings import RolloutConfig
 from hone.types import Completion, Image, Metrics, SamplingParams
 
@@ -126,6 +127,7 @@ class ServerSpec:
     devices: tuple[int, ...] = ()  # indices of the accelerators that this replica may use; empty: all that are seen
     environment: Mapping[str, str] = field(default_factory=dict)  # further variables, from the platform
     routed_layers: tuple[int, ...] = ()  # layers whose experts completions have to tell of each token; empty: none
+    host: Host = field(default_factory=LocalHost, repr=False)  # the machine that it runs on
 
     @property
     def name(self) -> str:

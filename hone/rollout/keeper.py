@@ -1,12 +1,14 @@
 """Keeps a server's process tree on a short leash: `python -I -S keeper.py COMMAND ...`, started by `ServerProcess`.
 
-    hone --stdin (a pipe)--> keeper --child--> server --> its own children, wherever they detach themselves to
+    hone --stdin (a pipe)--> stand-in --child--> keeper --child--> server --> its children, wherever they hide
 
 The keeper is the subreaper of the tree: a process whose parent dies becomes its child, so none can get out of reach.
-It ends when the server ends, when it is told to (`stop SECONDS`), and when hone is gone, however that died: the pipe
-closes, or the parent's process id changes. Before it ends, every process of the tree has ended; if hone is gone, it
-removes the server's folder (HONE_SERVER_FOLDER), as hone would have. Standard library only, and run by its path: it
-must start at once, in any interpreter, and outlive whatever goes wrong in hone.
+Its stand-in waits for it and ends as it did: whoever ends a process of hone together with its children (Ray does)
+finds that one, and the keeper lives to put things in order. It ends when the server ends, when it is told to
+(`stop SECONDS`), and when hone is gone, however that died: the pipe closes, or the stand-in ends, as it does when its
+own parent's process id changes. Before it ends, every process of the tree has ended; if hone is gone, it removes the
+server's folder (HONE_SERVER_FOLDER), as hone would have. Standard library only, and run by its path: it must start at
+once, in any interpreter, and outlive whatever goes wrong in hone.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GLANCE_S = 0.2  # between two looks at the parent and at the server
@@ -32,11 +36,14 @@ FOLDER = "HONE_SERVER_FOLDER"  # environment variable: the server's private fold
 
 def main() -> None:
     """Run the command given as arguments until it ends or nobody wants it any more; exit with its status."""
+    parent = os.getpid()
+    if keeper := os.fork():
+        _stand_in(keeper)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a Ctrl-C is hone's to handle: it says `stop`
-    grace_s, lost = _watch(server)
+    grace_s, lost = _watch(server, parent)
     if server.poll() is None:
         server.terminate()
         _wait(server, grace_s)
@@ -48,9 +55,24 @@ def main() -> None:
     os._exit(status if status >= 0 else 128 - status)
 
 
-def _watch(server: subprocess.Popen[bytes]) -> tuple[float, bool]:
-    """Wait for the server's end, for `stop`, or for the end of hone: (seconds the server may take, whether lost)."""
+def _stand_in(keeper: int) -> NoReturn:
+    """Be what hone sees of the keeper: end as it does, and at once if hone is gone."""
     parent = os.getppid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    while os.getppid() == parent:
+        ended, status = os.waitpid(keeper, os.WNOHANG)
+        if ended and os.WIFSIGNALED(status):
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        if ended:
+            os._exit(os.WEXITSTATUS(status))
+        signal.sigtimedwait({signal.SIGCHLD}, GLANCE_S)
+    os._exit(LOST)
+
+
+def _watch(server: subprocess.Popen[bytes], parent: int) -> tuple[float, bool]:
+    """Wait for the server's end, for `stop`, or for the end of hone: (seconds the server may take, whether lost)."""
     while server.poll() is None:
         readable, _, _ = select.select([0], [], [], GLANCE_S)
         if readable:
@@ -113,6 +135,16 @@ def descendants(root: int) -> list[int]:
 def session_of(leader: int) -> list[int]:
     """Process ids in the session that `leader` began, which are there even if it is not."""
     return [pid for pid, _, session in processes() if session == leader]
+
+
+def keepers_of(leader: int) -> list[int]:
+    """Those of them that are keepers."""
+    found = []
+    for pid in session_of(leader):
+        with suppress(OSError):  # it has ended meanwhile
+            if __file__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
 
 
 def processes() -> list[tuple[int, int, int]]:

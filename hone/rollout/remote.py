@@ -1,7 +1,7 @@
 """The built-in engine in a process of its own, seen from the trainer's: `rollout.builtin.process: separate`.
 
-    RemoteBuiltin (here) --HTTP, JSON, the run's token--> hone/workers/serve.py: BuiltinEngine
-          `-- ServerProcess: starts it, watches it, ends it
+    RemoteBuiltin (here) --HTTP over its private socket, JSON, the run's token--> hone/workers/serve.py: BuiltinEngine
+          `-- Process: starts it, watches it, ends it
 
 Every reply carries the weight version and what the engine has counted since its last one, so `weight_version` and
 `metrics` need no request. The protocol is written down in `hone/workers/serve.py`.
@@ -12,22 +12,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, ClassVar
 
 import aiohttp
 import torch
 
-import hone
 from hone.config import ConfigError, count_as_read, plain
 from hone.data.routes import routes_of_text
 from hone.rollout.adapters import AdapterKind, unfit_for_merging
 from hone.rollout.base import PauseMode, ReplicaLost, ServerSpec, WeightReceipt
-from hone.rollout.guard import LOOPBACK
-from hone.rollout.server import ServerProcess
+from hone.rollout.host import SOCKET, Site
+from hone.rollout.server import Process
 from hone.types import (
     Completion,
     Image,
@@ -70,16 +67,14 @@ class RemoteBuiltin:
         self._request_timeout_s = settings.request_timeout_s
         own = settings.builtin.dtype
         self._dtype: torch.dtype = getattr(torch, spec.dtype if own == "auto" else own)
-        self._address = spec.logs / f".{self.name}.port"
-        self._server = ServerProcess(
-            self.name, self._command(settings.python), self._environment(), spec.logs / f"{self.name}.log"
-        )
+        self._server: Process | None = None
+        self._site: Site | None = None
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # whose the session is
         self._version, self._has_base = -1, False
         self._metrics: Metrics = {}
 
-    def _command(self, python: str) -> list[str]:
+    def _command(self, site: Site) -> list[str]:
         spec = self._spec
         told = {
             "model": spec.model,
@@ -89,13 +84,13 @@ class RemoteBuiltin:
             "settings": plain(spec.settings.builtin),
             "replica": self.name,
             "adapters": {name: str(files.folder) for name, files in spec.adapters.items()},
-            "address": str(self._address),
+            "socket": str(site.folder / SOCKET),
             "threads": torch.get_num_threads(),
         }
-        return [python or sys.executable, *self.program, json.dumps(told)]
+        return [spec.settings.python or site.python, *self.program, json.dumps(told)]
 
-    def _environment(self) -> dict[str, str]:
-        paths = [str(Path(hone.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    def _environment(self, site: Site) -> dict[str, str]:
+        paths = [str(site.folder / "path"), os.environ.get("PYTHONPATH", "")]
         path = os.pathsep.join(filter(None, paths))
         return {**self._spec.environment, "HONE_TOKEN": self._spec.token, "PYTHONPATH": path}
 
@@ -107,7 +102,7 @@ class RemoteBuiltin:
 
     @property
     def alive(self) -> bool:
-        return self._server.alive
+        return self._server is not None and self._server.alive
 
     @property
     def weight_version(self) -> int:
@@ -124,16 +119,21 @@ class RemoteBuiltin:
 
     async def start(self) -> None:
         """Start the process; it serves nothing (version -1) before it received weights. Raises ServerFailed."""
-        self._address.unlink(missing_ok=True)
         self._version, self._has_base = -1, False
-        await self._server.start(self._answers, self._start_timeout_s)
+        self._server = None
+        host, log = self._spec.host, self._spec.logs / f"{self.name}.log"
+        try:
+            self._site = site = await host.open()
+            self._server = host.process(self.name, self._command(site), self._environment(site), log)
+            await self._server.start(self._answers, self._start_timeout_s)
+        except BaseException:
+            await self.close()
+            raise
 
     async def _answers(self) -> bool:
-        if not self._address.is_file():
-            return False
         try:
             await self._control("look")
-        except ReplicaLost as error:  # it listens a moment after it said where
+        except ReplicaLost as error:  # it does not listen yet
             raise ConnectionError(str(error)) from error
         return True
 
@@ -142,8 +142,14 @@ class RemoteBuiltin:
         if self._session is not None:
             await self._session.close()
             self._session = None
-        await self._server.stop()
         self._version, self._has_base = -1, False
+        try:
+            if self._server is not None:
+                await self._server.stop()
+        finally:
+            if self._site is not None:
+                self._site = None
+                await self._spec.host.close()
 
     # ---------------------------------------------------------------------------------------------- its verbs
 
@@ -207,7 +213,7 @@ class RemoteBuiltin:
         """One request and its reply. Raises the server's ValueError or RuntimeError, ReplicaLost, or RuntimeError if
         the reply is late."""
         try:
-            url = f"http://{LOOPBACK}:{int(self._address.read_text())}/{verb}"
+            url = f"http://server/{verb}"
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with self._open_session().post(url, json=body, timeout=timeout) as reply:
                 found: dict[str, Any] = await reply.json()
@@ -215,7 +221,8 @@ class RemoteBuiltin:
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
             if isinstance(error, TimeoutError):
                 raise RuntimeError(f"replica {self.name} did not answer {verb} within {timeout_s:g} s") from error
-            raise ReplicaLost(f"replica {self.name} was lost during {verb}: {self._server.ended or error!r}") from error
+            ended = self._server.ended if self._server is not None else ""
+            raise ReplicaLost(f"replica {self.name} was lost during {verb}: {ended or repr(error)}") from error
         if status != 200:
             raise ERRORS.get(found.get("kind", ""), RuntimeError)(str(found.get("error", found)))
         self._version, self._has_base = int(found["weight_version"]), bool(found["has_base"])
@@ -226,10 +233,12 @@ class RemoteBuiltin:
     def _open_session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         if self._session is None or self._session.closed or self._loop is not loop:
+            if self._site is None:
+                raise ReplicaLost(f"replica {self.name} does not run")
             self._loop = loop
             headers = {"Authorization": f"Bearer {self._spec.token}"}
             # an idle connection is given up before the server does so: a reused one would look like a lost replica
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+            connector = self._spec.host.connector(limit=0, keepalive_timeout=2.0)
             self._session = aiohttp.ClientSession(headers=headers, connector=connector)
         return self._session
 

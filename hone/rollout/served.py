@@ -14,8 +14,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import shutil
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -35,12 +33,12 @@ from hone.models.source import check_source
 from hone.rollout.adapters import AdapterKind, check_adapter
 from hone.rollout.base import PauseMode, ReplicaLost, Scored, ServerSpec, WeightReceipt
 from hone.rollout.engine_options import EngineDefaults
-from hone.rollout.keeper import FOLDER
+from hone.rollout.host import SOCKET
 from hone.rollout.requests import check_prompt, check_sampling
-from hone.rollout.server import ServerFailed, ServerProcess
+from hone.rollout.server import Process, ServerFailed
+from hone.rollout.shown import Shown, place_images
 from hone.types import Completion, Image, Metric, Metrics, SamplingParams, StopReason
 
-SOCKET = "s"  # its name; a socket's whole path has to be short
 WAKE_TAGS = ("weights", "kv_cache")
 CONTROL_S = 60.0  # deadline of a control request that has nothing to wait for
 DYING_S = 5.0  # a server whose engine has failed ends within this time
@@ -67,6 +65,7 @@ class ServedEngine(ABC):
     health: str  # a path that answers 200 when the server is ready
     defaults: EngineDefaults
     how_to_install: str
+    takes_images = False  # a prompt may show some
 
     def __init__(self, spec: ServerSpec) -> None:
         count_as_read(spec.settings.builtin)
@@ -78,6 +77,7 @@ class ServedEngine(ABC):
         refuse_own_code(spec)
         config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
         self._config = config.get_text_config()
+        self._whole_config = config  # that of the vision tower too, if there is one
         self._vocabulary = int(self._config.vocab_size)
         self._ranks = spec.settings.tensor_parallel
         self._start_timeout_s = spec.settings.start_timeout_s
@@ -85,7 +85,7 @@ class ServedEngine(ABC):
         self._has_tokenizer = not self._options.get("skip_tokenizer_init", False)
         self._longest = 0  # known when the server runs
         self._folder: Path | None = None
-        self._server: ServerProcess | None = None
+        self._server: Process | None = None
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # whose the session is
         self._open: set[str] = set()
@@ -124,9 +124,12 @@ class ServedEngine(ABC):
 
     @abstractmethod
     async def _generate(
-        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams
+        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, shown: Shown
     ) -> tuple[Completion, int, int]:
-        """Send one request that was checked: what came, and how many tokens its prompt had and the cache knew."""
+        """Send one request that was checked, with the images of its prompt.
+
+        Gives what came, and how many tokens its prompt had and the cache knew.
+        """
 
     @abstractmethod
     async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored:
@@ -195,16 +198,16 @@ class ServedEngine(ABC):
         Raises ServerFailed with its last lines: an option that its parser refuses, a model it cannot load ...
         """
         self._reset()
-        self._folder = private_folder()
+        self._server = None
         log = self._spec.logs / f"{self.name}.log"
-        environment = {**self._environment(self._folder), FOLDER: str(self._folder)}
-        self._server = ServerProcess(self.name, self._command(self._folder), environment, log)
         try:
+            self._folder = folder = (await self._spec.host.open()).folder
+            self._server = self._spec.host.process(self.name, self._command(folder), self._environment(folder), log)
             await self._server.start(self._answers, self._start_timeout_s)
             await self._check_guard()
             self._longest = await self._longest_sequence()
         except ServerFailed as error:
-            cause = first_error(self._server.last_lines(LOG_LINES))
+            cause = first_error(self._server.last_lines(LOG_LINES)) if self._server is not None else ""
             await self.close()
             raise ServerFailed(f"{cause}{error}") from error
         except BaseException:
@@ -229,12 +232,14 @@ class ServedEngine(ABC):
         if self._session is not None and not self._session.closed:
             await self._session.close()
         self._session = None
-        if self._server is not None:
-            await self._server.stop()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
         self._version = -1
+        try:
+            if self._server is not None:
+                await self._server.stop()
+        finally:
+            if self._folder is not None:
+                self._folder = None
+                await self._spec.host.close()
 
     # ---------------------------------------------------------------------------------------------- generating
 
@@ -246,11 +251,12 @@ class ServedEngine(ABC):
         Raises ValueError for a request that cannot be served; ReplicaLost if the server died; TimeoutError after
         `rollout.request_timeout_s`; RuntimeError if it sleeps, has no weights, or loses them meanwhile.
         """
-        if images:
+        if images and not self.takes_images:
             raise ValueError(f"request {request_id!r} shows images, and {self.name} serves text only")
         check_prompt(request_id, tuple(token_ids), self._vocabulary, self._longest or math.inf)
         check_sampling(request_id, sampling, self._vocabulary, self._has_tokenizer)
         check_adapter(sampling.adapter, self._spec.adapters)
+        shown, _ = place_images(request_id, tuple(token_ids), images, self._whole_config)
         if sampling.routed_experts and not self._spec.routed_layers:
             raise ValueError(
                 f"request {request_id!r} asks for the experts of its tokens, and {self.name} was started without them"
@@ -262,7 +268,7 @@ class ServedEngine(ABC):
             self._busy_since = time.perf_counter()
         self._open.add(request_id)
         try:
-            completion, prompt_tokens, cached_tokens = await self._generate(request_id, token_ids, sampling)
+            completion, prompt_tokens, cached_tokens = await self._generate(request_id, token_ids, sampling, shown)
         finally:
             self._open.discard(request_id)
             if not self._open:
@@ -447,7 +453,7 @@ class ServedEngine(ABC):
             raise ReplicaLost(f"{message}{self._last_words()}")
         raise RuntimeError(message)
 
-    async def _dies(self, server: ServerProcess) -> bool:
+    async def _dies(self, server: Process) -> bool:
         """Whether the server ends within a moment: its engine has died, and that was the last thing it said."""
         timeout = aiohttp.ClientTimeout(total=DYING_S)
         with suppress(aiohttp.ClientError, OSError, ReplicaLost):
@@ -472,7 +478,7 @@ class ServedEngine(ABC):
                 raise ReplicaLost(f"replica {self.name} does not run")
             self._loop = loop
             # A connection per request: one that is kept can be closed by the server just when it is used again.
-            connector = aiohttp.UnixConnector(str(self._folder / SOCKET), limit=0, force_close=True)
+            connector = self._spec.host.connector(limit=0, force_close=True)
             headers = {"Authorization": f"Bearer {self._spec.token}"}
             self._session = aiohttp.ClientSession(headers=headers, connector=connector)
         return self._session
@@ -495,17 +501,6 @@ def environment_python(backend: str, python: str, how_to_install: str) -> Path:
         f"rollout.backend={backend} needs a Python environment of its own, and .venv-{backend} is not there: "
         f"{how_to_install}"
     )
-
-
-def private_folder() -> Path:
-    """A folder that only this user can enter: the server's socket, and a path with hone's package and nothing else.
-
-    A socket's path has to be short; and the folder that holds `hone` may hold a torch that is not the server's.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="hone-"))
-    (folder / "path").mkdir()
-    (folder / "path" / "hone").symlink_to(Path(hone.__file__).parent.absolute(), target_is_directory=True)
-    return folder
 
 
 def refuse_own_code(spec: ServerSpec) -> None:

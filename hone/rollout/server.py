@@ -3,9 +3,10 @@
     hone: ServerProcess --pipe--> keeper (hone/rollout/keeper.py) --> server --> its workers
                         <--------- exit status ----------------- all of them gone
 
-The server has a session of its own, writes to a log in the run folder, and ends with its whole tree of processes: when
-`stop` is called, when it crashes, and when hone itself is killed. Waiting is done by glances at the process, so an
-object may be used from one event loop after another.
+`Process` is what an adapter holds of its server, `ServerProcess` one of this machine. It has a session of its own,
+writes to a log in the run folder, and ends with its whole tree of processes: when `stop` is called, when it crashes,
+and when hone itself is killed. Waiting is done by glances at the process, so an object may be used from one event loop
+after another.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import os
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from hone.rollout.keeper import UNKILLABLE, command_line, descendants, session_of
+from hone.rollout.keeper import KILL_S, ORPHANED_S, UNKILLABLE, command_line, descendants, keepers_of, session_of
 
 GLANCE_S = 0.1  # between two looks at the process
 PROBE_S = 10.0  # deadline of one question whether the server is ready
@@ -32,20 +34,40 @@ class ServerFailed(RuntimeError):
     """A server did not start, or died; the message names it and shows the last lines of its log."""
 
 
-class ServerProcess:
-    """One server: `start`, `alive`, `wait_dead`, `stop`; it may be started again after its end."""
+class Process(ABC):
+    """One server, wherever it runs: `start`, `alive`, `wait_dead`, `stop`."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """`environment` is added to this process's own; secrets belong there, never into `command`."""
+        """`environment` is added to that of the process that starts it; secrets belong there, never into `command`."""
         self.name = name
         self.log = log
         self._command = list(command)
         self._environment = dict(environment)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0
-        self._swept = False
 
-    # -------------------------------------------------------------------------------------------- start and stop
+    @abstractmethod
+    async def launch(self) -> None:
+        """Start it, and wait for nothing. Raises ServerFailed."""
+
+    @abstractmethod
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End the server: SIGTERM, and after `timeout_s` seconds SIGKILL; returns when its whole tree is gone.
+
+        Nothing happens if it is not running. Raises ServerFailed if a process cannot be killed.
+        """
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether it runs."""
+
+    @property
+    @abstractmethod
+    def ended(self) -> str:
+        """How it ended: `exit status 3`, `signal SIGKILL`; empty if it runs or never did."""
+
+    @abstractmethod
+    def last_lines(self, n: int = 20) -> str:
+        """The last `n` lines that this server wrote since its last start."""
 
     async def start(self, ready: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
         """Start the server and return when `ready()` says so; an OSError of `ready` means not yet.
@@ -54,7 +76,7 @@ class ServerProcess:
         """
         if self.alive:
             raise RuntimeError(f"server {self.name} is already running")
-        self._launch()
+        await self.launch()
         deadline = time.monotonic() + timeout_s
         try:
             while not await self._is_ready(ready, deadline):
@@ -67,7 +89,35 @@ class ServerProcess:
             await self.stop(1.0)
             raise
 
-    def _launch(self) -> None:
+    async def _is_ready(self, ready: Callable[[], Awaitable[bool]], deadline: float) -> bool:
+        left = max(0.1, min(PROBE_S, deadline - time.monotonic()))
+        try:
+            return await asyncio.wait_for(ready(), left) and self.alive
+        except OSError:  # nothing listens there yet, or no answer in time
+            return False
+
+    async def wait_dead(self) -> None:
+        """Return when the server is not running (any more), a tenth of a second late at most."""
+        while self.alive:
+            await asyncio.sleep(GLANCE_S)
+
+    def _tail(self) -> str:
+        lines = self.last_lines()
+        return f"; the last lines of {self.log}:\n{lines}" if lines else f"; it wrote nothing to {self.log}"
+
+
+class ServerProcess(Process):
+    """A server of this machine; it may be started again after its end."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        super().__init__(name, command, environment, log)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+        self._swept = False
+
+    # -------------------------------------------------------------------------------------------- start and stop
+
+    async def launch(self) -> None:
         if self._process is not None:
             self._release(self._process)
         self._swept = False
@@ -86,18 +136,7 @@ class ServerProcess:
             except OSError as error:
                 raise ServerFailed(f"server {self.name} cannot be started: {error}") from error
 
-    async def _is_ready(self, ready: Callable[[], Awaitable[bool]], deadline: float) -> bool:
-        left = max(0.1, min(PROBE_S, deadline - time.monotonic()))
-        try:
-            return await asyncio.wait_for(ready(), left) and self.alive
-        except OSError:  # nothing listens there yet, or no answer in time
-            return False
-
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """End the server: SIGTERM, and after `timeout_s` seconds SIGKILL; returns when its whole tree is gone.
-
-        Nothing happens if it is not running. Raises ServerFailed if a process cannot be killed.
-        """
         process = self._process
         if process is None:
             return
@@ -122,11 +161,15 @@ class ServerProcess:
     async def _sweep(self, process: subprocess.Popen[bytes]) -> list[int]:
         """What the keeper does at its end, for a keeper that was killed or hangs; process ids that are left.
 
-        Done once: later the id of the session may belong to somebody else.
+        Where its stand-in alone was killed, it does so itself, and is given the time. Done once: later the id of the
+        session may belong to somebody else.
         """
         if self._swept or (process.poll() is not None and process.returncode >= 0):
             return []
         self._swept = True
+        deadline = time.monotonic() + ORPHANED_S + KILL_S
+        while process.poll() is not None and keepers_of(process.pid) and time.monotonic() < deadline:
+            await asyncio.sleep(GLANCE_S / 2)
         process.kill()
         deadline = time.monotonic() + END_S
         while (left := session_of(process.pid)) and time.monotonic() < deadline:
@@ -149,14 +192,8 @@ class ServerProcess:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    async def wait_dead(self) -> None:
-        """Return when the server is not running (any more), a tenth of a second late at most."""
-        while self.alive:
-            await asyncio.sleep(GLANCE_S)
-
     @property
     def ended(self) -> str:
-        """How it ended: `exit status 3`, `signal SIGKILL`; empty if it runs or never did."""
         status = None if self._process is None else self._process.poll()
         if status is None:
             return ""
@@ -167,21 +204,21 @@ class ServerProcess:
 
     def process_ids(self) -> list[int]:
         """The server's process and everything below it; empty if it is not running."""
-        return descendants(self._process.pid) if self._process is not None and self.alive else []
+        return descendants(self._process.pid)[1:] if self._process is not None and self.alive else []
 
     def last_lines(self, n: int = 20) -> str:
-        """The last `n` lines that this server wrote since its last start."""
-        if not self.log.is_file():
-            return ""
-        with self.log.open("rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, end - TAIL_BYTES))
-            text = log.read().decode("utf-8", errors="replace")
-        return "\n".join(text.rstrip().splitlines()[-n:])
-
-    def _tail(self) -> str:
-        lines = self.last_lines()
-        return f"; the last lines of {self.log}:\n{lines}" if lines else f"; it wrote nothing to {self.log}"
+        return tail_of(self.log, n, self._log_start)
 
 
-__all__ = ["ServerFailed", "ServerProcess"]
+def tail_of(path: Path, n: int, start: int = 0) -> str:
+    """The last `n` lines of a file, of those behind its byte `start`; empty if there is no such file."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as log:
+        end = log.seek(0, os.SEEK_END)
+        log.seek(max(start, end - TAIL_BYTES))
+        text = log.read().decode("utf-8", errors="replace")
+    return "\n".join(text.rstrip().splitlines()[-n:])
+
+
+__all__ = ["Process", "ServerFailed", "ServerProcess", "tail_of"]

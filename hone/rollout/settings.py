@@ -85,8 +85,8 @@ class RolloutConfig(Config):
     max_restarts: int = setting(3, "how often a dead server is started again in one run", ge=0)
     sleep_while_training: Literal["auto", "none", "level_1", "level_2"] = setting(
         "auto",
-        "what the rollout gives back before training: its KV cache (1), weights too (2); auto: none on a CPU, else 1 "
-        "inside the trainer's process or where LoRA adapters are sent by themselves, and 2 for other servers",
+        "what the rollout gives back before training: its KV cache (1), weights too (2); auto: none on a CPU or on "
+        "devices of its own, else 1 inside the trainer's process or where LoRA adapters are sent by themselves, else 2",
     )
     sampling: SamplingConfig = setting(meaning="how training completions are sampled", factory=SamplingConfig)
 

@@ -66,6 +66,7 @@ class Facts:
     node_id: str
     process: int
     logs: tuple[str, ...]  # files that its output goes to, on its node
+    accelerators: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # Ray's kind -> names of its devices
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ While the first rank leads (`hone.runtime.lead`), its calls are told to the othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from hone.data.packing import select
 from hone.runtime import ranks
-from hone.runtime.base import PhaseFn
+from hone.runtime.base import PhaseFn, Seat
 from hone.runtime.lead import enrol, leader
 from hone.runtime.settings import RuntimeConfig
 from hone.runtime.split import encode, merge, split_groups
@@ -58,6 +58,11 @@ class LocalWorkerGroup:
         group = cls(role, worker_class(spec), phase)
         enrol(group)
         return group
+
+    @classmethod
+    def seats(cls, role: str, beside: str, count: int, devices: int, runtime: RuntimeConfig) -> Sequence[Seat]:
+        """Servers are started on this machine."""
+        return ()
 
     def call(self, method: str, *arguments: Any) -> Any:
         with self._phase(PHASES.get(method, method)):

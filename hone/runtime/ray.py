@@ -1,4 +1,4 @@
-"""The Ray runtime: one driver, and an actor for each rank; the only file that imports Ray.
+"""The Ray runtime: one driver, and an actor for each rank. The cluster itself is in `ray_cluster`.
 
     driver (trainer, rollout's front, run folder)
       |  ResourcePool: placement group, one RankHost actor per rank; roles share the run's pool, or have their own
@@ -13,7 +13,6 @@ the call with its name; if nothing ends for `stall_timeout_s`, every rank's phas
 from __future__ import annotations
 
 import os
-import re
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ import numpy as np
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -35,11 +34,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hone.config import ConfigError
 from hone.models.errors import ModelError
 from hone.platforms.base import PlatformBase, current_platform
-from hone.runtime.base import PhaseFn, RankLost, WorkerFailed
+from hone.runtime.base import PhaseFn, RankLost, Seat, WorkerFailed
 from hone.runtime.host import Answer, Facts, Failure, Place, RankHost, Setup, last_lines, note_reads, own_logs
 from hone.runtime.local import PHASES
 from hone.runtime.parcel import Arrays, Distant, Piece, plan, to_array, to_tensor
-from hone.runtime.ray_patches import LOOPBACK, on_loopback
+from hone.runtime.ray_cluster import (
+    ASK_S,
+    RankPlace,
+    Shape,
+    connect,
+    nodes_of,
+    passed_on,
+    reserve,
+    reserved_seats,
+    shared_seats,
+    why_lost,
+)
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.runtime.split import merge_tensors, split_groups
 from hone.runtime.watchdog import progress
@@ -50,10 +60,7 @@ R = TypeVar("R")
 GRACE_S = (
     3.0  # after a rank that only waited for another failed: how long the one that it waited for may take to say so
 )
-ASK_S = 5.0  # how long a rank may take to say what it is doing
 LOOK_S = 1.0  # how often a wait is interrupted to look at the clock
-SHARE_OF_CPU = 0.001  # what a rank on the CPU reserves: ranks may outnumber cores, and a bundle may not be empty
-PASSED_ON = ("HONE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")  # environment variables of the driver that ranks get too
 MAKING = "making "
 INPUT_ERRORS: Mapping[str, type[Exception]] = {one.__name__: one for one in (ConfigError, ModelError)}
 """What a worker raises for input that a person can mend: it is raised here as it was there."""
@@ -66,7 +73,8 @@ class _Actor(RankHost):
 
     def facts(self) -> Facts:
         context = ray.get_runtime_context()
-        return Facts(ray.util.get_node_ip_address(), context.get_node_id(), os.getpid(), own_logs())
+        ids = {kind: tuple(found) for kind, found in context.get_accelerator_ids().items()}
+        return Facts(ray.util.get_node_ip_address(), context.get_node_id(), os.getpid(), own_logs(), ids)
 
     def leave(self, array: np.ndarray) -> Any:
         return ray.put(array)
@@ -76,63 +84,12 @@ class _Actor(RankHost):
         return found
 
 
-def connect(settings: RaySettings) -> None:
-    """Join the cluster that the settings name, or start one on this machine; again is fine.
-
-    Raises ConfigError if there is no cluster at the address.
-    """
-    several = max([settings.nodes, *(pool.nodes for pool in settings.pools.values())]) > 1
-    address = settings.address or ("auto" if several else "local")
-    if ray.is_initialized():
-        return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if address != "local":
-        host = address.rpartition(":")[0]
-        here = {"_node_ip_address": host} if host.startswith("127.") else {}  # else Ray asks the machine for its own
-        try:
-            with on_loopback():
-                ray.init(address=address, log_to_driver=False, logging_level="ERROR", **here)
-        except ConnectionError as error:
-            raise ConfigError(
-                f"runtime.backend.address: there is no Ray cluster at {address!r} ({' '.join(str(error).split())}); "
-                "run `ray start` on every machine first"
-            ) from error
-        return
-    with on_loopback():
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _node_ip_address=LOOPBACK,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class _Rank:
     """One actor, and what it said of itself."""
 
     actor: Any
     facts: Facts
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Which devices a pool has; the pool of all roles that have none of their own bears no name."""
-
-    name: str
-    nodes: int
-    devices: int  # on each node
-
-    @property
-    def key(self) -> str:
-        """Where it is set."""
-        return f"runtime.backend.pools.{self.name}" if self.name else "runtime.backend"
-
-    @property
-    def remark(self) -> str:
-        return f" (pool {self.name})" if self.name else ""
 
 
 class ResourcePool:
@@ -150,34 +107,14 @@ class ResourcePool:
         connect(settings)
         self._ranks: list[_Rank] = []
         platform = current_platform()
-        group = self._reserve(platform)
-        bundles = _driver_first(group)
+        group = reserve(shape, platform, self._start_s)
+        bundles = list(nodes_of(group))  # the driver's machine is first: rank 0 hands the weights to the driver
         actors = [self._start(platform, group, bundles[rank // shape.devices]) for rank in range(self.size)]
         self._finalizer = weakref.finalize(self, _end, group, actors)
         self._ranks = [_Rank(actor, Facts("?", "", 0, ())) for actor in actors]
         facts = self.wait([one.actor.facts.remote() for one in self._ranks], "start", "pool", self._start_s)
         self._ranks = [_Rank(actor, one) for actor, one in zip(actors, facts, strict=True)]
         self._join(platform, runtime)
-
-    def _reserve(self, platform: PlatformBase) -> Any:
-        """One bundle for each node, with all its ranks' devices: the ranks of a node are neighbours."""
-        shape = self.shape
-        share = SHARE_OF_CPU if platform.device == "cpu" else 1
-        bundle = {platform.ray_resource: shape.devices * share}
-        strategy = "STRICT_SPREAD" if shape.nodes > 1 else "STRICT_PACK"
-        group = placement_group([bundle] * shape.nodes, strategy=strategy)
-        if not group.wait(self._start_s):
-            remove_placement_group(group)
-            kind = platform.ray_resource
-            there = {kind: ray.cluster_resources().get(kind, 0)}
-            free = {kind: ray.available_resources().get(kind, 0)}
-            alive = sum(bool(node["Alive"]) for node in ray.nodes())
-            raise ConfigError(
-                f"{shape.key}: {shape.nodes} node(s) with {shape.devices} free device(s) each were not to be had "
-                f"within start_timeout_s={self._start_s:g}; the cluster has {alive} node(s) and {there}, of which "
-                f"{free} are free"
-            )
-        return group
 
     def _start(self, platform: PlatformBase, group: Any, bundle: int) -> Any:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -194,7 +131,7 @@ class ResourcePool:
             port = self.wait([opened], "rendezvous", "pool", self._start_s)[0]
         setup = Setup(
             folder=Path.cwd(),
-            environment={name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)},
+            environment=passed_on(),
             threads=runtime.threads,
             deterministic=runtime.deterministic,
             collective_timeout_s=deadline,
@@ -205,6 +142,11 @@ class ResourcePool:
             one.actor.join.remote(place, setup, address, port) for one, place in zip(self._ranks, places, strict=True)
         ]
         self.wait(calls, "join", "pool", self._start_s + deadline)
+
+    def places(self) -> list[RankPlace]:
+        """Where the ranks are."""
+        kind = current_platform().ray_resource
+        return [RankPlace(one.facts.node_id, one.facts.accelerators.get(kind, ())) for one in self._ranks]
 
     # ------------------------------------------------------------------------------------------------------- calls
 
@@ -270,8 +212,7 @@ class ResourcePool:
 
     def _lost(self, role: str, phase: str, rank: int, error: RayActorError) -> NoReturn:
         self._show_log(rank)
-        told = re.search(r"Worker exit type: (\w+)(?: Worker exit detail: (.*?\.))?", " ".join(str(error).split()))
-        reason = " ".join(filter(None, told.groups())) if told else "its process or its machine has ended"
+        reason = why_lost(error)
         self._break(f"{self._who(role)}: {self._where(rank)} was lost in phase {phase}: {reason}", error)
 
     def _fail(self, role: str, phase: str, rank: int, failure: Failure, waiting: Sequence[int] | Any = ()) -> NoReturn:
@@ -322,13 +263,6 @@ class ResourcePool:
                 _say(f"{self._where(rank)} does not answer ({type(error).__name__})", [])
                 continue
             _say(f"{self._where(rank)}: {phase} for {seconds:.0f} s", stack.splitlines())
-
-
-def _driver_first(group: Any) -> list[int]:
-    """The bundles of a placement group, one of this machine first: rank 0 hands the weights to the driver."""
-    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    here = ray.get_runtime_context().get_node_id()
-    return sorted(nodes, key=lambda bundle: (nodes[bundle] != here, bundle))
 
 
 def _end(group: Any, actors: Sequence[Any]) -> None:
@@ -424,6 +358,25 @@ class RayWorkerGroup:
             lambda _, actor: actor.place.remote(role, worker_class, spec, seed), f"{MAKING}{role}", role
         )
         return cls(role, pool, made[0][1], spec, phase)
+
+    @classmethod
+    def seats(cls, role: str, beside: str, count: int, devices: int, runtime: RuntimeConfig) -> Sequence[Seat]:
+        """Where servers of a role go: into the pool that names it, else on the devices of the role `beside`.
+
+        None, if these are all on the driver's machine: then servers are started there. Raises ConfigError.
+        """
+        settings = runtime.backend
+        assert isinstance(settings, RaySettings)
+        shape = _shape(role, settings)
+        if shape.name:
+            return reserved_seats(shape, settings, count, devices)
+        if settings.nodes == 1 and settings.address in ("", "local"):
+            return ()
+        pool = _pool(beside, runtime)
+        places, here = pool.places(), ray.get_runtime_context().get_node_id()
+        if all(one.node == here for one in places):
+            return ()
+        return shared_seats(pool, places, settings.start_timeout_s, count, devices)
 
     def call(self, method: str, *arguments: Any) -> Any:
         with self._phase(PHASES.get(method, method)):

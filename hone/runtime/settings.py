@@ -46,7 +46,9 @@ class RaySettings(Choice):
     pools: dict[str, PoolSettings] = setting(
         meaning="devices of their own for some roles, by any name; all other roles share the run's", factory=dict
     )
-    start_timeout_s: float = setting(120.0, "longest wait for devices, and for the ranks to start", unit="s", gt=0)
+    start_timeout_s: float = setting(
+        120.0, "longest wait for devices, for the ranks to start, and for a rollout server's place", unit="s", gt=0
+    )
     bucket_mib: int = setting(256, "weights on their way from the ranks at a time; two are held", unit="MiB", ge=1)
 
     @model_validator(mode="after")

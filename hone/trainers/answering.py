@@ -133,6 +133,7 @@ class Answering:
             adapters=self._adapters,
             trained=self._trained,
             routed_experts=config.actor.routing_replay == "rollout",
+            runtime=config.runtime,
         )
         rollout = self._started = start_rollout(spec, self.loop.run, self._recorder.phase)
         env = config.episode.env

@@ -81,9 +81,7 @@ class CollectiveEngine(BucketedEngine):
         self._leave()
         if not members:
             return None
-        name, backend = secrets.token_hex(16), "nccl" if torch.cuda.is_available() else "gloo"
-        if not all(backend in peer.facts.get("backends", ()) for peer in channel.left()):
-            backend = "gloo"
+        name, backend = secrets.token_hex(16), backend_for([_facts(), *(peer.facts for peer in channel.left())])
         store, port = _listening_store(self._host, self.timeout_s)
         told = {"type": "group", "name": name, "backend": backend, "host": self._host, "port": port}
         for rank, peer in enumerate(channel.left(), start=1):
@@ -148,8 +146,7 @@ class CollectiveReceiver(BucketedReceiver):
     def init_process_group(self) -> None:
         address = self.offer.address
         expect({"type": "address", **address}, session=str, channel=str)
-        backends = ["gloo", "nccl"] if torch.cuda.is_available() else ["gloo"]
-        facts = {"holds": self.holds, "group": next(iter(_kept), ""), "backends": backends}
+        facts = {"holds": self.holds, "group": next(iter(_kept), ""), **_facts()}
         self._channel.connect(address["channel"], address["session"], facts)
         message = self._channel.receive("form a group for")
         expect(message, name=str)
@@ -234,6 +231,21 @@ class _Group:
         options.rootRank = 0
         options.asyncOp = True
         return self._group.broadcast([tensor], options)
+
+
+def _facts() -> dict[str, Any]:
+    """What this process can take part in a group with."""
+    if not torch.cuda.is_available():
+        return {"backends": ["gloo"], "device": ""}
+    device = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return {"backends": ["gloo", "nccl"], "device": device}
+
+
+def backend_for(members: Sequence[Mapping[str, Any]]) -> str:
+    """NCCL if every member has it, and no two of them are on one device, which it refuses; else gloo."""
+    devices = [one.get("device") for one in members]
+    everywhere = all("nccl" in one.get("backends", ()) for one in members)
+    return "nccl" if everywhere and len(set(devices)) == len(devices) else "gloo"
 
 
 _kept: dict[str, _Group] = {}  # of this receiver's process, the one of its last sync

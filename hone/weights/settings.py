@@ -14,7 +14,11 @@ class CollectiveSettings(Choice):
     """Broadcasts in a process group of its own."""
 
     name: str = "collective"
-    host: str = setting(LOOPBACK, "address of the trainer's machine, or its name, on which it listens")
+    host: str = setting(
+        LOOPBACK,
+        "address of the trainer's machine, or its name, on which it listens; loopback becomes its address in the Ray "
+        "cluster where servers are on other machines",
+    )
 
 
 class DiskSettings(Choice):
@@ -38,7 +42,8 @@ class WeightSyncConfig(Config):
 
     transport: Annotated[SerializeAsAny[Choice] | None, FromRegistry(TRANSPORTS)] = setting(
         None,
-        "way they travel to servers (collective, delta, disk, ipc); default: ipc. Inside one process they are copied",
+        "way they travel to servers (collective, delta, disk, ipc); default: ipc, and collective where some of them are "
+        "on other machines. Inside one process they are copied",
     )
     bucket_mib: int = setting(256, "size of one bucket; two of them exist at a time", unit="MiB", ge=1)
     verify: Literal["digest", "probe"] = setting(

@@ -30,13 +30,16 @@ from hone.platforms.base import current_platform
 from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.adapters import AdapterFiles, AdapterKind
 from hone.rollout.base import RolloutEngine, ServerAdapter, ServerSpec
+from hone.rollout.host import LocalHost
 from hone.rollout.remote import RemoteBuiltin
 from hone.rollout.router import Router
 from hone.rollout.server import ServerFailed
 from hone.rollout.settings import RolloutConfig
 from hone.runtime.base import PhaseFn
+from hone.runtime.settings import RuntimeConfig
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.handles import ADAPTER, AdapterRule, RolloutHandle, RolloutParts, RunFn
+from hone.workers.hosts import hosts_of, reaching
 from hone.workers.probe import Probe
 from hone.workers.weight_ways import ChannelWay, LocalWay
 
@@ -60,6 +63,8 @@ class RolloutSpec:
     )  # served beside the policy: name -> folder in PEFT's format
     trained: bool = True  # whether the policy's weights change
     routed_experts: bool = False  # whether completions have to say which experts their tokens went to
+    runtime: RuntimeConfig | None = None  # whose machines servers are placed on; None: they start on this one
+    role: str = "rollout"  # by which a pool of the runtime names them
 
 
 def start_rollout(spec: RolloutSpec, run: RunFn, phase: PhaseFn) -> RolloutHandle:
@@ -120,7 +125,8 @@ def adapter_kind(lora: LoraConfig) -> AdapterKind:
     if lora.path is not None:
         return AdapterKind.of(AdapterFiles.at(lora.path).config)
     twice = lora.init in ("pissa", "olora")  # its beginning travels with it
-    return AdapterKind(2 * lora.rank if twice else lora.rank, dora=lora.dora)
+    whole = bool(lora.modules_to_save)
+    return AdapterKind(2 * lora.rank if twice else lora.rank, dora=lora.dora, whole_modules=whole)
 
 
 def adapter_files(folders: Mapping[str, str]) -> dict[str, AdapterFiles]:
@@ -150,19 +156,20 @@ def _servers(
     spec: RolloutSpec, adapter: Any, run: RunFn, rule: AdapterRule | None, routed: tuple[int, ...] = ()
 ) -> RolloutParts:
     kind = str(check_model_source(spec.model).get("model_type"))
-    if kind in FAMILIES:
+    if kind in FAMILIES and not getattr(adapter, "takes_images", False):
         raise ConfigError(
-            f"rollout.backend = {spec.settings.backend}: servers are sent text only, and {kind} sees images; use "
-            "backend builtin with rollout.builtin.process: inside"
+            f"rollout.backend = {spec.settings.backend}: its servers are sent text only, and {kind} sees images; use "
+            "backend vllm, or builtin with rollout.builtin.process: inside"
         )
     token = secrets.token_hex(32)
     lora = adapter_kind(spec.lora) if spec.lora is not None and rule is not None else None
     specs = [replace(one, adapter=lora, routed_layers=routed) for one in server_specs(spec, token)]
     replicas: list[ServerAdapter] = [adapter(one) for one in specs]
     router = Router(replicas, spec.settings, spec.tokenizer)
-    way = ChannelWay(router, spec.weights, token)
+    way = ChannelWay(router, reaching(spec.weights, [one.host for one in specs]), token)
     dtype = replicas[0].dtype
-    level = _sleep_level(spec.settings, level_auto=2 if rule is None else 1)  # a base that stays is not sent again
+    level_auto = 2 if rule is None else 1  # a base that stays is not sent again
+    level = _sleep_level(spec.settings, level_auto if any(one.host.is_shared for one in specs) else 0)
     parts = RolloutParts(router, dtype, way, level, _probe(spec, dtype), rule)
     try:
         run(start_all(replicas))
@@ -174,7 +181,10 @@ def _servers(
 
 
 def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
-    """What each server is constructed from; devices go round where there are fewer than servers need."""
+    """What each server is constructed from; devices go round where there are fewer than servers need.
+
+    A server that the runtime places elsewhere is given its devices there.
+    """
     settings, model, platform = spec.settings, spec.model, current_platform()
     folder, tokenizer = folder_of(model, weights=False), ""
     if model.tokenizer:
@@ -183,9 +193,11 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
     logs.mkdir(parents=True, exist_ok=True)
     adapters = adapter_files(spec.adapters)
     found = []
-    for number in range(settings.replicas):
+    hosts = hosts_of(spec.role, settings.replicas, settings.tensor_parallel, spec.runtime, logs)
+    for number, host in enumerate(hosts):
         devices: tuple[int, ...] = ()
-        if platform.device != "cpu":
+        is_placed = not isinstance(host, LocalHost)
+        if platform.device != "cpu" and not is_placed:
             first, count = number * settings.tensor_parallel, platform.device_count()
             devices = tuple(sorted({(first + rank) % count for rank in range(settings.tensor_parallel)}))
             if len(devices) < settings.tensor_parallel:
@@ -204,7 +216,8 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
                 trust_remote_code=model.trust_remote_code,
                 adapters=adapters,
                 devices=devices,
-                environment=platform.rollout_environment(devices),
+                environment={} if is_placed else platform.rollout_environment(devices),
+                host=host,
             )
         )
     return found

@@ -7,9 +7,9 @@
     every reply: weight_version, has_base, metrics {name: [total, count, reducer]} since the last reply
     400, 500:    {kind, error}, the exception's class and text
 
-It listens on loopback, on a port that the system gives and that it writes into a file; it answers who shows the run's
-token, which it has from the environment variable HONE_TOKEN. JSON only. One event loop: requests come in between two
-steps of the engine. While weights come in, nothing else happens; the sender's deadline is in the offer.
+It listens on a unix socket in a folder that only its user can enter, and answers who shows the run's token, which it
+has from the environment variable HONE_TOKEN. JSON only. One event loop: requests come in between two steps of the
+engine. While weights come in, nothing else happens; the sender's deadline is in the offer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -36,7 +34,7 @@ from hone.models.tokenizer import load_tokenizer
 from hone.platforms.base import current_platform
 from hone.rollout.base import PauseMode
 from hone.rollout.builtin import BuiltinEngine
-from hone.rollout.guard import LOOPBACK, TokenGuard, same_token
+from hone.rollout.guard import TokenGuard, same_token
 from hone.rollout.settings import BuiltinSettings
 from hone.types import PromptTooLong, SamplingParams
 from hone.weights.base import Adapter
@@ -61,7 +59,7 @@ class Told:
     settings: dict[str, Any]  # of `BuiltinSettings`
     replica: str
     adapters: dict[str, str]  # name -> folder
-    address: str  # the file to write the port into
+    socket: str  # where to listen
     threads: int
 
 
@@ -219,24 +217,17 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"{TOKEN_VARIABLE} is not set: hone sets it for the servers that it starts")
     torch.set_num_threads(told.threads)
     server = EngineServer(make_engine(told), token)
-    with socket.create_server((LOOPBACK, 0), backlog=2048) as listener:
-        _announce(Path(told.address), listener.getsockname()[1])
-        config = uvicorn.Config(
-            server.app,
-            lifespan="off",
-            ws="none",
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=IDLE_S,
-            timeout_graceful_shutdown=1,
-        )
-        uvicorn.Server(config).run([listener])
-
-
-def _announce(path: Path, port: int) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(str(port))
-    partial.replace(path)
+    config = uvicorn.Config(
+        server.app,
+        uds=told.socket,
+        lifespan="off",
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=IDLE_S,
+        timeout_graceful_shutdown=1,
+    )
+    uvicorn.Server(config).run()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from hone.rollout.keeper import descendants
 from hone.rollout.server import ServerFailed, ServerProcess
 
 # A server with three more processes: a child, a child in a session of its own, and an orphan whose parent has ended.
@@ -99,10 +100,20 @@ def test_a_crash_ends_the_whole_tree_and_is_noticed(tree, finish):
     assert tree.process.ended == "signal SIGKILL"
 
 
-def test_the_keepers_death_ends_the_server_and_stop_the_rest(tree, finish):
+def test_a_keeper_whose_stand_in_is_killed_ends_the_whole_tree(tree, finish):
+    """As Ray kills the children of a process that it ends, and hone lives or not."""
     finish(tree.process.start(tree.ready, 30))
     pids = tree.pids
     os.kill(tree.process._process.pid, signal.SIGKILL)
+    assert gone(pids)
+    finish(tree.process.stop(1))
+    assert tree.process.ended == "signal SIGKILL"
+
+
+def test_the_keepers_death_ends_the_server_and_stop_the_rest(tree, finish):
+    finish(tree.process.start(tree.ready, 30))
+    pids = tree.pids
+    os.kill(descendants(tree.process._process.pid)[0], signal.SIGKILL)
     finish(asyncio.wait_for(tree.process.wait_dead(), 10))
     assert gone(pids[:1])
     finish(tree.process.stop(1))

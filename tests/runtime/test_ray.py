@@ -11,15 +11,17 @@ import torch
 
 from hone.config import ConfigError, load
 from hone.data.packing import Sample, pack_samples
+from hone.models.settings import BuildConfig, ModelConfig
 from hone.runtime import ray as runtime
 from hone.runtime.base import WorkerFailed
 from hone.runtime.parcel import to_array, to_tensor
 from hone.runtime.ray_patches import on_loopback
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.own_model import local_model
+from hone.trainers.settings import DistillRunConfig, PolicyRunConfig
 from tests.runtime.workers import Broken, Echo, Hanging, Killed, Second, Spec
-from tests.trainers.tiny import metrics, recipe
+from tests.trainers.tiny import BASE, metrics, recipe
 
 LOCAL = ["run.steps=4", "actor.schedule.name=constant", "actor.max_tokens_per_microbatch=64"]
 BOUND_S = 60.0  # an error has to come long before any of Ray's or torch's own timeouts; seconds are the usual
@@ -71,6 +73,19 @@ def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_there(pool, tmp_p
 def test_one_rank_is_equal_to_the_bit(tmp_path):
     given = ["run.steps=2"]
     assert train(tmp_path / "ray", [*overrides(1), *given]) == train(tmp_path / "local", [*LOCAL, *given])
+
+
+def test_a_distillation_on_two_ranks_is_that_of_one_process(pool, tmp_path):
+    build = BuildConfig(**{**BASE["model"]["build"], "seed": 5})
+    path = str(local_model(ModelConfig(build=build), tmp_path / "teacher").path)
+    teacher = {"model": {"path": path}, "served_by": "rollout"}
+    sections = {"kind": "distill", "distillation": {"teachers": {"a": teacher}, "task_coef": 0.5}, "run": {"steps": 2}}
+
+    def distill(name, given):
+        run_policy(load(DistillRunConfig, recipe(tmp_path / name, sections), [*given, "run.steps=2"]))
+        return metrics(tmp_path / name / "run")
+
+    assert_close(distill("ray", overrides(2)), distill("local", LOCAL))
 
 
 def make_batch(lengths):

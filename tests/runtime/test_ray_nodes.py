@@ -1,50 +1,29 @@
 """The Ray runtime over two machines, each a raylet with an address of its own on loopback."""
 
-import gc
 import threading
 import time
 from contextlib import nullcontext
 
 import pytest
-import ray
-from ray.cluster_utils import Cluster
 
 from hone.config import ConfigError, load
 from hone.runtime import ray as runtime
 from hone.runtime.base import WorkerFailed
-from hone.runtime.ray_patches import LOOPBACK, on_loopback
+from hone.runtime.ray_patches import LOOPBACK
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.trainers.launch import run_policy
 from hone.trainers.settings import PolicyRunConfig
+from tests.runtime.machines import SECOND, Machines
 from tests.runtime.workers import Echo, Hanging, Spec
 from tests.trainers.tiny import metrics, recipe
 
-SECOND = "127.0.0.2"
 LOCAL = ["run.steps=2", "actor.max_tokens_per_microbatch=64"]
 BOUND_S = 60.0
 
 
-class Machines:
-    """A cluster of two; the driver is on the first."""
-
-    def __init__(self):
-        with on_loopback():
-            first = {"num_cpus": 1, "node_ip_address": LOOPBACK, "include_dashboard": False}
-            self.cluster = Cluster(initialize_head=True, head_node_args=first)
-            self.second = self.cluster.add_node(num_cpus=1, node_ip_address=SECOND)
-        self.address = self.cluster.address
-
-    def end(self):
-        gc.collect()
-        ray.shutdown()
-        self.cluster.shutdown()
-
-
 @pytest.fixture(scope="module")
 def machines():
-    gc.collect()
-    ray.shutdown()  # what other tests of this process have started
-    found = Machines()
+    found = Machines(SECOND)
     yield found
     found.end()
 
@@ -83,7 +62,7 @@ def test_more_machines_than_there_are(machines):
 def test_a_lost_machine_ends_the_run(machines, capfd):
     """The last test here: the cluster has one machine after it."""
     group = place(Hanging, machines, 1)
-    lost = threading.Timer(2.0, machines.cluster.remove_node, [machines.second, False])
+    lost = threading.Timer(2.0, machines.lose, [SECOND])
     lost.start()
     begun = time.monotonic()
     with pytest.raises(WorkerFailed) as caught:

@@ -10,6 +10,7 @@ from hone.runtime.base import WorkerFailed
 from hone.runtime.settings import PoolSettings, RaySettings, RuntimeConfig
 from hone.trainers.launch import run_policy
 from hone.trainers.settings import PolicyRunConfig
+from hone.workers import hosts
 from tests.runtime.workers import Echo, Killed, Spec
 from tests.trainers.tiny import PPO, metrics, recipe
 
@@ -36,6 +37,26 @@ def test_a_run_on_pools_is_that_of_one_process(tmp_path, changes):
     roles = "[reference, critic]" if "critic" in changes else "[reference]"
     pools = ["runtime.backend.pools.judges.devices=1", f"runtime.backend.pools.judges.roles={roles}"]
     assert_close(train(tmp_path / "ray", [*RAY, *pools], changes), train(tmp_path / "local", [], changes))
+
+
+def test_servers_in_a_pool_of_this_machine_are_reached_by_socket_and_memory(tmp_path, monkeypatch):
+    rollout = {"sampling": {"max_response_tokens": 3}, "builtin": {"process": "separate"}, "replicas": 2}
+    sections = {"rollout": rollout, "weights": {"transport": "ipc", "verify": "probe"}}
+    pool = ["runtime.backend=ray", "runtime.backend.pools.rollout.devices=2"]
+    found, placed = [], hosts.ClusterHost.open
+
+    async def noting(host):
+        site = await placed(host)
+        found.append((host.machine, host._port, host.is_shared, type(host.connector(limit=1)).__name__))
+        return site
+
+    monkeypatch.setattr(hosts.ClusterHost, "open", noting)
+    rows = train(tmp_path / "pool", pool, sections)
+    assert found == [("", 0, False, "UnixConnector")] * 2
+    assert [row["correction/max_abs_difference"] < 1e-4 for row in rows[1:]] == [True, True]
+    one = train(tmp_path / "local", [], sections)
+    for name in ("reward/mean", "train/loss", "train/grad_norm"):
+        assert [row.get(name) for row in rows] == pytest.approx([row.get(name) for row in one], abs=1e-5), name
 
 
 def test_a_pool_for_a_role_that_the_run_has_not(tmp_path):

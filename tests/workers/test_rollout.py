@@ -5,13 +5,13 @@ import json
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import aiohttp
 import pytest
 import torch
 
 from hone.config import ConfigError, build
+from hone.platforms.cpu import CpuPlatform
 from hone.rollout.server import ServerFailed
 from hone.types import Completion, ModelOutput, SamplingParams, StopReason
 from hone.weights.base import WeightSyncError
@@ -64,12 +64,7 @@ def test_servers_say_what_the_engine_inside_says_and_outlive_a_dead_one(start, a
     assert servers.metrics()["rollout/tokens"].value == 8 * 24, "the probe's tokens are not the step's"
 
     victim, other = servers._engine.replicas
-    assert sorted(os.listdir(tmp_path / "servers")) == [
-        ".builtin-0.port",
-        ".builtin-1.port",
-        "builtin-0.log",
-        "builtin-1.log",
-    ]
+    assert sorted(os.listdir(tmp_path / "servers")) == ["builtin-0.log", "builtin-1.log"]
 
     async def with_a_death():
         running = asyncio.create_task(many(servers, 16, max_tokens=100))
@@ -91,9 +86,11 @@ def test_servers_say_what_the_engine_inside_says_and_outlive_a_dead_one(start, a
     loop.run(servers._engine.revived())
     assert (victim.alive, victim.weight_version) == (True, 4)
 
-    assert len(living(tmp_path)) >= 2
+    assert len(living(start.model.path)) >= 2
+    folders = [replica._site.folder for replica in (victim, other)]
     servers.close()
-    assert living(tmp_path) == []
+    assert living(start.model.path) == []
+    assert not any(folder.exists() for folder in folders)
     servers.close()
 
 
@@ -101,24 +98,20 @@ def test_every_door_of_a_server_asks_for_the_token(start, actor, loop, tmp_path)
     """Its HTTP routes and its weight channel; what those who know the token may not say is refused too."""
     rollout = start()
     (server,) = rollout._engine.replicas
-    port = int((tmp_path / "servers" / ".builtin-0.port").read_text())
+    folder = server._site.folder
     token = server._spec.token
     verbs = ["generate", "receive_weights", "pause", "resume", "abort_all", "sleep", "wake_up", "stop", "look"]
     paths = [*verbs, "docs", "openapi.json", "nothing"]
 
     async def knock():
         found = {}
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(folder / "s"))) as http:
             for path in paths:
                 for shown in (None, "Bearer wrong", f"Bearer {token[:-1]}", f"Basic {token}", f"Bearer {token} x"):
                     headers = {"Authorization": shown} if shown else {}
-                    async with http.post(
-                        f"http://127.0.0.1:{port}/{path}", json={"level": 2}, headers=headers
-                    ) as reply:
+                    async with http.post(f"http://server/{path}", json={"level": 2}, headers=headers) as reply:
                         found.setdefault(path, set()).add(reply.status)
-            async with http.post(
-                f"http://127.0.0.1:{port}/nothing", headers={"Authorization": f"Bearer {token}"}
-            ) as reply:
+            async with http.post("http://server/nothing", headers={"Authorization": f"Bearer {token}"}) as reply:
                 return found, reply.status
 
     found, known = loop.run(knock())
@@ -126,8 +119,7 @@ def test_every_door_of_a_server_asks_for_the_token(start, actor, loop, tmp_path)
     assert known == 404
     rollout.sync_from(actor, 0)
     assert len(loop.run(many(rollout, 2))) == 2, "nobody put it to sleep"
-    addresses = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()]
-    assert {one.partition(":")[0] for one in addresses if one.endswith(f":{port:04X}")} == {"0100007F"}, "loopback"
+    assert folder.stat().st_mode & 0o077 == 0, "nobody else reaches its socket"
     for pid in [*server._server.process_ids(), server._server._process.pid]:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             assert token.encode() not in file.read()
@@ -188,6 +180,19 @@ def test_room_is_made_and_taken_back_around_a_sync(start, actor, loop):
     assert {version for c in again for version in c.weight_versions} == {1}
 
 
+def test_the_trainer_leaves_what_it_has_freed_to_the_rollout(start, actor, loop):
+    rollout = start(builtin=INSIDE, sleep_while_training="level_1")
+    rollout.sync_from(actor, 0)
+    rollout.make_room()
+    pieces = [torch.ones(8 << 10) for _ in range(6000)]  # 190 MiB that an update needs, and something that it keeps
+    last = pieces[-1]
+    pieces.clear()
+    before = CpuPlatform().memory().reserved
+    rollout.sync_from(actor, 1)
+    assert before - CpuPlatform().memory().reserved > 150 * 2**20
+    assert last.sum() == 8 << 10
+
+
 def test_on_a_cpu_nothing_sleeps_unless_it_is_told_to(start, actor, loop):
     rollout = start(builtin=INSIDE)
     rollout.sync_from(actor, 0)
@@ -243,10 +248,10 @@ def test_a_run_file_chooses_transports_with_their_own_settings(start, actor, loo
     assert (tmp_path / "files").is_dir()
 
 
-def test_a_server_that_does_not_start_is_an_error_with_its_last_lines(start, tmp_path):
+def test_a_server_that_does_not_start_is_an_error_with_its_last_lines(start):
     with pytest.raises(ServerFailed, match="max_sequence_tokens=4096 is beyond the model's context"):
         start(builtin={"process": "separate", "max_sequence_tokens": 4096})
-    assert living(tmp_path) == []
+    assert living(start.model.path) == []
 
 
 def test_specs_of_servers_hold_no_secret_in_their_text(start, tmp_path, model):

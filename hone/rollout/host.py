@@ -1,0 +1,96 @@
+"""The machine that a server runs on, as its adapter sees it: a folder there, a process, and the way to its socket.
+
+    Host.open() -> Site          a private folder on that machine, in which the server makes its socket
+        .process(command, ...)   the server, to be started, watched and stopped
+        .connector()             HTTP to its socket
+        .close()                 the folder is gone; `open` begins the next life
+
+`LocalHost` is this machine. One of a cluster is made where rollout and runtime meet (`hone.workers.hosts`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+
+import hone
+from hone.rollout.keeper import FOLDER
+from hone.rollout.server import Process, ServerProcess
+
+SOCKET = "s"  # its name in the folder; a socket's whole path has to be short
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a machine gives a server."""
+
+    folder: Path  # private; `folder/path` holds hone's package and nothing else
+    python: str  # the interpreter that runs hone there
+
+
+class Host(Protocol):
+    """See above; one server at a time."""
+
+    @property
+    def machine(self) -> str:
+        """Its address in the cluster, if it is not this machine; else empty."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the trainer may use the server's devices too."""
+
+    async def open(self) -> Site:
+        """Make the folder. Raises ServerFailed if the machine is not to be had."""
+
+    def process(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+        """A server, not started yet; `log` is a file of the run folder."""
+
+    def connector(self, **options: Any) -> aiohttp.BaseConnector:
+        """What a client session reaches the server's socket by; `options` are aiohttp's."""
+
+    async def close(self) -> None:
+        """Remove the folder, once the server has ended."""
+
+
+class LocalHost:
+    """This machine."""
+
+    machine = ""
+    is_shared = True
+
+    def __init__(self) -> None:
+        self._folder = Path()
+
+    async def open(self) -> Site:
+        self._folder = private_folder()
+        return Site(self._folder, sys.executable)
+
+    def process(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+        return ServerProcess(name, command, {**environment, FOLDER: str(self._folder)}, log)
+
+    def connector(self, **options: Any) -> aiohttp.BaseConnector:
+        return aiohttp.UnixConnector(str(self._folder / SOCKET), **options)
+
+    async def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def private_folder() -> Path:
+    """A folder that only this user can enter: the server's socket, and a path with hone's package and nothing else.
+
+    A socket's path has to be short; and the folder that holds `hone` may hold a torch that is not the server's.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="hone-"))
+    (folder / "path").mkdir()
+    (folder / "path" / "hone").symlink_to(Path(hone.__file__).parent.absolute(), target_is_directory=True)
+    return folder
+
+
+__all__ = ["SOCKET", "Host", "LocalHost", "Site"]

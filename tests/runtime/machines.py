@@ -1,0 +1,37 @@
+"""A Ray cluster of several machines on this one: a raylet for each, with an address of its own on loopback."""
+
+import gc
+
+import ray
+from ray.cluster_utils import Cluster
+
+from hone.runtime.ray_patches import LOOPBACK, on_loopback
+
+SECOND, THIRD = "127.0.0.2", "127.0.0.3"
+
+
+class Machines:
+    """The driver is on the first machine; others come and go."""
+
+    def __init__(self, *others):
+        gc.collect()
+        ray.shutdown()  # what other tests of this process have started
+        with on_loopback():
+            first = {"num_cpus": 1, "node_ip_address": LOOPBACK, "include_dashboard": False}
+            self._cluster = Cluster(initialize_head=True, head_node_args=first)
+        self.address = self._cluster.address
+        self._others = {}
+        for address in others:
+            self.add(address)
+
+    def add(self, address):
+        with on_loopback():
+            self._others[address] = self._cluster.add_node(num_cpus=1, node_ip_address=address)
+
+    def lose(self, address):
+        self._cluster.remove_node(self._others.pop(address), allow_graceful=False)
+
+    def end(self):
+        gc.collect()
+        ray.shutdown()
+        self._cluster.shutdown()
