@@ -19,13 +19,13 @@ def test_to_programs(tmp_path, capsys):
     found = json.loads(said(tmp_path, capsys, "--json", "--devices", "4", "--lora-rank", "8"))
     assert found["model"]["family"] == "deepseek_v3"
     assert (found["model"]["experts"], found["model"]["experts_per_token"]) == (8, 4)
-    assert found["degrees"] == {"tensor": [2, 4], "sequence": [2, 4], "expert": [2, 4, 8]}
+    assert found["degrees"] == {"tensor": [2], "sequence": [2], "expert": [2, 4, 8]}
     rows = [(row["devices"], row["lora_rank"], row["four_bit"]) for row in found["memory"]]
     assert rows == [(4, 0, False), (4, 8, False), (4, 8, True)]
     whole, adapter, narrow = found["memory"]
     assert narrow["optimizer"] == adapter["optimizer"] < whole["optimizer"]
     assert whole["total"] == sum(whole[part] for part in ("weights", "gathered", "gradients", "optimizer"))
-    assert found["kv_bytes_per_token"] == 2 * 4 * (32 + 16) * 2  # layers, heads, key and value, bytes
+    assert found["kv_bytes_per_token"] == 2 * 2 * (80 + 16) * 2  # layers, heads, key and value, bytes
 
 
 def test_to_people(tmp_path, capsys, monkeypatch):

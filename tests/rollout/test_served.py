@@ -28,7 +28,7 @@ class Small(ServedEngine):
     async def _longest_sequence(self):
         return 100
 
-    async def _generate(self, request_id, token_ids, sampling):
+    async def _generate(self, request_id, token_ids, sampling, images):
         ids = tuple((await self._request("POST", "/generate", {}))["token_ids"])
         return Completion(request_id, ids, (-1.0,) * len(ids), (self._version,) * len(ids), StopReason.LENGTH), 1, 0
 
