@@ -42,8 +42,8 @@ class WeightSyncConfig(Config):
 
     transport: Annotated[SerializeAsAny[Choice] | None, FromRegistry(TRANSPORTS)] = setting(
         None,
-        "way they travel to servers (collective, delta, disk, ipc); default: ipc, and collective where some servers are "
-        "on other machines. Inside one process they are copied",
+        "way they travel to servers (collective, delta, disk, ipc); default: ipc, and collective where some servers "
+        "are on other machines. Inside one process they are copied",
     )
     bucket_mib: int = setting(256, "size of one bucket; two of them exist at a time", unit="MiB", ge=1)
     verify: Literal["digest", "probe"] = setting(
