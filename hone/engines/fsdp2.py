@@ -84,6 +84,8 @@ class Fsdp2Engine:
         self._compute = DTYPES[config.compute_dtype]
         self._chunk = config.logprob_chunk_tokens
         self._checkpointing = config.activation_checkpointing
+        if config.lora is not None and config.lora.quantise is not None and config.compute_dtype == "float64":
+            raise ValueError("engine.lora.quantise: 4 bits are made of 16 or 32; compute_dtype=float64 does not fit")
         self.mesh = open_mesh(config.parallel, device)
         self._offload = config.offload
         self._writer = Writer()
@@ -169,6 +171,12 @@ class Fsdp2Engine:
         reference, compute = self._spec.reference, self._spec.engine.compute_dtype
         head = None if reference is None else head_of_reference(reference, compute, self.device)
         if self.adapter is not None and reference == self._spec.model:
+            lora = self._spec.engine.lora
+            if lora is not None and lora.path and hasattr(self.model.get_output_embeddings(), "active"):
+                raise ValueError(
+                    f"algorithm.kl.kind: full needs the head of the policy before training, and the one that "
+                    f"engine.lora.path={lora.path} brings is trained on; choose another kind"
+                )
             head = self._base_head
         return language_forward(self.model, self._spec.temperature, self._chunk, head, self._experts)
 

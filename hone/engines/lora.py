@@ -253,6 +253,7 @@ class Adapter:
     def _fill_whole(self, device: str, whole: GatherFn, mesh: Any) -> None:
         made: dict[int, nn.Parameter] = {}  # of a tied tensor there is one
         for one in self._whole:
+            one.take_buffers(device)
             for name, empty, base in list(one.parameters()):
                 if id(empty) not in made:
                     plain = f"{one.path}.{name}"

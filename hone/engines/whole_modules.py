@@ -62,6 +62,16 @@ class Whole:
         for name, weight in self.module.trained[self.adapter].named_parameters(remove_duplicate=False):
             yield name, weight, base[name]
 
+    def take_buffers(self, device: str) -> None:
+        """What is computed beside the weights when a model is read (the scale of embeddings): the copy's is the base's.
+
+        The copy was made when the model was empty.
+        """
+        copies = dict(self.module.trained[self.adapter].named_modules())
+        for path, module in self.module.base_layer.named_modules():
+            for name, buffer in module._buffers.items():
+                copies[path]._buffers[name] = None if buffer is None else buffer.detach().clone().to(device)
+
     def tensor(self, name: str) -> str:
         return f"{self.path}.trained.{self.adapter}.{name}"
 
@@ -89,7 +99,15 @@ def find_whole(model: Any, names: Sequence[str], of: str) -> list[str]:
     ends = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
     if len(ends) == 2 and ends[0].weight is ends[1].weight and any(modules[path] in ends for path in found):
         found += [path for path, one in modules.items() if one in ends]
-    return [path for path in modules if path in found and not any(path.startswith(f"{one}.") for one in found)]
+    chosen = [path for path in modules if path in found and not any(path.startswith(f"{one}.") for one in found)]
+    for path in chosen:
+        weights = dict(modules[path].named_parameters(remove_duplicate=False))
+        if beside := sorted(modules[path].state_dict().keys() - weights.keys()):
+            raise AdapterError(
+                f"engine.lora.modules_to_save: {path} keeps {beside[0]} beside its weights, and no file of an adapter "
+                "has a place for it; leave the module out"
+            )
+    return chosen
 
 
 def check_mesh(paths: Sequence[str], split: TensorSplit | None, experts_cut: bool) -> None:

@@ -99,7 +99,7 @@ class WeightDigest:
             self._begin(name, dtype, shape)
         if len(packed.entries) == 1:
             found = TensorDigest(packed.data.device)
-            found.take(packed.data)
+            found.take(packed.data[: packed.entries[0].size])
             self._totals.append(found)
         elif packed.entries:
             self._totals.append(_totals(packed))

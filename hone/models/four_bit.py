@@ -164,7 +164,7 @@ def chosen_layers(model: Any, config: FourBitConfig, name: str) -> list[tuple[st
     for skipped in config.skip:
         if not any(has(path, skipped) for path, _ in model.named_modules()):
             known = sorted({path.rpartition(".")[2] for path, _ in linear})
-            raise ModelError(f"{KEY}.skip: " + unknown(f"layer of {name}", skipped, known))
+            raise ModelError(f"{KEY}.skip or modules_to_save: " + unknown(f"layer of {name}", skipped, known))
     chosen = [(path, one) for path, one in linear if not any(has(path, skipped) for skipped in config.skip)]
     if not chosen:
         raise ModelError(f"{KEY}: {name} has no linear layer (torch.nn.Linear) that could be held in 4 bits")

@@ -45,6 +45,23 @@ def read_value_head(folder: Path, config: dict[str, Any]) -> Tensor | None:
     return head
 
 
+def check_classifier(folder: Path) -> None:
+    """Raise ModelError if transformers has no sequence classifier, with one `score`, of this folder's architecture."""
+    _empty_classifier(AutoConfig.from_pretrained(folder, num_labels=1))
+
+
+def _empty_classifier(config: Any) -> Any:
+    try:
+        with torch.device("meta"):
+            empty = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        kind = config.model_type
+        raise ModelError(f"transformers has no sequence classifier of the architecture {kind!r}") from error
+    if SCORE not in dict(empty.named_parameters()):
+        raise ModelError(f"{type(empty).__name__} of transformers has its head elsewhere than in {SCORE!r}")
+    return empty
+
+
 def to_classifier(folder: Path, pad_token_id: int) -> None:
     """Turn an export of a value model, in place, into transformers' sequence classification with one label.
 
@@ -53,14 +70,7 @@ def to_classifier(folder: Path, pad_token_id: int) -> None:
     """
     config = AutoConfig.from_pretrained(folder, num_labels=1)
     config.pad_token_id = pad_token_id  # by which it finds the last token of each text of a batch
-    try:
-        with torch.device("meta"):
-            empty: Any = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        kind = config.model_type
-        raise ModelError(f"transformers has no sequence classifier of the architecture {kind!r}") from error
-    if SCORE not in dict(empty.named_parameters()):
-        raise ModelError(f"{type(empty).__name__} of transformers has its head elsewhere than in {SCORE!r}")
+    empty = _empty_classifier(config)
     prefix = f"{empty.base_model_prefix}."
     head = load_file(folder / VALUE_HEAD_FILE)[SCORE]
     paths = sorted(folder.glob("model*.safetensors"))
@@ -72,6 +82,7 @@ def to_classifier(folder: Path, pad_token_id: int) -> None:
         said = json.loads(index.read_text(encoding="utf-8"))
         where = {f"{prefix}{name}": file for name, file in said["weight_map"].items()}
         said["weight_map"] = where | {SCORE: paths[-1].name}
+        said["metadata"]["total_size"] += head.nbytes
         index.write_text(json.dumps(said, indent=1), encoding="utf-8")
     config.architectures = [type(empty).__name__]
     config.save_pretrained(folder)

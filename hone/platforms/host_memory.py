@@ -15,7 +15,10 @@ _LARGEST = (1 << 31) - 1  # bytes; an int
 
 
 def keep_freed() -> None:
-    """Have this process use memory again that it has freed, up to 2 GiB of it, also for arrays of up to 1 GiB."""
+    """Have this process use memory again that it has freed, also for arrays of up to 1 GiB.
+
+    It may then hold as much as it ever needed at once, until `give_back`. A glibc that refuses changes nothing.
+    """
     if (library := _glibc()) is not None:
         library.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         library.mallopt(_M_TRIM_THRESHOLD, _LARGEST)

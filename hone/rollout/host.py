@@ -66,20 +66,28 @@ class LocalHost:
     is_shared = True
 
     def __init__(self) -> None:
-        self._folder = Path()
+        self._folder: Path | None = None
 
     async def open(self) -> Site:
         self._folder = private_folder()
         return Site(self._folder, sys.executable)
 
+    @property
+    def _opened(self) -> Path:
+        if self._folder is None:
+            raise RuntimeError("this host is not open: a server has no folder on it")
+        return self._folder
+
     def process(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-        return ServerProcess(name, command, {**environment, FOLDER: str(self._folder)}, log)
+        return ServerProcess(name, command, {**environment, FOLDER: str(self._opened)}, log)
 
     def connector(self, **options: Any) -> aiohttp.BaseConnector:
-        return aiohttp.UnixConnector(str(self._folder / SOCKET), **options)
+        return aiohttp.UnixConnector(str(self._opened / SOCKET), **options)
 
     async def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def private_folder() -> Path:

@@ -24,7 +24,7 @@ from hone.data.routes import routes_of_text
 from hone.rollout.adapters import AdapterKind, unfit_for_merging
 from hone.rollout.base import PauseMode, ReplicaLost, ServerSpec, WeightReceipt
 from hone.rollout.host import SOCKET, Site
-from hone.rollout.server import Process
+from hone.rollout.server import SILENT_S, Process
 from hone.types import (
     Completion,
     Image,
@@ -212,6 +212,7 @@ class RemoteBuiltin:
     async def _request(self, verb: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """One request and its reply. Raises the server's ValueError or RuntimeError, ReplicaLost, or RuntimeError if
         the reply is late."""
+        server = self._server
         try:
             url = f"http://server/{verb}"
             timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -220,7 +221,10 @@ class RemoteBuiltin:
                 status = reply.status
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
             if isinstance(error, TimeoutError):
-                raise RuntimeError(f"replica {self.name} did not answer {verb} within {timeout_s:g} s") from error
+                message = f"replica {self.name} did not answer {verb} within {timeout_s:g} s"
+                if self._spec.host.machine and server is not None and await server.ends_within(SILENT_S):
+                    raise ReplicaLost(f"{message}: {server.ended}") from error
+                raise RuntimeError(message) from error
             ended = self._server.ended if self._server is not None else ""
             raise ReplicaLost(f"replica {self.name} was lost during {verb}: {ended or repr(error)}") from error
         if status != 200:

@@ -35,7 +35,7 @@ from hone.rollout.base import PauseMode, ReplicaLost, Scored, ServerSpec, Weight
 from hone.rollout.engine_options import EngineDefaults
 from hone.rollout.host import SOCKET
 from hone.rollout.requests import check_prompt, check_sampling
-from hone.rollout.server import Process, ServerFailed
+from hone.rollout.server import SILENT_S, Process, ServerFailed
 from hone.rollout.shown import Shown, place_images
 from hone.types import Completion, Image, Metric, Metrics, SamplingParams, StopReason
 
@@ -440,7 +440,10 @@ class ServedEngine(ABC):
                 status, text = reply.status, await reply.text()
                 found = await reply.json() if "json" in reply.headers.get("content-type", "") else {}
         except TimeoutError as error:
-            raise TimeoutError(f"replica {self.name} did not answer {path} within {timeout_s:g} s") from error
+            message = f"replica {self.name} did not answer {path} within {timeout_s:g} s"
+            if self._spec.host.machine and server is not None and await server.ends_within(SILENT_S):
+                raise ReplicaLost(f"{message}{self._last_words()}") from error
+            raise TimeoutError(message) from error
         except (aiohttp.ClientError, OSError) as error:
             why = f"{path}: {error!r}{self._last_words()}"
             raise ReplicaLost(f"replica {self.name} was lost during {why}") from error
@@ -460,9 +463,7 @@ class ServedEngine(ABC):
             async with self._open_session().get(f"http://server{self.health}", timeout=timeout) as reply:
                 if reply.status == 200 and self._server is server:
                     return False
-        with suppress(TimeoutError):
-            await asyncio.wait_for(server.wait_dead(), DYING_S)
-        return not server.alive
+        return await server.ends_within(DYING_S)
 
     def _last_words(self) -> str:
         """How a server ended, and the first error in the end of its log."""

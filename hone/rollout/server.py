@@ -27,6 +27,7 @@ from hone.rollout.keeper import KILL_S, ORPHANED_S, UNKILLABLE, command_line, de
 GLANCE_S = 0.1  # between two looks at the process
 PROBE_S = 10.0  # deadline of one question whether the server is ready
 END_S = 15.0  # what killing a tree may take beyond the time that the server was given
+SILENT_S = 90.0  # a machine that answers no longer is known to be lost by then: Ray gives one up after about a minute
 TAIL_BYTES = 65_536
 
 
@@ -100,6 +101,12 @@ class Process(ABC):
         """Return when the server is not running (any more), a tenth of a second late at most."""
         while self.alive:
             await asyncio.sleep(GLANCE_S)
+
+    async def ends_within(self, seconds: float) -> bool:
+        """Wait so long for its end; whether it came."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.wait_dead(), seconds)
+        return not self.alive
 
     def _tail(self) -> str:
         lines = self.last_lines()

@@ -22,7 +22,7 @@ from hone.rollout.shown import Shown
 from hone.types import Image
 
 RAW = 3  # the number of vLLM's msgpack extension for the bytes of a tensor
-KEPT = 16  # images whose JSON is kept: the samples of one prompt are asked for together
+KEPT = 4  # images whose JSON is kept: the samples of one prompt are asked for together
 
 
 def features_of(shown: Shown) -> dict[str, Any]:

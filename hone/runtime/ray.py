@@ -42,6 +42,7 @@ from hone.runtime.ray_cluster import (
     ASK_S,
     RankPlace,
     Shape,
+    address_of,
     connect,
     nodes_of,
     passed_on,
@@ -370,7 +371,7 @@ class RayWorkerGroup:
         shape = _shape(role, settings)
         if shape.name:
             return reserved_seats(shape, settings, count, devices)
-        if settings.nodes == 1 and settings.address in ("", "local"):
+        if address_of(settings) == "local":
             return ()
         pool = _pool(beside, runtime)
         places, here = pool.places(), ray.get_runtime_context().get_node_id()

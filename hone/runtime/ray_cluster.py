@@ -38,13 +38,18 @@ AGAIN_S = 0.5  # before a guest is sent out again
 ASK_S = 5.0  # how long an answer that is there may take to come
 
 
+def address_of(settings: RaySettings) -> str:
+    """The cluster's address; `local` for one that is started on this machine and has no other."""
+    several = max([settings.nodes, *(pool.nodes for pool in settings.pools.values())]) > 1
+    return settings.address or ("auto" if several else "local")
+
+
 def connect(settings: RaySettings) -> None:
     """Join the cluster that the settings name, or start one on this machine; again is fine.
 
     Raises ConfigError if there is no cluster at the address.
     """
-    several = max([settings.nodes, *(pool.nodes for pool in settings.pools.values())]) > 1
-    address = settings.address or ("auto" if several else "local")
+    address = address_of(settings)
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -9,10 +9,12 @@ import yaml
 from hone.config import Config as Settings
 from hone.config import ConfigError, build
 from hone.data.stream import make_renderer
+from hone.models.errors import ModelError
 from hone.models.image_processor import load_image_processor
+from hone.models.loading import folder_of
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
-from hone.models.value_head import to_classifier
+from hone.models.value_head import check_classifier, to_classifier
 from hone.trainers.checkpoints import Checkpoint, CheckpointStore
 from hone.trainers.exported_language import write_language
 from hone.trainers.launch import WARM_START
@@ -90,6 +92,11 @@ def export_checkpoint(
         )
     model_type = "value_model" if isinstance(config, RewardModelRunConfig) else "language_model"
     model = base_model(folder, config)
+    if classifier:
+        try:
+            check_classifier(folder_of(model))
+        except ModelError as error:
+            raise ConfigError(f"--classifier: the run in {folder} cannot become one: {error}") from error
     worker = TrainWorker(TrainSpec(model, engine.alone(), model_type, total_steps=config.run.steps))
     worker.initialize()
     worker.load_checkpoint(checkpoint.part(role))

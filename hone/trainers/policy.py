@@ -19,6 +19,7 @@ from hone.algorithms.objective import REFERENCE_STATES
 from hone.data.packing import minibatches, pack, select
 from hone.data.stream import PromptStream
 from hone.models.routing import ROUTES
+from hone.platforms.host_memory import give_back
 from hone.trainers.answering import Answering
 from hone.trainers.base import Place, Trainer
 from hone.trainers.checkpoints import Checkpoint, PartWriter
@@ -132,6 +133,7 @@ class PolicyTrainer(Trainer):
                 model.train_batch(minibatch, loss)
         self.recorder.record(self.rollout.sync_from(self.actor, version))
         self.ledger.trained_all_finished()
+        give_back()  # once a step: what the driver needed at its most is no longer needed
 
     # ------------------------------------------------------------------------------------------------ its parts
 

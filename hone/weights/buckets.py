@@ -145,6 +145,7 @@ class _Large:
         else:
             self._digest.take(part)
             room[: part.numel()].copy_(part)
+        room[part.numel() : padded(part.numel())].zero_()
         return part.numel()
 
 

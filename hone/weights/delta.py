@@ -235,7 +235,7 @@ def _apply(name: str, old: Tensor | None, kind: str, where: Tensor, carried: Ite
         if where.dtype != torch.uint8 or where.numel() != (words.numel() + 7) // 8:
             raise WeightSyncError(f"the changes of {name!r} are for a tensor of another size")
         where = torch.from_numpy(np.unpackbits(where.cpu().numpy(), count=words.numel())).nonzero().view(-1)
-    where = where.cpu().long()
+    where = where.cpu().long().clone()  # the next to come may be written over it
     found, values = next(carried, ("", where))
     fits = where.numel() == values.numel() and values.dtype == words.dtype
     if found != name + VALUE or not fits:

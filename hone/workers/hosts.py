@@ -11,11 +11,13 @@ the server then. On the driver's own machine requests take the unix socket, and 
 
 from __future__ import annotations
 
+import ipaddress
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from socket import gaierror, gethostbyname, gethostname
 from typing import Any
 
 import aiohttp
@@ -42,7 +44,7 @@ class Quarters:
     def __init__(self, accelerators: int, logs: str) -> None:
         """Raises FileNotFoundError if the folder of the servers' logs, in the run folder, is not there."""
         if not Path(logs).is_dir():
-            raise FileNotFoundError(f"{logs} is not there: all machines have to see the run folder")
+            raise FileNotFoundError(f"{logs} is not on {gethostname()}: all machines have to see the run folder")
         self._environment = current_platform().rollout_environment(tuple(range(accelerators)))
         self._folder = private_folder()
         self._door = Door(self._folder / SOCKET)
@@ -94,8 +96,10 @@ class ClusterProcess(Process):
         self._guest = guest
         self._end: Call | None = None
         self._told: tuple[str, str] | None = None  # how it ended, and its last lines
+        self._log_start = 0
 
     async def launch(self) -> None:
+        self._log_start = self.log.stat().st_size if self.log.is_file() else 0  # earlier lives wrote there too
         given = self.name, self._command, self._environment, str(self.log)
         try:
             failed = await self._guest.ask("launch", *given, timeout_s=ASK_S)
@@ -114,7 +118,7 @@ class ClusterProcess(Process):
         return self._ending()[0]
 
     def last_lines(self, n: int = 20) -> str:
-        lines = self._ending()[1] or tail_of(self.log, n)
+        lines = self._ending()[1] or tail_of(self.log, n, self._log_start)
         return "\n".join(lines.splitlines()[-n:])
 
     def _ending(self) -> tuple[str, str]:
@@ -127,9 +131,9 @@ class ClusterProcess(Process):
         return self._told or ("", "")
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        if not self.alive:
+        if self._end is None:
             return
-        left = ""
+        left = ""  # also of a server that has ended: what it started may be there still
         with suppress(GuestLost, TimeoutError):  # its keeper ends it; a machine that is silent ends it when it can
             left = await self._guest.ask("stop", timeout_s, timeout_s=timeout_s + 2 * END_S)
         if left:
@@ -139,8 +143,9 @@ class ClusterProcess(Process):
 class ClusterHost:
     """A machine of the cluster, for the life of one server at a time; the next one may be on another."""
 
-    def __init__(self, seat: Seat, logs: Path) -> None:
-        """`logs`: the folder of the servers' logs."""
+    def __init__(self, name: str, seat: Seat, logs: Path) -> None:
+        """`name` is for errors; `logs`: the folder of the servers' logs."""
+        self._name = name
         self._seat = seat
         self._logs = logs
         self._guest: Guest | None = None
@@ -167,7 +172,7 @@ class ClusterHost:
             guest = await self._seat.open(Quarters, str(self._logs))
             self._folder, python = await self._enter(guest)
         except (TimeoutError, RuntimeError) as error:
-            raise ServerFailed(f"a rollout server got no place in the cluster: {error}") from error
+            raise ServerFailed(f"{self._name} got no place in the cluster: {error}") from error
         self._guest = guest
         return Site(self._folder, python)
 
@@ -207,7 +212,8 @@ def hosts_of(role: str, count: int, devices: int, runtime: RuntimeConfig | None,
     seats: Sequence[Seat] = ()
     if runtime is not None:
         seats = RUNTIMES.get(runtime.backend.name).seats(role, "actor", count, devices, runtime)
-    return [ClusterHost(seat, logs) for seat in seats] or [LocalHost() for _ in range(count)]
+    placed = [ClusterHost(f"server {number} of {role}", seat, logs) for number, seat in enumerate(seats)]
+    return placed or [LocalHost() for _ in range(count)]
 
 
 def driver_of(hosts: Sequence[Host]) -> str:
@@ -239,10 +245,18 @@ def reaching(config: WeightSyncConfig, hosts: Sequence[Host]) -> WeightSyncConfi
         )
     if chosen is None:
         chosen = CollectiveSettings(host=driver_of(hosts))
-    elif isinstance(chosen, CollectiveSettings | DeltaSettings) and chosen.host == LOOPBACK:
+    elif isinstance(chosen, CollectiveSettings | DeltaSettings) and _is_loopback(chosen.host):
         count_as_read(chosen)
         chosen = chosen.model_copy(update={"host": driver_of(hosts)})
     return config.model_copy(update={"transport": chosen})
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether others who are told this address would find themselves."""
+    try:
+        return ipaddress.ip_address(host if ":" in host else gethostbyname(host)).is_loopback
+    except (ValueError, gaierror):
+        return False  # `make_sender` says what is wrong with it
 
 
 __all__ = ["ClusterHost", "hosts_of", "reaching"]

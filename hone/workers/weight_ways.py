@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from hone.weights.sender import make_sender
 from hone.weights.settings import WeightSyncConfig
 from hone.weights.sync import CheckpointEngineManager
 
+WATCH_S = 0.5  # between two looks at whether the receivers of a sync are alive
+SPEECHLESS_S = 3.0  # after its end; a connection that broke with it has told more by then
 DYING_S = 10.0  # how long a process may take to be seen dead, on a busy machine, after a sync with it failed
 
 StreamFn = Callable[[], NamedTensors]
@@ -147,7 +150,8 @@ class ChannelWay:
             if name not in self._manager.versions:
                 self._manager.add_replica(replica)
         try:
-            return await self._manager.sync(stream(), version, payload, list(replicas), resume)
+            async with self._watching(replicas):
+                return await self._manager.sync(stream(), version, payload, list(replicas), resume)
         except WeightSyncError as error:
             failed = [replicas[name] for name in error.replicas]
             dead = await _dead(failed, enough=1 if self._engine.all_or_none else len(failed))
@@ -161,6 +165,26 @@ class ChannelWay:
                 return await self._manager.sync(stream(), version, payload, [one.name for one in living], resume)
             left = len(replicas) - len(dead)
             return {"weights/version": Metric.max(version), "weights/replicas": Metric.max(left)}
+
+    @asynccontextmanager
+    async def _watching(self, replicas: Mapping[str, ServerAdapter]) -> AsyncIterator[None]:
+        """Wait for nobody who has ended: a machine that lost its network closes no connection."""
+
+        async def watch() -> None:
+            ended: dict[str, float] = {}
+            while True:
+                now = time.monotonic()
+                for name, replica in replicas.items():
+                    if not replica.alive and now - ended.setdefault(name, now) > SPEECHLESS_S:
+                        self._engine.drop(name, "its server or its machine has ended")
+                await asyncio.sleep(WATCH_S)
+
+        watching = asyncio.create_task(watch(), name="weight sync: watch")
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
     @property
     def _lock(self) -> asyncio.Lock:

@@ -7,12 +7,28 @@ from transformers import AutoModelForCausalLM
 from hone.models.settings import BuildConfig
 
 SIZES = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_size": 48, "max_positions": 64}
+DEEPSEEK = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 BUILDS = {
     "qwen3": BuildConfig(**SIZES),
     "untied": BuildConfig(**SIZES, tie_embeddings=False, seed=3),
     "gpt2": BuildConfig(**{k: v for k, v in SIZES.items() if k != "kv_heads"}, architecture="gpt2"),
     "qwen3_moe": BuildConfig(**SIZES, architecture="qwen3_moe", options=MOE),
+    "deepseek": BuildConfig(
+        **{**SIZES, "kv_heads": 4}, architecture="deepseek_v3", options={**DEEPSEEK, "first_k_dense_replace": 1}
+    ),
 }
 
 

@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 from hone.engines.adapter_files import AdapterError
 from hone.engines.checkpoint import MODEL, OPTIMIZER, PartsReader, load_json
 from hone.engines.shards import Shard, gather
-from tests.engines.spread import LOSSES, Case, make_batch, make_engine, own_part, train
+from hone.models.loading import load_language_model, without_progress_bars
+from hone.models.settings import BuildConfig, ModelConfig
+from hone.models.tokenizer import build_tokenizer
+from tests.engines.spread import LOSSES, SIZES, Case, make_batch, make_engine, own_part, train
 from tests.ranks import run_ranks
 
 LORA = {"rank": 4, "alpha": 8}
@@ -183,6 +186,28 @@ def test_an_adapter_of_any_mesh_loads_on_any_other_bit_for_bit(lora, tmp_path):
         assert configs[0] == configs[1]
     whole = {key for key in _whole(tmp_path / "dp", MODEL) if ".lora_" not in key}
     assert whole == ({"model.embed_tokens.trained.default.weight"} if "modules_to_save" in lora else set())
+
+
+def losses_of(one: Case) -> dict:
+    return {"losses": train(make_engine(one), one.loss, range(2))["losses"]}
+
+
+def test_embeddings_that_are_trained_whole_keep_their_scale_when_read_over_ranks(tmp_path):
+    """Gemma multiplies embeddings by a number that is in no file: a buffer, which the copy is made without."""
+    build = BuildConfig(
+        **{**SIZES, "kv_heads": 2, "tie_embeddings": True},
+        architecture="gemma3_text",
+        options={"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+    )
+    with without_progress_bars():
+        load_language_model(ModelConfig(build=build)).save_pretrained(tmp_path)
+    build_tokenizer(build).save_pretrained(tmp_path)
+    one = dataclasses.replace(case(lora={"modules_to_save": ("embed_tokens",)}), model={"path": str(tmp_path)})
+    alone = losses_of(one)["losses"]
+    ranks = [rank["losses"] for rank in run_ranks(2, losses_of, one)]
+    assert [sum(step) for step in zip(*ranks, strict=True)] == pytest.approx(alone, rel=1e-5)
+    base = losses_of(dataclasses.replace(one, engine={"lora": LORA}))["losses"]
+    assert base[0] == pytest.approx(alone[0], rel=1e-6), "nothing is added at first"
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

@@ -202,3 +202,17 @@ def test_tied_weights_stay_one(saved, engine_of, make_batch):
     assert head is embedding
     assert head is not engine.model.lm_head.base_layer.weight
     assert sum(".trained." in name for name in engine.weights.masters) == 1
+
+
+def test_what_no_adapter_can_hold_is_refused(saved, engine_of):
+    folder = saved("deepseek")
+    with pytest.raises(AdapterError, match=r"layers\.1\.mlp\.gate keeps e_score_correction_bias beside its weights"):
+        engine_of(folder, modules_to_save=("gate",))
+
+
+def test_the_exact_kl_to_a_head_that_an_adapter_brought_is_refused(saved, engine_of, tmp_path):
+    """It is trained on, and the base has another."""
+    folder = saved("untied")
+    engine_of(folder, modules_to_save=("lm_head",)).export_adapter(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"kind: full needs the head .* and the one that engine.lora.path="):
+        engine_of(folder, path=str(tmp_path / "adapter"), reference=ModelConfig(path=str(folder)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import zmq
 
-from hone.models.digest import digest_tensors
+from hone.models.digest import WeightDigest, digest_tensors
 from hone.weights.base import Full, Offer, WeightSyncError
 from hone.weights.buckets import Packer, Unpacker
 from hone.weights.channel import ReceiverChannel, SenderChannel
@@ -181,6 +181,23 @@ def test_what_is_packed_together_comes_out_of_the_bucket_as_it_was():
     assert list(found) == list(weights)
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
     assert digest == digest_tensors(weights.items()) == digest_tensors(found.items())
+
+
+def test_what_a_bucket_held_before_is_no_part_of_the_next_tensors():
+    """One larger than a group that ends within a row, and small ones, in a bucket that is full of something else."""
+    weights = {"large": torch.randn(2**18 + 25), "small": torch.randn(7), "last": torch.randn(3, 5).half()}
+
+    async def through():
+        packer, unpacker = Packer(weights.items()), Unpacker()
+        bucket = torch.full((2**21,), 255, dtype=torch.uint8)
+        taken = WeightDigest()
+        while pieces := await packer.fill(bucket):
+            for some in unpacker.read(bucket, pieces):
+                taken.add_packed(some)
+        return packer.hexdigest(), taken.hexdigest()
+
+    sent, taken = asyncio.run(through())
+    assert sent == taken == digest_tensors(weights.items())
 
 
 # ------------------------------------------------------------------------------------------------- the channel
