@@ -42,9 +42,9 @@ def loaded(monkeypatch):
     paths = []
     load_model = fsdp2.load_language_model
 
-    def counted(model, shard=None):
+    def counted(model, *how):
         paths.append(model.path)
-        return load_model(model, shard)
+        return load_model(model, *how)
 
     monkeypatch.setattr(fsdp2, "load_language_model", counted)
     monkeypatch.setattr("hone.engines.forward.load_language_model", counted)
