@@ -222,7 +222,7 @@ def test_a_machine_that_does_not_see_the_run_folder_says_so(machines, loop, tmp_
     runtime = build(RuntimeConfig, {"backend": backend}, "the test")
     (host,) = hosts_of("rollout", 1, 1, runtime, tmp_path / "elsewhere")
     with pytest.raises(
-        ServerFailed, match=r"no place in the cluster: FileNotFoundError: .*elsewhere is not there: all m"
+        ServerFailed, match=r"no place in the cluster: FileNotFoundError: .*elsewhere is not on .*: all m"
     ):
         loop.run(host.open())
 
@@ -329,7 +329,7 @@ def test_a_lost_machine_costs_its_server_a_move_and_then_the_run_a_server(machin
     assert noticed < BOUND_S
     assert not there.alive
     why = router._seats[1].why
-    assert "start 2 failed: ServerFailed: a rollout server got no place in the cluster: no machine of " in why
+    assert "start 2 failed: ServerFailed: server 1 of rollout got no place in the cluster: no machine of " in why
     assert rollout.sync_from(actor, 2)["weights/replicas"].value == 1
     assert [one.token_ids for one in loop.run(many(rollout))] == expected
 
