@@ -171,7 +171,8 @@ def test_layers_are_left_out_by_name(folder):
     assert names == set(four_bit_layers(made))
     assert len(names) == 2 * PROJECTIONS - 2 - 3
     assert not any("o_proj" in name or "layers.0.mlp" in name for name in names)
-    with pytest.raises(ModelError, match=r"lora\.quantise\.skip: unknown layer of .*'o_prj'; did you mean 'o_proj'\?"):
+    said = r"lora\.quantise\.skip or modules_to_save: unknown layer of .*'o_prj'; did you mean 'o_proj'\?"
+    with pytest.raises(ModelError, match=said):
         load_language_model(ModelConfig(path=str(folder)), four_bit=FourBitConfig(skip=("o_prj",)))
 
 
