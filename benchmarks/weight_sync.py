@@ -4,10 +4,11 @@
     python benchmarks/weight_sync.py --transports ipc --rounds 9 --json out.json
     python benchmarks/weight_sync.py --device cuda --transports ipc   # beside a copy within the GPU
 
-A sender (this process) and a receiver (another) share the machine. The receiver copies every tensor into storage of its
-own, as an engine does, so that afterwards both hold the weights, as after a plain copy; both take the digest of every
-byte, and the round ends when they are known to be equal. `tensor by tensor` is what buckets replace: for each tensor a
-new shared memory, a message, and an answer, without any digest.
+A sender (this process) and a receiver (another) share the machine. Every tensor ends in storage of the receiver's own,
+so that afterwards both hold the weights, as after a plain copy; both take the digest of every byte, and the round ends
+when they are known to be equal. `ipc` writes them right into that storage, as the built-in engine has it; `ipc by hand`
+hands over each where it lies in the bucket, to be copied from there, as a loader does. `tensor by tensor` is what
+buckets replace: for each tensor a new shared memory, a message, and an answer, without any digest.
 
 All take turns; of each, the round with the least wall time counts. Beside it stand the least process times of both
 sides: they work at the same time, so on two free cores the greater of the two is about the wall time, and a wall time
@@ -25,6 +26,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -32,7 +34,7 @@ from typing import Any
 
 import torch
 
-from hone.models.digest import digest_tensors
+from hone.models.digest import digest_tensors, method_for
 from hone.weights import TRANSPORTS
 from hone.weights.base import CheckpointEngine, Full
 from hone.weights.door import receive
@@ -40,6 +42,7 @@ from hone.weights.door import receive
 LAYOUTS = {"many small": 64 << 10, "few large": 64 << 20}  # bytes of one tensor
 TOKEN = secrets.token_hex(16)
 TIMEOUT_S = 300.0
+HANDED_OVER = " by hand"
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ def receiving(pipe: Connection, threads: int) -> None:
             take_one_by_one(pipe, storage)
             answer = "done"
         else:
-            offer, token = request
-            with receive(offer, 0, token, copy=False) as delivery:
+            offer, token, in_place = request
+            with receive(offer, 0, token, copy=False, targets=storage if in_place else None) as delivery:
                 for name, tensor in delivery:
                     keep(storage, name, tensor)
             answer = delivery.digest
@@ -80,7 +83,8 @@ def receiving(pipe: Connection, threads: int) -> None:
 def keep(storage: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
     if name not in storage or storage[name].shape != tensor.shape:
         storage[name] = torch.empty_like(tensor)
-    storage[name].copy_(tensor)
+    if storage[name] is not tensor:
+        storage[name].copy_(tensor)
 
 
 def take_one_by_one(pipe: Connection, storage: dict[str, torch.Tensor]) -> None:
@@ -110,10 +114,12 @@ def send_one_by_one(pipe: Connection, weights: dict[str, torch.Tensor]) -> float
     return float(pipe.recv()[1])
 
 
-async def send(engine: CheckpointEngine, pipe: Connection, weights: dict[str, torch.Tensor], version: int) -> float:
+async def send(
+    engine: CheckpointEngine, pipe: Connection, weights: dict[str, torch.Tensor], version: int, in_place: bool
+) -> float:
     """One whole sync, proven; the receiver's process time."""
     engine.build_topology({"receiver": 1})
-    pipe.send((engine.prepare(version, Full()).for_replica("receiver").to_json(), TOKEN))
+    pipe.send((engine.prepare(version, Full()).for_replica("receiver").to_json(), TOKEN, in_place))
     await engine.init_process_group()
     sent = await engine.send_weights(weights.items(), version)
     digest, seconds = await asyncio.to_thread(pipe.recv)
@@ -131,7 +137,7 @@ def ways(
         tensor.zero_()  # the memory is there before the first round
 
     def digest(_: int) -> float:
-        digest_tensors(weights.items())
+        digest_tensors(weights.items(), method_for(next(iter(weights.values())).device))
         return 0.0
 
     def copy(_: int) -> float:
@@ -141,14 +147,19 @@ def ways(
             torch.cuda.synchronize()
         return 0.0
 
+    def whole(engine: CheckpointEngine, in_place: bool, version: int) -> float:
+        return float(run(send(engine, pipe, weights, version, in_place)))
+
     chosen: dict[str, Callable[[int], float]] = {"copy": copy, "digest": digest}
     engines = []
     for name in names:
         if name == "tensor by tensor":
             chosen[name] = lambda _: send_one_by_one(pipe, weights)
             continue
-        engines.append(TRANSPORTS.get(name)(bucket, TIMEOUT_S, TOKEN))
-        chosen[name] = lambda version, engine=engines[-1]: run(send(engine, pipe, weights, version))
+        engine = TRANSPORTS.get(name.removesuffix(HANDED_OVER))(bucket, TIMEOUT_S, TOKEN)
+        engines.append(engine)
+        in_place = not name.endswith(HANDED_OVER)
+        chosen[name] = partial(whole, engine, in_place)
     return chosen, engines
 
 
@@ -178,7 +189,9 @@ def measure(layout: str, arguments: argparse.Namespace, run: Callable[..., Any])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transports", default="ipc,collective,disk,tensor by tensor", type=lambda t: t.split(","))
+    parser.add_argument(
+        "--transports", default="ipc,ipc by hand,collective,disk,tensor by tensor", type=lambda t: t.split(",")
+    )
     parser.add_argument("--layouts", default=",".join(LAYOUTS), type=lambda t: t.split(","))
     parser.add_argument("--gb", type=float, default=0.5, help="size of the model, 1e9 bytes")
     parser.add_argument("--bucket-mib", type=int, default=64)

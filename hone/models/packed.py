@@ -8,15 +8,22 @@ Every tensor begins with a row, and the rest of its last row is zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import ctypes
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 ROW = 2048  # bytes
+_PLAIN = (Tensor, torch.nn.Parameter)  # their bytes are their storage's; of other classes torch knows
 TOGETHER = 1 << 20  # bytes of small tensors that go together: they stay in a core's cache while they are worked on
+
+
+REMEMBERED = 512  # groups of tensors: the same come at every sync
 
 
 class Entry(NamedTuple):
@@ -37,12 +44,26 @@ class Packed:
     entries: Sequence[Entry]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, dtype, shape, begin, size in self.entries:
-            yield name, self.data[begin : begin + size].view(dtype).view(shape)
+        wholes: dict[torch.dtype, Tensor] = {}
+        for name, dtype, shape, begin, _ in self.entries:
+            whole = wholes.get(dtype)
+            if whole is None:
+                whole = wholes[dtype] = self.data[: self.data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            yield name, whole.as_strided(shape, _strides(shape), whole.storage_offset() + begin // dtype.itemsize)
 
-    def clone(self) -> Packed:
-        """The same in memory of its own."""
-        return Packed(self.data.clone(), self.entries)
+    def into(self, targets: Mapping[str, Tensor], found: list[tuple[str, Tensor]]) -> Iterator[Entry]:
+        """Write one after another from host memory into the tensor of `targets` that is like it, if there is one; each
+        entry comes when its tensor is there. `found` gets what iterating over `self` gives, or the target."""
+        start = self.data.data_ptr()
+        for entry in self.entries:
+            name, _, _, begin, size = entry
+            target = targets.get(name)
+            if target is not None and is_like(target, entry):
+                ctypes.memmove(target.data_ptr(), start + begin, size)
+                found.append((name, target))
+            else:
+                found.extend(Packed(self.data, [entry]))
+            yield entry
 
     @property
     def size(self) -> int:
@@ -57,7 +78,17 @@ def padded(size: int) -> int:
 
 def size_of(tensor: Tensor) -> int:
     """Bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
+
+
+@lru_cache(maxsize=REMEMBERED)
+def layout(tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> tuple[Entry, ...]:
+    """Where each of several tensors (name, dtype, shape) lies, side by side."""
+    entries, begin = [], 0
+    for name, dtype, shape in tensors:
+        entries.append(Entry(name, dtype, tuple(shape), begin, math.prod(shape) * dtype.itemsize))
+        begin += padded(entries[-1].size)
+    return tuple(entries)
 
 
 def pack(tensors: Sequence[tuple[str, Tensor]], room: Tensor | None = None) -> Packed:
@@ -65,27 +96,69 @@ def pack(tensors: Sequence[tuple[str, Tensor]], room: Tensor | None = None) -> P
 
     A single tensor without a room stays where it is.
     """
-    entries, pieces, begin = [], [], 0
-    for name, tensor in tensors:
-        data = (tensor.detach() if tensor.requires_grad else tensor).contiguous().view(-1).view(torch.uint8)
-        size = data.numel()
-        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), begin, size))
-        pieces.append(data)
-        begin += size
-        if gap := -size % ROW:
-            pieces.append(_zeros(gap, data.device))
-            begin += gap
+    entries = layout(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors]))
     if room is None and len(entries) == 1:
-        return Packed(pieces[0], entries)
-    if not pieces:
-        return Packed(torch.empty(0, dtype=torch.uint8), entries)
-    if room is None or room.device != pieces[0].device:
-        data = torch.cat(pieces)
-        if room is not None:
-            data = room[:begin].copy_(data)
+        return Packed(flat(tensors[0][1]), entries)
+    end = entries[-1].begin + padded(entries[-1].size) if entries else 0
+    if room is None:
+        room = torch.empty(end, dtype=torch.uint8, device=tensors[0][1].device if entries else None)
+    if room.numel() < end:
+        raise ValueError(f"{len(entries)} tensors of {end} bytes do not fit into {room.numel()}")
+    room = room[:end]
+    if room.is_cpu and (not tensors or tensors[0][1].is_cpu):
+        for _ in place(tensors, entries, room):
+            pass
     else:
-        data = torch.cat(pieces, out=room[:begin])
-    return Packed(data, entries)
+        pieces = [part for _, tensor in tensors for part in (flat(tensor), _rest(tensor)) if part is not None]
+        if pieces[0].device == room.device:
+            torch.cat(pieces, out=room)
+        else:
+            room.copy_(torch.cat(pieces))
+    return Packed(room, entries)
+
+
+def place(tensors: Iterable[tuple[str, Tensor]], entries: Sequence[Entry], room: Tensor) -> Iterator[Entry]:
+    """Copy one tensor after another to its place in host memory, and zeros up to the next row; each entry comes when
+    its tensor is there. What torch does around the copy of a small tensor takes longer than its bytes."""
+    start = room.data_ptr()
+    for (_, tensor), entry in zip(tensors, entries, strict=True):
+        _, dtype, shape, begin, size = entry
+        if _is_plain(tensor):
+            ctypes.memmove(start + begin, tensor.data_ptr(), size)
+        else:
+            room[begin : begin + size].view(dtype).view(shape).copy_(tensor.detach())
+        if size % ROW:
+            room[begin + size : begin + padded(size)].zero_()
+        yield entry
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its bytes in host memory, from its address on, are its elements."""
+    plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous()
+    return plain and not (tensor.is_conj() or tensor.is_neg())
+
+
+def is_like(tensor: Tensor, entry: Entry) -> bool:
+    """Whether an entry's bytes can be written to the address of a tensor in host memory."""
+    return tensor.dtype is entry.dtype and tensor.shape == entry.shape and _is_plain(tensor)
+
+
+def memory(data: Tensor) -> memoryview:
+    """The bytes of a contiguous uint8 tensor in host memory, while it lives. After torch's own way, `numpy`, its
+    storage could never be resized again, which is how a sleeping engine gives back its weights."""
+    return memoryview((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())).cast("B")
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """[bytes] uint8: its elements as they lie, or copied where there are gaps between them."""
+    plain = (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
+    return plain.contiguous().view(-1).view(torch.uint8)
+
+
+def _rest(tensor: Tensor) -> Tensor | None:
+    """The zeros behind a tensor, if there are any."""
+    gap = -size_of(tensor) % ROW
+    return _zeros(gap, tensor.device) if gap else None
 
 
 def together(tensors: Iterable[tuple[str, Tensor]], most: int = TOGETHER) -> Iterator[list[tuple[str, Tensor]]]:
@@ -101,6 +174,16 @@ def together(tensors: Iterable[tuple[str, Tensor]], most: int = TOGETHER) -> Ite
         total += size
     if some:
         yield some
+
+
+@lru_cache(maxsize=1 << 12)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 _nothing: dict[torch.device, Tensor] = {}  # of each device, a row of zeros

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from hone.models.digest import digest_tensors
+from hone.models.digest import Method, digest_tensors
 from hone.rollout.adapters import AdapterFiles, AdapterKind, MergedAdapter, check_adapter, unfit_for_merging
 from hone.rollout.base import PauseMode, WeightReceipt
 from hone.rollout.batching import Counters, PrefillPolicy, RunningBatch
@@ -112,6 +112,11 @@ class BuiltinEngine:
     def expected_weights(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Name -> dtype and shape of every tensor that `update_weights` wants, tied heads included."""
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._decoder.weights().items()}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The storage that is served. Who feeds `update_weights` may write there once it asks for tensors, and hand
+        over the very tensors of this mapping."""
+        return self._decoder.weights()
 
     # ---------------------------------------------------------------------------------------------- generating
 
@@ -275,12 +280,15 @@ class BuiltinEngine:
 
     # ------------------------------------------------------------------------------------------------- weights
 
-    async def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
+    async def update_weights(
+        self, stream: Iterable[tuple[str, Tensor]], version: int, method: Method = "rows"
+    ) -> WeightReceipt:
         """Replace every weight between two steps, requests running or not.
 
         Running requests keep their tokens; their KV of the old weights is dropped and computed anew with the new ones,
-        so no token is ever computed from older KV. Raises ValueError naming tensors that are missing, unknown, sent
-        twice or of a wrong shape; then the replica serves nothing until a whole update has arrived.
+        so no token is ever computed from older KV. `method` is of the receipt's digest. Raises ValueError naming
+        tensors that are missing, unknown, sent twice or of a wrong shape; then the replica serves nothing until a whole
+        update has arrived.
         """
         self._begin_update(version)
         try:
@@ -289,10 +297,14 @@ class BuiltinEngine:
             self._fail_all(f"rollout replica {self.replica} lost its weights: {error}", error)
             raise
         self._serve(version)
-        return self._receipt(version, self._decoder.weights())
+        return self._receipt(version, self._decoder.weights(), method)
 
     async def update_adapter(
-        self, stream: Iterable[tuple[str, Tensor]], config: Mapping[str, Any], version: int
+        self,
+        stream: Iterable[tuple[str, Tensor]],
+        config: Mapping[str, Any],
+        version: int,
+        method: Method = "rows",
     ) -> WeightReceipt:
         """Serve the base weights with a LoRA adapter, merged; one that was there before is taken out.
 
@@ -312,7 +324,7 @@ class BuiltinEngine:
             self._fail_all(f"rollout replica {self.replica} lost its weights: {error}", error)
             raise
         self._serve(version)
-        return self._receipt(version, tensors)
+        return self._receipt(version, tensors, method)
 
     def _begin_update(self, version: int) -> None:
         """Nothing is served from now until `_serve`."""
@@ -322,11 +334,11 @@ class BuiltinEngine:
         self._not_serving = f"the update to weights version {version} did not complete"
         self._version, self._has_base, self._merged = -1, False, ""
 
-    def _receipt(self, version: int, taken: Mapping[str, Tensor]) -> WeightReceipt:
+    def _receipt(self, version: int, taken: Mapping[str, Tensor], method: Method) -> WeightReceipt:
         return WeightReceipt(
             replica=self.replica,
             version=version,
-            digest=digest_tensors(taken.items()),
+            digest=digest_tensors(taken.items(), method),
             tensors=len(taken),
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in taken.values()),
         )
@@ -345,7 +357,8 @@ class BuiltinEngine:
             if tensor.shape != targets[name].shape:
                 expected = tuple(targets[name].shape)
                 raise ValueError(f"{self.replica}: {name!r} should be of shape {expected}, found {tuple(tensor.shape)}")
-            targets[name].copy_(tensor)
+            if tensor is not targets[name]:  # else it was written there as it came
+                targets[name].copy_(tensor)
             arrived.add(name)
         missing = sorted(targets.keys() - arrived)
         if missing:

@@ -26,7 +26,6 @@ import aiohttp
 import torch
 from transformers import AutoConfig
 
-import hone
 from hone.config import ConfigError, count_as_read
 from hone.data.routes import Routes, mixture_rows
 from hone.models.source import check_source
@@ -34,6 +33,7 @@ from hone.rollout.adapters import AdapterKind, check_adapter
 from hone.rollout.base import PauseMode, ReplicaLost, Scored, ServerSpec, WeightReceipt
 from hone.rollout.engine_options import EngineDefaults
 from hone.rollout.host import SOCKET
+from hone.rollout.interpreter import check_packages, environment_python
 from hone.rollout.requests import check_prompt, check_sampling
 from hone.rollout.server import SILENT_S, Process, ServerFailed
 from hone.rollout.shown import Shown, place_images
@@ -62,6 +62,7 @@ class _Counted:
 class ServedEngine(ABC):
     """A `ServerAdapter`; constructing it checks model, options and interpreter, `start` starts the server."""
 
+    package: str  # of the engine, in its Python
     health: str  # a path that answers 200 when the server is ready
     defaults: EngineDefaults
     how_to_install: str
@@ -195,8 +196,11 @@ class ServedEngine(ABC):
     async def start(self) -> None:
         """Start the server and wait until it answers; it serves nothing (version -1) before it received weights.
 
-        Raises ServerFailed with its last lines: an option that its parser refuses, a model it cannot load ...
+        Raises ServerFailed with its last lines: an option that its parser refuses, a model it cannot load ...; and
+        ConfigError for a Python that lacks a package.
         """
+        if not self._spec.host.machine:  # elsewhere the server's log says what is missing
+            await asyncio.to_thread(check_packages, self._python, self.package, self.how_to_install)
         self._reset()
         self._server = None
         log = self._spec.logs / f"{self.name}.log"
@@ -486,22 +490,6 @@ class ServedEngine(ABC):
 
 
 # ---------------------------------------------------------------------------------------------- before it is started
-
-
-def environment_python(backend: str, python: str, how_to_install: str) -> Path:
-    """The Python that has the engine: `python`, else `.venv-<backend>`. Raises ConfigError that says how to make it."""
-    if python:
-        found = Path(python).expanduser()
-        if not found.is_file():
-            raise ConfigError(f"rollout.python: there is no interpreter {python}; {how_to_install}")
-        return found.absolute()
-    for place in (Path.cwd(), Path(hone.__file__).parents[1]):
-        if (found := place / f".venv-{backend}" / "bin" / "python").is_file():
-            return found
-    raise ConfigError(
-        f"rollout.backend={backend} needs a Python environment of its own, and .venv-{backend} is not there: "
-        f"{how_to_install}"
-    )
 
 
 def refuse_own_code(spec: ServerSpec) -> None:

@@ -36,7 +36,7 @@ from hone.types import Completion, SamplingParams, StopReason
 
 HOW_TO_INSTALL = (
     "`make .venv-sglang` makes one for CPUs; for NVIDIA GPUs: python3 -m venv .venv-sglang && "
-    ".venv-sglang/bin/pip install sglang==0.5.23; or name the interpreter of another one in rollout.python"
+    ".venv-sglang/bin/pip install sglang==0.5.23 xxhash; or name the interpreter of another one in rollout.python"
 )
 RESERVED = {
     **dict.fromkeys(("model", "model_path", "revision", "tokenizer_path"), "the model is model.path"),
@@ -88,6 +88,7 @@ class SglangServer(ServedEngine):
     returns_routes = True
     positional_seed = True  # a token's random number is a hash of the request's seed and the token's position
     health = "/ready"
+    package = "sglang"
     how_to_install = HOW_TO_INSTALL
     defaults = EngineDefaults(
         RESERVED, DEFAULTS, CPU_DEFAULTS, ACCELERATOR_DEFAULTS, ENVIRONMENT, cpu_environment=CPU_ENVIRONMENT

@@ -29,7 +29,7 @@ from hone.types import Completion, SamplingParams, StopReason
 
 HOW_TO_INSTALL = (
     "`make .venv-vllm` makes one for CPUs; for NVIDIA GPUs: python3 -m venv .venv-vllm && "
-    ".venv-vllm/bin/pip install vllm==0.32.0; or name the interpreter of another one in rollout.python"
+    ".venv-vllm/bin/pip install vllm==0.32.0 xxhash; or name the interpreter of another one in rollout.python"
 )
 
 RESERVED = {
@@ -100,6 +100,7 @@ class VllmServer(ServedEngine):
     takes_images = True
     positional_seed = False  # a request's random stream begins anew with each request
     health = "/health"
+    package = "vllm"
     how_to_install = HOW_TO_INSTALL
     defaults = EngineDefaults(
         RESERVED, DEFAULTS, CPU_DEFAULTS, ACCELERATOR_DEFAULTS, ENVIRONMENT, cpu_environment=CPU_ENVIRONMENT

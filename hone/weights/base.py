@@ -10,8 +10,8 @@
 `weights` knows neither side: it moves `(name, tensor)` from a source to a sink. A sync that is not acknowledged by
 every replica, with the sender's digest and the version asked for, is an error: the step does not start.
 
-A rollout server imports this file, `door`, and its transport in an environment of its own: they need torch, numpy and
-pyzmq, nothing else.
+A rollout server imports this file, `door`, and its transport in an environment of its own: they need torch, numpy,
+pyzmq and xxhash, nothing else.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from hone.models.digest import Method, WeightDigest
 from hone.models.packed import Packed
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -185,6 +186,29 @@ class CheckpointEngine(ABC):
         """The other side, in the process of one rank of `offer.replica`."""
 
 
+class Arrival(NamedTuple):
+    """Some tensors that came together."""
+
+    tensors: Iterable[NamedTensor]
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """What a receiver's process does with the tensors that come."""
+
+    digest: WeightDigest | None = None  # takes in each, before it is handed over
+    copy: bool = False  # each owns its memory; else it is valid only until the next are asked for
+    targets: Mapping[str, torch.Tensor] = field(default_factory=dict)  # see `hone.weights.door.receive`
+
+    def take(self, packed: Packed) -> Arrival:
+        """Hand over tensors that lie where they may stay."""
+        if self.digest is not None:
+            self.digest.add_packed(packed.data, packed.entries)
+        return Arrival(packed, len(packed.entries), packed.size)
+
+
 class WeightReceiver(ABC):
     """A rank's side of one sync. Synchronous, as the loaders of all engines are."""
 
@@ -195,13 +219,18 @@ class WeightReceiver(ABC):
         self.holds = ""  # what this process still has of an earlier sync; told to the sender
         self._token = token
 
+    @property
+    def method(self) -> Method:
+        """Of the digest, by the memory through which weights come; known when the sender has been met."""
+        return "bytes"
+
     @abstractmethod
     def init_process_group(self) -> None:
         """Find the sender and prove the token to each other. Raises WeightSyncError: absent, refused, wrong version."""
 
     @abstractmethod
-    def stream(self) -> Iterator[Packed]:
-        """Every tensor once, some together. They are valid until the next are asked for: the memory is used again.
+    def stream(self, intake: Intake) -> Iterator[Arrival]:
+        """Every tensor once, some together.
 
         Raises WeightSyncError when the sender dies, stays silent past the deadline, or sends what makes no sense.
         """

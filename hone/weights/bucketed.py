@@ -12,14 +12,18 @@ from __future__ import annotations
 import contextlib
 import secrets
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hone.models.packed import ROW, Packed
+from hone.models.digest import Method, method_for
+from hone.models.packed import ROW
 from hone.weights.base import (
+    Arrival,
     CheckpointEngine,
+    Intake,
     NamedTensors,
     Offer,
     Payload,
@@ -27,7 +31,7 @@ from hone.weights.base import (
     WeightReceiver,
     WeightSyncError,
 )
-from hone.weights.buckets import Packer, Unpacker
+from hone.weights.buckets import Filled, Packer, Unpacker
 from hone.weights.channel import ReceiverChannel, SenderChannel
 from hone.weights.wire import BrokenMessage, expect
 
@@ -57,15 +61,11 @@ class BucketedEngine(CheckpointEngine):
         await self.channel.until(lambda peer: peer.ready, "be ready for")
 
     async def send_weights(self, weights: NamedTensors, version: int) -> Sent:
-        packer = Packer(weights)
+        part, full = self._portions()
+        packer = Packer(weights, method_for(self._bucket(0).device), part)
         number = 0
         try:
-            while True:
-                await self._until_taken(number - COUNT)
-                pieces = await packer.fill(self._bucket(number))
-                if not pieces:
-                    break
-                await self._ship(number, pieces)
+            while await self._fill(packer, number, full):
                 number += 1
         except BaseException as error:
             await self.channel.send({"type": "abort", "reason": f"{type(error).__name__}: {error}"})
@@ -75,8 +75,19 @@ class BucketedEngine(CheckpointEngine):
         await self.channel.until(lambda peer: peer.done, "take in all of")
         return Sent(version, digest, packer.tensors, packer.bytes, number, self.channel.lost())
 
-    async def _until_taken(self, number: int) -> None:
-        await self.channel.until(lambda peer: peer.taken >= number, f"take bucket {number} of")
+    async def _fill(self, packer: Packer, number: int, full: int) -> bool:
+        """Bring bucket `number` to the receivers, part by part; whether there was anything left for it."""
+        before = number - COUNT
+        await self.channel.until(lambda peer: peer.taken >= before, f"take bucket {before} of")
+        bucket, shipped = self._bucket(number), False
+        filled = await packer.fill(bucket)
+        while filled.groups:
+            await self._ship(number, filled)
+            shipped = True
+            if filled.used >= full and not packer.midway:
+                break
+            filled = await packer.fill(bucket, filled.used)
+        return shipped
 
     def drop(self, replica: str, reason: str) -> None:
         if self._channel is not None:
@@ -106,8 +117,12 @@ class BucketedEngine(CheckpointEngine):
     def _bucket(self, number: int) -> Tensor:
         """Where bucket `number` is written: [bucket_bytes] uint8."""
 
+    def _portions(self) -> tuple[int, int]:
+        """Bytes of a bucket after which receivers are told of them, and after which the next bucket is begun."""
+        return self.bucket_bytes, 0
+
     @abstractmethod
-    async def _ship(self, number: int, pieces: Sequence[Any]) -> None:
+    async def _ship(self, number: int, filled: Filled) -> None:
         """Announce bucket `number` to all that are left, and bring it there."""
 
 
@@ -118,8 +133,12 @@ class BucketedReceiver(WeightReceiver):
         super().__init__(offer, rank, token)
         self._channel = ReceiverChannel(offer, rank, token)
 
-    def stream(self) -> Iterator[Packed]:
-        unpacker = Unpacker()
+    @property
+    def method(self) -> Method:
+        return method_for(self._device())
+
+    def stream(self, intake: Intake) -> Iterator[Arrival]:
+        unpacker = Unpacker(intake)
         due = 0
         while True:
             message = self._channel.receive(f"send bucket {due} of")
@@ -128,17 +147,22 @@ class BucketedReceiver(WeightReceiver):
                 unpacker.finish(message["tensors"], message["bytes"])
                 self.expected = message["digest"]
                 return
-            expect(message, number=int, pieces=list)
-            if message["type"] != "bucket" or message["number"] != due:
+            expect(message, number=int, groups=list)
+            if message["type"] != "bucket" or message["number"] not in (due, due + 1):
                 raise BrokenMessage(f"{message['type'][:40]} {message['number']} came where bucket {due} was due")
-            yield from unpacker.read(self._bucket(message), message["pieces"])
-            self._release()
-            self._channel.send({"type": "taken", "bucket": due})
-            due += 1
+            if message["number"] > due:
+                self._release()
+                self._channel.send({"type": "taken", "bucket": due})
+                due += 1
+            yield from unpacker.read(self._bucket(message), message["groups"])
 
     def finalize(self, failure: str = "", digest: str = "") -> None:
         with contextlib.suppress(OSError):
             self._channel.close({"type": "failed", "reason": failure} if failure else {"type": "done"})
+
+    @abstractmethod
+    def _device(self) -> torch.device:
+        """Where buckets lie; known when the sender has been met."""
 
     @abstractmethod
     def _bucket(self, message: Mapping[str, Any]) -> Tensor:

@@ -4,29 +4,44 @@
     buckets:  |a[------] b[--]      |c[-------------------|--------] d[]  |
                              ^ c does not fit; as it is larger than a bucket it is cut into pieces
 
-Pieces start with a row of the digest (`hone.models.packed`), so a piece can be viewed in its dtype, and what lies side
-by side is digested side by side, right after it was copied: in the cache it costs a third. Only a tensor larger than a
-bucket is cut: the receiver has to put such a one together in memory of its own, the others it can use where they lie.
+Small tensors lie in groups (`hone.models.packed`), which are copied and digested while the processor's cache has
+them, and described by a text that is the same at every sync. A large one comes alone, on a CPU in parts: the receiver
+digests one while the sender writes the next. It can be used where it lies, unless it is larger than a bucket: then the
+receiver puts its pieces together in memory of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hone.models.digest import TensorDigest, WeightDigest
-from hone.models.packed import ROW, TOGETHER, Entry, Packed, pack, padded, size_of
-from hone.weights.base import NamedTensor, NamedTensors
+from hone.models.digest import Method, PartDigest, new_digest
+from hone.models.packed import (
+    REMEMBERED,
+    ROW,
+    TOGETHER,
+    Entry,
+    Packed,
+    flat,
+    is_like,
+    layout,
+    memory,
+    pack,
+    padded,
+    place,
+    size_of,
+)
+from hone.weights.base import Arrival, Intake, NamedTensor, NamedTensors
 from hone.weights.wire import BrokenMessage
 
-MOST_PIECES = 8192  # in one bucket: keeps its description well below the largest message
+MOST_TENSORS = 8192  # in one bucket: keeps their description well below the largest message
+MOST_TOGETHER = 1024  # in one group: bounds what is remembered of it
 LONGEST_NAME = 1024
 _MOST = 1 << 48  # elements and bytes of anything
 _AT_ONCE = 1 << 24  # bytes written before the event loop gets its turn
@@ -38,7 +53,14 @@ _SENT = (
 )
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _SENT.split() if hasattr(torch, name)}
 
-Piece = list[Any]  # name, dtype, shape, offset in the bucket, start in the tensor, length; the last three in bytes
+Group = list[Any]  # [byte of the bucket, text]: where tensors lie side by side, or a piece of one, and `_describe`
+
+
+class Filled(NamedTuple):
+    """What was written into a bucket."""
+
+    groups: list[Group]
+    used: int  # bytes of the bucket up to its end, whole rows
 
 
 class Packer:
@@ -47,11 +69,14 @@ class Packer:
     Small ones go together: a few calls of torch for each would cost more than their bytes.
     """
 
-    def __init__(self, weights: NamedTensors) -> None:
+    def __init__(self, weights: NamedTensors, method: Method, enough: int = _MOST) -> None:
+        """`method` of the digest; `enough` is after how many bytes (whole rows) receivers are told of them: a bucket is
+        full then, unless a tensor goes on in it."""
         self._weights = iter(weights)
-        self._current: tuple[str, Tensor] | None = None
-        self._large: _Large | None = None  # the current one, begun
-        self._digest = WeightDigest()
+        self._enough = enough
+        self._waiting: NamedTensor | None = None  # the next one, which found no room
+        self._large: _Large | None = None  # the one that was begun
+        self._digest = new_digest(method)
         self.tensors = 0
         self.bytes = 0
 
@@ -59,94 +84,116 @@ class Packer:
         """Of everything that was packed."""
         return self._digest.hexdigest()
 
-    async def fill(self, bucket: Tensor) -> list[Piece]:
-        """Write the next tensors into `bucket` ([bytes] uint8); nothing is left when no piece comes back."""
-        pieces: list[Piece] = []
-        used = turn = 0
-        while len(pieces) < MOST_PIECES:
+    @property
+    def midway(self) -> bool:
+        """Whether the last tensor is not written whole."""
+        return self._large is not None
+
+    async def fill(self, bucket: Tensor, begin: int = 0) -> Filled:
+        """Write the next tensors into `bucket` ([bytes] uint8) from byte `begin`; when no group comes back, nothing is
+        left."""
+        groups: list[Group] = []
+        used = turn = begin
+        tensors = 0
+        while tensors < MOST_TENSORS and used - begin < self._enough:
             room = bucket[used:]
-            placed = self._put_small(room, used, MOST_PIECES - len(pieces)) or self._put_large(room, used, bucket)
-            if not placed:
+            some = room[: min(self._enough, TOGETHER if room.is_cuda else self._enough)]
+            if self._large is None and (entries := self._put_small(some, MOST_TENSORS - tensors)):
+                length = entries[-1].begin + entries[-1].size
+                groups.append([used, _describe(entries, 0, length)])
+                tensors += len(entries)
+            elif room.numel() and (large := self._large or self._open_large(room.numel(), bucket.numel())):
+                start, length = large.sent, large.write(room[: self._enough])
+                groups.append([used, _describe(large.entries, start, length)])
+                self._large = large if large.left else None
+            else:
                 break
-            pieces += placed
-            used = min(used + sum(padded(piece[-1]) for piece in placed), bucket.numel())
+            used += padded(length)
             if used >= turn + _AT_ONCE:
                 turn = used
                 await asyncio.sleep(0)
-        return pieces
+        return Filled(groups, used)
 
-    def _put_small(self, room: Tensor, used: int, most: int) -> list[Piece]:
-        """Write the next small tensors into `room`, which begins at byte `used` of the bucket."""
+    def _put_small(self, room: Tensor, most: int) -> tuple[Entry, ...]:
+        """Write the next small tensors into `room`, at most `most` of them."""
+        item = self._waiting or next(self._weights, None)
+        if item is None:
+            return ()
         some: list[NamedTensor] = []
-        total, limit = 0, min(room.numel(), TOGETHER)
-        while len(some) < most and self._large is None and (current := self._next()) is not None:
-            total += padded(size_of(current[1]))
-            if total > limit or (some and current[1].device != some[0][1].device):
+        left, device = room.numel(), item[1].device
+        small = _IN_CACHE if room.is_cpu else left
+        while item is not None and len(some) < min(most, MOST_TOGETHER):
+            tensor = item[1]
+            size = padded(tensor.nbytes)
+            left -= size
+            if left < 0 or size > small or tensor.device != device:
                 break
-            some.append(current)
-            self._current = None
-        if not some:
-            return []
-        packed = pack(some, room)
-        self._digest.add_packed(packed)
-        return [
-            [name, dtype_name(dtype), list(shape), used + begin, 0, size]
-            for name, dtype, shape, begin, size in packed.entries
-        ]
-
-    def _put_large(self, room: Tensor, used: int, bucket: Tensor) -> list[Piece]:
-        """Write as much as fits of the next tensor, unless it fits into a bucket of its own: that piece."""
-        if (current := self._next()) is None or room.numel() == 0:
-            return []
-        name, tensor = current
-        if self._large is None:
-            if room.numel() < size_of(tensor) <= bucket.numel():
-                return []
-            digest = self._digest.open(name, tensor.dtype, tuple(tensor.shape), tensor.device)
-            self._large = _Large(tensor.contiguous().view(-1).view(torch.uint8), digest)
-        start, length = self._large.sent, self._large.write(room)
-        if self._large.sent == size_of(tensor):
-            self._current = self._large = None
-        return [[name, dtype_name(tensor.dtype), list(tensor.shape), used, start, length]]
-
-    def _next(self) -> NamedTensor | None:
-        if self._current is None:
+            some.append(item)
             item = next(self._weights, None)
-            if item is None:
-                return None
-            name, tensor = item[0], item[1].detach()
-            if len(name) > LONGEST_NAME:
-                raise ValueError(f"a weight's name has {len(name)} characters; the longest is {LONGEST_NAME}")
-            dtype_name(tensor.dtype)
-            self.tensors += 1
-            self.bytes += size_of(tensor)
-            self._current = (name, tensor)
-        return self._current
+        self._waiting = item
+        if not some:
+            return ()
+        entries = layout(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in some]))
+        if room.is_cpu and device.type == "cpu":
+            self._digest.add_packed(room, place(some, entries, room))
+        else:
+            packed = pack(some, room)
+            self._digest.add_packed(packed.data, entries)
+        self._count(entries)
+        return entries
+
+    def _open_large(self, room: int, largest: int) -> _Large | None:
+        """Begin with the tensor that waits, unless it fits into a bucket of `largest` bytes, only not into `room`."""
+        if self._waiting is None or room < size_of(self._waiting[1]) <= largest:
+            return None
+        (name, tensor), self._waiting = self._waiting, None
+        entries = layout(((name, tensor.dtype, tensor.shape),))
+        self._count(entries)
+        digest = self._digest.open(name, tensor.dtype, entries[0].shape, tensor.device)
+        return _Large(entries, tensor, digest)
+
+    def _count(self, entries: Sequence[Entry]) -> None:
+        self.tensors += len(entries)
+        self.bytes += sum([entry.size for entry in entries])
 
 
 class _Large:
     """A tensor that goes alone, and perhaps into several buckets."""
 
-    def __init__(self, data: Tensor, digest: TensorDigest) -> None:
-        self._data = data  # [bytes] uint8
-        self._digest = digest
+    def __init__(self, entries: tuple[Entry, ...], tensor: Tensor, digest: PartDigest) -> None:
+        self.entries = entries  # one
         self.sent = 0  # bytes
+        self._data = flat(tensor)
+        self._digest = digest
+
+    @property
+    def left(self) -> int:
+        """Bytes."""
+        return self._data.numel() - self.sent
 
     def write(self, room: Tensor) -> int:
         """Copy and digest what fits into `room`; how many bytes."""
         part = self._data[self.sent : self.sent + room.numel()]
         self.sent += part.numel()
-        if part.is_cpu and room.is_cpu:
-            source, target = part.numpy(), room.numpy()
-            for begin in range(0, len(source), _IN_CACHE):
-                end = min(begin + _IN_CACHE, len(source))
-                np.copyto(target[begin:end], source[begin:end])
-                self._digest.take(part[begin:end])
-        else:
-            self._digest.take(part)
-            room[: part.numel()].copy_(part)
+        _take(part, room, self._digest)
         room[part.numel() : padded(part.numel())].zero_()
         return part.numel()
+
+
+def _take(part: Tensor, target: Tensor, digest: PartDigest | None) -> None:
+    """Copy `part` to the beginning of `target`, and digest it while it is in the cache, or where it need not travel."""
+    size = part.numel()
+    if part.is_cpu and target.is_cpu:
+        source, there = memory(part), memory(target)
+        for begin in range(0, size, _IN_CACHE):
+            end = min(begin + _IN_CACHE, size)
+            there[begin:end] = source[begin:end]
+            if digest is not None:
+                digest.take(part[begin:end])
+    else:
+        target[:size].copy_(part)
+        if digest is not None:
+            digest.take(target[:size])
 
 
 @lru_cache(maxsize=64)
@@ -161,87 +208,172 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Unpacker:
     """Reads buckets back into tensors, in the order in which they were packed."""
 
-    def __init__(self) -> None:
-        self._partial: tuple[Entry, Tensor, int] | None = None  # a cut tensor, its bytes, how many have come
+    def __init__(self, intake: Intake | None = None) -> None:
+        self._intake = intake or Intake()
+        self._partial: _Partial | None = None
         self._names: set[str] = set()
         self.tensors = 0
         self.bytes = 0
 
-    def read(self, bucket: Tensor, pieces: Sequence[Any]) -> Iterator[Packed]:
-        """The tensors that end in this bucket: where they lie in it, or in own memory where a tensor was cut.
+    def read(self, bucket: Tensor, groups: Sequence[Any]) -> Iterator[Arrival]:
+        """The tensors that end in this bucket, or in this part of it.
 
         Raises BrokenMessage for a description that does not fit the bucket or what came before.
         """
-        run: list[Entry] = []  # small ones that lie side by side
-        first = end = 0
-        for piece in pieces:
-            entry, start, length = _checked(piece, bucket.numel())
-            whole = self._partial is None and start == 0 and length == entry.size
-            if run and not (whole and entry.begin == end and end + entry.size - first <= TOGETHER):
-                yield Packed(bucket[first:end], run)
-                run = []
-            if not whole:
-                data = self._add(entry, start, bucket[entry.begin : entry.begin + length])
-                if data is not None:
-                    self._count(entry)
-                    yield Packed(data, [entry._replace(begin=0)])
-                continue
-            self._count(entry)
-            if not run:
-                first = entry.begin
-            run.append(entry._replace(begin=entry.begin - first))
-            end = min(entry.begin + padded(entry.size), bucket.numel())
-        if run:
-            yield Packed(bucket[first:end], run)
+        for group in groups:
+            begin, text = group if isinstance(group, list) and len(group) == 2 else (None, None)
+            if type(begin) is not int or not 0 <= begin < _MOST or begin % ROW or not isinstance(text, str):
+                raise BrokenMessage(f"the description of tensors is {str(group)[:200]}")
+            entries, start, length = _parse(text)
+            if begin + length > bucket.numel():
+                name, end = entries[-1].name, begin + length
+                raise BrokenMessage(f"the tensor {name!r} lies up to byte {end} of a bucket of {bucket.numel()}")
+            size = entries[-1].begin + entries[-1].size
+            if start == 0 and length == size and self._partial is None:
+                yield from self._together(Packed(bucket[begin : begin + length], entries))
+            elif (whole := self._piece(entries[0], start, bucket, begin, length)) is not None:
+                yield self._arrival([(entries[0].name, whole)], entries)
 
     def finish(self, tensors: int, size: int) -> None:
         """Raise BrokenMessage unless exactly what the sender counted has come."""
         if self._partial is not None:
-            raise BrokenMessage(f"the end came in the middle of {self._partial[0].name!r}")
+            raise BrokenMessage(f"the end came in the middle of {self._partial.entry.name!r}")
         if (self.tensors, self.bytes) != (tensors, size):
             raise BrokenMessage(
                 f"{self.tensors} tensors with {self.bytes} bytes came, the sender counted {tensors} with {size}"
             )
 
-    def _count(self, entry: Entry) -> None:
-        if entry.name in self._names:
-            raise BrokenMessage(f"the tensor {entry.name!r} comes twice")
-        self._names.add(entry.name)
-        self.tensors += 1
-        self.bytes += entry.size
+    def _arrival(self, tensors: Iterable[NamedTensor], entries: Sequence[Entry]) -> Arrival:
+        size, names = sum([entry.size for entry in entries]), [entry.name for entry in entries]
+        known = self._names.intersection(names)
+        self._names.update(names)
+        self.tensors += len(entries)
+        self.bytes += size
+        if len(self._names) != self.tensors:
+            twice = min(known or {name for name in names if names.count(name) > 1})
+            raise BrokenMessage(f"the tensor {twice!r} comes twice")
+        return Arrival(tensors, len(entries), size)
 
-    def _add(self, entry: Entry, start: int, data: Tensor) -> Tensor | None:
-        """Put one piece of a cut tensor in its place; the tensor's bytes when that was the last."""
-        name, length, total = entry.name, data.numel(), entry.size
-        if self._partial is None and start == 0 and 0 < length < total:
-            self._partial = (entry, torch.empty(total, dtype=torch.uint8, device=data.device), 0)
-        if self._partial is None or self._partial[0][:3] != entry[:3] or self._partial[2] != start:
-            raise BrokenMessage(f"a piece of {name!r} from byte {start} comes where another was due")
-        if start + length > total or length == 0:
-            raise BrokenMessage(f"a piece of {name!r} reaches to byte {start + length} of {total}")
-        whole = self._partial[1]
-        whole[start : start + length] = data
-        done = start + length == total
-        self._partial = None if done else (entry, whole, start + length)
-        return whole if done else None
+    def _together(self, packed: Packed) -> Iterator[Arrival]:
+        """Hand over tensors that came whole; in host memory each is digested and copied while the cache has it."""
+        data, entries, intake = packed.data, packed.entries, self._intake
+        if data.is_cpu and intake.targets:
+            found: list[NamedTensor] = []
+            self._digest(data, packed.into(intake.targets, found))
+            if intake.copy:
+                found = [(name, one if one is intake.targets.get(name) else one.clone()) for name, one in found]
+            yield self._arrival(found, entries)
+        elif intake.copy:
+            own = torch.empty_like(data)
+            self._digest(own, place(packed, entries, own) if data.is_cpu else _copied(data, entries, own))
+            yield self._arrival(Packed(own, entries), entries)
+        else:
+            for some in _chunks(entries) if data.is_cpu else [entries]:
+                self._digest(data, some)
+                yield self._arrival(Packed(data, some), some)
+
+    def _digest(self, data: Tensor, entries: Iterable[Entry]) -> None:
+        if self._intake.digest is not None:
+            self._intake.digest.add_packed(data, entries)
+        else:
+            for _ in entries:
+                pass
+
+    def _piece(self, entry: Entry, start: int, bucket: Tensor, begin: int, length: int) -> Tensor | None:
+        """Take in one piece of a tensor that comes in several; the tensor when that was the last."""
+        if self._partial is None and start == 0 and 0 < length < entry.size:
+            self._partial = _Partial(entry, bucket, begin, self._intake)
+        if self._partial is None or self._partial.entry != entry or self._partial.come != start or length == 0:
+            raise BrokenMessage(f"a piece of {entry.name!r} from byte {start} comes where another was due")
+        whole = self._partial.add(bucket, begin, length)
+        if self._partial.come < entry.size:
+            return None
+        self._partial = None
+        return whole
 
 
-def _checked(piece: Any, size: int) -> tuple[Entry, int, int]:
-    """A piece whose every field makes sense in a bucket of `size` bytes: the tensor, start, length. Raises
-    BrokenMessage."""
-    if not isinstance(piece, list) or len(piece) != 6:
-        raise BrokenMessage(f"the description of a tensor is {str(piece)[:200]}")
-    name, dtype, shape, offset, start, length = piece
-    numbers = [offset, start, length, *shape] if isinstance(shape, list) else [None]
-    sane = all([type(x) is int and 0 <= x < _MOST for x in numbers])  # noqa: C419  a list is faster, for each tensor
+def _copied(data: Tensor, entries: Sequence[Entry], own: Tensor) -> Sequence[Entry]:
+    own.copy_(data)
+    return entries
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _chunks(entries: tuple[Entry, ...]) -> list[tuple[Entry, ...]]:
+    """In parts that stay in a core's cache."""
+    chunks: list[list[Entry]] = []
+    for entry in entries:
+        if not chunks or entry.begin + entry.size > chunks[-1][0].begin + _IN_CACHE:
+            chunks.append([])
+        chunks[-1].append(entry)
+    return [tuple(chunk) for chunk in chunks]
+
+
+class _Partial:
+    """A tensor that comes in pieces: side by side in one bucket, or in several if it is larger than one."""
+
+    def __init__(self, entry: Entry, bucket: Tensor, begin: int, intake: Intake) -> None:
+        self.entry = entry
+        self.come = 0  # bytes
+        self._digest = None if intake.digest is None else intake.digest.open(*entry[:3], bucket.device)
+        self._stays = False  # where it lies in the bucket
+        target = intake.targets.get(entry.name)
+        if target is not None and bucket.is_cpu and is_like(target, entry):
+            self._tensor = target
+        elif intake.copy or begin + entry.size > bucket.numel():
+            self._tensor = torch.empty(entry.shape, dtype=entry.dtype, device=bucket.device)
+        else:
+            self._tensor = bucket[begin : begin + entry.size].view(entry.dtype).view(entry.shape)
+            self._stays = True
+        self._bytes = flat(self._tensor)
+
+    def add(self, bucket: Tensor, begin: int, length: int) -> Tensor:
+        """The tensor, whole when all has come. Raises BrokenMessage for a piece that lies elsewhere."""
+        part, there = bucket[begin : begin + length], self._bytes[self.come : self.come + length]
+        if not self._stays:
+            _take(part, there, self._digest)
+        elif part.data_ptr() != there.data_ptr():
+            raise BrokenMessage(f"a piece of {self.entry.name!r} lies apart from the one before")
+        elif self._digest is not None:
+            self._digest.take(part)
+        self.come += length
+        return self._tensor
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _describe(entries: tuple[Entry, ...], start: int, length: int) -> str:
+    """A group as text: [[name, dtype, shape]*, start, length]. `start` and `length` (bytes) of what is there of it.
+
+    Raises ValueError for a name or dtype that cannot be sent.
+    """
+    longest = max(entries, key=lambda one: len(one.name))
+    if len(longest.name) > LONGEST_NAME:
+        raise ValueError(f"a weight's name has {len(longest.name)} characters; the longest is {LONGEST_NAME}")
+    return json.dumps([[[one.name, dtype_name(one.dtype), one.shape] for one in entries], start, length])
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _parse(text: str) -> tuple[tuple[Entry, ...], int, int]:
+    """What `_describe` made a text of. Raises BrokenMessage for a text that makes no sense."""
+    try:
+        tensors, start, length = json.loads(text)
+        entries = layout(tuple([_checked(*one) for one in tensors]))
+    except (ValueError, TypeError) as error:
+        raise BrokenMessage(f"the description of tensors is {text[:200]}") from error
+    if not entries or not all(type(x) is int and 0 <= x < _MOST for x in (start, length)):
+        raise BrokenMessage(f"the description of tensors is {text[:200]}")
+    size = entries[-1].begin + entries[-1].size
+    if start + length > size or (len(entries) > 1 and length != size):
+        raise BrokenMessage(f"of {entries[-1].name!r} and others, {size} bytes, came {start}..{start + length}")
+    return entries, start, length
+
+
+def _checked(name: Any, dtype: Any, shape: Any) -> tuple[str, torch.dtype, tuple[int, ...]]:
+    """What a tensor is. Raises BrokenMessage unless each of it makes sense."""
+    sizes = shape if isinstance(shape, list) else [None]
+    sane = all(type(x) is int and 0 <= x < _MOST for x in sizes)
     if not isinstance(name, str) or len(name) > LONGEST_NAME or not isinstance(dtype, str) or not sane:
-        raise BrokenMessage(f"the description of a tensor is {str(piece)[:200]}")
+        raise BrokenMessage(f"the description of a tensor is {str([name, dtype, shape])[:200]}")
     known = DTYPES.get(dtype)
     if known is None:
         raise BrokenMessage(f"the tensor {name!r} has the unknown dtype {dtype[:40]!r}")
-    if offset % ROW or offset + length > size:
-        raise BrokenMessage(f"the tensor {name!r} lies at {offset}..{offset + length} of a bucket of {size} bytes")
-    total = math.prod(shape) * known.itemsize
-    if start + length > total:
-        raise BrokenMessage(f"the tensor {name!r} of shape {shape} has fewer than {start + length} bytes")
-    return Entry(name, known, tuple(shape), offset, total), start, length
+    return name, known, tuple(sizes)

@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.models.packed import padded
 from hone.weights import LOOPBACK
 from hone.weights.base import Offer, WeightReceiver, WeightSyncError
 from hone.weights.bucketed import COUNT, BucketedEngine, BucketedReceiver
+from hone.weights.buckets import Filled
 from hone.weights.channel import SenderChannel
 from hone.weights.wire import BrokenMessage, expect
 
@@ -100,11 +100,11 @@ class CollectiveEngine(BucketedEngine):
             self._buckets = [torch.empty(self.bucket_bytes, dtype=torch.uint8) for _ in "01"]
         return self._buckets[number % COUNT]
 
-    async def _ship(self, number: int, pieces: Sequence[Any]) -> None:
+    async def _ship(self, number: int, filled: Filled) -> None:
         if self._group is None or self.channel.lost():
             return self._lose_all()
-        used = padded(pieces[-1][3] + pieces[-1][5])
-        await self.channel.send({"type": "bucket", "number": number, "pieces": pieces, "used": used})
+        groups, used = filled
+        await self.channel.send({"type": "bucket", "number": number, "groups": groups, "used": used})
         if used == 0:
             return None
         try:
@@ -167,6 +167,9 @@ class CollectiveReceiver(BucketedReceiver):
             return _Group(message["name"], store, *facts, limit.total_seconds())
         except RuntimeError as error:
             raise WeightSyncError(f"{self._channel.name} could not join the group of the sender: {error}") from error
+
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self._group is None else self._group.device
 
     def _bucket(self, message: Mapping[str, Any]) -> Tensor:
         expect(dict(message), used=int)

@@ -24,11 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.models.digest import WeightDigest
-from hone.models.packed import Packed, pack, size_of
+from hone.models.digest import new_digest
+from hone.models.packed import pack, size_of
 from hone.weights import ANCHOR_EVERY, TRANSPORTS
 from hone.weights.base import (
+    Arrival,
     CheckpointEngine,
+    Intake,
     NamedTensor,
     NamedTensors,
     Offer,
@@ -133,10 +135,10 @@ class DeltaReceiver(WeightReceiver):
         self._carrier.holds = next(iter(_kept), "")
         self._carrier.init_process_group()
 
-    def stream(self) -> Iterator[Packed]:
+    def stream(self, intake: Intake) -> Iterator[Arrival]:
         held = dict(_kept)
         _kept.clear()  # what is written into is no base any more, until it is whole and proven
-        carried = itertools.chain.from_iterable(self._carrier.stream())
+        carried = itertools.chain.from_iterable(came.tensors for came in self._carrier.stream(Intake()))
         head = _json(carried, HEAD)
         expect({"type": "head", **head}, base=str)
         if head["base"] and head["base"] not in held:
@@ -152,7 +154,7 @@ class DeltaReceiver(WeightReceiver):
             plain, mark, kind = name.partition("\0")
             whole = _apply(plain, old.get(plain), mark + kind, tensor, carried) if mark else tensor.cpu().clone()
             self._tensors[plain] = whole
-            yield pack([(plain, whole)])
+            yield intake.take(pack([(plain, whole.clone() if intake.copy else whole)]))
 
     def finalize(self, failure: str = "", digest: str = "") -> None:
         if not failure:
@@ -187,7 +189,7 @@ class _Encoder:
         self._weights = weights
         self._base = base
         self.tensors: dict[str, Tensor] = {}
-        self.digest = WeightDigest()
+        self.digest = new_digest("bytes")
 
     def stream(self) -> Iterator[NamedTensor]:
         old = self._base.tensors if self._base is not None else {}
@@ -195,8 +197,8 @@ class _Encoder:
         for name, tensor in self._weights:
             if "\0" in name:
                 raise ValueError(f"a weight's name holds a zero character: {name!r}")
-            self.digest.add(name, tensor)
             new = tensor.detach().cpu().contiguous()
+            self.digest.add(name, new)
             before = old.get(name)
             if before is not None and before.dtype == new.dtype and before.shape == new.shape:
                 yield from _changes(name, before, new)

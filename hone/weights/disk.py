@@ -26,10 +26,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hone.models.digest import WeightDigest
-from hone.models.packed import Packed, pack, size_of, together
+from hone.models.digest import new_digest
+from hone.models.packed import pack, size_of, together
 from hone.weights.base import (
+    Arrival,
     CheckpointEngine,
+    Intake,
     NamedTensors,
     Offer,
     Payload,
@@ -111,7 +113,7 @@ class DiskReceiver(WeightReceiver):
         if "/" in self.offer.address["place"] or is_free(Path(self.offer.address["folder"])):
             raise WeightSyncError(f"{self._name}: no sender of weights at {self.offer.address['folder']}")
 
-    def stream(self) -> Iterator[Packed]:
+    def stream(self, intake: Intake) -> Iterator[Arrival]:
         place = Path(self.offer.address["folder"]) / self.offer.address["place"]
         manifest = self._wait_for_manifest(place)
         count = 0
@@ -123,7 +125,7 @@ class DiskReceiver(WeightReceiver):
                     if sorted(names) != sorted(part["tensors"]):
                         raise WeightSyncError(f"{self._name}: {path} holds other tensors than its manifest says")
                     for some in together((name, tensors.get_tensor(name)) for name in part["tensors"]):
-                        yield pack(some)
+                        yield intake.take(pack(some))  # read from the file: in memory of their own
                         count += len(some)
             except (SafetensorError, OSError) as error:
                 raise WeightSyncError(f"{self._name}: {path} cannot be read: {error}") from error
@@ -175,7 +177,7 @@ def _read_manifest(path: Path, token: str, version: int, who: str) -> Mapping[st
 
 def _write_parts(place: Path, weights: NamedTensors, part_bytes: int) -> dict[str, Any]:
     """Write every tensor; the manifest without version and signature."""
-    digest = WeightDigest()
+    digest = new_digest("bytes")
     parts: list[dict[str, Any]] = []
     held: dict[str, Tensor] = {}
     tensors = total = size = 0
@@ -191,11 +193,12 @@ def _write_parts(place: Path, weights: NamedTensors, part_bytes: int) -> dict[st
         held.clear()
 
     for name, tensor in weights:
-        digest.add(name, tensor)
+        host = tensor.detach().cpu().contiguous()
+        digest.add(name, host)
         if held and size + size_of(tensor) > part_bytes:
             flush()
             size = 0
-        held[name] = tensor.detach().cpu().contiguous().clone()  # the format refuses tensors that share memory
+        held[name] = host.clone()  # the format refuses tensors that share memory
         tensors, total, size = tensors + 1, total + size_of(tensor), size + size_of(tensor)
     if held:
         flush()

@@ -5,7 +5,7 @@
             ...load...
     WeightReceipt(replica, delivery.version, digest, delivery.tensors, delivery.bytes)
 
-Needs torch, numpy and pyzmq only: it runs in the environment of vLLM or SGLang.
+Needs torch, numpy, pyzmq and xxhash only: it runs in the environment of vLLM or SGLang.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from hone.models.digest import WeightDigest
+from torch import Tensor
+
+from hone.models.digest import Method, new_digest
 from hone.weights import TRANSPORTS
-from hone.weights.base import NamedTensor, Offer, Payload, WeightReceiver, WeightSyncError
+from hone.weights.base import Intake, NamedTensor, Offer, Payload, WeightReceiver, WeightSyncError
 
 
 class Delivery:
     """One sync, as one rank receives it: an iterable of (name, tensor), once.
 
-    With `copy` each tensor owns its memory; without, it is valid only until the next is asked for. `digest`, `tensors`
-    and `bytes` are of everything that came, and known when the iteration has ended.
+    `digest`, `tensors` and `bytes` are of everything that came, and known when the iteration has ended.
     """
 
-    def __init__(self, receiver: WeightReceiver, copy: bool) -> None:
+    def __init__(self, receiver: WeightReceiver, copy: bool, targets: Mapping[str, Tensor]) -> None:
         self._receiver = receiver
         self._copy = copy
-        self._digest = WeightDigest()
+        self._targets = targets
         self._hexdigest = ""
         self._state = "new"
         self.tensors = 0
@@ -53,6 +54,11 @@ class Delivery:
         return self._state == "complete"
 
     @property
+    def method(self) -> Method:
+        """By which both sides take the digest."""
+        return self._receiver.method
+
+    @property
     def digest(self) -> str:
         """Digest of every tensor that came (`hone.models.digest`). Raises WeightSyncError before the end."""
         if not self.complete:
@@ -63,13 +69,12 @@ class Delivery:
         if self._state != "new":
             raise WeightSyncError(f"{self.replica}: the weights of version {self.version} can be taken once")
         self._state = "partial"
-        for came in self._receiver.stream():
-            taken = came.clone() if self._copy else came
-            self._digest.add_packed(taken)
-            self.tensors += len(taken.entries)
-            self.bytes += taken.size
-            yield from taken
-        self._hexdigest = self._digest.hexdigest()
+        digest = new_digest(self.method)
+        for came in self._receiver.stream(Intake(digest, self._copy, self._targets)):
+            self.tensors += came.count
+            self.bytes += came.bytes
+            yield from came.tensors
+        self._hexdigest = digest.hexdigest()
         if self._receiver.expected not in ("", self._hexdigest):
             raise WeightSyncError(
                 f"{self.replica}/{self._receiver.rank}: what came as weight version {self.version} has digest "
@@ -79,8 +84,18 @@ class Delivery:
 
 
 @contextmanager
-def receive(offer: Mapping[str, Any], rank: int, token: str, copy: bool = True) -> Iterator[Delivery]:
+def receive(
+    offer: Mapping[str, Any],
+    rank: int,
+    token: str,
+    copy: bool = True,
+    targets: Mapping[str, Tensor] | None = None,
+) -> Iterator[Delivery]:
     """Meet the sender of `offer` as `rank` of its replica, and take what it sends.
+
+    With `copy` each tensor owns its memory; without, it is valid only until the next is asked for. `targets` are
+    tensors of this process, by name: what comes may be written right into the one of its name, dtype and shape, which
+    is then what is handed over. A sync that fails leaves them partly written.
 
     The sender learns how the block ended: that everything was taken in, or the exception. A block that ends before
     all was taken is a failure too. Raises WeightSyncError: refused token, another version, a sender that is absent,
@@ -88,7 +103,7 @@ def receive(offer: Mapping[str, Any], rank: int, token: str, copy: bool = True) 
     """
     parsed = Offer.from_json(offer)
     receiver: WeightReceiver = TRANSPORTS.get(parsed.transport).receiver(parsed, rank, token)
-    delivery = Delivery(receiver, copy)
+    delivery = Delivery(receiver, copy, targets or {})
     failure = "it stopped without an error"
     try:
         receiver.init_process_group()

@@ -7,7 +7,7 @@ user enters. How a sync goes is drawn in `hone.weights.bucketed`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from hone.platforms.base import current_platform
 from hone.weights.base import Offer, WeightReceiver, WeightSyncError
 from hone.weights.bucketed import COUNT, BucketedEngine, BucketedReceiver
+from hone.weights.buckets import Filled
 from hone.weights.channel import SenderChannel
 from hone.weights.folders import OwnFolder
 from hone.weights.memory import (
@@ -28,6 +29,9 @@ from hone.weights.memory import (
     open_buffers,
 )
 from hone.weights.wire import BrokenMessage, expect
+
+PART = 8 << 20  # bytes in host memory that a receiver is told of at a time: it reads them while the next are written
+ENOUGH = 32 << 20  # bytes of such a bucket after which the next is begun: two of them stay in the processor's cache
 
 
 class IpcEngine(BucketedEngine):
@@ -76,9 +80,12 @@ class IpcEngine(BucketedEngine):
     def _bucket(self, number: int) -> Tensor:
         return self._opened().tensors[number % COUNT]
 
-    async def _ship(self, number: int, pieces: Sequence[Any]) -> None:
+    def _portions(self) -> tuple[int, int]:
+        return super()._portions() if self._bucket(0).is_cuda else (min(self.bucket_bytes, PART), ENOUGH)
+
+    async def _ship(self, number: int, filled: Filled) -> None:
         self._opened().synchronize()
-        await self.channel.send({"type": "bucket", "number": number, "pieces": pieces})
+        await self.channel.send({"type": "bucket", "number": number, "groups": filled.groups})
 
     def _opened(self) -> Buffers:
         if self._buffers is None:
@@ -121,6 +128,9 @@ class IpcReceiver(BucketedReceiver):
             raise BrokenMessage(f"a {message['type'][:40]} message came where memory was due")
         self._buckets = open_buffers(message, connection)
         self._channel.send({"type": "ready"})
+
+    def _device(self) -> torch.device:
+        return self._buckets[0].device
 
     def _bucket(self, message: Mapping[str, Any]) -> Tensor:
         return self._buckets[message["number"] % COUNT]

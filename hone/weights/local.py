@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import torch
 
-from hone.models.digest import WeightDigest
+from hone.models.digest import new_digest
 from hone.models.packed import size_of
 from hone.types import Metric, Metrics
 from hone.weights.base import NamedTensors, Receipt, Sent, verify
@@ -20,7 +20,7 @@ class Counted:
 
     def __init__(self, weights: NamedTensors) -> None:
         self._weights = weights
-        self._digest = WeightDigest()
+        self._digest = new_digest("rows")  # wherever each side has them
         self.tensors = 0
         self.bytes = 0
 

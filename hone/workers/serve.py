@@ -139,12 +139,12 @@ class EngineServer:
 
     async def _receive_weights(self, asked: Body) -> dict[str, Any]:
         """Meet the sender and copy what comes; the receipt's digest is of what is then served."""
-        with receive(asked["offer"], 0, self._token, copy=False) as delivery:
+        with receive(asked["offer"], 0, self._token, copy=False, targets=self._engine.weights()) as delivery:
             if isinstance(delivery.payload, Adapter):
                 config = delivery.payload.config
-                receipt = await self._engine.update_adapter(delivery, config, delivery.version)
+                receipt = await self._engine.update_adapter(delivery, config, delivery.version, delivery.method)
             else:
-                receipt = await self._engine.update_weights(delivery, delivery.version)
+                receipt = await self._engine.update_weights(delivery, delivery.version, delivery.method)
         return {"receipts": [asdict(receipt)]}
 
     async def _pause(self, asked: Body) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Tensors side by side in one memory."""
 
+import pytest
 import torch
 
-from hone.models.packed import ROW, Entry, pack, together
+from hone.models.packed import ROW, Entry, Packed, pack, place, together
 
 
 def test_every_tensor_begins_with_a_row_and_comes_out_as_it_was():
@@ -16,7 +17,7 @@ def test_every_tensor_begins_with_a_row_and_comes_out_as_it_was():
     assert room[60:ROW].eq(0).all()
     assert room[ROW + 4800 : 4 * ROW].eq(0).all()
     assert room[4 * ROW + 2 :].eq(0).all()
-    kept = packed.clone()
+    kept = Packed(packed.data.clone(), packed.entries)
     room.fill_(7)
     found = dict(kept)
     assert list(found) == list(tensors)
@@ -32,6 +33,39 @@ def test_a_single_tensor_is_not_copied_unless_it_is_told_where():
     room = torch.empty(ROW, dtype=torch.uint8)
     assert pack([("a", a)], room).data.data_ptr() == room.data_ptr()
     assert torch.equal(room[:28].view(torch.float32), a)
+
+
+def test_what_does_not_fit_is_an_error_and_nothing_is_written():
+    room = torch.full((ROW,), 255, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="2 tensors of 4096 bytes do not fit into 2048"):
+        pack([("a", torch.zeros(3)), ("b", torch.zeros(3))], room)
+    assert room.eq(255).all()
+
+
+def test_what_is_not_its_own_bytes_is_copied_as_what_it_means():
+    """Strides, conjugates and negatives that are only noted, learned ones, classes of their own; and every dtype."""
+
+    class Own(torch.Tensor):
+        pass
+
+    conjugate = torch.randn(3, 4, dtype=torch.complex64).conj()
+    tensors = {
+        "conjugate": conjugate,
+        "negative": conjugate.imag,
+        "turned": torch.randn(30, 40).T,
+        "learned": torch.randn(5, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.randn(3, 3)),
+        "own": torch.randn(7).as_subclass(Own),
+        "expanded": torch.randn(1, 3).expand(5, 3),
+        "nan": torch.tensor([0x7FC00001, -0x80000000], dtype=torch.int32).view(torch.float32),
+    }
+    room = torch.full((20 * ROW,), 255, dtype=torch.uint8)
+    entries = pack(list(tensors.items()), room).entries
+    assert [entry.name for entry in place(tensors.items(), entries, room)] == list(tensors)
+    for name, tensor in Packed(room, entries):
+        meant = tensors[name].detach().resolve_conj().resolve_neg().contiguous()
+        assert torch.equal(tensor.view(torch.uint8), meant.as_subclass(torch.Tensor).view(torch.uint8)), name
+        assert (tensor.shape, tensor.stride()) == (meant.shape, meant.stride())
 
 
 def test_groups_count_whole_rows_and_leave_large_ones_alone():

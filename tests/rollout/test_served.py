@@ -16,6 +16,7 @@ from hone.types import Completion, SamplingParams, StopReason
 class Small(ServedEngine):
     """The adapter of `dying_server.py`."""
 
+    package = "hone"
     health = "/health"
     positional_seed = True
     defaults = EngineDefaults()

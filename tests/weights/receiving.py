@@ -31,15 +31,17 @@ def serve(pipe):
     held: dict[type, dict[str, torch.Tensor]] = {Full: {}, Adapter: {}}
     while True:
         try:
-            offer, rank, token, fault, copy = pipe.recv()
+            offer, rank, token, fault, copy, in_place = pipe.recv()
         except EOFError:
             return
         try:
-            with receive(offer, rank, token, copy) as delivery:
+            holds = held[Full]  # an adapter's tensors have other names
+            targets = dict(holds) if in_place else None
+            with receive(offer, rank, token, copy, targets) as delivery:
                 holds = held[type(delivery.payload)]
                 _take(delivery, holds, fault)
             facts = {name: (str(t.dtype), tuple(t.shape)) for name, t in holds.items()}
-            pipe.send((delivery.version, delivery.digest, digest_tensors(holds.items()), facts))
+            pipe.send((delivery.version, delivery.digest, digest_tensors(holds.items(), delivery.method), facts))
         except Exception as error:  # noqa: BLE001  told to the test
             pipe.send(f"{type(error).__name__}: {error}")
 
@@ -59,7 +61,8 @@ def _take(delivery, holds, fault):
             continue
         if what == "keeps" and name == number and name in holds:  # as a tied head that nobody updates
             continue
-        holds[name] = tensor.clone()
+        if tensor is not holds.get(name):
+            holds[name] = tensor.clone()
 
 
 class Rank:
@@ -97,6 +100,7 @@ class ProcessReplica:
         self.token = token
         self.fault = ""  # of its last rank
         self.copy = True
+        self.in_place = False  # written into what it holds
         self.asked = []
         self.facts = {}
         self.delays = {}  # what -> seconds
@@ -116,7 +120,7 @@ class ProcessReplica:
         faults = [""] * (self.ranks - 1) + [self.fault]
         answers = await asyncio.gather(
             *(
-                asyncio.to_thread(rank.take, offer, number, self.token, fault, self.copy)
+                asyncio.to_thread(rank.take, offer, number, self.token, fault, self.copy, self.in_place)
                 for number, (rank, fault) in enumerate(zip(self.processes, faults, strict=True))
             )
         )

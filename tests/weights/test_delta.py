@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from hone.models.digest import digest_tensors
+from hone.models.digest import digest_tensors, new_digest
 from hone.weights import delta
-from hone.weights.base import WeightSyncError
+from hone.weights.base import Arrival, Intake, WeightSyncError
 from hone.weights.delta import HEAD, INDEX, MASK, TAIL, VALUE, DeltaEngine, DeltaReceiver, _Base, _changes, _Encoder
 from hone.weights.sync import CheckpointEngineManager
 from tests.weights.conftest import every_kind
@@ -38,8 +38,8 @@ class Carried:
     def __init__(self, stream):
         self._stream = stream
 
-    def stream(self):
-        return ([item] for item in self._stream)
+    def stream(self, intake):
+        return (Arrival([item], 1, 0) for item in self._stream)
 
     def finalize(self, failure="", digest=""):
         pass
@@ -50,9 +50,10 @@ def decoded(stream, version=1):
     receiver = DeltaReceiver.__new__(DeltaReceiver)
     receiver._carrier, receiver._tensors, receiver.rank = Carried(stream), {}, 0
     receiver.offer = type("Offered", (), {"version": version, "replica": "r0"})
-    out = {name: tensor.clone() for ((name, tensor),) in receiver.stream()}
+    taken = new_digest("bytes")
+    out = {name: one.clone() for came in receiver.stream(Intake(taken)) for name, one in came.tensors}
     receiver.finalize("", receiver.expected)
-    assert receiver.expected == digest_tensors(out.items())
+    assert receiver.expected == taken.hexdigest() == digest_tensors(out.items(), "bytes")
     return out
 
 

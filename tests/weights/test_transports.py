@@ -76,6 +76,28 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(transport, replicas):
     run(MAKE[transport](), body)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("copy", [False, True])
+def test_large_tensors_come_in_parts_between_small_ones(copy, in_place, replicas):
+    """More than what is told of at a time, more than what a bucket takes of small ones, and more than a bucket."""
+    replica, engine = replicas("r0"), TRANSPORTS.get("ipc")(40 << 20, 30, TOKEN)
+    replica.copy, replica.in_place = copy, in_place
+    weights = {f"{i}.small": torch.randn(100, 1000) for i in range(30)} | {"9.large": torch.randn(5000, 1000)}
+    weights |= {f"{i}.many": torch.randn(300, 400) for i in range(100)} | {"9.cut": torch.randn(11_000, 1000)}
+    weights = dict(sorted(weights.items()))
+
+    async def body(manager):
+        manager.add_replica(replica)
+        for version in (1, 2, 3):
+            for tensor in weights.values():
+                tensor += version
+            metrics = await manager.sync(weights.items(), version)
+            assert metrics["weights/buckets"].value == 3
+            assert replica.facts == {name: (str(t.dtype), tuple(t.shape)) for name, t in weights.items()}
+
+    run(engine, body)
+
+
 @every_transport
 def test_replicas_with_several_ranks_join_and_leave_between_syncs(transport, replicas):
     first, second = replicas("r0", ranks=2), replicas("r1")

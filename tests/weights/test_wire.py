@@ -1,14 +1,16 @@
 """What is said on the channel: who is believed, and what is refused."""
 
 import asyncio
+import itertools
 import json
 
 import pytest
 import torch
 import zmq
 
-from hone.models.digest import WeightDigest, digest_tensors
-from hone.weights.base import Full, Offer, WeightSyncError
+from hone.models.digest import digest_tensors, new_digest
+from hone.models.packed import size_of
+from hone.weights.base import Full, Intake, Offer, WeightSyncError
 from hone.weights.buckets import Packer, Unpacker
 from hone.weights.channel import ReceiverChannel, SenderChannel
 from hone.weights.ipc import IpcEngine
@@ -88,116 +90,203 @@ def test_an_offer_that_makes_no_sense_names_its_field(change):
 # ---------------------------------------------------------------------------------------------- descriptions
 
 
-GOOD = ["w", "float32", [2, 4], 0, 0, 32]
+def group(begin, *tensors, start=0, length=32):
+    """How a message describes tensors that lie side by side from a byte on, or a piece of one."""
+    return [begin, json.dumps([tensors, start, length])]
+
+
+GOOD = group(0, ["w", "float32", [2, 4]])
 
 
 @pytest.mark.parametrize(
-    "piece",
+    "wrong",
     [
         "w",
-        ["w", "float32", [2, 4], 0, 0],
-        [3, "float32", [2, 4], 0, 0, 32],
-        ["w" * 2000, "float32", [2, 4], 0, 0, 32],
-        ["w", "float31", [2, 4], 0, 0, 32],
-        ["w", "float32", [2, -4], 0, 0, 32],
-        ["w", "float32", [2, True], 0, 0, 32],
-        ["w", "float32", [2, 4.0], 0, 0, 32],
-        ["w", "float32", 8, 0, 0, 32],
-        ["w", "float32", [2, 4], 1, 0, 32],
-        ["w", "float32", [2, 4], 64, 0, 32],
-        ["w", "float32", [2, 4], 2048, 0, 4096],
-        ["w", "float32", [2, 4], 4096, 0, 32],
-        ["w", "float32", [2, 800], 0, 0, 6400],
-        ["w", "float32", [2, 4], 0, 8, 32],
-        ["w", "float32", [2, 4], 0, 0, 0],
-        ["w", "float32", [2, 4], 0, 16, 16],
-        ["w", "float32", [1 << 60], 0, 0, 32],
+        [0],
+        [0, 7],
+        [0, "w"],
+        [0, "[]"],
+        [0, '[[["w", "float32", [2, 4]]], 0]'],
+        group(0),
+        group(0, ["w", "float32"]),
+        group(0, [3, "float32", [2, 4]]),
+        group(0, ["w" * 2000, "float32", [2, 4]]),
+        group(0, ["w", "float31", [2, 4]]),
+        group(0, ["w", "float32", [2, -4]]),
+        group(0, ["w", "float32", [2, True]]),
+        group(0, ["w", "float32", [2, 4.0]]),
+        group(0, ["w", "float32", 8]),
+        group(1, ["w", "float32", [2, 4]]),
+        group(64, ["w", "float32", [2, 4]]),
+        group(-2048, ["w", "float32", [2, 4]]),
+        group(True, ["w", "float32", [2, 4]]),
+        group(2048, ["w", "float32", [2, 4]], length=4096),
+        group(4096, ["w", "float32", [2, 4]]),
+        group(0, ["w", "float32", [2, 800]], length=6400),
+        group(0, ["w", "float32", [2, 4]], start=8),
+        group(0, ["w", "float32", [2, 4]], start=True),
+        group(0, ["w", "float32", [2, 4]], length=-32),
+        group(0, ["w", "float32", [2, 4]], length=0),
+        group(0, ["w", "float32", [2, 4]], start=16, length=16),
+        group(0, ["v", "float32", [2, 4]], ["w", "float32", [2, 4]], length=32),
+        group(0, ["v", "float32", [2, 4]], ["w", "float32", [2, 4]], length=2048),
+        group(0, ["w", "float32", [1 << 60]]),
     ],
 )
-def test_a_description_that_does_not_fit_its_bucket_is_refused(piece):
+def test_a_description_that_does_not_fit_its_bucket_is_refused(wrong):
     bucket = torch.zeros(4096, dtype=torch.uint8)
-    assert [name for some in Unpacker().read(bucket, [GOOD]) for name, _ in some] == ["w"]
+    assert names(Unpacker().read(bucket, [GOOD])) == ["w"]
     with pytest.raises(BrokenMessage):
-        list(Unpacker().read(bucket, [piece]))
+        list(Unpacker().read(bucket, [wrong]))
+
+
+def names(arrivals):
+    return [name for came in arrivals for name, _ in came.tensors]
 
 
 def test_pieces_out_of_order_and_ends_that_do_not_add_up_are_refused():
-    bucket = torch.zeros(64, dtype=torch.uint8)
-    first, second = ["w", "uint8", [128], 0, 0, 64], ["w", "uint8", [128], 0, 64, 64]
+    bucket, w, v = torch.zeros(64, dtype=torch.uint8), ["w", "uint8", [128]], ["v", "uint8", [128]]
+    first, second = group(0, w, length=64), group(0, w, start=64, length=64)
     unpacker = Unpacker()
     assert list(unpacker.read(bucket, [first])) == []
     with pytest.raises(BrokenMessage, match="in the middle of 'w'"):
         unpacker.finish(1, 128)
-    assert [tuple(tensor.shape) for some in unpacker.read(bucket, [second]) for _, tensor in some] == [(128,)]
+    assert [tuple(one.shape) for came in unpacker.read(bucket, [second]) for _, one in came.tensors] == [(128,)]
     with pytest.raises(BrokenMessage, match="1 tensors with 128 bytes came, the sender counted 2"):
         unpacker.finish(2, 128)
     unpacker.finish(1, 128)
-    for pieces in ([second], [first, first], [first, ["v", "uint8", [128], 0, 64, 64]]):
+    for groups in ([second], [first, first], [first, group(0, v, start=64, length=64)], [first, group(0, v)]):
         with pytest.raises(BrokenMessage, match="where another was due"):
-            list(Unpacker().read(bucket, pieces))
-    with pytest.raises(BrokenMessage, match="'w' comes twice"):
-        list(Unpacker().read(torch.zeros(128, dtype=torch.uint8), [GOOD, GOOD]))
+            list(Unpacker().read(bucket, groups))
+    whole = torch.zeros(4096, dtype=torch.uint8)
+    with pytest.raises(BrokenMessage, match="a piece of 'w' lies apart from the one before"):
+        list(Unpacker().read(whole, [first, group(2048, w, start=64, length=64)]))
+    for twice in ([GOOD, GOOD], [group(0, *[["w", "float32", [2, 4]]] * 2, length=2080)]):
+        with pytest.raises(BrokenMessage, match="'w' comes twice"):
+            list(Unpacker().read(whole, twice))
+
+
+async def filled(packer, *buckets):
+    """What `packer` writes: (number of the bucket, groups of a part of it), as a sender goes on."""
+    for number in itertools.count():
+        bucket = buckets[number % len(buckets)]
+        part = await packer.fill(bucket)
+        if not part.groups:
+            return
+        while part.groups:
+            yield bucket, part.groups
+            part = await packer.fill(bucket, part.used)
+
+
+def packed(weights, size, enough=1 << 40):
+    """The groups in each part of each bucket, and where they are."""
+
+    async def whole():
+        packer, buckets = Packer(weights.items(), "bytes", enough), [torch.zeros(size, dtype=torch.uint8)] * 9
+        return [[(begin, *json.loads(text)) for begin, text in groups] async for _, groups in filled(packer, *buckets)]
+
+    return asyncio.run(whole())
 
 
 def test_packing_places_small_tensors_together_and_cuts_only_large_ones():
+    a, b, c, e = ["a", "float32", [10]], ["b", "uint8", [2500]], ["c", "float32", [1600]], ["e", "float32", [0]]
     weights = {
         "a": torch.zeros(10),
         "b": torch.zeros(2500, dtype=torch.uint8),
         "c": torch.zeros(1600),
         "e": torch.zeros(0),
     }
+    assert packed(weights, 6144) == [
+        [(0, [a, b], 0, 4548)],
+        [(0, [c], 0, 6144)],
+        [(0, [c], 6144, 256), (2048, [e], 0, 0)],
+    ]
+    assert packed(weights, 1 << 20) == [[(0, [a, b, c, e], 0, 14336)]]
 
-    async def packed():
-        packer, bucket = Packer(weights.items()), torch.zeros(6144, dtype=torch.uint8)
-        return [pieces for _ in range(4) if (pieces := await packer.fill(bucket))]
 
-    assert asyncio.run(packed()) == [
-        [["a", "float32", [10], 0, 0, 40], ["b", "uint8", [2500], 2048, 0, 2500]],
-        [["c", "float32", [1600], 0, 0, 6144]],
-        [["c", "float32", [1600], 0, 6144, 256], ["e", "float32", [0], 2048, 0, 0]],
+def test_a_bucket_is_told_of_in_parts_and_a_large_tensor_goes_on_in_it():
+    large, small, last = torch.zeros(600, 1024), torch.zeros(5), torch.zeros(7)
+    found = packed({"small": small, "large": large, "last": last}, 1 << 22, enough=1 << 20)
+    named = ["large", "float32", [600, 1024]]
+    assert found == [
+        [(0, [["small", "float32", [5]]], 0, 20), (2048, [named], 0, 1 << 20)],
+        [(2048 + (1 << 20), [named], 1 << 20, 1 << 20)],
+        [(2048 + (2 << 20), [named], 2 << 20, 360_448), (2_459_648, [["last", "float32", [7]]], 0, 28)],
     ]
 
 
-def test_what_is_packed_together_comes_out_of_the_bucket_as_it_was():
+def mixture():
     """Small ones in groups, one that is larger than a group, one that is larger than a bucket; strides and dtypes."""
     torch.manual_seed(0)
     weights = {
         f"s{i}": torch.randn(i % 7, 11 * i + 1).to(torch.bfloat16 if i % 3 else torch.float64) for i in range(200)
     }
     weights |= {"large": torch.randn(300, 500), "turned": torch.randn(400, 600).T, "cut": torch.randn(1_100_000)}
-    weights |= {"steps": torch.arange(40)[::4], "last": torch.tensor(True)}
-    weights = dict(sorted(weights.items()))
+    weights |= {
+        "steps": torch.arange(40)[::4],
+        "last": torch.tensor(True),
+        "learned": torch.randn(9, requires_grad=True),
+    }
+    weights |= {"conjugate": torch.randn(3, 4, dtype=torch.complex64).conj(), "fits": torch.randn(200_000)}
+    weights["negative"] = weights["conjugate"].imag
+    return dict(sorted(weights.items()))
 
-    async def through():
-        packer, unpacker, bucket = Packer(weights.items()), Unpacker(), torch.zeros(2**21, dtype=torch.uint8)
-        found = {}
-        while pieces := await packer.fill(bucket):
-            for group in unpacker.read(bucket, pieces):
-                found |= {name: tensor.clone() for name, tensor in group}
+
+def through(weights, enough, **intake):
+    """What comes out of buckets of 2 MiB that were full of something else; the digests of both sides."""
+
+    async def whole():
+        packer, taken = Packer(weights.items(), "bytes", enough), new_digest("bytes")
+        unpacker, found = Unpacker(Intake(taken, **intake)), {}
+        buckets = [torch.full((2**21,), 255, dtype=torch.uint8) for _ in "01"]
+        async for bucket, groups in filled(packer, *buckets):
+            for came in unpacker.read(bucket, groups):
+                tensors = dict(came.tensors)
+                assert came.count == len(tensors)
+                assert came.bytes == sum(size_of(one) for one in tensors.values())
+                found |= tensors if intake.get("copy") else {name: one.clone() for name, one in tensors.items()}
         unpacker.finish(packer.tensors, packer.bytes)
-        return found, packer.hexdigest()
+        return found, packer.hexdigest(), taken.hexdigest()
 
-    found, digest = asyncio.run(through())
+    return asyncio.run(whole())
+
+
+@pytest.mark.parametrize("enough", [1 << 40, 1 << 20, 1 << 14, 2048])
+@pytest.mark.parametrize("intake", [{}, {"copy": True}])
+def test_what_is_packed_together_comes_out_of_the_bucket_as_it_was(enough, intake):
+    weights = mixture()
+    found, sent, taken = through(weights, enough, **intake)
     assert list(found) == list(weights)
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
-    assert digest == digest_tensors(weights.items()) == digest_tensors(found.items())
+    assert sent == taken == digest_tensors(weights.items(), "bytes") == digest_tensors(found.items(), "bytes")
 
 
-def test_what_a_bucket_held_before_is_no_part_of_the_next_tensors():
-    """One larger than a group that ends within a row, and small ones, in a bucket that is full of something else."""
-    weights = {"large": torch.randn(2**18 + 25), "small": torch.randn(7), "last": torch.randn(3, 5).half()}
+@pytest.mark.parametrize("enough", [1 << 40, 1 << 20])
+@pytest.mark.parametrize("copy", [True, False])
+def test_what_comes_is_written_into_the_tensors_that_are_like_it(enough, copy):
+    weights = mixture()
+    targets = {name: torch.empty(one.shape, dtype=one.dtype).fill_(1) for name, one in weights.items()}
+    other = {"large": torch.zeros(500, 300), "s7": torch.zeros(7, 3), "cut": torch.zeros(1_100_000).double()}
+    other |= {"fits": torch.zeros(400_000)[::2], "s20": torch.zeros(weights["s20"].shape[::-1]).bfloat16().T}
+    other["s22"] = torch.zeros(weights["s22"].shape).half()
+    before = {name: one.clone() for name, one in other.items()}
+    targets |= other
+    del targets["s3"]
+    found, sent, taken = through(weights, enough, copy=copy, targets=targets)
+    assert sent == taken == digest_tensors(weights.items(), "bytes")
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    for name, target in targets.items():
+        assert torch.equal(target, before[name] if name in other else weights[name]), name
 
-    async def through():
-        packer, unpacker = Packer(weights.items()), Unpacker()
-        bucket = torch.full((2**21,), 255, dtype=torch.uint8)
-        taken = WeightDigest()
-        while pieces := await packer.fill(bucket):
-            for some in unpacker.read(bucket, pieces):
-                taken.add_packed(some)
-        return packer.hexdigest(), taken.hexdigest()
 
-    sent, taken = asyncio.run(through())
-    assert sent == taken == digest_tensors(weights.items())
+def test_tensors_that_share_their_memory_get_what_came_last():
+    """As a tied head in a receiver that has but one: what it then holds is not what came; its own digest says so."""
+    head = torch.zeros(8, 4)
+    targets = {"embedding": head, "head": head}
+    weights = {"embedding": torch.ones(8, 4), "head": torch.full((8, 4), 2.0)}
+    _, sent, taken = through(weights, 1 << 20, targets=targets)
+    assert sent == taken != digest_tensors(targets.items(), "bytes")
+    assert head.eq(2).all()
 
 
 # ------------------------------------------------------------------------------------------------- the channel

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from hone.models.digest import digest_tensors
 from hone.rollout.base import ServerSpec
 from hone.rollout.builtin import BuiltinEngine
 from hone.rollout.remote import RemoteBuiltin
 from hone.rollout.router import Router
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.types import SamplingParams
+from tests.rollout.receipts import served_digest
 from tests.rollout.syncing import sync_to
 
 
@@ -55,6 +57,10 @@ class Bench:
     def weights(self, model):
         return list(model.state_dict().items())
 
+    def digest(self, tensors):
+        """What a receipt says of these tensors."""
+        return digest_tensors(tensors)
+
     async def update(self, stream, version):
         """Replace the engine's weights; the receipt."""
         return await self.engine.update_weights(stream, version)
@@ -76,6 +82,9 @@ class Routed(Bench):
 
 class Served(Bench):
     """An engine in a process of its own: time passes there by itself, and weights reach it through a channel."""
+
+    def digest(self, tensors):
+        return served_digest(tensors)
 
     async def let_run(self, turns=6):
         told = self.engine._metrics.get("rollout/tokens")

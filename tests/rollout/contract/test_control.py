@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from hone.models.digest import digest_tensors
 from hone.types import SamplingParams, StopReason
 from hone.weights.base import WeightSyncError
 
@@ -144,7 +143,7 @@ def test_the_receipt_proves_what_is_served(bench, finish):
     sent = bench.weights(bench.other_model)
     receipt = finish(bench.update(iter(reversed(sent)), 3))
     assert receipt.version == bench.engine.weight_version == 3
-    assert receipt.digest == digest_tensors(sent) != digest_tensors(bench.weights(bench.model))
+    assert receipt.digest == bench.digest(sent) != bench.digest(bench.weights(bench.model))
     assert receipt.tensors == len(sent)
     assert receipt.bytes == sum(tensor.numel() * 4 for _, tensor in sent)
 

@@ -161,7 +161,7 @@ def test_a_missing_environment_says_how_to_make_one(adapter, backend, expected, 
     with pytest.raises(ConfigError, match=rf"there is no interpreter .*nowhere; {how}"):
         adapter(python="nowhere")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hone.rollout.served.hone.__file__", str(tmp_path / "hone" / "__init__.py"))
+    monkeypatch.setattr("hone.rollout.interpreter.hone.__file__", str(tmp_path / "hone" / "__init__.py"))
     with pytest.raises(ConfigError, match=rf"\.venv-{backend} is not there: {how}"):
         adapter(python="")
 

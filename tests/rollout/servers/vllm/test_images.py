@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from hone.data.packing import Sample, pack_samples
-from hone.models.digest import digest_tensors
 from hone.models.image_processor import save_language
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import ModelConfig
@@ -25,6 +24,7 @@ from hone.rollout.vllm import VllmServer
 from hone.rollout.vllm_images import features_of
 from hone.types import SamplingParams
 from tests.engines.pictures import FAMILIES, Case, batch_of, build, images_of, likelihood, make_engine, sample
+from tests.rollout.receipts import served_digest
 
 pytestmark = pytest.mark.vllm
 
@@ -76,7 +76,7 @@ def test_what_is_sampled_has_the_trainers_logprobs_after_every_sync(pair, push, 
         sent = list(trainer.get_per_tensor_param()[0])
         assert any("visual" in name for name, _ in sent)
         receipts = push(server, sent, version)
-        assert [one.digest for one in receipts] == [digest_tensors(sent)]
+        assert [one.digest for one in receipts] == [served_digest(sent)]
         found = finish(ask())
         samples = [
             Sample((*ids, *one.token_ids), (0,) * len(ids) + (1,) * len(one.token_ids), "r", images)

@@ -7,10 +7,10 @@ import signal
 import pytest
 import torch
 
-from hone.models.digest import digest_tensors
 from hone.rollout.base import ReplicaLost
 from hone.types import SamplingParams
 from hone.weights.base import Adapter, WeightSyncError
+from tests.rollout.receipts import served_digest
 
 pytestmark = pytest.mark.vllm
 
@@ -44,7 +44,7 @@ def merged(tiny, tensors):
 def test_both_ranks_prove_all_weights_and_sample_from_them(pair, models, push, sample, gap):
     sent = list(models[1].state_dict().items())
     receipts = push(pair, sent, 2)
-    assert [receipt.digest for receipt in receipts] == [digest_tensors(sent)] * 2
+    assert [receipt.digest for receipt in receipts] == [served_digest(sent)] * 2
     for prompt, completion in zip(PROMPTS, sample(pair, PROMPTS), strict=True):
         assert set(completion.weight_versions) == {2}
         assert gap(models[1], prompt, completion) < 1e-4
@@ -60,7 +60,7 @@ def test_an_adapter_changes_what_is_sampled_to_what_merging_gives(pair, tiny, mo
     for version, seed in ((5, 0), (6, 1)):  # the second takes the place of the first, under the same name
         tensors = adapter(models[0], seed)
         receipts = push(pair, list(tensors.items()), version, Adapter("policy", CONFIG))
-        assert [receipt.digest for receipt in receipts] == [digest_tensors(tensors.items())] * 2
+        assert [receipt.digest for receipt in receipts] == [served_digest(tensors.items())] * 2
         assert pair.weight_version == version
         model = merged(tiny, tensors)
         for prompt, completion in zip(PROMPTS, sample(pair, PROMPTS), strict=True):
