@@ -30,7 +30,7 @@ from hone.weights.memory import (
 )
 from hone.weights.wire import BrokenMessage, expect
 
-PART = 8 << 20  # bytes in host memory that a receiver is told of at a time: it reads them while the next are written
+PART = 16 << 20  # bytes in host memory that a receiver is told of at a time: it reads them while the next are written
 ENOUGH = 32 << 20  # bytes of such a bucket after which the next is begun: two of them stay in the processor's cache
 
 
