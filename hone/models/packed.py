@@ -20,10 +20,10 @@ from torch import Tensor
 
 ROW = 2048  # bytes
 _PLAIN = (Tensor, torch.nn.Parameter)  # their bytes are their storage's; of other classes torch knows
-TOGETHER = 1 << 20  # bytes of small tensors that go together: they stay in a core's cache while they are worked on
+TOGETHER = 1 << 20  # bytes of small tensors that torch works on together: they stay in a core's cache meanwhile
 
 
-REMEMBERED = 512  # groups of tensors: the same come at every sync
+REMEMBERED = 128  # groups of tensors: the same come at every sync
 
 
 class Entry(NamedTuple):
@@ -152,7 +152,10 @@ def memory(data: Tensor) -> memoryview:
 def flat(tensor: Tensor) -> Tensor:
     """[bytes] uint8: its elements as they lie, or copied where there are gaps between them."""
     plain = (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
-    return plain.contiguous().view(-1).view(torch.uint8)
+    elements = plain.contiguous().view(-1)
+    if len(elements) == 1:  # contiguous to torch, whatever its stride
+        elements = elements.as_strided((1,), (1,))
+    return elements.view(torch.uint8)
 
 
 def _rest(tensor: Tensor) -> Tensor | None:

@@ -104,6 +104,7 @@ class GenericDecoder:
         if getattr(model, "_is_stateful", False) or not getattr(model, "_supports_attention_backend", False):
             raise ValueError(f"the built-in engine cannot run {type(model).__name__}: its attention is not replaceable")
         self._model = model.eval().requires_grad_(False)
+        self._weights: dict[str, Tensor] = model.state_dict()
         self._device = device
         self.cache_shape = self._find_shape()
         self.routers = self._find_routers()
@@ -138,8 +139,7 @@ class GenericDecoder:
         return routers
 
     def weights(self) -> Mapping[str, Tensor]:
-        weights: dict[str, Tensor] = self._model.state_dict()
-        return weights
+        return self._weights
 
     def prefill(self, prompts: PackedPrompts, cache: KVCache) -> None:
         tokens = prompts.rows.shape[0]

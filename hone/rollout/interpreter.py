@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from functools import lru_cache
 from pathlib import Path
@@ -10,7 +11,12 @@ import hone
 from hone.config import ConfigError
 
 LOOK_S = 60.0  # deadline of a look into an environment
-LACKING = "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
+ANSWER = "lacking:"
+LACKING = f"""
+import importlib.util, sys
+found = {{name: importlib.util.find_spec(name) for name in sys.argv[1:]}}
+print("\\n{ANSWER}", *(name for name, spec in found.items() if spec is None or spec.origin is None))  # or a folder
+"""
 
 
 def environment_python(backend: str, python: str, how_to_install: str) -> Path:
@@ -34,11 +40,19 @@ def check_packages(python: Path, engine: str, how_to_install: str) -> None:
     """Raises ConfigError for an interpreter without `engine`, or without what hone's part in its processes imports."""
     packages = {engine: engine, "torch": "torch", "numpy": "numpy", "zmq": "pyzmq", "xxhash": "xxhash"}
     command = [str(python), "-c", LACKING, *packages]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # that of the trainer's Python
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S, check=True)
+        done = subprocess.run(command, cwd="/", env=clean, capture_output=True, text=True, timeout=LOOK_S)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"rollout.python: {python} does not run ({error}); {how_to_install}") from error
-    lacking = done.stdout.split()
+    last = next(reversed(done.stdout.splitlines()), "")
+    if done.returncode or not last.startswith(ANSWER):
+        said = (done.stderr.strip() or done.stdout.strip() or "nothing")[-200:]
+        raise ConfigError(
+            f"rollout.python: {python} is no Python that runs: it ended with {done.returncode} and said {said!r}; "
+            f"{how_to_install}"
+        )
+    lacking = last.removeprefix(ANSWER).split()
     if engine in lacking:
         raise ConfigError(f"rollout.python: {python} has no {engine}; {how_to_install}")
     if lacking:

@@ -29,7 +29,7 @@ from hone.models.packed import Packed
 NamedTensor = tuple[str, torch.Tensor]
 NamedTensors = Iterable[NamedTensor]
 
-FORMAT = 1  # of an Offer; a server of another release refuses instead of guessing
+FORMAT = 2  # of an Offer; a server of another release refuses instead of guessing
 
 
 class WeightSyncError(RuntimeError):

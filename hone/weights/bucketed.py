@@ -1,8 +1,11 @@
 """What `ipc` and `collective` have in common: buckets, announced and acknowledged over a control channel.
 
-    sender   fill 0 | fill 1 | wait taken 0, fill 0 | wait taken 1, fill 1 | ... | end, wait done
-    receiver          read 0 | read 1               | read 0               |     | read, done
-                               (two buckets: one is written while the other is read)
+    sender    fill 0 | fill 1 | wait taken 0, fill 2 | wait taken 1, fill 3 | ... | end, wait done
+    receiver    read 0 | taken 0, read 1 | taken 1, read 2 |                  ...   read, done
+                (two places: bucket 2 is written over bucket 0, while bucket 1 is read)
+
+A bucket may be told of in parts; the first part of the next one says that it has no more, and makes the receiver answer
+"taken".
 
 A transport says where buckets lie on each side and how one gets across; the rest is here.
 """
@@ -139,21 +142,23 @@ class BucketedReceiver(WeightReceiver):
 
     def stream(self, intake: Intake) -> Iterator[Arrival]:
         unpacker = Unpacker(intake)
-        due = 0
+        current = -1  # the bucket that is being read
         while True:
-            message = self._channel.receive(f"send bucket {due} of")
+            message = self._channel.receive(f"send bucket {current + 1} of")
             if message["type"] == "end":
                 expect(message, tensors=int, bytes=int, digest=str)
+                self._release()
                 unpacker.finish(message["tensors"], message["bytes"])
                 self.expected = message["digest"]
                 return
             expect(message, number=int, groups=list)
-            if message["type"] != "bucket" or message["number"] not in (due, due + 1):
-                raise BrokenMessage(f"{message['type'][:40]} {message['number']} came where bucket {due} was due")
-            if message["number"] > due:
+            number = message["number"]
+            if message["type"] != "bucket" or number not in (current, current + 1) or number < 0:
+                raise BrokenMessage(f"{message['type'][:40]} {number} came where bucket {current + 1} was due")
+            if number > current >= 0:
                 self._release()
-                self._channel.send({"type": "taken", "bucket": due})
-                due += 1
+                self._channel.send({"type": "taken", "bucket": current})
+            current = number
             yield from unpacker.read(self._bucket(message), message["groups"])
 
     def finalize(self, failure: str = "", digest: str = "") -> None:

@@ -70,8 +70,7 @@ class Packer:
     """
 
     def __init__(self, weights: NamedTensors, method: Method, enough: int = _MOST) -> None:
-        """`method` of the digest; `enough` is after how many bytes (whole rows) receivers are told of them: a bucket is
-        full then, unless a tensor goes on in it."""
+        """`method` is of the digest; `enough`, in bytes, whole rows, is how much `fill` writes at a time."""
         self._weights = iter(weights)
         self._enough = enough
         self._waiting: NamedTensor | None = None  # the next one, which found no room
@@ -90,19 +89,18 @@ class Packer:
         return self._large is not None
 
     async def fill(self, bucket: Tensor, begin: int = 0) -> Filled:
-        """Write the next tensors into `bucket` ([bytes] uint8) from byte `begin`; when no group comes back, nothing is
-        left."""
+        """Write the next tensors into `bucket` ([bytes] uint8) from byte `begin`. When no group comes back, there is no
+        room for the next one, or, at the beginning of a bucket, nothing left."""
         groups: list[Group] = []
         used = turn = begin
         tensors = 0
         while tensors < MOST_TENSORS and used - begin < self._enough:
             room = bucket[used:]
-            some = room[: min(self._enough, TOGETHER if room.is_cuda else self._enough)]
-            if self._large is None and (entries := self._put_small(some, MOST_TENSORS - tensors)):
+            if self._large is None and (entries := self._put_small(room, MOST_TENSORS - tensors)):
                 length = entries[-1].begin + entries[-1].size
                 groups.append([used, _describe(entries, 0, length)])
                 tensors += len(entries)
-            elif room.numel() and (large := self._large or self._open_large(room.numel(), bucket.numel())):
+            elif room.numel() and (large := self._large or self._open_large(room, bucket.numel())):
                 start, length = large.sent, large.write(room[: self._enough])
                 groups.append([used, _describe(large.entries, start, length)])
                 self._large = large if large.left else None
@@ -120,8 +118,10 @@ class Packer:
         if item is None:
             return ()
         some: list[NamedTensor] = []
-        left, device = room.numel(), item[1].device
-        small = _IN_CACHE if room.is_cpu else left
+        device = item[1].device
+        one_by_one = room.is_cpu and device.type == "cpu"
+        left = min(room.numel(), min(self._enough, _AT_ONCE) if one_by_one else TOGETHER)
+        small = _IN_CACHE if one_by_one else left
         while item is not None and len(some) < min(most, MOST_TOGETHER):
             tensor = item[1]
             size = padded(tensor.nbytes)
@@ -134,7 +134,7 @@ class Packer:
         if not some:
             return ()
         entries = layout(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in some]))
-        if room.is_cpu and device.type == "cpu":
+        if one_by_one:
             self._digest.add_packed(room, place(some, entries, room))
         else:
             packed = pack(some, room)
@@ -142,14 +142,14 @@ class Packer:
         self._count(entries)
         return entries
 
-    def _open_large(self, room: int, largest: int) -> _Large | None:
+    def _open_large(self, room: Tensor, largest: int) -> _Large | None:
         """Begin with the tensor that waits, unless it fits into a bucket of `largest` bytes, only not into `room`."""
-        if self._waiting is None or room < size_of(self._waiting[1]) <= largest:
+        if self._waiting is None or room.numel() < size_of(self._waiting[1]) <= largest:
             return None
         (name, tensor), self._waiting = self._waiting, None
         entries = layout(((name, tensor.dtype, tensor.shape),))
         self._count(entries)
-        digest = self._digest.open(name, tensor.dtype, entries[0].shape, tensor.device)
+        digest = self._digest.open(name, tensor.dtype, entries[0].shape, room.device)
         return _Large(entries, tensor, digest)
 
     def _count(self, entries: Sequence[Entry]) -> None:
@@ -181,7 +181,7 @@ class _Large:
 
 
 def _take(part: Tensor, target: Tensor, digest: PartDigest | None) -> None:
-    """Copy `part` to the beginning of `target`, and digest it while it is in the cache, or where it need not travel."""
+    """Copy `part` to the beginning of `target`, and digest it there while the cache has it."""
     size = part.numel()
     if part.is_cpu and target.is_cpu:
         source, there = memory(part), memory(target)
@@ -189,7 +189,7 @@ def _take(part: Tensor, target: Tensor, digest: PartDigest | None) -> None:
             end = min(begin + _IN_CACHE, size)
             there[begin:end] = source[begin:end]
             if digest is not None:
-                digest.take(part[begin:end])
+                digest.take(target[begin:end])
     else:
         target[:size].copy_(part)
         if digest is not None:
@@ -263,14 +263,21 @@ class Unpacker:
             if intake.copy:
                 found = [(name, one if one is intake.targets.get(name) else one.clone()) for name, one in found]
             yield self._arrival(found, entries)
-        elif intake.copy:
-            own = torch.empty_like(data)
-            self._digest(own, place(packed, entries, own) if data.is_cpu else _copied(data, entries, own))
-            yield self._arrival(Packed(own, entries), entries)
         else:
-            for some in _chunks(entries) if data.is_cpu else [entries]:
-                self._digest(data, some)
-                yield self._arrival(Packed(data, some), some)
+            for begin, some in _chunks(entries) if data.is_cpu else [(0, entries)]:
+                yield self._chunk(data[begin : begin + some[-1].begin + some[-1].size], some)
+
+    def _chunk(self, data: Tensor, entries: tuple[Entry, ...]) -> Arrival:
+        """As many as stay in a core's cache: who keeps one of them, with `copy`, keeps the memory of all."""
+        if not self._intake.copy:
+            self._digest(data, entries)
+            return self._arrival(Packed(data, entries), entries)
+        own = torch.empty_like(data)
+        if data.is_cpu:
+            self._digest(own, place(Packed(data, entries), entries, own))
+        else:
+            self._digest(own.copy_(data), entries)
+        return self._arrival(Packed(own, entries), entries)
 
     def _digest(self, data: Tensor, entries: Iterable[Entry]) -> None:
         if self._intake.digest is not None:
@@ -292,20 +299,15 @@ class Unpacker:
         return whole
 
 
-def _copied(data: Tensor, entries: Sequence[Entry], own: Tensor) -> Sequence[Entry]:
-    own.copy_(data)
-    return entries
-
-
 @lru_cache(maxsize=REMEMBERED)
-def _chunks(entries: tuple[Entry, ...]) -> list[tuple[Entry, ...]]:
-    """In parts that stay in a core's cache."""
+def _chunks(entries: tuple[Entry, ...]) -> list[tuple[int, tuple[Entry, ...]]]:
+    """Where each part begins, and what lies in it as if that were the beginning."""
     chunks: list[list[Entry]] = []
     for entry in entries:
         if not chunks or entry.begin + entry.size > chunks[-1][0].begin + _IN_CACHE:
             chunks.append([])
         chunks[-1].append(entry)
-    return [tuple(chunk) for chunk in chunks]
+    return [(some[0].begin, tuple(one._replace(begin=one.begin - some[0].begin) for one in some)) for some in chunks]
 
 
 class _Partial:

@@ -27,11 +27,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.models.digest import new_digest
-from hone.models.packed import pack, size_of, together
+from hone.models.packed import Packed, pack, size_of, together
 from hone.weights.base import (
     Arrival,
     CheckpointEngine,
     Intake,
+    NamedTensor,
     NamedTensors,
     Offer,
     Payload,
@@ -125,7 +126,7 @@ class DiskReceiver(WeightReceiver):
                     if sorted(names) != sorted(part["tensors"]):
                         raise WeightSyncError(f"{self._name}: {path} holds other tensors than its manifest says")
                     for some in together((name, tensors.get_tensor(name)) for name in part["tensors"]):
-                        yield intake.take(pack(some))  # read from the file: in memory of their own
+                        yield intake.take(_packed(some, intake.copy))
                         count += len(some)
             except (SafetensorError, OSError) as error:
                 raise WeightSyncError(f"{self._name}: {path} cannot be read: {error}") from error
@@ -158,6 +159,13 @@ class DiskReceiver(WeightReceiver):
                 )
             time.sleep(POLL_S)
         return _read_manifest(place / MANIFEST, self._token, self.offer.version, self._name)
+
+
+def _packed(tensors: list[NamedTensor], copy: bool) -> Packed:
+    """A single tensor would stay where it was read, which may be the file itself."""
+    if copy and len(tensors) == 1:
+        tensors = [(tensors[0][0], tensors[0][1].clone())]
+    return pack(tensors)
 
 
 def _read_manifest(path: Path, token: str, version: int, who: str) -> Mapping[str, Any]:

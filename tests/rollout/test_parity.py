@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 
+from hone.models.digest import digest_tensors
 from hone.rollout.builtin import BuiltinEngine
 from hone.rollout.decoder import build_decoder
 from hone.rollout.fused import FusedDecoder, unfit_for_fusing
@@ -98,12 +99,29 @@ def test_bfloat16_is_served_as_such(path, tiny, finish, gap):
 
 def test_the_engine_casts_to_its_own_dtype(tiny, finish):
     """float32 weights sent to a bfloat16 engine: the receipt is that of the cast weights."""
-    from hone.models.digest import digest_tensors
-
     model = tiny("qwen3")
     engine = BuiltinEngine(BuiltinSettings(dtype="bfloat16"), model.config)
     receipt = finish(engine.update_weights(model.state_dict().items(), 1))
     assert receipt.digest == digest_tensors((n, t.bfloat16()) for n, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("execution", ["fused", "generic"])
+def test_what_is_written_into_its_storage_is_served(execution, tiny, finish, gap):
+    """As a server has weights written as they come; then the very tensors are handed over."""
+    model, other = tiny("qwen3"), tiny("qwen3", seed=1)
+    engine = BuiltinEngine(BuiltinSettings(execution=execution), model)
+    targets = engine.weights()
+    assert engine.weights()["model.norm.weight"] is targets["model.norm.weight"]
+
+    def written():
+        for name, tensor in other.state_dict().items():
+            targets[name].copy_(tensor)
+            yield name, targets[name]
+
+    receipt = finish(engine.update_weights(written(), 1))
+    assert receipt.digest == digest_tensors(other.state_dict().items())
+    for prompt, completion in zip(PROMPTS, finish(generate(engine, PROMPTS)), strict=True):
+        assert gap(other, prompt, completion) < 1e-5
 
 
 def test_rows_do_not_depend_on_their_company_to_the_bit(tiny, finish):

@@ -65,14 +65,14 @@ def test_a_message_that_is_too_large_is_refused_on_both_sides():
         pair()[0].channel("sender").seal({"type": "a", "pieces": "x" * LARGEST_MESSAGE})
 
 
-OFFER = {"format": 1, "transport": "ipc", "version": 3, "payload": {"kind": "full"}, "timeout_s": 5.0, "replica": "r"}
+OFFER = {"format": 2, "transport": "ipc", "version": 3, "payload": {"kind": "full"}, "timeout_s": 5.0, "replica": "r"}
 OFFER["address"] = {}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2},
+        {"format": 1},
         {"version": "3"},
         {"version": True},
         {"payload": {"kind": "half"}},
@@ -130,6 +130,7 @@ GOOD = group(0, ["w", "float32", [2, 4]])
         group(0, ["w", "float32", [2, 4]], start=16, length=16),
         group(0, ["v", "float32", [2, 4]], ["w", "float32", [2, 4]], length=32),
         group(0, ["v", "float32", [2, 4]], ["w", "float32", [2, 4]], length=2048),
+        group(0, ["v", "float32", [2, 4]], ["w", "float32", [2, 4]], length=16),
         group(0, ["w", "float32", [1 << 60]]),
     ],
 )
@@ -233,7 +234,8 @@ def mixture():
 
 
 def through(weights, enough, **intake):
-    """What comes out of buckets of 2 MiB that were full of something else; the digests of both sides."""
+    """What comes out of buckets of 2 MiB that were full of something else; the digests of both sides; what came in the
+    tensors that were given for it."""
 
     async def whole():
         packer, taken = Packer(weights.items(), "bytes", enough), new_digest("bytes")
@@ -244,10 +246,12 @@ def through(weights, enough, **intake):
                 tensors = dict(came.tensors)
                 assert came.count == len(tensors)
                 assert came.bytes == sum(size_of(one) for one in tensors.values())
+                written.update(name for name, one in tensors.items() if one is intake.get("targets", {}).get(name))
                 found |= tensors if intake.get("copy") else {name: one.clone() for name, one in tensors.items()}
         unpacker.finish(packer.tensors, packer.bytes)
-        return found, packer.hexdigest(), taken.hexdigest()
+        return found, packer.hexdigest(), taken.hexdigest(), written
 
+    written = set()
     return asyncio.run(whole())
 
 
@@ -255,7 +259,7 @@ def through(weights, enough, **intake):
 @pytest.mark.parametrize("intake", [{}, {"copy": True}])
 def test_what_is_packed_together_comes_out_of_the_bucket_as_it_was(enough, intake):
     weights = mixture()
-    found, sent, taken = through(weights, enough, **intake)
+    found, sent, taken, _ = through(weights, enough, **intake)
     assert list(found) == list(weights)
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
     assert sent == taken == digest_tensors(weights.items(), "bytes") == digest_tensors(found.items(), "bytes")
@@ -272,7 +276,8 @@ def test_what_comes_is_written_into_the_tensors_that_are_like_it(enough, copy):
     before = {name: one.clone() for name, one in other.items()}
     targets |= other
     del targets["s3"]
-    found, sent, taken = through(weights, enough, copy=copy, targets=targets)
+    found, sent, taken, written = through(weights, enough, copy=copy, targets=targets)
+    assert written == targets.keys() - other.keys()
     assert sent == taken == digest_tensors(weights.items(), "bytes")
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
     for name, target in targets.items():
@@ -284,7 +289,7 @@ def test_tensors_that_share_their_memory_get_what_came_last():
     head = torch.zeros(8, 4)
     targets = {"embedding": head, "head": head}
     weights = {"embedding": torch.ones(8, 4), "head": torch.full((8, 4), 2.0)}
-    _, sent, taken = through(weights, 1 << 20, targets=targets)
+    _, sent, taken, _ = through(weights, 1 << 20, targets=targets)
     assert sent == taken != digest_tensors(targets.items(), "bytes")
     assert head.eq(2).all()
 
