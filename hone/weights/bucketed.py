@@ -1,11 +1,10 @@
 """What `ipc` and `collective` have in common: buckets, announced and acknowledged over a control channel.
 
-    sender    fill 0 | fill 1 | wait taken 0, fill 2 | wait taken 1, fill 3 | ... | end, wait done
-    receiver    read 0 | taken 0, read 1 | taken 1, read 2 |                  ...   read, done
-                (two places: bucket 2 is written over bucket 0, while bucket 1 is read)
+    sender   fill 0 | fill 1 | wait taken 0, fill 2 | wait taken 1, fill 3 | ... | end, wait done
+    receiver          read 0 | read 1               | read 2               |     | read, done
+                               (two places: bucket 2 is written over bucket 0 while bucket 1 is read)
 
-A bucket may be told of in parts; the first part of the next one says that it has no more, and makes the receiver answer
-"taken".
+Receivers may be told of a bucket in parts, so that they read one while the next is written.
 
 A transport says where buckets lie on each side and how one gets across; the rest is here.
 """
@@ -82,15 +81,16 @@ class BucketedEngine(CheckpointEngine):
         """Bring bucket `number` to the receivers, part by part; whether there was anything left for it."""
         before = number - COUNT
         await self.channel.until(lambda peer: peer.taken >= before, f"take bucket {before} of")
-        bucket, shipped = self._bucket(number), False
-        filled = await packer.fill(bucket)
-        while filled.groups:
-            await self._ship(number, filled)
-            shipped = True
-            if filled.used >= full and not packer.midway:
-                break
-            filled = await packer.fill(bucket, filled.used)
-        return shipped
+        bucket, used, begun = self._bucket(number), 0, False
+        while True:
+            filled = await packer.fill(bucket, used)
+            if not (filled.groups or begun):
+                return False
+            used, begun = filled.used, True
+            last = not filled.groups or used == bucket.numel() or (used >= full and not packer.midway)
+            await self._ship(number, filled, last)
+            if last:
+                return True
 
     def drop(self, replica: str, reason: str) -> None:
         if self._channel is not None:
@@ -125,7 +125,7 @@ class BucketedEngine(CheckpointEngine):
         return self.bucket_bytes, 0
 
     @abstractmethod
-    async def _ship(self, number: int, filled: Filled) -> None:
+    async def _ship(self, number: int, filled: Filled, last: bool) -> None:
         """Announce bucket `number` to all that are left, and bring it there."""
 
 
@@ -142,24 +142,22 @@ class BucketedReceiver(WeightReceiver):
 
     def stream(self, intake: Intake) -> Iterator[Arrival]:
         unpacker = Unpacker(intake)
-        current = -1  # the bucket that is being read
+        due = 0
         while True:
-            message = self._channel.receive(f"send bucket {current + 1} of")
+            message = self._channel.receive(f"send bucket {due} of")
             if message["type"] == "end":
                 expect(message, tensors=int, bytes=int, digest=str)
-                self._release()
                 unpacker.finish(message["tensors"], message["bytes"])
                 self.expected = message["digest"]
                 return
-            expect(message, number=int, groups=list)
-            number = message["number"]
-            if message["type"] != "bucket" or number not in (current, current + 1) or number < 0:
-                raise BrokenMessage(f"{message['type'][:40]} {number} came where bucket {current + 1} was due")
-            if number > current >= 0:
-                self._release()
-                self._channel.send({"type": "taken", "bucket": current})
-            current = number
+            expect(message, number=int, groups=list, last=bool)
+            if message["type"] != "bucket" or message["number"] != due:
+                raise BrokenMessage(f"{message['type'][:40]} {message['number']} came where bucket {due} was due")
             yield from unpacker.read(self._bucket(message), message["groups"])
+            if message["last"]:
+                self._release()
+                self._channel.send({"type": "taken", "bucket": due})
+                due += 1
 
     def finalize(self, failure: str = "", digest: str = "") -> None:
         with contextlib.suppress(OSError):

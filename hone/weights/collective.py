@@ -100,11 +100,11 @@ class CollectiveEngine(BucketedEngine):
             self._buckets = [torch.empty(self.bucket_bytes, dtype=torch.uint8) for _ in "01"]
         return self._buckets[number % COUNT]
 
-    async def _ship(self, number: int, filled: Filled) -> None:
+    async def _ship(self, number: int, filled: Filled, last: bool) -> None:
         if self._group is None or self.channel.lost():
             return self._lose_all()
         groups, used = filled
-        await self.channel.send({"type": "bucket", "number": number, "groups": groups, "used": used})
+        await self.channel.send({"type": "bucket", "number": number, "groups": groups, "used": used, "last": last})
         if used == 0:
             return None
         try:

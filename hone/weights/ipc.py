@@ -83,9 +83,9 @@ class IpcEngine(BucketedEngine):
     def _portions(self) -> tuple[int, int]:
         return super()._portions() if self._bucket(0).is_cuda else (min(self.bucket_bytes, PART), ENOUGH)
 
-    async def _ship(self, number: int, filled: Filled) -> None:
+    async def _ship(self, number: int, filled: Filled, last: bool) -> None:
         self._opened().synchronize()
-        await self.channel.send({"type": "bucket", "number": number, "groups": filled.groups})
+        await self.channel.send({"type": "bucket", "number": number, "groups": filled.groups, "last": last})
 
     def _opened(self) -> Buffers:
         if self._buffers is None:

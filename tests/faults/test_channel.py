@@ -37,28 +37,29 @@ def fails(engine, replica, message):
 class FlipsABit(IpcEngine):
     """After the digest was taken, one bit of the third bucket changes."""
 
-    async def _ship(self, number, pieces):
-        if number == 2:
+    async def _ship(self, number, filled, last):
+        if number == 2 and filled.groups:
             self._bucket(number)[5000] ^= 4
-        await super()._ship(number, pieces)
+        await super()._ship(number, filled, last)
 
 
 class SkipsATensor(IpcEngine):
-    async def _ship(self, number, pieces):
-        await super()._ship(number, pieces[:-1] if number == 2 else pieces)
+    async def _ship(self, number, filled, last):
+        groups = filled.groups[:-1] if number == 2 else filled.groups
+        await super()._ship(number, filled._replace(groups=groups), last)
 
 
 class SendsABucketTwice(IpcEngine):
-    async def _ship(self, number, pieces):
-        await super()._ship(number, pieces)
-        if number == 1:
-            await super()._ship(number, pieces)
+    async def _ship(self, number, filled, last):
+        await super()._ship(number, filled, last)
+        if number == 1 and last:
+            await super()._ship(number, filled, last)
 
 
 class ForgetsABucket(IpcEngine):
-    async def _ship(self, number, pieces):
+    async def _ship(self, number, filled, last):
         if number != 1:
-            await super()._ship(number, pieces)
+            await super()._ship(number, filled, last)
 
 
 class EndsInTheMiddle(IpcEngine):
