@@ -2,7 +2,7 @@
 
     rows    exact integer arithmetic on the tensors' own device: next to nothing travels to the host, and every device
             gets the same                                                                     (`hone.models.row_digest`)
-    bytes   XXH3 of the bytes in host memory: where both sides have them there, four times as fast
+    bytes   XXH3 of the bytes in host memory: where both sides have them there, the faster one
                                                                                              (`hone.models.byte_digest`)
 
 Two digests can be compared if they were taken by the same method; those of different methods are never equal. A weight

@@ -21,8 +21,6 @@ from torch import Tensor
 ROW = 2048  # bytes
 _PLAIN = (Tensor, torch.nn.Parameter)  # their bytes are their storage's; of other classes torch knows
 TOGETHER = 1 << 20  # bytes of small tensors that torch works on together: they stay in a core's cache meanwhile
-
-
 REMEMBERED = 128  # groups of tensors: the same come at every sync
 
 
@@ -108,7 +106,7 @@ def pack(tensors: Sequence[tuple[str, Tensor]], room: Tensor | None = None) -> P
     if room.is_cpu and (not tensors or tensors[0][1].is_cpu):
         for _ in place(tensors, entries, room):
             pass
-    else:
+    elif entries:
         pieces = [part for _, tensor in tensors for part in (flat(tensor), _rest(tensor)) if part is not None]
         if pieces[0].device == room.device:
             torch.cat(pieces, out=room)
