@@ -10,9 +10,11 @@ when they are known to be equal. `ipc` writes them right into that storage, as t
 hands over each where it lies in the bucket, to be copied from there, as a loader does. `tensor by tensor` is what
 buckets replace: for each tensor a new shared memory, a message, and an answer, without any digest.
 
-All take turns; of each, the round with the least wall time counts. Beside it stand the least process times of both
-sides: they work at the same time, so on two free cores the greater of the two is about the wall time, and a wall time
-far above it means that something else used the machine. `digest` is one pass of the digest over the bytes.
+All take turns. Each is compared with the copy of its own round, because the speed of a shared machine drifts by more
+than what is compared; the median of these shares counts, and the share of the fastest round by the copy's fastest is
+printed too. Beside them stand the median wall time and process times of both sides: they work at the same time, so on
+two free cores the greater of the two is about the wall time, and a wall time far above it means that something else
+used the machine. `digest` is one pass of the digest over the bytes.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -47,18 +50,21 @@ HANDED_OVER = " by hand"
 
 @dataclass(frozen=True)
 class Timing:
-    """The fastest round."""
+    """Medians over the rounds."""
 
     layout: str
     way: str
     gb_per_s: float
-    of_copy: float  # its speed as a share of the plain copy's
+    of_copy: float  # its speed as a share of the plain copy's in the same round
+    fastest_of_copy: float  # the same of its fastest round and the copy's fastest
     wall_s: float
     process_s: float  # of the sender, or of the one process there is
     receiver_s: float
 
 
 def make(total: int, each: int, device: str) -> dict[str, torch.Tensor]:
+    if total < each:
+        raise SystemExit(f"--gb is too small for one tensor of {each} bytes: choose at least {each / 1e9:.3f}")
     return {f"layer.{i}.weight": torch.randn(each // 4, device=device) for i in range(total // each)}
 
 
@@ -81,10 +87,11 @@ def receiving(pipe: Connection, threads: int) -> None:
 
 
 def keep(storage: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
-    if name not in storage or storage[name].shape != tensor.shape:
-        storage[name] = torch.empty_like(tensor)
-    if storage[name] is not tensor:
-        storage[name].copy_(tensor)
+    mine = storage.get(name)
+    if mine is None:
+        storage[name] = tensor.clone()
+    elif mine is not tensor:
+        mine.copy_(tensor)
 
 
 def take_one_by_one(pipe: Connection, storage: dict[str, torch.Tensor]) -> None:
@@ -171,20 +178,26 @@ def measure(layout: str, arguments: argparse.Namespace, run: Callable[..., Any])
     process = context.Process(target=receiving, args=(theirs, arguments.threads), daemon=True)
     process.start()
     chosen, engines = ways(arguments.transports, pipe, weights, arguments.bucket_mib << 20, run)
-    best = {name: (float("inf"),) * 3 for name in chosen}
+    rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in chosen}
     for version in range(arguments.rounds + 1):
         for name, way in chosen.items():
             wall, cpu = time.perf_counter(), time.process_time()
             there = way(version)
             taken = (time.perf_counter() - wall, time.process_time() - cpu, there)
             if version > 0:  # the first maps memory and forms groups
-                best[name] = tuple(map(min, best[name], taken))
+                rounds[name].append(taken)
     for engine in engines:
         run(engine.close())
     pipe.send("stop")
     process.join(10)
-    fastest = best["copy"][0]
-    return [Timing(layout, name, total / took[0] / 1e9, fastest / took[0], *took) for name, took in best.items()]
+    copies = [taken[0] for taken in rounds["copy"]]
+    found = []
+    for name, all_taken in rounds.items():
+        share = median(copy / taken[0] for copy, taken in zip(copies, all_taken, strict=True))
+        fastest = min(copies) / min(taken[0] for taken in all_taken)
+        wall, cpu, there = map(median, zip(*all_taken, strict=True))
+        found.append(Timing(layout, name, total / wall / 1e9, share, fastest, wall, cpu, there))
+    return found
 
 
 def main() -> None:
@@ -207,7 +220,8 @@ def main() -> None:
             found += (timings := measure(layout, arguments, runner.run))
             print(f"{layout}: tensors of {LAYOUTS[layout] >> 10} KiB")
             for timing in timings:
-                figures = f"{timing.gb_per_s:6.2f} GB/s {timing.of_copy:5.2f} of copy"
+                share = f"{timing.of_copy:5.2f} of copy (fastest {timing.fastest_of_copy:.2f})"
+                figures = f"{timing.gb_per_s:6.2f} GB/s {share}"
                 process = f"process {timing.process_s:.3f} s, receiver's {timing.receiver_s:.3f} s"
                 print(f"  {timing.way:<17}{figures}  wall {timing.wall_s:.3f} s  {process}")
     if arguments.json:

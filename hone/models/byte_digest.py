@@ -52,10 +52,10 @@ class ByteDigest:
 
     def add_packed(self, data: Tensor, entries: Iterable[Entry]) -> None:
         data = data.cpu()
-        there, total = memory(data), 0
+        there, hashed, total = memory(data), xxhash.xxh3_128_intdigest, 0
         for name, dtype, shape, begin, size in entries:
             self._begin(name)
-            total += xxhash.xxh3_128_intdigest(there[begin : begin + size], seed=_seed(name, dtype, shape))
+            total += hashed(there[begin : begin + size], _seed(name, dtype, shape))
         self._total += total
 
     def open(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> BytesOfTensor:

@@ -42,12 +42,14 @@ class Packed:
     entries: Sequence[Entry]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        wholes: dict[torch.dtype, Tensor] = {}
+        wholes: dict[torch.dtype, tuple[Tensor, int, int]] = {}
         for name, dtype, shape, begin, _ in self.entries:
-            whole = wholes.get(dtype)
-            if whole is None:
-                whole = wholes[dtype] = self.data[: self.data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-            yield name, whole.as_strided(shape, _strides(shape), whole.storage_offset() + begin // dtype.itemsize)
+            if dtype not in wholes:
+                width = dtype.itemsize
+                whole = self.data[: self.data.numel() // width * width].view(dtype)
+                wholes[dtype] = whole, int(whole.storage_offset()), width
+            whole, first, width = wholes[dtype]
+            yield name, whole.as_strided(shape, _strides(shape), first + begin // width)
 
     def into(self, targets: Mapping[str, Tensor], found: list[tuple[str, Tensor]]) -> Iterator[Entry]:
         """Write one after another from host memory into the tensor of `targets` that is like it, if there is one; each
@@ -79,14 +81,21 @@ def size_of(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
-@lru_cache(maxsize=REMEMBERED)
 def layout(tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> tuple[Entry, ...]:
     """Where each of several tensors (name, dtype, shape) lies, side by side."""
+    # One is quickly laid out: it does not push out a group that is remembered.
+    return _remembered(tensors) if len(tensors) > 1 else _side_by_side(tensors)
+
+
+def _side_by_side(tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> tuple[Entry, ...]:
     entries, begin = [], 0
     for name, dtype, shape in tensors:
         entries.append(Entry(name, dtype, tuple(shape), begin, math.prod(shape) * dtype.itemsize))
         begin += padded(entries[-1].size)
     return tuple(entries)
+
+
+_remembered = lru_cache(maxsize=REMEMBERED)(_side_by_side)
 
 
 def pack(tensors: Sequence[tuple[str, Tensor]], room: Tensor | None = None) -> Packed:
@@ -132,8 +141,13 @@ def place(tensors: Iterable[tuple[str, Tensor]], entries: Sequence[Entry], room:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether its bytes in host memory, from its address on, are its elements."""
-    plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous()
-    return plain and not (tensor.is_conj() or tensor.is_neg())
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def is_like(tensor: Tensor, entry: Entry) -> bool:

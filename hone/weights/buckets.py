@@ -122,7 +122,8 @@ class Packer:
         one_by_one = room.is_cpu and device.type == "cpu"
         left = min(room.numel(), min(self._enough, _AT_ONCE) if one_by_one else TOGETHER)
         small = _IN_CACHE if one_by_one else left
-        while item is not None and len(some) < min(most, MOST_TOGETHER):
+        most = min(most, MOST_TOGETHER)
+        while item is not None and len(some) < most:
             tensor = item[1]
             size = padded(tensor.nbytes)
             left -= size

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hone.models.packed import ROW, Entry, Packed, flat, pack, place, together
+from hone.models.packed import REMEMBERED, ROW, Entry, Packed, flat, layout, pack, place, together
 
 
 def test_every_tensor_begins_with_a_row_and_comes_out_as_it_was():
@@ -33,6 +33,14 @@ def test_a_single_tensor_is_not_copied_unless_it_is_told_where():
     room = torch.empty(ROW, dtype=torch.uint8)
     assert pack([("a", a)], room).data.data_ptr() == room.data_ptr()
     assert torch.equal(room[:28].view(torch.float32), a)
+
+
+def test_single_tensors_do_not_push_out_what_is_remembered_of_groups():
+    group = (("a", torch.float32, (3, 5)), ("b", torch.bfloat16, (7,)))
+    first = layout(group)
+    for number in range(2 * REMEMBERED):
+        pack([(f"single.{number}", torch.randn(4))])
+    assert layout(group) is first  # a digest of many single tensors comes between two syncs
 
 
 def test_what_does_not_fit_is_an_error_and_nothing_is_written():
