@@ -19,6 +19,8 @@ from hone.types import SamplingParams
 from tests.rollout.receipts import served_digest
 from tests.rollout.syncing import sync_to
 
+COME_S = 30  # until the first token of an engine in another process
+
 
 @dataclass
 class Bench:
@@ -49,8 +51,12 @@ class Bench:
             )
         )
 
-    async def let_run(self, turns=6):
-        """Give the engine time for a few tokens, and not for all."""
+    async def let_some_come(self):
+        """Return when what was just asked for has a few tokens, and not all."""
+        await self.let_run(6)
+
+    async def let_run(self, turns):
+        """Give the engine time, whether or not tokens come."""
         for _ in range(turns):
             await asyncio.sleep(0)
 
@@ -86,13 +92,21 @@ class Served(Bench):
     def digest(self, tensors):
         return served_digest(tensors)
 
-    async def let_run(self, turns=6):
+    async def let_some_come(self):
         told = self.engine._metrics.get("rollout/tokens")
-        for _ in range(min(10 * turns, 60)):
-            await asyncio.sleep(0.004)
-            await self.engine.look()
-            if self.engine._metrics["rollout/tokens"].value > (told.value if told else 0):
-                return
+        before = told.value if told else 0
+        async with asyncio.timeout(COME_S):
+            while await self._produced() <= before:
+                await asyncio.sleep(0.004)
+
+    async def let_run(self, turns):
+        await asyncio.sleep(0.004 * min(turns, 60))
+        await self.engine.look()
+
+    async def _produced(self):
+        """Tokens that came out so far, those of running requests too."""
+        await self.engine.look()
+        return self.engine._metrics["rollout/tokens"].value
 
     async def update(self, stream, version):
         (receipt, *_) = await sync_to(self.engine, stream, version)
@@ -102,18 +116,16 @@ class Served(Bench):
 class ServedByVllm(Served):
     """The real vLLM. What it does otherwise than the built-in engine stands here."""
 
-    async def let_run(self, turns=6):
-        if self.engine._paused:
-            await asyncio.sleep(0.02 * turns)
-            return
+    async def let_some_come(self):
         before = await self._produced()
-        for _ in range(100):
-            await asyncio.sleep(0.01)
-            if turns != 6 or await self._produced() > before:
-                return
+        async with asyncio.timeout(COME_S):
+            while await self._produced() <= before:
+                await asyncio.sleep(0.01)
+
+    async def let_run(self, turns):
+        await asyncio.sleep(0.02 * turns if self.engine._paused else 0.01)
 
     async def _produced(self):
-        """Tokens that came out so far, those of running requests too."""
         async with self.engine._open_session().get("http://server/metrics") as reply:
             lines = (await reply.text()).splitlines()
         return float(next(line.split()[-1] for line in lines if line.startswith("vllm:generation_tokens_total")))
@@ -122,7 +134,10 @@ class ServedByVllm(Served):
 class ServedBySglang(Served):
     """The real SGLang."""
 
-    async def let_run(self, turns=6):
+    async def let_some_come(self):
+        await self.let_run(6)  # it tells nobody how many tokens of running requests there are
+
+    async def let_run(self, turns):
         await asyncio.sleep(0.02 * turns)
 
 

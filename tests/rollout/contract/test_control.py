@@ -7,13 +7,14 @@ import pytest
 from hone.types import SamplingParams, StopReason
 from hone.weights.base import WeightSyncError
 
-LONG = {"max_tokens": 40}
+MANY = 100  # enough that something can happen in between, whatever else the machine does
+LONG = {"max_tokens": MANY}
 
 
 async def during(bench, prompts, action, **sampling):
     """Start the prompts, let some tokens come, do something, and wait for the completions."""
     running = asyncio.create_task(bench.all(prompts, **{**LONG, **sampling}))
-    await bench.let_run()
+    await bench.let_some_come()
     await action()
     return await running
 
@@ -24,7 +25,7 @@ def test_abort_gives_the_tokens_so_far_and_a_resend_continues_them(bench, finish
     whole = finish(bench.all(prompts, **LONG, **how))
 
     async def resend(i, partial):
-        wanted = SamplingParams(max_tokens=40 - len(partial), ignore_eos=True, seed=i, **how)
+        wanted = SamplingParams(max_tokens=MANY - len(partial), ignore_eos=True, seed=i, **how)
         return await bench.engine.generate(f"again{i}", (*prompts[i], *partial), wanted)
 
     cut = finish(during(bench, prompts, bench.engine.abort_all, **how))
@@ -32,7 +33,7 @@ def test_abort_gives_the_tokens_so_far_and_a_resend_continues_them(bench, finish
     for i, completion in enumerate(cut):
         assert completion.stop_reason is StopReason.ABORTED
         assert completion.token_ids == whole[i].token_ids[: len(completion.token_ids)]
-        assert len(completion.token_ids) == len(completion.logprobs) < 40
+        assert len(completion.token_ids) == len(completion.logprobs) < MANY
         rest = finish(resend(i, completion.token_ids))
         assert completion.token_ids + rest.token_ids == whole[i].token_ids
 
@@ -48,7 +49,7 @@ def test_no_token_comes_while_paused_and_none_is_lost(bench, finish):
 
     async def pause_a_while():
         await bench.engine.pause()
-        await bench.let_run()
+        await bench.let_run(6)
         bench.engine.metrics()
         await bench.let_run(100)
         assert bench.engine.metrics()["rollout/tokens"].value == 0
@@ -75,12 +76,12 @@ def test_a_pause_that_waits_lets_the_running_end_and_keeps_the_later_ones(bench,
 
     async def story():
         running = asyncio.create_task(bench.all(prompts[:3], tag="early", **LONG))
-        await bench.let_run()
+        await bench.let_some_come()
         pausing = asyncio.create_task(bench.engine.pause("wait"))
         await bench.let_run(1)
         later = asyncio.create_task(bench.all(prompts[3:], tag="late"))
         await pausing
-        assert [len(c.token_ids) for c in await running] == [40] * 3
+        assert [len(c.token_ids) for c in await running] == [MANY] * 3
         await bench.let_run(20)
         assert not later.done()
         await bench.engine.resume()
@@ -118,7 +119,7 @@ def test_an_update_in_flight_is_seen_by_the_very_next_token(bench, finish, gap, 
 
     for prompt, completion in zip(prompts, finish(during(bench, prompts, update)), strict=True):
         versions = completion.weight_versions
-        assert len(completion.token_ids) == len(versions) == 40
+        assert len(completion.token_ids) == len(versions) == MANY
         assert set(versions) == {0, 7}
         assert list(versions) == sorted(versions)
         switch = versions.index(7)
@@ -165,7 +166,7 @@ def test_a_bad_update_is_refused_by_name_and_stops_the_replica(bench, finish, fa
 
     async def story():
         running = asyncio.create_task(bench.all(bench.prompts(3), tag="before", max_tokens=100))
-        await bench.let_run()
+        await bench.let_some_come()
         with pytest.raises((ValueError, WeightSyncError), match=name.replace(".", r"\.")):
             await bench.update(stream, 2)
         (ended,) = await asyncio.gather(running, return_exceptions=True)
