@@ -22,13 +22,15 @@ CONTEXT = multiprocessing.get_context("forkserver")
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama", "qwen3_moe")]
 ENGINE = ["hone.engines.fsdp2", "hone.engines.lora", "hone.runtime.local"]
 CONTEXT.set_forkserver_preload(["tests.ranks", *ENGINE, "pytest", *MODELS])
-DEADLINE_S = 120
+DEADLINE_S = 240
+MEET_S = 120  # until every rank has begun, beside whatever else runs
 
 
 def run_ranks(world, function, *arguments, timeout_s=60):
     """What `function(*arguments)` returns on each of `world` ranks: a dict of JSON values and tensors.
 
-    A rank whose process ends by itself gives None; the others then have to say {"alone": True}.
+    A rank whose process ends by itself gives None; the others then have to say {"alone": True}. `timeout_s` is how long
+    a rank waits for the others once all have met.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -64,8 +66,10 @@ def _rank(rank, world, folder, timeout_s, function, arguments):
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=MEET_S),
         )
+        dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
         found = function(*arguments) or {}
         tensors = {name: one.contiguous().clone() for name, one in found.items() if isinstance(one, torch.Tensor)}
         save_file(tensors, f"{folder}/{rank}.safetensors")

@@ -29,7 +29,7 @@ def machines():
 
 
 def place(worker_class, machines, devices):
-    backend = RaySettings(nodes=2, devices=devices, address=machines.address, start_timeout_s=60)
+    backend = RaySettings(nodes=2, devices=devices, address=machines.address, start_timeout_s=240)
     config = RuntimeConfig(backend=backend, threads=1)
     return runtime.RayWorkerGroup.place("critic", worker_class, Spec(), config, lambda _: nullcontext())
 

@@ -79,10 +79,10 @@ def start(machines, model, loop, tmp_path):
 
     def make(pool=None, transport=None, replicas=2, builtin=None, **settings):
         pools = {"rollout": {"nodes": 2, "devices": 1} if pool is None else pool}
-        backend = {"name": "ray", "address": machines.address, "start_timeout_s": 60, "pools": pools}
+        backend = {"name": "ray", "address": machines.address, "start_timeout_s": BEGIN_S, "pools": pools}
         config = RolloutConfig(
             builtin=BuiltinSettings(**(builtin or {"process": "separate"})),
-            start_timeout_s=120,
+            start_timeout_s=BEGIN_S,
             replicas=replicas,
             **settings,
         )
