@@ -1,9 +1,10 @@
-"""LoRA adapters on the weights of a rollout engine that has no adapters of its own: merged, and taken out again.
+"""LoRA adapters as a rollout engine is given them: what their tensors mean, and how they are merged into weights.
 
+    tensors, config --read_adapter--> a Delta for each weight, all checked
     base W (kept aside) --W + scaling * B A--> what is served        LoRA (arXiv 2106.09685); rsLoRA (2312.03732)
                         --m * (W + scaling * B A) / |W + scaling * B A|-->                    DoRA (2402.09353)
 
-Tensors come under the names of PEFT's files, with PEFT's `adapter_config.json`. What would be merged wrongly is
+Tensors come under the names of PEFT's files, with PEFT's `adapter_config.json`. What would be understood wrongly is
 refused: an adapter of another kind, a tensor that belongs to no weight, a matrix without its partner.
 """
 
@@ -56,15 +57,19 @@ class AdapterKind:
     dora: bool = False
     experts: bool = False  # on weights of all experts together (PEFT: target_parameters)
     whole_modules: bool = False  # with modules that are trained whole beside it (PEFT: modules_to_save)
+    modules: frozenset[str] = frozenset()  # last parts of the names of the layers that it is on; empty: not known
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> AdapterKind:
         """From PEFT's configuration."""
+        targets = config.get("target_modules") or ()
+        listed = () if isinstance(targets, str) else targets  # else a pattern, or a word for many
         return cls(
             rank=max([int(config["r"]), *(config.get("rank_pattern") or {}).values()]),
             dora=bool(config.get("use_dora")),
             experts=bool(config.get("target_parameters")),
             whole_modules=bool(config.get("modules_to_save")),
+            modules=frozenset(name.rpartition(".")[2] for name in listed),
         )
 
 
@@ -109,7 +114,7 @@ def check_adapter(name: str, known: Mapping[str, Any]) -> None:
 
 
 @dataclass(slots=True)
-class _Delta:
+class Delta:
     """What an adapter says of one weight."""
 
     scaling: float
@@ -138,8 +143,10 @@ class MergedAdapter:
 
     def put(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         """Serve base and adapter. Raises ValueError, with nothing changed, for one that does not fit the weights."""
-        deltas, whole = self._read(tensors, config)
+        shapes = {name: tuple(weight.shape) for name, weight in self._weights.items()}
+        deltas, whole = read_adapter(tensors, config, shapes)
         touched = deltas.keys() | whole.keys()
+        self._refuse_tied(touched)
         for name in self._base.keys() - touched:  # the last adapter was on it, this one is not
             self._weights[name].copy_(self._base.pop(name))
         for name in touched - self._base.keys():
@@ -159,60 +166,6 @@ class MergedAdapter:
             self._weights[name].copy_(tensor)
         self._base.clear()
 
-    def _read(
-        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
-    ) -> tuple[dict[str, _Delta], dict[str, Tensor]]:
-        """What the adapter does to each weight, and the weights that it replaces; all checked."""
-        refuse_other_kinds(config)
-        deltas: dict[str, _Delta] = {}
-        whole: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            module, part = _split(name)
-            if part is None:
-                whole[self._known(module, name)] = tensor
-                continue
-            weight = self._known(f"{module}.weight", name)
-            if weight not in deltas:
-                embedding = "lora_embedding" in name or f"{PREFIX}{module}.lora_embedding_A" in tensors
-                transposed = embedding or bool(config.get("fan_in_fan_out"))
-                deltas[weight] = _Delta(_scaling(config, module), transposed)
-            deltas[weight].parts[part] = tensor
-        if not deltas:
-            raise ValueError("the adapter has no LoRA matrix: it would change nothing")
-        for weight, delta in deltas.items():
-            self._check(weight, delta, bool(config.get("use_dora")))
-        for weight, tensor in whole.items():
-            if tensor.shape != self._weights[weight].shape:
-                raise ValueError(
-                    f"the adapter's {weight!r} has shape {tuple(tensor.shape)}, the model's "
-                    f"{tuple(self._weights[weight].shape)}"
-                )
-        self._refuse_tied(deltas.keys() | whole.keys())
-        return deltas, whole
-
-    def _known(self, weight: str, name: str) -> str:
-        if weight not in self._weights:
-            raise ValueError(f"the adapter's {name!r} belongs to no weight of the model: there is no {weight!r}")
-        return weight
-
-    def _check(self, weight: str, delta: _Delta, dora: bool) -> None:
-        wanted = {"a", "b", "magnitude"} if dora else {"a", "b"}
-        if delta.parts.keys() != wanted:
-            raise ValueError(
-                f"the adapter of {weight!r} has {', '.join(sorted(delta.parts))}; expected {', '.join(sorted(wanted))}"
-            )
-        shape = tuple(self._weights[weight].shape)
-        found = (delta.parts["b"].shape[0], delta.parts["a"].shape[-1])
-        fits = delta.parts["a"].dim() == delta.parts["b"].dim() == 2 and len(shape) == 2
-        if not fits or found != (shape[::-1] if delta.transposed else shape):
-            raise ValueError(f"the adapter of {weight!r} is for a matrix of {found}, the model's has {shape}")
-        if delta.parts["a"].shape[0] != delta.parts["b"].shape[1]:
-            raise ValueError(f"the two matrices of the adapter of {weight!r} are of unlike rank")
-        if dora and delta.parts["magnitude"].numel() != found[0]:
-            raise ValueError(
-                f"the adapter of {weight!r} has {delta.parts['magnitude'].numel()} magnitudes, not {found[0]}"
-            )
-
     def _refuse_tied(self, touched: Any) -> None:
         """An adapter on one of two names of the same storage would be served under the other name too."""
         owners: dict[int, str] = {}
@@ -223,6 +176,57 @@ class MergedAdapter:
                     f"the adapter is on one of {owner!r} and {name!r}, which are one tensor in this model: send merged "
                     "weights of a model whose head is untied"
                 )
+
+
+def read_adapter(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, Delta], dict[str, Tensor]]:
+    """What an adapter does to each weight, and the weights that it replaces, by the names of the weights.
+
+    `shapes` are those of the model's weights. Raises ValueError for an adapter that does not fit them.
+    """
+    refuse_other_kinds(config)
+    deltas: dict[str, Delta] = {}
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        module, part = _split(name)
+        weight = module if part is None else f"{module}.weight"
+        if weight not in shapes:
+            raise ValueError(f"the adapter's {name!r} belongs to no weight of the model: there is no {weight!r}")
+        if part is None:
+            whole[weight] = tensor
+            continue
+        if weight not in deltas:
+            embedding = "lora_embedding" in name or f"{PREFIX}{module}.lora_embedding_A" in tensors
+            transposed = embedding or bool(config.get("fan_in_fan_out"))
+            deltas[weight] = Delta(_scaling(config, module), transposed)
+        deltas[weight].parts[part] = tensor
+    if not deltas:
+        raise ValueError("the adapter has no LoRA matrix: it would change nothing")
+    for weight, delta in deltas.items():
+        _check(weight, delta, tuple(shapes[weight]), bool(config.get("use_dora")))
+    for weight, tensor in whole.items():
+        if tuple(tensor.shape) != tuple(shapes[weight]):
+            raise ValueError(
+                f"the adapter's {weight!r} has shape {tuple(tensor.shape)}, the model's {tuple(shapes[weight])}"
+            )
+    return deltas, whole
+
+
+def _check(weight: str, delta: Delta, shape: tuple[int, ...], dora: bool) -> None:
+    wanted = {"a", "b", "magnitude"} if dora else {"a", "b"}
+    if delta.parts.keys() != wanted:
+        raise ValueError(
+            f"the adapter of {weight!r} has {', '.join(sorted(delta.parts))}; expected {', '.join(sorted(wanted))}"
+        )
+    found = (delta.parts["b"].shape[0], delta.parts["a"].shape[-1])
+    fits = delta.parts["a"].dim() == delta.parts["b"].dim() == 2 and len(shape) == 2
+    if not fits or found != (shape[::-1] if delta.transposed else shape):
+        raise ValueError(f"the adapter of {weight!r} is for a matrix of {found}, the model's has {shape}")
+    if delta.parts["a"].shape[0] != delta.parts["b"].shape[1]:
+        raise ValueError(f"the two matrices of the adapter of {weight!r} are of unlike rank")
+    if dora and delta.parts["magnitude"].numel() != found[0]:
+        raise ValueError(f"the adapter of {weight!r} has {delta.parts['magnitude'].numel()} magnitudes, not {found[0]}")
 
 
 def refuse_other_kinds(config: Mapping[str, Any]) -> None:
@@ -268,8 +272,10 @@ def _of_pattern(pattern: Mapping[str, float] | None, module: str, default: float
 __all__ = [
     "AdapterFiles",
     "AdapterKind",
+    "Delta",
     "MergedAdapter",
     "check_adapter",
+    "read_adapter",
     "refuse_other_kinds",
     "unfit_for_merging",
 ]

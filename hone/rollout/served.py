@@ -72,12 +72,12 @@ class ServedEngine(ABC):
         count_as_read(spec.settings.builtin)
         self.name = spec.name
         self._spec = spec
-        self._options = self.defaults.engine_options(spec, self._adapter_options(spec))
-        self._dtype = named_dtype(self._options["dtype"])
-        self._python = environment_python(spec.settings.backend, spec.settings.python, self.how_to_install)
         refuse_own_code(spec)
         config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
         self._config = config.get_text_config()
+        self._options = self.defaults.engine_options(spec, self._adapter_options(spec, self._config))
+        self._dtype = named_dtype(self._options["dtype"])
+        self._python = environment_python(spec.settings.backend, spec.settings.python, self.how_to_install)
         self._whole_config = config  # that of the vision tower too, if there is one
         self._vocabulary = int(self._config.vocab_size)
         self._ranks = spec.settings.tensor_parallel
@@ -94,12 +94,24 @@ class ServedEngine(ABC):
         self._busy_since = 0.0
         self._reset()
 
-    @staticmethod
-    def _adapter_options(spec: ServerSpec) -> dict[str, Any]:
-        """Options of the engine for the adapters that it will serve. Raises ConfigError if it can serve none."""
+    @classmethod
+    def _adapter_options(cls, spec: ServerSpec, config: Any) -> dict[str, Any]:
+        """Options of the engine for the adapters that it will serve on a model of this configuration.
+
+        Raises ConfigError if it can serve none.
+        """
         if spec.adapters:
             raise ConfigError(f"rollout.backend={spec.settings.backend} serves no adapters beside the policy")
         return {}
+
+    @classmethod
+    def _adapter_kinds(cls, spec: ServerSpec) -> list[AdapterKind]:
+        """Of the adapters beside the policy, and of the policy's own. Raises ConfigError for one it cannot take."""
+        kinds = {name: AdapterKind.of(files.config) for name, files in spec.adapters.items()}
+        for name, kind in kinds.items():
+            if reason := cls.unfit_for_adapter(kind):
+                raise ConfigError(f"adapter {name} ({spec.adapters[name].folder}): {reason}")
+        return [*kinds.values(), *([spec.adapter] if spec.adapter else [])]
 
     def _reset(self) -> None:
         """What is true of a server that has just started."""
@@ -399,6 +411,10 @@ class ServedEngine(ABC):
 
     def _check_payload(self, kind: str) -> None:
         """Raise RuntimeError for what cannot be taken in, before anything changes."""
+        if kind == "adapter" and not self._options.get("enable_lora"):
+            raise RuntimeError(
+                f"{self.name} was started without room for an adapter: set rollout.engine.enable_lora=true"
+            )
         if kind == "adapter" and not self._has_base:
             raise RuntimeError(f"{self.name} has no base weights yet: whole weights come before an adapter")
 

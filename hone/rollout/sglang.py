@@ -26,6 +26,7 @@ import numpy as np
 
 from hone.config import ConfigError
 from hone.data.routes import Routes
+from hone.models.routing import expert_count
 from hone.platforms.base import current_platform
 from hone.rollout.adapters import AdapterKind
 from hone.rollout.base import PauseMode, ReplicaLost, Scored, ServerSpec, WeightReceipt
@@ -50,6 +51,7 @@ RESERVED = {
     **dict.fromkeys(("pp_size", "pipeline_parallel_size"), "use rollout.tensor_parallel"),
     **dict.fromkeys(("random_seed", "sampling_backend"), "every request has its own seed"),
     "enable_return_routed_experts": "it is actor.moe.routing_replay: rollout",
+    **dict.fromkeys(("lora_paths", "enable_lora_overlap_loading"), "hone loads adapters itself"),
     "config": "options stand in rollout.engine",
 }
 DEFAULTS: Mapping[str, Any] = {
@@ -76,7 +78,15 @@ ENVIRONMENT = {
     "SGLANG_FORCE_STREAM_INTERVAL": "1",  # an aborted request gives back all its tokens, queued or not
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # see MARGIN
 }
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ADAPTABLE = (
+    *ATTENTION,
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)  # layers of which it computes adapters as hone trains them
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+BROUGHT = "(a weight sync)"  # in the place of an adapter's folder: what the last sync brought
 MARGIN = 6  # SGLang takes prompts this much shorter than its context; it is told of a longer one, and never fills it
 SEEDS = 2**63  # it takes seeds below this
 FINISH = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
@@ -109,6 +119,8 @@ class SglangServer(ServedEngine):
     def _reset(self) -> None:
         super()._reset()
         self._released: set[str] = set()
+        self._adapter: str | None = None  # what requests compute with that name no other
+        self._loaded: set[str] = set()  # adapters that SGLang knows
 
     def _command(self, folder: Path) -> list[str]:
         context = {"context_length": self._context + MARGIN}
@@ -122,8 +134,30 @@ class SglangServer(ServedEngine):
 
     @staticmethod
     def unfit_for_adapter(kind: AdapterKind) -> str:
-        """SGLang is sent whole weights, with an adapter merged in."""
-        return "SGLang is sent whole weights here"
+        """Why SGLang cannot take an adapter of this kind; empty: it can."""
+        if kind.dora:
+            return "SGLang has no DoRA"
+        if kind.whole_modules:
+            return "SGLang takes no modules that are trained whole beside an adapter"
+        if kind.experts:
+            return "it is on the weights of experts"
+        others = sorted(kind.modules - set(ADAPTABLE))
+        return f"it is on {', '.join(others)}; SGLang takes those on {', '.join(ADAPTABLE)}" if others else ""
+
+    @classmethod
+    def _adapter_options(cls, spec: ServerSpec, config: Any) -> dict[str, Any]:
+        every = cls._adapter_kinds(spec)
+        if not every:
+            return {}
+        possible = ATTENTION if expert_count(config) else ADAPTABLE  # a room on experts changes how they are computed
+        named = set().union(*(kind.modules for kind in every)) if all(kind.modules for kind in every) else possible
+        return {
+            "enable_lora": True,
+            "max_lora_rank": max(kind.rank for kind in every),
+            "max_loras_per_batch": len(every) + 1,  # and the base alone
+            "lora_target_modules": [name for name in ADAPTABLE if name in named],
+            **({"lora_backend": "torch_native"} if current_platform().device == "cpu" else {}),
+        }
 
     async def _longest_sequence(self) -> int:
         info = await self._request("GET", "/server_info")
@@ -137,7 +171,7 @@ class SglangServer(ServedEngine):
         if not await self._may_begin(request_id):
             return Completion(request_id, (), (), (), StopReason.ABORTED), 0, 0
         rid = f"{next(self._numbers)}:{request_id}"  # no other begins like it: SGLang aborts by the beginning of an id
-        body = _generate_body(rid, token_ids, sampling, self._longest)
+        body = _generate_body(rid, token_ids, sampling, self._longest, sampling.adapter or self._adapter)
         try:
             reply = await self._request("POST", "/generate", body, self._request_timeout_s)
         except (asyncio.CancelledError, TimeoutError):
@@ -160,6 +194,7 @@ class SglangServer(ServedEngine):
             "return_logprob": True,
             "logprob_start_len": 0,
             "top_logprobs_num": top_k,
+            "lora_path": self._adapter,
         }
         meta = (await self._request("POST", "/generate", body, self._request_timeout_s))["meta_info"]
         return _scored(meta, top_k)
@@ -182,20 +217,27 @@ class SglangServer(ServedEngine):
 
     # ------------------------------------------------------------------------------------- weights, sleep and wake
 
-    def _check_payload(self, kind: str) -> None:
-        if kind == "adapter":
-            raise RuntimeError(f"{self.name}: SGLang takes whole weights here; train without LoRA, or merge it")
-
     async def _receive(self, offer: dict[str, Any]) -> list[WeightReceipt]:
         await self._request("POST", "/pause_generation", {"mode": "retract"})
-        version = str(offer["version"])
+        version, timeout_s = str(offer["version"]), float(offer["timeout_s"]) + CONTROL_S
         body = {"zmq_handles": {"offer": json.dumps(offer)}, "flush_cache": True, "weight_version": version}
-        path = "/update_weights_from_ipc"
-        try:
-            reply = await self._request("POST", path, body, float(offer["timeout_s"]) + CONTROL_S)
-        except ValueError as error:  # its status 400 means that the update failed
-            raise RuntimeError(str(error)) from error
+        reply = await self._change("/update_weights_from_ipc", body, timeout_s)
+        payload = offer["payload"]
+        self._adapter = str(payload["name"]) if payload["kind"] == "adapter" else None
+        wanted = {name: str(files.folder) for name, files in self._spec.adapters.items()}
+        if self._adapter:
+            wanted[self._adapter] = BROUGHT
+        for name in wanted.keys() - self._loaded:
+            await self._change("/load_lora_adapter", {"lora_name": name, "lora_path": wanted[name]}, timeout_s)
+            self._loaded.add(name)
         return _read_receipts(self.name, str(reply["message"]))
+
+    async def _change(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """A request whose status 400 means that what was sent did not fit, or did not all arrive."""
+        try:
+            return await self._request("POST", path, body, timeout_s)
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error
 
     async def _give_back(self, level: int) -> None:
         await self._request("POST", "/pause_generation", {"mode": "retract"})
@@ -241,7 +283,9 @@ class SglangServer(ServedEngine):
 # ------------------------------------------------------------------------------------------- SGLang's JSON, and ours
 
 
-def _generate_body(request_id: str, token_ids: Sequence[int], sampling: SamplingParams, longest: int) -> dict[str, Any]:
+def _generate_body(
+    request_id: str, token_ids: Sequence[int], sampling: SamplingParams, longest: int, adapter: str | None = None
+) -> dict[str, Any]:
     greedy = sampling.temperature == 0
     filtered = not greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
     wanted = {
@@ -259,6 +303,8 @@ def _generate_body(request_id: str, token_ids: Sequence[int], sampling: Sampling
         "no_stop_trim": True,
     }
     body = {"rid": request_id, "input_ids": list(token_ids), "sampling_params": wanted, "return_logprob": True}
+    if adapter:
+        body["lora_path"] = adapter
     if sampling.routed_experts:
         body["return_routed_experts"] = True
     return {**body, "return_sampling_mask": True} if filtered else body

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.config import ConfigError
 from hone.data.routes import routes_of_text
 from hone.models.vision import sees_images
 from hone.rollout.adapters import AdapterKind
@@ -133,19 +132,15 @@ class VllmServer(ServedEngine):
         return f"vLLM takes ranks up to {RANKS[-1]}, this one has {kind.rank}" if kind.rank > RANKS[-1] else ""
 
     @classmethod
-    def _adapter_options(cls, spec: ServerSpec) -> dict[str, Any]:
-        kinds = {name: AdapterKind.of(files.config) for name, files in spec.adapters.items()}
-        for name, kind in kinds.items():
-            if reason := cls.unfit_for_adapter(kind):
-                raise ConfigError(f"adapter {name} ({spec.adapters[name].folder}): {reason}")
-        every = [*kinds.values(), *([spec.adapter] if spec.adapter else [])]
+    def _adapter_options(cls, spec: ServerSpec, config: Any) -> dict[str, Any]:
+        every = cls._adapter_kinds(spec)
         if not every:
             return {}
         largest = max(kind.rank for kind in every)
         room = next(rank for rank in RANKS if rank >= largest)
         # vLLM's kernels for CPUs give a request without an adapter the last slot, beside one that has an adapter
         # (vllm/lora/ops/torch_ops/lora_ops.py, index -1): so that slot stays empty where the two meet.
-        return {"enable_lora": True, "max_lora_rank": room, "max_loras": len(every) + bool(kinds)}
+        return {"enable_lora": True, "max_lora_rank": room, "max_loras": len(every) + bool(spec.adapters)}
 
     async def start(self) -> None:
         """Start the server; the weights of the model's folder, if it serves those, are version 0."""
@@ -194,13 +189,6 @@ class VllmServer(ServedEngine):
         await self._request("POST", "/resume")
 
     # ------------------------------------------------------------------------------------------------- weights
-
-    def _check_payload(self, kind: str) -> None:
-        if kind == "adapter" and not self._options.get("enable_lora"):
-            raise RuntimeError(
-                f"{self.name} was started without room for an adapter: set rollout.engine.enable_lora=true"
-            )
-        super()._check_payload(kind)
 
     async def _receive(self, offer: dict[str, Any]) -> list[WeightReceipt]:
         await self._hold("keep")

@@ -6,6 +6,7 @@
         schedulers    (spawned, one per rank; they import this file first) take weights at
                       POST /update_weights_from_ipc {"zmq_handles": {"offer": <JSON>}}
                       offer --> hone.weights.door --> (name, tensor)* --> model.load_weights
+                                                                      `-> a LoRA adapter: hone/workers/sglang_adapters
                       receipt: digest of what came in; refused unless every parameter of the model was filled
 
 Imported by SGLang's Python, which has hone's package folder on its path and nothing else of hone's environment.
@@ -31,7 +32,7 @@ from sglang.srt.layers import sampler
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
 from sglang.srt.sampling import sampling_batch_info
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
@@ -42,6 +43,7 @@ from hone.rollout.keeper import die_with_parent
 from hone.weights.base import Adapter, WeightSyncError
 from hone.weights.door import Delivery, receive
 from hone.workers.inside import TOKEN_VARIABLE, checkpoint_shapes, listing, one_line, receipt, variable
+from hone.workers.sglang_adapters import forget_slots, take
 
 SOCKET_VARIABLE = "HONE_SOCKET"
 PATHS = frozenset(
@@ -53,6 +55,7 @@ PATHS = frozenset(
         "/pause_generation",
         "/continue_generation",
         "/flush_cache",
+        "/load_lora_adapter",
         "/update_weights_from_ipc",
         "/release_memory_occupation",
         "/resume_memory_occupation",
@@ -176,26 +179,33 @@ def update_weights_from_offer(updater: WeightUpdater, request: Any) -> tuple[boo
 
 
 def _take_in(updater: WeightUpdater, offer: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    model = updater.get_model()
+    adapters = updater.get_model_runner().lora_manager if get_lora().enable_lora else None
     with receive(offer, rank, variable(TOKEN_VARIABLE)) as delivery:
         if isinstance(delivery.payload, Adapter):
-            raise WeightSyncError("SGLang takes whole weights, and an adapter was offered")
-        names: list[str] = []
-        known = checkpoint_shapes(updater.model_config.hf_config)
-        updater.begin_weight_update()
-        hollow(model)
-        try:
-            model.load_weights(as_in_files(updater.model_config.hf_config, _noting(delivery, names, known)))
-        except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
-            if isinstance(error, WeightSyncError) or not names:
-                raise
-            raise WeightSyncError(f"{names[-1]!r} does not fit the model: {one_line(error)}") from error
-        if missing := sorted(set(known) - set(names)):
-            raise WeightSyncError(f"not sent: {listing(missing)}")
-        if gaps := unfilled(model):
-            raise WeightSyncError(f"not sent in full, or NaN: weights of SGLang's {listing(gaps)}")
-        updater.end_weight_update(run_post_load=False)
+            take(adapters, delivery.payload.name, dict(delivery), delivery.payload.config)
+        else:
+            _take_in_whole(updater, delivery)
+            forget_slots(adapters)  # whatever became of their memory while the weights were given back
     return receipt(delivery, rank)
+
+
+def _take_in_whole(updater: WeightUpdater, delivery: Delivery) -> None:
+    model = updater.get_model()
+    names: list[str] = []
+    known = checkpoint_shapes(updater.model_config.hf_config)
+    updater.begin_weight_update()
+    hollow(model)
+    try:
+        model.load_weights(as_in_files(updater.model_config.hf_config, _noting(delivery, names, known)))
+    except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
+        if isinstance(error, WeightSyncError) or not names:
+            raise
+        raise WeightSyncError(f"{names[-1]!r} does not fit the model: {one_line(error)}") from error
+    if missing := sorted(set(known) - set(names)):
+        raise WeightSyncError(f"not sent: {listing(missing)}")
+    if gaps := unfilled(model):
+        raise WeightSyncError(f"not sent in full, or NaN: weights of SGLang's {listing(gaps)}")
+    updater.end_weight_update(run_post_load=False)
 
 
 def _noting(

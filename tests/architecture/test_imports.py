@@ -34,7 +34,7 @@ SETTINGS_READERS = frozenset({"trainers", "workers"})
 
 THIRD_PARTY = {  # heavy or optional package -> files that may import it
     "vllm": ["vllm.py"],
-    "sglang": ["sglang.py"],
+    "sglang": ["sglang.py", "sglang_adapters.py"],
     "megatron": ["megatron.py"],
     "torchtitan": ["torchtitan.py"],
     "ray": ["ray.py", "ray_cluster.py"],

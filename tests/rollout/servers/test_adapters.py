@@ -1,28 +1,44 @@
-"""Several LoRA adapters at once on the real vLLM: the policy's own, and others that a request names."""
+"""LoRA adapters on the real engines: the policy's own, which changes, and others that a request names."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
+import torch
 
 from hone.config import ConfigError
+from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.adapters import AdapterFiles, AdapterKind
-from hone.rollout.vllm import VllmServer
 from hone.types import SamplingParams
-from hone.weights.base import Adapter
+from hone.weights.base import Adapter, WeightSyncError
+from tests.rollout.conftest import REAL
 from tests.rollout.peft_adapters import adapt
+from tests.rollout.syncing import sync_to
 
-pytestmark = pytest.mark.vllm
-
+ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
 LINEAR = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 PROMPTS = [(9, 10, 11), (50,), tuple(range(20, 44))]
+ROOM = {"vllm": {"max_lora_rank": 16, "max_loras": 4}, "sglang": {"max_lora_rank": 12, "max_loras_per_batch": 4}}
+"""For the largest of three; vLLM computes the base with the last slot, which has to be empty."""
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def backend(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def named(tiny, tmp_path_factory):
+def base(backend, tiny):
+    """A new copy of the model on each call: PEFT changes what it is put on."""
+    return lambda: tiny(REAL[backend].model)
+
+
+@pytest.fixture(scope="module")
+def named(base, tmp_path_factory):
     """Name -> (PEFT's model, the folder that it wrote)."""
     found = {}
     for seed, (name, rank) in enumerate((("left", 4), ("right", 12))):
-        model, _, _ = adapt(tiny("qwen3_wide"), seed, r=rank, target_modules=LINEAR)
+        model, _, _ = adapt(base(), seed, r=rank, target_modules=LINEAR)
         folder = tmp_path_factory.mktemp(name)
         model.save_pretrained(folder)
         found[name] = model, AdapterFiles.at(str(folder))
@@ -30,16 +46,15 @@ def named(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(real_adapter, runner, named):
+def server(backend, real_adapter, runner, named):
     lora = {"adapter": AdapterKind(4), "adapters": {name: files for name, (_, files) in named.items()}}
-    server = real_adapter("vllm", 2, lora=lora)
+    server = real_adapter(backend, 2, lora=lora)
     runner.run(server.start())
     yield server
     runner.run(server.close())
 
 
-def test_each_request_is_answered_by_the_adapter_that_it_names(server, named, tiny, push, finish, gap):
-    base = tiny("qwen3_wide")
+def test_each_request_is_answered_by_the_adapter_that_it_names(backend, server, named, base, push, finish, gap):
     models = {name: model for name, (model, _) in named.items()}
 
     async def ask():
@@ -59,26 +74,124 @@ def test_each_request_is_answered_by_the_adapter_that_it_names(server, named, ti
                 others = [model for other, model in models.items() if other != name]
                 assert all(gap(model, prompt, completion) > 0.02 for model in others), "they are told apart"
 
-    assert server._options["max_lora_rank"] == 16, "room for the largest of them"
-    assert server._options["max_loras"] == 4, "vLLM computes the base with the last slot: it has to be empty"
-    push(server, list(base.state_dict().items()), 1)
-    check(base, 1)
+    assert {name: server._options[name] for name in ROOM[backend]} == ROOM[backend]
+    push(server, list(base().state_dict().items()), 1)
+    check(base(), 1)
     for version, seed in ((2, 7), (3, 8)):  # the policy's adapter comes and changes; the others stay
-        policy, tensors, config = adapt(tiny("qwen3_wide"), seed, target_modules=LINEAR)
+        policy, tensors, config = adapt(base(), seed, target_modules=LINEAR)
         push(server, list(tensors.items()), version, Adapter("policy", config))
         check(policy, version)
-    push(server, list(base.state_dict().items()), 4)
-    check(base, 4)
+    push(server, list(base().state_dict().items()), 4)
+    check(base(), 4)
     with pytest.raises(ValueError, match=r"adapter 'lfet'.*left"):
         finish(server.generate("x", PROMPTS[0], SamplingParams(4, adapter="lfet")))
 
 
-def test_what_vllm_cannot_take_is_known_before_it_starts(named, real_adapter, tiny, tmp_path):
-    assert VllmServer.unfit_for_adapter(AdapterKind(512)) == ""
-    assert "ranks up to 512" in VllmServer.unfit_for_adapter(AdapterKind(513))
-    assert "DoRA" in VllmServer.unfit_for_adapter(AdapterKind(4, dora=True))
-    assert "whole" in VllmServer.unfit_for_adapter(AdapterKind(4, whole_modules=True))
-    model, _, _ = adapt(tiny("qwen3_wide"), 0, target_modules=["q_proj"], use_dora=True)
+KINDS = {
+    "rslora": {"target_modules": ["q_proj", "up_proj"], "use_rslora": True},
+    "patterns": {
+        "target_modules": ["k_proj", "down_proj"],
+        "rank_pattern": {"layers.1.self_attn.k_proj": 2},
+        "alpha_pattern": {"down_proj": 3},
+    },
+    "one_layer": {"target_modules": ["v_proj"], "layers_to_transform": [1]},
+}
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("backend", ["sglang"], indirect=True)
+@pytest.mark.parametrize("name", KINDS)
+def test_what_sglang_would_scale_or_fuse_wrongly_is_computed_rightly(name, backend, server, base, push, finish, gap):
+    policy, tensors, config = adapt(base(), 5, **KINDS[name])
+    push(server, list(base().state_dict().items()), 1)
+    push(server, list(tensors.items()), 2, Adapter("policy", config))
+    completion = finish(server.generate("r", PROMPTS[0], SamplingParams(12, ignore_eos=True, seed=1)))
+    assert gap(policy, PROMPTS[0], completion) < 1e-4
+    assert gap(base(), PROMPTS[0], completion) > 0.02
+    scored = finish(server.score("s", (*PROMPTS[0], *completion.token_ids)))
+    assert scored.logprobs[len(PROMPTS[0]) :] == pytest.approx(completion.logprobs, abs=1e-4), "by the same adapter"
+
+
+def renamed(tensors, old, new):
+    return {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("backend", ["sglang"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "entries", "message"),
+    [
+        (lambda t: renamed(t, "layers.1", "layers.9"), {}, r"layers\.9.*belongs to no weight of the model"),
+        (lambda t: {n: v for n, v in t.items() if "layers.1.self_attn.o_proj.lora_B" not in n}, {}, "has a; expected"),
+        (lambda t: {n: v.repeat(4, 1) if "_A" in n else v.repeat(1, 4) for n, v in t.items()}, {}, "has rank 16"),
+        (lambda t: renamed(t, "self_attn.o_proj", "mlp.down_proj"), {}, "is for a matrix of"),
+        (lambda t: {**t, "base_model.model.model.norm.weight": torch.ones(32)}, {}, "trained whole"),
+        (lambda t: t, {"use_dora": True}, "has a, b; expected a, b, magnitude"),
+        (lambda t: t, {"peft_type": "LOHA"}, "of the kind 'LOHA'"),
+    ],
+)
+def test_sglang_is_given_no_adapter_that_it_would_drop_or_die_of(
+    change, entries, message, backend, server, base, push, finish, gap
+):
+    whole = list(base().state_dict().items())
+    push(server, whole, 1)
+    policy, tensors, config = adapt(base(), 5, target_modules=["o_proj"])
+    with pytest.raises(WeightSyncError, match=message):
+        push(server, list(change(tensors).items()), 2, Adapter("policy", {**config, **entries}))
+    with pytest.raises(RuntimeError, match="cannot generate before update_weights"):
+        finish(server.generate("r", PROMPTS[0], SamplingParams(4)))
+    push(server, whole, 3)
+    push(server, list(tensors.items()), 4, Adapter("policy", config))
+    completion = finish(server.generate("r", PROMPTS[0], SamplingParams(8, ignore_eos=True, seed=1)))
+    assert gap(policy, PROMPTS[0], completion) < 1e-4
+
+
+def test_running_requests_go_on_with_the_new_adapter(server, base, push, finish, gap):
+    """Also in the middle of a sequence, whose KV of the old adapter is dropped."""
+    push(server, list(base().state_dict().items()), 0)
+    first, tensors, config = adapt(base(), 1, target_modules=LINEAR)
+    push(server, list(tensors.items()), 1, Adapter("policy", config))
+    policy, tensors, config = adapt(base(), 2, target_modules=LINEAR)
+    over = asyncio.Event()
+
+    async def ask(number):
+        found = []
+        while not over.is_set():
+            wanted = SamplingParams(80, ignore_eos=True, seed=number)
+            found.append(await server.generate(f"r{number}/{len(found)}", PROMPTS[0], wanted))
+        return found
+
+    async def story():
+        running = [asyncio.create_task(ask(number)) for number in range(4)]
+        await asyncio.sleep(0.1)
+        await sync_to(server, list(tensors.items()), 2, Adapter("policy", config))
+        over.set()
+        return [one for found in await asyncio.gather(*running) for one in found]
+
+    found = finish(story())
+    cut = [one for one in found if set(one.weight_versions) == {1, 2}]
+    assert cut, "no request was in the middle of a sequence"
+    for one in cut:
+        switch = one.weight_versions.index(2)
+        assert set(one.weight_versions[:switch]) == {1}
+        assert gap(policy, PROMPTS[0], one, start=switch) < 1e-4
+        assert gap(first, PROMPTS[0], one, start=switch) > 0.02
+        before = replace(one, token_ids=one.token_ids[:switch], logprobs=one.logprobs[:switch])
+        assert gap(first, PROMPTS[0], before) < 1e-4
+
+
+def test_what_an_engine_cannot_take_is_known_before_it_starts(backend, real_adapter, base, tmp_path):
+    unfit = ROLLOUT_ENGINES.get(backend).unfit_for_adapter
+    assert unfit(AdapterKind(512)) == ""
+    assert "DoRA" in unfit(AdapterKind(4, dora=True))
+    assert "whole" in unfit(AdapterKind(4, whole_modules=True))
+    assert "experts" in unfit(AdapterKind(4, experts=True))
+    if backend == "vllm":
+        assert "ranks up to 512" in unfit(AdapterKind(513))
+    else:
+        assert unfit(AdapterKind(4, modules=frozenset(LINEAR))) == ""
+        assert "it is on embed_tokens, x; SGLang" in unfit(AdapterKind(4, modules=frozenset(["x", "embed_tokens"])))
+    model, _, _ = adapt(base(), 0, target_modules=["q_proj"], use_dora=True)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"adapter judge \(.*\): vLLM has no DoRA"):
-        real_adapter("vllm", 3, lora={"adapters": {"judge": AdapterFiles.at(str(tmp_path))}})
+    with pytest.raises(ConfigError, match=r"adapter judge \(.*\): (vLLM|SGLang) has no DoRA"):
+        real_adapter(backend, 3, lora={"adapters": {"judge": AdapterFiles.at(str(tmp_path))}})

@@ -60,6 +60,7 @@ SGLANG_OPEN = {
     "/pause_generation",
     "/continue_generation",
     "/flush_cache",
+    "/load_lora_adapter",
     "/update_weights_from_ipc",
     "/release_memory_occupation",
     "/resume_memory_occupation",

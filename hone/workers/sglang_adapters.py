@@ -1,0 +1,134 @@
+"""LoRA adapters inside SGLang's schedulers: put beside the base in a form that SGLang computes rightly.
+
+    POST /update_weights_from_ipc, payload Adapter --> take ---- loaded already ---------> put, in the old one's place
+                                                        `------- new: kept until the next line
+    POST /load_lora_adapter {name, folder}         --> load ---- brought by a sync, or read from PEFT's files --> put
+    put    (PEFT's tensors, config) --read_adapter, fused--> SGLang's LoRAAdapter --> its memory pool, at once
+
+SGLang 0.5.23 scales by alpha / r whatever the configuration says (rsLoRA, patterns), wants q, k and v of a layer
+together and every matrix of one rank, and drops what belongs to no layer, in silence or when the first batch comes,
+which ends its scheduler. So the scale is multiplied into B, ranks are filled up with zeros, absent partners are zero,
+and what fits no weight is refused before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from sglang.srt.lora.lora_config import LoRAConfig
+from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.lora.utils import get_normalized_target_modules
+from torch import Tensor
+
+from hone.rollout.adapters import PREFIX, AdapterFiles, Delta, read_adapter
+from hone.workers.inside import checkpoint_shapes, listing, one_line
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that SGLang computes as one
+BROUGHT = "(a weight sync)"  # in the place of a folder: the adapter came by one
+_brought: dict[str, tuple[dict[str, Tensor], Mapping[str, Any]]] = {}  # by name, until SGLang asks for them
+
+
+def take(manager: LoRAManager | None, name: str, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Serve an adapter in the place of the one of this name; the first of a name waits until it is loaded.
+
+    Raises ValueError, with nothing changed, for one that SGLang would compute wrongly or has no room for.
+    """
+    if manager is None:
+        raise ValueError("SGLang was started without room for an adapter")
+    for ref in manager.lora_refs.values():
+        if ref.lora_name == name:
+            put(manager, ref, tensors, config)
+            return
+    in_sglangs_form(manager, tensors, config)
+    _brought[name] = tensors, config
+
+
+def load(manager: LoRAManager, ref: LoRARef) -> Any:
+    """Take the place of `LoRAManager._load_lora_adapter`. Nothing is raised: an exception would end the scheduler."""
+    try:
+        if ref.lora_path == BROUGHT:
+            tensors, config = _brought.pop(ref.lora_name)
+        else:
+            files = AdapterFiles.at(ref.lora_path)
+            tensors, config = files.tensors(), files.config
+        put(manager, ref, tensors, config)
+    except Exception as error:  # noqa: BLE001  whatever it is, the trainer is told
+        return manager.create_lora_update_result(success=False, error_message=one_line(error))
+    return manager.create_lora_update_result(success=True)
+
+
+def put(manager: LoRAManager, ref: LoRARef, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Hold an adapter and load it; running requests that name it compute with it from their next token on."""
+    plain, settings = in_sglangs_form(manager, tensors, config)
+    made = LoRAConfig.from_dict(settings, base_vocab_size=manager.base_hf_config.vocab_size)
+    forget_slots(manager, {ref.lora_id})
+    manager.configs[ref.lora_id] = made
+    manager.load_lora_weights_from_tensors(ref, plain)
+    manager.lora_refs[ref.lora_id] = ref
+    manager.fetch_new_loras({ref.lora_id})
+
+
+def forget_slots(manager: LoRAManager | None, adapters: set[str | None] | None = None) -> None:
+    """Let adapters (None: all of them, and the empty one of the base) be loaded anew before the next batch."""
+    if manager is None:
+        return
+    held = manager.memory_pool.uid_to_buffer_id
+    slots = {manager.memory_pool.remove_lora(uid) for uid in list(held) if adapters is None or uid in adapters}
+    if slots:
+        manager._notify_lora_slots_updated(slots)
+
+
+def in_sglangs_form(
+    manager: LoRAManager, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and configuration of an equal adapter: scale 1, one rank, whole groups of fused layers."""
+    shapes = checkpoint_shapes(manager.base_hf_config)
+    deltas, whole = read_adapter(tensors, config, shapes)
+    if config.get("use_dora") or whole:
+        raise ValueError("SGLang takes plain LoRA alone: no DoRA, no modules that are trained whole")
+    layers = {weight.removesuffix(".weight") for weight in deltas}
+    modules = sorted({layer.rpartition(".")[2] for layer in layers})
+    if without := [one for one in modules if not get_normalized_target_modules([one]) <= manager.target_modules]:
+        raise ValueError(
+            f"SGLang was started without room for an adapter on {listing(without)}: name them in "
+            "rollout.engine.lora_target_modules"
+        )
+    rank = max(delta.parts["a"].shape[0] for delta in deltas.values())
+    if rank > manager.max_lora_rank:
+        raise ValueError(f"the adapter has rank {rank}, rollout.engine.max_lora_rank is {manager.max_lora_rank}")
+    found: dict[str, Tensor] = {}
+    for layer in sorted(_with_partners(layers, shapes)):
+        weight = f"{layer}.weight"
+        b, a = _matrices(deltas[weight], rank) if weight in deltas else _nothing(shapes[weight], rank)
+        found[f"{PREFIX}{layer}.lora_A.weight"], found[f"{PREFIX}{layer}.lora_B.weight"] = a, b
+    every = sorted({layer.rpartition(".")[2] for layer in _with_partners(layers, shapes)})
+    return found, {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": every}
+
+
+def _with_partners(layers: set[str], shapes: Mapping[str, Any]) -> set[str]:
+    """These layers, and those that SGLang computes in one product with them."""
+    found = set(layers)
+    for layer in layers:
+        block, _, last = layer.rpartition(".")
+        for group in FUSED:
+            if last in group:
+                found |= {f"{block}.{one}" for one in group if f"{block}.{one}.weight" in shapes}
+    return found
+
+
+def _matrices(delta: Delta, rank: int) -> tuple[Tensor, Tensor]:
+    """B [out, rank] times its scale, in float32, and A [rank, in]; both filled up with zeros."""
+    a, b = delta.parts["a"], delta.parts["b"].float() * delta.scaling
+    more = rank - a.shape[0]
+    return torch.nn.functional.pad(b, (0, more)), torch.nn.functional.pad(a, (0, 0, 0, more))
+
+
+def _nothing(shape: Any, rank: int) -> tuple[Tensor, Tensor]:
+    rows, columns = shape
+    return torch.zeros(rows, rank), torch.zeros(rank, columns)
+
+
+LoRAManager._load_lora_adapter = load
