@@ -1,4 +1,4 @@
-"""Shared set-up: one thread per process (two cores are shared), deterministic seeds."""
+"""Shared set-up: one thread per process (two cores are shared), deterministic seeds; which process runs which files."""
 
 import os
 
@@ -12,6 +12,34 @@ from hypothesis import settings
 
 settings.register_profile("hone", deadline=None)  # how long an example takes says nothing about whether it is right
 settings.load_profile("hone")
+
+
+CLUSTERS = "tests/deploy/test_slurm.py", "tests/runtime/test_ray", "tests/runtime/test_servers_on_nodes.py"
+"""Files whose tests are many processes each: never two of them at once."""
+
+
+def scope_of(nodeid):
+    """What one process of `make test` runs as a whole: a file, or all clusters."""
+    return "clusters" if nodeid.startswith(CLUSTERS) else nodeid.partition("::")[0]
+
+
+def pytest_collection_modifyitems(items):
+    """Clusters first, then files with slow tests: no process is left with a long file when the other has ended."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (not item.nodeid.startswith(CLUSTERS), item.path not in slow))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """In place of xdist's own order, which is by the number of tests in a file."""
+    from xdist.scheduler import LoadScopeScheduling  # in this hook: who calls it has xdist
+
+    class InOrder(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return scope_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return InOrder(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ import asyncio
 import base64
 import itertools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -86,6 +87,7 @@ ADAPTABLE = (
     "down_proj",
 )  # layers of which it computes adapters as hone trains them
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 BROUGHT = "(a weight sync)"  # in the place of an adapter's folder: what the last sync brought
 MARGIN = 6  # SGLang takes prompts this much shorter than its context; it is told of a longer one, and never fills it
 SEEDS = 2**63  # it takes seeds below this
@@ -130,7 +132,8 @@ class SglangServer(ServedEngine):
 
     def _environment(self, folder: Path) -> dict[str, str]:
         sockets = {"HONE_SOCKET": str(folder / SOCKET), "TMPDIR": str(folder)}  # also those between its processes
-        return {**super()._environment(folder), **sockets}
+        cores = {CORES: cores_of_ranks(self._ranks)} if current_platform().device == "cpu" and self._ranks > 1 else {}
+        return {**cores, **super()._environment(folder), **sockets}
 
     @staticmethod
     def unfit_for_adapter(kind: AdapterKind) -> str:
@@ -366,6 +369,16 @@ def server_options(spec: ServerSpec, vocabulary: int) -> dict[str, Any]:
         "trust_remote_code": spec.trust_remote_code or None,
         "enable_return_routed_experts": bool(spec.routed_layers) or None,
     }
+
+
+def cores_of_ranks(ranks: int) -> str:
+    """This process's cores dealt out to ranks, as SGLang wants them said: "0,2|1,3". Without it each rank takes a NUMA
+    node of its own, of which there may be too few."""
+    if given := os.environ.get(CORES):
+        return given
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)
 
 
 __all__ = ["SglangServer"]

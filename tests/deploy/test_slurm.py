@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,12 @@ DEADLINE_S = 500
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.2", 0))
-        return str(probe.getsockname()[1])
+    """One that nobody is given meanwhile: Ray's workers have those below 20000, the system gives those from 32768."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return str(port)
 
 
 def sbatch(script, arguments, **environment):
@@ -66,7 +71,7 @@ def left_over(marker):
 def test_a_policy_run_on_two_machines(tmp_path):
     port = free_port()
     run = recipe(tmp_path)
-    done = sbatch("ray.sbatch", ["train", run, "run.steps=1"], HONE_RAY_PORT=port, HONE_JOIN_S="150")
+    done = sbatch("ray.sbatch", ["train", run, "run.steps=1"], HONE_RAY_PORT=port, HONE_JOIN_S="400")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
@@ -78,7 +83,7 @@ def test_a_policy_run_on_two_machines(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_fails_ends_the_job_with_its_code(tmp_path):
     port = free_port()
-    done = sbatch("ray.sbatch", ["train", recipe(tmp_path), "run.stepps=1"], HONE_RAY_PORT=port, HONE_JOIN_S="150")
+    done = sbatch("ray.sbatch", ["train", recipe(tmp_path), "run.stepps=1"], HONE_RAY_PORT=port, HONE_JOIN_S="400")
     assert done.returncode == 2
     assert "unknown key 'run.stepps'" in done.stderr
     assert left_over(f":{port}") == []

@@ -1,6 +1,6 @@
-"""RL teaches a model from random weights, judged by exact match: two rows of the learning table in each run.
+"""RL teaches a model from random weights, judged by exact match: a row of the learning table in each run.
 
-Which two changes from day to day, so that every row that reached 99 % in the table has its turn, and is printed.
+Which one changes from day to day, so that every row that reached 99 % in the table has its turn, and is printed.
 `HONE_LEARNING_ROWS=grpo-ppo,gpg-gpg` chooses others, `HONE_LEARNING_ROWS=all` takes all.
 
 With log-probs or answers off by one position the mean reward still rises, but exact match does not.
@@ -23,18 +23,16 @@ PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("<!-- learning table: begin -->")[2].partition("<!-- learning table: end -->")[0]
 REACHED = re.findall(r"^\| `(\w+)` \| `(\w+)` \|.*\| \d+ \| \d+ \| [\d.]+ \|$", TABLE, re.MULTILINE)
 LEARNING = [row for row in ROWS if (row.advantage, row.loss) in REACHED]  # of which the page says how long it took
-ROWS_PER_DAY = 2
 ELSEWHERE = {"prime": "trains a process reward model beside the policy: recipes/prime"}
 
 
 def chosen(rows, wanted, day):
-    """The rows that are named, all of them, or those of the day."""
+    """The rows that are named, all of them, or that of the day."""
     if wanted == "all":
         return rows
     if wanted:
         return [resolve(f"{SCRIPT}:row_named")(name.strip()) for name in wanted.split(",")]
-    first = day.toordinal() * ROWS_PER_DAY
-    return [rows[(first + place) % len(rows)] for place in range(ROWS_PER_DAY)]
+    return [rows[day.toordinal() % len(rows)]]
 
 
 TODAY = chosen(LEARNING, os.environ.get("HONE_LEARNING_ROWS", ""), datetime.datetime.now(datetime.UTC).date())

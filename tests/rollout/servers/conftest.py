@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from hone.types import SamplingParams
 from tests.rollout.syncing import sync_to
 
 
@@ -33,3 +34,23 @@ def ready(real_server, push, finish):
         return server
 
     return make
+
+
+@pytest.fixture(scope="session")
+def sample(finish):
+    """`sample(server, prompts, **sampling)`: 16 tokens for each, all at once."""
+
+    def run(server, prompts, **sampling):
+        wanted = {"max_tokens": 16, "ignore_eos": True, **sampling}
+
+        async def story():
+            return await asyncio.gather(
+                *(
+                    server.generate(f"r{i}", prompt, SamplingParams(**{"seed": i, **wanted}))
+                    for i, prompt in enumerate(prompts)
+                )
+            )
+
+        return finish(story())
+
+    return run

@@ -1,6 +1,7 @@
-"""A server that spreads its model over two processes, with a LoRA adapter; at the end, its death."""
+"""Servers that spread their model over two processes (tensor parallel), with a LoRA adapter; at the end, their death."""
 
 import asyncio
+import copy
 import os
 import signal
 
@@ -10,13 +11,48 @@ import torch
 from hone.rollout.base import ReplicaLost
 from hone.types import SamplingParams
 from hone.weights.base import Adapter, WeightSyncError
+from tests.rollout.conftest import REAL
 from tests.rollout.receipts import served_digest
 
-pytestmark = pytest.mark.vllm
-
+ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
+ROOM = {
+    "vllm": {"enable_lora": True, "max_lora_rank": 8},
+    "sglang": {
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "max_loras_per_batch": 2,
+        "lora_target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"],
+        "lora_backend": "torch_native",
+    },
+}
 PROMPTS = [(9, 10, 11), (50,), tuple(range(20, 44))]
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
 TARGETS = ("self_attn.q_proj", "mlp.down_proj")
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def models(backend, tiny):
+    return tiny(REAL[backend].model, seed=0), tiny(REAL[backend].model, seed=1)
+
+
+@pytest.fixture(scope="module")
+def two(backend, real_adapter, runner):
+    server = real_adapter(backend, 1, engine=ROOM[backend], tensor_parallel=2)
+    runner.run(server.start())
+    yield server
+    runner.run(server.close())
+
+
+@pytest.fixture
+def pair(two, push, models):
+    """A server of two processes with the first model's weights as version 0."""
+    push(two, list(models[0].state_dict().items()), 0)
+    return two
 
 
 def adapter(model, seed, layer=None):
@@ -31,9 +67,9 @@ def adapter(model, seed, layer=None):
     return found
 
 
-def merged(tiny, tensors):
-    """The first model with the adapter added to its weights: W + (alpha / r) B A."""
-    model = tiny("qwen3_wide", seed=0)
+def merged(base, tensors):
+    """A model with the adapter added to its weights: W + (alpha / r) B A."""
+    model = copy.deepcopy(base)
     for name, module in model.named_modules():
         if name.endswith(TARGETS):
             a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
@@ -56,13 +92,13 @@ def test_a_tensor_that_is_not_sent_is_named_by_each_rank(pair, models, push):
         push(pair, sent, 3)
 
 
-def test_an_adapter_changes_what_is_sampled_to_what_merging_gives(pair, tiny, models, push, sample, gap):
+def test_an_adapter_changes_what_is_sampled_to_what_merging_gives(pair, models, push, sample, gap):
     for version, seed in ((5, 0), (6, 1)):  # the second takes the place of the first, under the same name
         tensors = adapter(models[0], seed)
         receipts = push(pair, list(tensors.items()), version, Adapter("policy", CONFIG))
         assert [receipt.digest for receipt in receipts] == [served_digest(tensors.items())] * 2
         assert pair.weight_version == version
-        model = merged(tiny, tensors)
+        model = merged(models[0], tensors)
         for prompt, completion in zip(PROMPTS, sample(pair, PROMPTS), strict=True):
             assert set(completion.weight_versions) == {version}
             assert gap(model, prompt, completion) < 1e-4
@@ -76,7 +112,7 @@ def test_whole_weights_take_the_place_of_an_adapter(pair, models, push, sample, 
 
 
 def test_an_adapter_that_is_bound_to_nothing_is_refused(pair, models, push, sample):
-    with pytest.raises(WeightSyncError, match=r"layers\.9.* not in the model"):
+    with pytest.raises(WeightSyncError, match=r"worker 0: .*layers\.9.* model.*worker 1: "):
         push(pair, list(adapter(models[0], 0, layer=9).items()), 9, Adapter("lost", CONFIG))
     assert pair.weight_version == -1
     with pytest.raises(RuntimeError, match="update_weights"):
@@ -86,7 +122,7 @@ def test_an_adapter_that_is_bound_to_nothing_is_refused(pair, models, push, samp
     assert pair.weight_version == 11
 
 
-def test_an_adapter_that_vllm_has_no_room_for_is_refused(pair, models, push, sample, gap):
+def test_an_adapter_that_is_too_large_is_refused(pair, models, push, sample, gap):
     tensors = {
         name: tensor.repeat(1, 4) if "lora_B" in name else tensor.repeat(4, 1)
         for name, tensor in adapter(models[0], 0).items()
