@@ -27,6 +27,7 @@ from hone.config import ConfigError
 from hone.registry import unknown
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+BROUGHT = "(a weight sync)"  # in the place of an adapter's folder, where a server has been sent its tensors
 
 PREFIX = "base_model.model."
 PARTS = {
@@ -57,10 +58,11 @@ class AdapterKind:
     dora: bool = False
     experts: bool = False  # on weights of all experts together (PEFT: target_parameters)
     whole_modules: bool = False  # with modules that are trained whole beside it (PEFT: modules_to_save)
+    model: str = ""  # transformers' `model_type` of what it is on
     modules: frozenset[str] = frozenset()  # last parts of the names of the layers that it is on; empty: not known
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> AdapterKind:
+    def of(cls, config: Mapping[str, Any], model: str) -> AdapterKind:
         """From PEFT's configuration."""
         targets = config.get("target_modules") or ()
         listed = () if isinstance(targets, str) else targets  # else a pattern, or a word for many
@@ -69,6 +71,7 @@ class AdapterKind:
             dora=bool(config.get("use_dora")),
             experts=bool(config.get("target_parameters")),
             whole_modules=bool(config.get("modules_to_save")),
+            model=model,
             modules=frozenset(name.rpartition(".")[2] for name in listed),
         )
 
@@ -270,6 +273,8 @@ def _of_pattern(pattern: Mapping[str, float] | None, module: str, default: float
 
 
 __all__ = [
+    "BROUGHT",
+    "PREFIX",
     "AdapterFiles",
     "AdapterKind",
     "Delta",

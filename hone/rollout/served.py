@@ -105,9 +105,9 @@ class ServedEngine(ABC):
         return {}
 
     @classmethod
-    def _adapter_kinds(cls, spec: ServerSpec) -> list[AdapterKind]:
+    def _adapter_kinds(cls, spec: ServerSpec, model: str) -> list[AdapterKind]:
         """Of the adapters beside the policy, and of the policy's own. Raises ConfigError for one it cannot take."""
-        kinds = {name: AdapterKind.of(files.config) for name, files in spec.adapters.items()}
+        kinds = {name: AdapterKind.of(files.config, model) for name, files in spec.adapters.items()}
         for name, kind in kinds.items():
             if reason := cls.unfit_for_adapter(kind):
                 raise ConfigError(f"adapter {name} ({spec.adapters[name].folder}): {reason}")
@@ -413,7 +413,7 @@ class ServedEngine(ABC):
         """Raise RuntimeError for what cannot be taken in, before anything changes."""
         if kind == "adapter" and not self._options.get("enable_lora"):
             raise RuntimeError(
-                f"{self.name} was started without room for an adapter: set rollout.engine.enable_lora=true"
+                f"{self.name} was started without room for an adapter, which it has if the run trains or names one"
             )
         if kind == "adapter" and not self._has_base:
             raise RuntimeError(f"{self.name} has no base weights yet: whole weights come before an adapter")

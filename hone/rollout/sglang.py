@@ -17,7 +17,6 @@ import asyncio
 import base64
 import itertools
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,9 +26,8 @@ import numpy as np
 
 from hone.config import ConfigError
 from hone.data.routes import Routes
-from hone.models.routing import expert_count
 from hone.platforms.base import current_platform
-from hone.rollout.adapters import AdapterKind
+from hone.rollout.adapters import BROUGHT, AdapterKind
 from hone.rollout.base import PauseMode, ReplicaLost, Scored, ServerSpec, WeightReceipt
 from hone.rollout.engine_options import EngineDefaults, command_arguments
 from hone.rollout.served import AGAIN_S, CONTROL_S, SOCKET, WAKE_TAGS, ServedEngine
@@ -52,7 +50,7 @@ RESERVED = {
     **dict.fromkeys(("pp_size", "pipeline_parallel_size"), "use rollout.tensor_parallel"),
     **dict.fromkeys(("random_seed", "sampling_backend"), "every request has its own seed"),
     "enable_return_routed_experts": "it is actor.moe.routing_replay: rollout",
-    **dict.fromkeys(("lora_paths", "enable_lora_overlap_loading"), "hone loads adapters itself"),
+    **dict.fromkeys(("lora_paths", "enable_lora_overlap_loading", "max_loaded_loras"), "hone loads adapters itself"),
     "config": "options stand in rollout.engine",
 }
 DEFAULTS: Mapping[str, Any] = {
@@ -79,16 +77,9 @@ ENVIRONMENT = {
     "SGLANG_FORCE_STREAM_INTERVAL": "1",  # an aborted request gives back all its tokens, queued or not
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # see MARGIN
 }
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ADAPTABLE = (
-    *ATTENTION,
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-)  # layers of which it computes adapters as hone trains them
+ADAPTED = ("llama", "mistral", "qwen2", "qwen3")  # models whose adapters it was seen to compute as PEFT does
+ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # their layers
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-CORES = "SGLANG_CPU_OMP_THREADS_BIND"
-BROUGHT = "(a weight sync)"  # in the place of an adapter's folder: what the last sync brought
 MARGIN = 6  # SGLang takes prompts this much shorter than its context; it is told of a longer one, and never fills it
 SEEDS = 2**63  # it takes seeds below this
 FINISH = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
@@ -122,7 +113,6 @@ class SglangServer(ServedEngine):
         super()._reset()
         self._released: set[str] = set()
         self._adapter: str | None = None  # what requests compute with that name no other
-        self._loaded: set[str] = set()  # adapters that SGLang knows
 
     def _command(self, folder: Path) -> list[str]:
         context = {"context_length": self._context + MARGIN}
@@ -132,8 +122,7 @@ class SglangServer(ServedEngine):
 
     def _environment(self, folder: Path) -> dict[str, str]:
         sockets = {"HONE_SOCKET": str(folder / SOCKET), "TMPDIR": str(folder)}  # also those between its processes
-        cores = {CORES: cores_of_ranks(self._ranks)} if current_platform().device == "cpu" and self._ranks > 1 else {}
-        return {**cores, **super()._environment(folder), **sockets}
+        return {**super()._environment(folder), **sockets}
 
     @staticmethod
     def unfit_for_adapter(kind: AdapterKind) -> str:
@@ -144,16 +133,17 @@ class SglangServer(ServedEngine):
             return "SGLang takes no modules that are trained whole beside an adapter"
         if kind.experts:
             return "it is on the weights of experts"
+        if kind.model not in ADAPTED:
+            return f"hone has tried adapters in SGLang on {', '.join(ADAPTED)}, and not on {kind.model or 'others'}"
         others = sorted(kind.modules - set(ADAPTABLE))
         return f"it is on {', '.join(others)}; SGLang takes those on {', '.join(ADAPTABLE)}" if others else ""
 
     @classmethod
     def _adapter_options(cls, spec: ServerSpec, config: Any) -> dict[str, Any]:
-        every = cls._adapter_kinds(spec)
+        every = cls._adapter_kinds(spec, config.model_type)
         if not every:
             return {}
-        possible = ATTENTION if expert_count(config) else ADAPTABLE  # a room on experts changes how they are computed
-        named = set().union(*(kind.modules for kind in every)) if all(kind.modules for kind in every) else possible
+        named = set().union(*(kind.modules or ADAPTABLE for kind in every))
         return {
             "enable_lora": True,
             "max_lora_rank": max(kind.rank for kind in every),
@@ -230,10 +220,10 @@ class SglangServer(ServedEngine):
         wanted = {name: str(files.folder) for name, files in self._spec.adapters.items()}
         if self._adapter:
             wanted[self._adapter] = BROUGHT
-        for name in wanted.keys() - self._loaded:
+        receipts, loaded = _read_receipts(self.name, str(reply["message"]))
+        for name in sorted(wanted.keys() - loaded):
             await self._change("/load_lora_adapter", {"lora_name": name, "lora_path": wanted[name]}, timeout_s)
-            self._loaded.add(name)
-        return _read_receipts(self.name, str(reply["message"]))
+        return receipts
 
     async def _change(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """A request whose status 400 means that what was sent did not fit, or did not all arrive."""
@@ -349,11 +339,12 @@ def _scored(meta: Mapping[str, Any], top_k: int) -> Scored:
     return Scored(logprobs, ids, tuple(tuple(float(entry[0]) for entry in place) for place in places))
 
 
-def _read_receipts(name: str, message: str) -> list[WeightReceipt]:
-    """From what SGLang says of an update: the receipts as JSON, then words of its own."""
+def _read_receipts(name: str, message: str) -> tuple[list[WeightReceipt], set[str]]:
+    """From what SGLang says of an update, JSON and then words of its own: receipts, and adapters that it has loaded."""
     receipts, _ = json.JSONDecoder().raw_decode(message)
     wanted = ("version", "digest", "tensors", "bytes")
-    return [WeightReceipt(name, **{key: receipt[key] for key in wanted}) for receipt in receipts]
+    found = [WeightReceipt(name, **{key: receipt[key] for key in wanted}) for receipt in receipts]
+    return found, set(receipts[0]["adapters"])
 
 
 def server_options(spec: ServerSpec, vocabulary: int) -> dict[str, Any]:
@@ -369,16 +360,6 @@ def server_options(spec: ServerSpec, vocabulary: int) -> dict[str, Any]:
         "trust_remote_code": spec.trust_remote_code or None,
         "enable_return_routed_experts": bool(spec.routed_layers) or None,
     }
-
-
-def cores_of_ranks(ranks: int) -> str:
-    """This process's cores dealt out to ranks, as SGLang wants them said: "0,2|1,3". Without it each rank takes a NUMA
-    node of its own, of which there may be too few."""
-    if given := os.environ.get(CORES):
-        return given
-    cores = sorted(os.sched_getaffinity(0))
-    shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
-    return "|".join(",".join(map(str, share)) for share in shares)
 
 
 __all__ = ["SglangServer"]

@@ -1,4 +1,4 @@
-"""Patches of SGLang 0.5.23 for CPUs: stand-ins for libraries that its modules import, one kernel, memory unpinned.
+"""Patches of SGLang 0.5.23 for CPUs: stand-ins for libraries that its modules import, and one kernel.
 
 Importing this file puts them in place, if `SGLANG_USE_CPU_ENGINE=1` says that the server runs on a CPU, and only for
 what is not installed. SGLang's own CPU build, which brings `sgl_kernel`, is compiled from source
@@ -7,7 +7,6 @@ what is not installed. SGLang's own CPU build, which brings `sgl_kernel`, is com
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import sys
@@ -116,28 +115,26 @@ def install_hash() -> torch.library.Library:
 
 # --------------------------------------------------------------------------------------------------- pinned memory
 
-FACTORIES = ("empty", "tensor", "zeros")  # by which SGLang's LoRA makes tensors in pinned memory, CPU or not
 
+class Unpinned:
+    """torch for a module of SGLang that asks for pinned memory, CPU or not; without a device to copy to torch raises.
 
-def install_unpinned() -> None:
-    """Let `pin_memory` mean nothing, here where there is no device to copy to and torch would raise."""
-    for name in FACTORIES:
-        setattr(torch, name, _unpinned(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign,assignment]
+    (https://github.com/sgl-project/sglang/blob/main/python/sglang/srt/lora/layers.py)
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        return _unpinned(found) if name in ("empty", "tensor", "zeros") else found
 
 
 def _unpinned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(factory)
     def make(*arguments: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
         return factory(*arguments, **named)
 
     return make
 
 
-if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-    if "sgl_kernel" in install_stand_ins():
-        _OPERATORS = install_hash()
-    if not torch.accelerator.is_available():
-        install_unpinned()
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and "sgl_kernel" in install_stand_ins():
+    _OPERATORS = install_hash()
 
-__all__ = ["ABSENT", "install_hash", "install_stand_ins", "install_unpinned", "murmur_hash32"]
+__all__ = ["ABSENT", "Unpinned", "install_hash", "install_stand_ins", "murmur_hash32"]

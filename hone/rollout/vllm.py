@@ -133,7 +133,7 @@ class VllmServer(ServedEngine):
 
     @classmethod
     def _adapter_options(cls, spec: ServerSpec, config: Any) -> dict[str, Any]:
-        every = cls._adapter_kinds(spec)
+        every = cls._adapter_kinds(spec, config.model_type)
         if not every:
             return {}
         largest = max(kind.rank for kind in every)

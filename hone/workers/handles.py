@@ -119,6 +119,7 @@ class AdapterRule:
 
     unfit: Callable[[AdapterKind], str]  # why the rollout cannot take one of a kind; empty: it can
     required: bool  # one that it cannot take is an error; else it is merged into all weights
+    model: str  # transformers' `model_type` of the policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ class RolloutHandle:
     def _goes_alone(self, config: Mapping[str, Any]) -> bool:
         """Whether the adapter is one that the rollout takes. Raises ConfigError if it has to be, and is not."""
         rule = self._parts.adapter
-        reason = "" if rule is None else rule.unfit(AdapterKind.of(config))
+        reason = "" if rule is None else rule.unfit(AdapterKind.of(config, rule.model))
         if reason and rule is not None and rule.required:
             raise ConfigError(f"actor.lora.sync: adapter, but the rollout cannot take this adapter by itself: {reason}")
         return not reason

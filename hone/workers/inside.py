@@ -1,4 +1,5 @@
-"""What hone's parts inside another engine's processes have in common: the token, receipts, names, short messages.
+"""What hone's parts inside another engine's processes have in common: the token, receipts, names, short messages, and
+whether a loader took what it was given.
 
 Imported by the engine's own Python, which has hone's package folder on its path and nothing else of hone's environment.
 """
@@ -6,6 +7,7 @@ Imported by the engine's own Python, which has hone's package folder on its path
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from hone.weights.door import Delivery
 TOKEN_VARIABLE = "HONE_TOKEN"
 SHOWN = 5  # names in a message; the rest is a number
 LONGEST = 300  # characters of somebody else's message
+LOOKS = frozenset({"__get__", "__len__", "dim", "element_size", "is_floating_point", "nelement", "numel", "size"})
+"""Ways to ask what a tensor is, without its values."""
 
 
 def variable(name: str) -> str:
@@ -48,6 +52,44 @@ def checkpoint_shapes(config: Any) -> dict[str, torch.Size]:
         return {}
 
 
+def tied_names(config: Any) -> set[str]:
+    """Second names of tensors that Hugging Face's model has under two: some loaders take them under one alone."""
+    try:
+        with torch.device("meta"):
+            model = auto_class(config.model_type).from_config(config)
+    except (ValueError, KeyError, ImportError, AttributeError, TypeError):
+        return set()
+    first: dict[int, str] = {}
+    named = model.state_dict(keep_vars=True).items()
+    return {name for name, tensor in named if first.setdefault(id(tensor), name) != name}
+
+
+class Watched(torch.Tensor):
+    """A tensor that takes its name out of `left` once something is done with its values."""
+
+    weight: str  # its name
+    left: set[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in LOOKS:
+            for one in args:
+                for tensor in one if isinstance(one, list | tuple) else (one,):
+                    if isinstance(tensor, Watched):
+                        tensor.left.discard(tensor.weight)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def watched(weights: Iterable[tuple[str, torch.Tensor]], left: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights` for a loader; `left` has the names of those whose values it did nothing with."""
+    for name, tensor in weights:
+        found = tensor.as_subclass(Watched)
+        found.weight, found.left = name, left
+        left.add(name)
+        yield name, found
+
+
 def listing(names: list[str]) -> str:
     """The first names, and how many more."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
@@ -59,4 +101,14 @@ def one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
 
 
-__all__ = ["TOKEN_VARIABLE", "checkpoint_shapes", "listing", "one_line", "receipt", "variable"]
+__all__ = [
+    "TOKEN_VARIABLE",
+    "Watched",
+    "checkpoint_shapes",
+    "listing",
+    "one_line",
+    "receipt",
+    "tied_names",
+    "variable",
+    "watched",
+]

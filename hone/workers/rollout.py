@@ -111,22 +111,23 @@ def _adapter_rule(spec: RolloutSpec, engine_class: Any) -> AdapterRule | None:
     if spec.lora is None or spec.lora.sync == "merged":
         return None
     unfit = getattr(engine_class, "unfit_for_adapter", lambda kind: "it takes whole weights only")
-    reason = unfit(adapter_kind(spec.lora))
+    model = engine_config(spec.model, spec.compute_dtype).get_text_config().model_type
+    reason = unfit(adapter_kind(spec.lora, model))
     if reason and spec.lora.sync == "adapter":
         raise ConfigError(
             f"actor.lora.sync: adapter, but rollout.backend={spec.settings.backend} cannot take this adapter by "
             f"itself: {reason}; set merged, or auto"
         )
-    return None if reason else AdapterRule(unfit, required=spec.lora.sync == "adapter")
+    return None if reason else AdapterRule(unfit, required=spec.lora.sync == "adapter", model=model)
 
 
-def adapter_kind(lora: LoraConfig) -> AdapterKind:
-    """What can be known of the adapter before there is one."""
+def adapter_kind(lora: LoraConfig, model: str) -> AdapterKind:
+    """What can be known of the adapter before there is one, on a model of transformers' type `model`."""
     if lora.path is not None:
-        return AdapterKind.of(AdapterFiles.at(lora.path).config)
+        return AdapterKind.of(AdapterFiles.at(lora.path).config, model)
     twice = lora.init in ("pissa", "olora")  # its beginning travels with it
     whole = bool(lora.modules_to_save)
-    return AdapterKind(2 * lora.rank if twice else lora.rank, dora=lora.dora, whole_modules=whole)
+    return AdapterKind(2 * lora.rank if twice else lora.rank, lora.dora, whole_modules=whole, model=model)
 
 
 def adapter_files(folders: Mapping[str, str]) -> dict[str, AdapterFiles]:
@@ -162,7 +163,7 @@ def _servers(
             "backend vllm, or builtin with rollout.builtin.process: inside"
         )
     token = secrets.token_hex(32)
-    lora = adapter_kind(spec.lora) if spec.lora is not None and rule is not None else None
+    lora = adapter_kind(spec.lora, rule.model) if spec.lora is not None and rule is not None else None
     specs = [replace(one, adapter=lora, routed_layers=routed) for one in server_specs(spec, token)]
     replicas: list[ServerAdapter] = [adapter(one) for one in specs]
     router = Router(replicas, spec.settings, spec.tokenizer)

@@ -32,7 +32,7 @@ from sglang.srt.layers import sampler
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
+from sglang.srt.runtime_context import get_exec, get_lora
 from sglang.srt.sampling import sampling_batch_info
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
@@ -42,8 +42,17 @@ from hone.rollout.guard import App, Receive, Scope, Send, TokenGuard, same_token
 from hone.rollout.keeper import die_with_parent
 from hone.weights.base import Adapter, WeightSyncError
 from hone.weights.door import Delivery, receive
-from hone.workers.inside import TOKEN_VARIABLE, checkpoint_shapes, listing, one_line, receipt, variable
-from hone.workers.sglang_adapters import forget_slots, take
+from hone.workers.inside import (
+    TOKEN_VARIABLE,
+    checkpoint_shapes,
+    listing,
+    one_line,
+    receipt,
+    tied_names,
+    variable,
+    watched,
+)
+from hone.workers.sglang_adapters import errors_of, forget_slots, gather, loaded, take
 
 SOCKET_VARIABLE = "HONE_SOCKET"
 PATHS = frozenset(
@@ -61,7 +70,7 @@ PATHS = frozenset(
         "/resume_memory_occupation",
     }
 )
-GATHERED = 8192  # bytes of one rank's receipt at most
+CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 # ------------------------------------------------------------------------------------------------------- the doors
@@ -94,10 +103,22 @@ def main(arguments: list[str]) -> None:
     """Run SGLang's server until it is told to end."""
     uvicorn.Config = GuardedConfig  # type: ignore[misc]
     http_server._freeze_gc_after_server_warmup = lambda server_args: None  # a request to a port that is not ours
+    settings = prepare_server_args(arguments)
+    if settings.device == "cpu" and settings.tp_size > 1:
+        os.environ.setdefault(CORES, cores_of_ranks(settings.tp_size, sorted(os.sched_getaffinity(0))))
     try:
-        http_server.launch_server(prepare_server_args(arguments))
+        http_server.launch_server(settings)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def cores_of_ranks(ranks: int, cores: list[int]) -> str:
+    """Cores dealt out to ranks, as SGLang wants them said: "0,2|1,3".
+
+    Left to itself it gives each rank a NUMA node, and does not start where there are fewer of these than ranks.
+    """
+    shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)
 
 
 # --------------------------------------------------------------------------------------------- seeds, filters, ends
@@ -173,9 +194,9 @@ def update_weights_from_offer(updater: WeightUpdater, request: Any) -> tuple[boo
         receipt = _take_in(updater, json.loads(request.zmq_handles["offer"]), rank)
     except Exception as error:  # noqa: BLE001  whatever it is, the trainer is told
         receipt = {"error": f"{type(error).__name__}: {error}"}
-    receipts = _gather(receipt)
-    errors = [f"worker {rank}: {found['error']}" for rank, found in enumerate(receipts) if "error" in found]
-    return not errors, "; ".join(errors) or json.dumps(receipts)
+    receipts = gather(receipt)
+    errors = errors_of(receipts)
+    return not errors, errors or json.dumps(receipts)
 
 
 def _take_in(updater: WeightUpdater, offer: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -186,17 +207,19 @@ def _take_in(updater: WeightUpdater, offer: Mapping[str, Any], rank: int) -> dic
         else:
             _take_in_whole(updater, delivery)
             forget_slots(adapters)  # whatever became of their memory while the weights were given back
-    return receipt(delivery, rank)
+    return {**receipt(delivery, rank), "adapters": loaded(adapters)}
 
 
 def _take_in_whole(updater: WeightUpdater, delivery: Delivery) -> None:
     model = updater.get_model()
+    config = updater.model_config.hf_config
     names: list[str] = []
-    known = checkpoint_shapes(updater.model_config.hf_config)
+    left: set[str] = set()
+    known = checkpoint_shapes(config)
     updater.begin_weight_update()
     hollow(model)
     try:
-        model.load_weights(as_in_files(updater.model_config.hf_config, _noting(delivery, names, known)))
+        model.load_weights(watched(as_in_files(config, _noting(delivery, names, known)), left))
     except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
         if isinstance(error, WeightSyncError) or not names:
             raise
@@ -205,6 +228,8 @@ def _take_in_whole(updater: WeightUpdater, delivery: Delivery) -> None:
         raise WeightSyncError(f"not sent: {listing(missing)}")
     if gaps := unfilled(model):
         raise WeightSyncError(f"not sent in full, or NaN: weights of SGLang's {listing(gaps)}")
+    if dropped := sorted(name for name in left - tied_names(config) if ".experts." not in name):  # other ranks' experts
+        raise WeightSyncError(f"SGLang's model has no place for {listing(dropped)}, which its loader left out")
     updater.end_weight_update(run_post_load=False)
 
 
@@ -236,19 +261,6 @@ def unfilled(model: torch.nn.Module) -> list[str]:
         if parameter.dtype.is_floating_point and bool(parameter.data.isnan().any()):
             found.append(name)
     return found
-
-
-def _gather(receipt: dict[str, Any]) -> list[dict[str, Any]]:
-    """The receipts of all ranks, in their order; as bytes, through the group that SGLang's schedulers agree by."""
-    group = get_parallel().tp_group
-    if group.world_size == 1:
-        return [receipt]
-    text = json.dumps(receipt).encode()
-    own = torch.zeros(GATHERED, dtype=torch.uint8)
-    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    every = [torch.zeros_like(own) for _ in range(group.world_size)]
-    torch.distributed.all_gather(every, own, group=group.cpu_group)
-    return [json.loads(bytes(one.tolist()).rstrip(b"\0")) for one in every]
 
 
 ALLOC_MEMORY_FUNCS["cpu"] = unregistered

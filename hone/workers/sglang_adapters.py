@@ -7,27 +7,33 @@
 
 SGLang 0.5.23 scales by alpha / r whatever the configuration says (rsLoRA, patterns), wants q, k and v of a layer
 together and every matrix of one rank, and drops what belongs to no layer, in silence or when the first batch comes,
-which ends its scheduler. So the scale is multiplied into B, ranks are filled up with zeros, absent partners are zero,
-and what fits no weight is refused before anything changes.
+which ends its scheduler (https://github.com/sgl-project/sglang/tree/main/python/sglang/srt/lora). So the scale is
+multiplied into B, ranks are filled up with zeros, absent partners are zero, and what fits no weight is refused before
+anything changes. Whatever fails on one rank has failed on all.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from sglang.srt.lora import layers
+from sglang.srt.lora.backend import torch_backend
 from sglang.srt.lora.lora_config import LoRAConfig
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.lora.utils import get_normalized_target_modules
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from hone.rollout.adapters import PREFIX, AdapterFiles, Delta, read_adapter
+from hone.rollout.adapters import BROUGHT, PREFIX, AdapterFiles, Delta, read_adapter
+from hone.rollout.sglang_cpu import Unpinned
 from hone.workers.inside import checkpoint_shapes, listing, one_line
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that SGLang computes as one
-BROUGHT = "(a weight sync)"  # in the place of a folder: the adapter came by one
+GATHERED = 8192  # bytes of what one rank says at most
 _brought: dict[str, tuple[dict[str, Tensor], Mapping[str, Any]]] = {}  # by name, until SGLang asks for them
 
 
@@ -47,7 +53,11 @@ def take(manager: LoRAManager | None, name: str, tensors: dict[str, Tensor], con
 
 
 def load(manager: LoRAManager, ref: LoRARef) -> Any:
-    """Take the place of `LoRAManager._load_lora_adapter`. Nothing is raised: an exception would end the scheduler."""
+    """Take the place of `LoRAManager._load_lora_adapter`: all ranks hold the adapter afterwards, or none does.
+
+    Nothing is raised: an exception would end the scheduler.
+    """
+    own = {}
     try:
         if ref.lora_path == BROUGHT:
             tensors, config = _brought.pop(ref.lora_name)
@@ -56,8 +66,11 @@ def load(manager: LoRAManager, ref: LoRARef) -> Any:
             tensors, config = files.tensors(), files.config
         put(manager, ref, tensors, config)
     except Exception as error:  # noqa: BLE001  whatever it is, the trainer is told
-        return manager.create_lora_update_result(success=False, error_message=one_line(error))
-    return manager.create_lora_update_result(success=True)
+        own = {"error": one_line(error)}
+    errors = errors_of(gather(own))
+    if errors:
+        drop(manager, ref.lora_id)
+    return manager.create_lora_update_result(success=not errors, error_message=errors)
 
 
 def put(manager: LoRAManager, ref: LoRARef, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
@@ -69,6 +82,18 @@ def put(manager: LoRAManager, ref: LoRARef, tensors: Mapping[str, Tensor], confi
     manager.load_lora_weights_from_tensors(ref, plain)
     manager.lora_refs[ref.lora_id] = ref
     manager.fetch_new_loras({ref.lora_id})
+
+
+def drop(manager: LoRAManager, adapter: str) -> None:
+    """Hold nothing of an adapter any more."""
+    forget_slots(manager, {adapter})
+    for kept in (manager.configs, manager.loras, manager.lora_refs):
+        kept.pop(adapter, None)
+
+
+def loaded(manager: LoRAManager | None) -> list[str]:
+    """Names of the adapters that can be asked for."""
+    return [] if manager is None else sorted(ref.lora_name for ref in manager.lora_refs.values())
 
 
 def forget_slots(manager: LoRAManager | None, adapters: set[str | None] | None = None) -> None:
@@ -89,33 +114,40 @@ def in_sglangs_form(
     deltas, whole = read_adapter(tensors, config, shapes)
     if config.get("use_dora") or whole:
         raise ValueError("SGLang takes plain LoRA alone: no DoRA, no modules that are trained whole")
-    layers = {weight.removesuffix(".weight") for weight in deltas}
-    modules = sorted({layer.rpartition(".")[2] for layer in layers})
-    if without := [one for one in modules if not get_normalized_target_modules([one]) <= manager.target_modules]:
+    adapted = {weight.removesuffix(".weight") for weight in deltas}
+    if without := sorted(layer for layer in adapted if not _has_room(manager, layer)):
         raise ValueError(
-            f"SGLang was started without room for an adapter on {listing(without)}: name them in "
-            "rollout.engine.lora_target_modules"
+            f"SGLang was started without room for an adapter on {listing(without)}: rollout.engine.lora_target_modules "
+            "says on what there is some"
         )
     rank = max(delta.parts["a"].shape[0] for delta in deltas.values())
     if rank > manager.max_lora_rank:
         raise ValueError(f"the adapter has rank {rank}, rollout.engine.max_lora_rank is {manager.max_lora_rank}")
     found: dict[str, Tensor] = {}
-    for layer in sorted(_with_partners(layers, shapes)):
+    every = sorted(_with_partners(adapted))
+    if alone := [layer for layer in every if f"{layer}.weight" not in shapes]:
+        raise ValueError(f"SGLang wants an adapter on {listing(alone)} too, which the model does not have")
+    for layer in every:
         weight = f"{layer}.weight"
         b, a = _matrices(deltas[weight], rank) if weight in deltas else _nothing(shapes[weight], rank)
         found[f"{PREFIX}{layer}.lora_A.weight"], found[f"{PREFIX}{layer}.lora_B.weight"] = a, b
-    every = sorted({layer.rpartition(".")[2] for layer in _with_partners(layers, shapes)})
-    return found, {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": every}
+    modules = sorted({layer.rpartition(".")[2] for layer in every})
+    return found, {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
 
 
-def _with_partners(layers: set[str], shapes: Mapping[str, Any]) -> set[str]:
+def _has_room(manager: LoRAManager, layer: str) -> bool:
+    """Whether SGLang has put a place for adapters around the layer, or around the fused one that it is part of."""
+    block, _, last = layer.rpartition(".")
+    (fused,) = get_normalized_target_modules([last])
+    return any(f"{block}.{fused}" in modules for modules in manager.lora_modules)
+
+
+def _with_partners(adapted: set[str]) -> set[str]:
     """These layers, and those that SGLang computes in one product with them."""
-    found = set(layers)
-    for layer in layers:
+    found = set(adapted)
+    for layer in adapted:
         block, _, last = layer.rpartition(".")
-        for group in FUSED:
-            if last in group:
-                found |= {f"{block}.{one}" for one in group if f"{block}.{one}.weight" in shapes}
+        found |= {f"{block}.{one}" for group in FUSED if last in group for one in group}
     return found
 
 
@@ -131,4 +163,28 @@ def _nothing(shape: Any, rank: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(rows, rank), torch.zeros(rank, columns)
 
 
+# ------------------------------------------------------------------------------------------- what all ranks say
+
+
+def gather(said: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What every rank says, in their order; as bytes, through the group that SGLang's schedulers agree by."""
+    group = get_parallel().tp_group
+    if group.world_size == 1:
+        return [dict(said)]
+    text = json.dumps(said).encode()
+    own = torch.zeros(GATHERED, dtype=torch.uint8)
+    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    every = [torch.zeros_like(own) for _ in range(group.world_size)]
+    torch.distributed.all_gather(every, own, group=group.cpu_group)
+    return [json.loads(bytes(one.tolist()).rstrip(b"\0")) for one in every]
+
+
+def errors_of(said: list[dict[str, Any]]) -> str:
+    """The errors of all ranks; empty: there are none."""
+    return "; ".join(f"worker {rank}: {one['error']}" for rank, one in enumerate(said) if "error" in one)
+
+
 LoRAManager._load_lora_adapter = load
+if not torch.accelerator.is_available():
+    layers.torch = torch_backend.torch = Unpinned()
+    Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign,assignment]

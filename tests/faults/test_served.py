@@ -1,8 +1,8 @@
 """Faults planted in a server that receives weights: none of them is served, or what it does to log-probs shows.
 
-The same faults against the real vLLM: tests/rollout/servers/vllm/test_weights.py (a tensor that is not sent, a tied
-head among them; half an update; a prefix cache that is kept, with and without the probe) and test_pair.py (an adapter
-that is bound to nothing).
+The same faults against real engines: tests/rollout/servers/vllm/test_weights.py (a tensor that is not sent, a tied
+head among them; half an update; a prefix cache that is kept, with and without the probe) and
+tests/rollout/servers/test_pair.py (an adapter that is bound to nothing).
 """
 
 import asyncio

@@ -46,6 +46,7 @@ CONFIGS = {
     ),  # vLLM's smallest on a CPU
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "llama": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama_plain": lambda: LlamaConfig(**SIZES),
     "llama_yarn": lambda: LlamaConfig(**SIZES, rope_parameters=YARN),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
     "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS),
@@ -164,15 +165,15 @@ def real_python():
 
 @pytest.fixture(scope="session")
 def real_adapter(real_python, tiny, tokenizer, tmp_path_factory):
-    """`real_adapter(backend, number=0, engine={...}, **rollout)`: an adapter for the tiny model, not started.
+    """`real_adapter(backend, number=0, engine={...}, **rollout)`: an adapter for a tiny model, not started.
 
     `lora` are fields of the `ServerSpec` that speak of LoRA.
     """
 
-    def make(backend, number=0, engine=(), lora=(), **rollout):
+    def make(backend, number=0, engine=(), lora=(), kind="", **rollout):
         real = REAL[backend]
         folder = tmp_path_factory.mktemp(backend)
-        tiny(real.model).save_pretrained(folder / "model")
+        tiny(kind or real.model).save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         wanted = {"python": str(real_python(backend)), "start_timeout_s": real.start_timeout_s, **rollout}
         config = RolloutConfig(backend=backend, engine={**real.small, **dict(engine)}, **wanted)

@@ -24,7 +24,7 @@ from tests.runtime.workers import Broken, Echo, Hanging, Killed, Second, Spec
 from tests.trainers.tiny import BASE, metrics, recipe
 
 LOCAL = ["run.steps=4", "actor.schedule.name=constant", "actor.max_tokens_per_microbatch=64"]
-BOUND_S = 60.0  # an error has to come long before any of Ray's or torch's own timeouts; seconds are the usual
+BOUND_S = 120.0  # an error has to come long before any of Ray's or torch's own timeouts; seconds are the usual
 
 
 def overrides(devices):

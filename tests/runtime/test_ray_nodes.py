@@ -18,7 +18,7 @@ from tests.runtime.workers import Echo, Hanging, Spec
 from tests.trainers.tiny import metrics, recipe
 
 LOCAL = ["run.steps=2", "actor.max_tokens_per_microbatch=64"]
-BOUND_S = 60.0
+BOUND_S = 120.0
 
 
 @pytest.fixture(scope="module")

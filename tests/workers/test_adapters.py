@@ -119,8 +119,8 @@ def test_modules_that_are_trained_whole_travel_with_the_adapter(start, lora_acto
         torch.testing.assert_close(served[name], tensor, rtol=1e-6, atol=1e-6)
     with pytest.raises(ConfigError, match=r"actor\.lora\.sync: adapter, but rollout\.backend=vllm .* trained whole"):
         start(backend="vllm", lora=actor_lora(settings, sync="adapter"))
-    assert adapter_kind(actor_lora(settings)).whole_modules
-    assert not adapter_kind(actor_lora({})).whole_modules
+    assert adapter_kind(actor_lora(settings), "qwen3").whole_modules
+    assert not adapter_kind(actor_lora({}), "qwen3").whole_modules
 
 
 def actor_lora(settings, **changes):

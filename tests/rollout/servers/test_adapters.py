@@ -9,13 +9,14 @@ import torch
 from hone.config import ConfigError
 from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.adapters import AdapterFiles, AdapterKind
+from hone.rollout.sglang import ADAPTABLE, ADAPTED
 from hone.types import SamplingParams
 from hone.weights.base import Adapter, WeightSyncError
 from tests.rollout.conftest import REAL
 from tests.rollout.peft_adapters import adapt
 from tests.rollout.syncing import sync_to
 
-ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
+ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in REAL]
 LINEAR = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 PROMPTS = [(9, 10, 11), (50,), tuple(range(20, 44))]
 ROOM = {"vllm": {"max_lora_rank": 16, "max_loras": 4}, "sglang": {"max_lora_rank": 12, "max_loras_per_batch": 4}}
@@ -47,7 +48,7 @@ def named(base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(backend, real_adapter, runner, named):
-    lora = {"adapter": AdapterKind(4), "adapters": {name: files for name, (_, files) in named.items()}}
+    lora = {"adapter": AdapterKind(4, model="qwen3"), "adapters": {name: files for name, (_, files) in named.items()}}
     server = real_adapter(backend, 2, lora=lora)
     runner.run(server.start())
     yield server
@@ -110,6 +111,37 @@ def test_what_sglang_would_scale_or_fuse_wrongly_is_computed_rightly(name, backe
     assert gap(base(), PROMPTS[0], completion) > 0.02
     scored = finish(server.score("s", (*PROMPTS[0], *completion.token_ids)))
     assert scored.logprobs[len(PROMPTS[0]) :] == pytest.approx(completion.logprobs, abs=1e-4), "by the same adapter"
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("kind", ["llama_plain", "mistral", "qwen2"])
+def test_sglang_computes_adapters_of_other_families(kind, real_adapter, runner, tiny, push, finish, gap):
+    model = tiny.config(kind).model_type
+    assert model in ADAPTED
+    server = real_adapter("sglang", 4, lora={"adapter": AdapterKind(4, model=model)}, kind=kind)
+    runner.run(server.start())
+    try:
+        push(server, list(tiny(kind).state_dict().items()), 1)
+        policy, tensors, config = adapt(tiny(kind), 3, target_modules=list(ADAPTABLE))
+        push(server, list(tensors.items()), 2, Adapter("policy", config))
+        completion = finish(server.generate("r", PROMPTS[0], SamplingParams(12, ignore_eos=True, seed=1)))
+        assert gap(policy, PROMPTS[0], completion) < 1e-4
+        assert gap(tiny(kind), PROMPTS[0], completion) > 0.02
+    finally:
+        runner.run(server.close())
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("backend", ["sglang"], indirect=True)
+def test_a_load_that_failed_leaves_room_for_the_next(backend, server, base, push, finish, tmp_path):
+    """SGLang would ask for an unload of what it never had."""
+    push(server, list(base().state_dict().items()), 1)
+    asked = {"lora_name": "late", "lora_path": str(tmp_path)}
+    with pytest.raises(RuntimeError, match=r"worker 0: .*no adapter in PEFT's format"):
+        finish(server._change("/load_lora_adapter", asked, 60))
+    model, _, _ = adapt(base(), 9, target_modules=LINEAR)
+    model.save_pretrained(tmp_path)
+    assert finish(server._change("/load_lora_adapter", asked, 60))["success"]
 
 
 def renamed(tensors, old, new):
@@ -181,16 +213,19 @@ def test_running_requests_go_on_with_the_new_adapter(server, base, push, finish,
 
 
 def test_what_an_engine_cannot_take_is_known_before_it_starts(backend, real_adapter, base, tmp_path):
-    unfit = ROLLOUT_ENGINES.get(backend).unfit_for_adapter
-    assert unfit(AdapterKind(512)) == ""
-    assert "DoRA" in unfit(AdapterKind(4, dora=True))
-    assert "whole" in unfit(AdapterKind(4, whole_modules=True))
-    assert "experts" in unfit(AdapterKind(4, experts=True))
+    def unfit(rank=4, **of):
+        return ROLLOUT_ENGINES.get(backend).unfit_for_adapter(AdapterKind(rank, **{"model": "qwen3", **of}))
+
+    assert unfit(512) == ""
+    assert "DoRA" in unfit(dora=True)
+    assert "whole" in unfit(whole_modules=True)
+    assert "experts" in unfit(experts=True)
     if backend == "vllm":
-        assert "ranks up to 512" in unfit(AdapterKind(513))
+        assert "ranks up to 512" in unfit(513)
     else:
-        assert unfit(AdapterKind(4, modules=frozenset(LINEAR))) == ""
-        assert "it is on embed_tokens, x; SGLang" in unfit(AdapterKind(4, modules=frozenset(["x", "embed_tokens"])))
+        assert unfit(modules=frozenset(LINEAR)) == ""
+        assert "it is on embed_tokens, x; SGLang" in unfit(modules=frozenset(["x", "embed_tokens"]))
+        assert "and not on mixtral" in unfit(model="mixtral"), "its base would be sent, and then no adapter taken"
     model, _, _ = adapt(base(), 0, target_modules=["q_proj"], use_dora=True)
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"adapter judge \(.*\): (vLLM|SGLang) has no DoRA"):

@@ -1,4 +1,4 @@
-"""Servers that spread their model over two processes (tensor parallel), with a LoRA adapter; at the end, their death."""
+"""Servers that spread their model over two processes (tensor parallel), with a LoRA adapter; at the end, a death."""
 
 import asyncio
 import copy
@@ -14,7 +14,7 @@ from hone.weights.base import Adapter, WeightSyncError
 from tests.rollout.conftest import REAL
 from tests.rollout.receipts import served_digest
 
-ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
+ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in REAL]
 ROOM = {
     "vllm": {"enable_lora": True, "max_lora_rank": 8},
     "sglang": {
