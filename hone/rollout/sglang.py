@@ -74,6 +74,9 @@ ACCELERATOR_DEFAULTS: Mapping[str, Any] = {
     "mem_fraction_static": 0.5,  # the rest is for a trainer on the same device
 }
 ENVIRONMENT = {
+    # when one of its processes has died, it ends at once, and not after the dumps of the others (5 to 65 s)
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     "SGLANG_FORCE_STREAM_INTERVAL": "1",  # an aborted request gives back all its tokens, queued or not
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # see MARGIN
 }

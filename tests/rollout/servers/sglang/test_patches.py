@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from hone.rollout.sglang_cpu import ABSENT, install_stand_ins, murmur_hash32
+from hone.rollout.sglang_cpu import ABSENT, Unpinned, install_stand_ins, murmur_hash32
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +98,31 @@ def test_min_p_still_excludes_seeds(sglang_python):
 def test_stop_ids_are_still_forgotten_with_ignore_eos(sglang_python):
     text = source(sglang_python, "managers/schedule_batch.py").partition("def _check_token_based_finish")[2]
     assert "if self.sampling_params.ignore_eos:\n            return False\n" in text[:300]
+
+
+@pytest.mark.sglang
+def test_adapters_are_still_scaled_alike_whatever_their_configuration_says(sglang_python):
+    text = source(sglang_python, "lora/lora.py")
+    assert "self.scaling: float = self.config.lora_alpha / self.config.r\n" in text
+    assert not any(word in text for word in ("rslora", "alpha_pattern", "rank_pattern"))
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("path", ["lora/layers.py", "lora/backend/torch_backend.py"])
+def test_adapters_still_want_pinned_memory_on_a_cpu_too(sglang_python, path):
+    assert "pin_memory=True" in source(sglang_python, path)
+
+
+def test_pinned_memory_is_left_out_and_nothing_else():
+    torch_here = Unpinned()
+    assert torch_here.tensor([1, 2], dtype=torch.int32, device="cpu", pin_memory=True).tolist() == [1, 2]
+    assert torch_here.empty((2, 3), pin_memory=True).shape == (2, 3)
+    assert torch_here.cat is torch.cat
+    with torch.device("meta"):  # torch's own factories are as they were
+        assert torch.empty(3).device.type == "meta"
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("name", ["SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"])
+def test_dumps_before_its_end_can_still_be_switched_off(sglang_python, name):
+    assert f"{name} = EnvBool(True)" in source(sglang_python, "environ.py")
