@@ -81,6 +81,14 @@ class Watched(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
+def dropped(left: set[str], config: Any) -> list[str]:
+    """Names of tensors that a loader did nothing with, and should have.
+
+    Not those that it took under another name, and not experts, of which a rank may hold some only.
+    """
+    return sorted(name for name in left - tied_names(config) if ".experts." not in name)
+
+
 def watched(weights: Iterable[tuple[str, torch.Tensor]], left: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """`weights` for a loader; `left` has the names of those whose values it did nothing with."""
     for name, tensor in weights:
@@ -105,10 +113,10 @@ __all__ = [
     "TOKEN_VARIABLE",
     "Watched",
     "checkpoint_shapes",
+    "dropped",
     "listing",
     "one_line",
     "receipt",
-    "tied_names",
     "variable",
     "watched",
 ]

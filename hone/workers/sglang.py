@@ -45,10 +45,10 @@ from hone.weights.door import Delivery, receive
 from hone.workers.inside import (
     TOKEN_VARIABLE,
     checkpoint_shapes,
+    dropped,
     listing,
     one_line,
     receipt,
-    tied_names,
     variable,
     watched,
 )
@@ -228,8 +228,8 @@ def _take_in_whole(updater: WeightUpdater, delivery: Delivery) -> None:
         raise WeightSyncError(f"not sent: {listing(missing)}")
     if gaps := unfilled(model):
         raise WeightSyncError(f"not sent in full, or NaN: weights of SGLang's {listing(gaps)}")
-    if dropped := sorted(name for name in left - tied_names(config) if ".experts." not in name):  # other ranks' experts
-        raise WeightSyncError(f"SGLang's model has no place for {listing(dropped)}, which its loader left out")
+    if lost := dropped(left, config):
+        raise WeightSyncError(f"SGLang's model has no place for {listing(lost)}, which its loader left out")
     updater.end_weight_update(run_post_load=False)
 
 

@@ -33,7 +33,7 @@ from hone.rollout.sglang_cpu import Unpinned
 from hone.workers.inside import checkpoint_shapes, listing, one_line
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that SGLang computes as one
-GATHERED = 8192  # bytes of what one rank says at most
+GATHERED = 2**16  # bytes of what one rank says at most
 _brought: dict[str, tuple[dict[str, Tensor], Mapping[str, Any]]] = {}  # by name, until SGLang asks for them
 
 

@@ -45,7 +45,16 @@ from hone.rollout.guard import App, TokenGuard, same_token
 from hone.rollout.keeper import die_with_parent
 from hone.weights.base import Adapter, WeightSyncError
 from hone.weights.door import Delivery, receive
-from hone.workers.inside import TOKEN_VARIABLE, checkpoint_shapes, listing, one_line, receipt, variable
+from hone.workers.inside import (
+    TOKEN_VARIABLE,
+    checkpoint_shapes,
+    dropped,
+    listing,
+    one_line,
+    receipt,
+    variable,
+    watched,
+)
 from hone.workers.vllm_patches import as_loaders_want, expand_batch_to_tokens, pack_cpu_experts_again
 
 BACKEND = "hone"
@@ -124,16 +133,19 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):
             if isinstance(delivery.payload, Adapter):
                 raise WeightSyncError("an adapter was offered where whole weights are taken in")
             names: list[str] = []
+            left: set[str] = set()
             try:
                 with disable_mtp_completeness_check():
                     weights = as_in_files(config, _noting(delivery, names))
-                    self.model.load_weights(as_loaders_want(self.model, config, weights, rank))
+                    self.model.load_weights(watched(as_loaders_want(self.model, config, weights, rank), left))
             except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
                 if isinstance(error, WeightSyncError) or not names:
                     raise
                 raise WeightSyncError(f"{names[-1]!r} does not fit the model: {one_line(error)}") from error
             if gaps := unfilled(self.model):
                 raise WeightSyncError(_not_sent(gaps, names, config))
+            if lost := dropped(left, config):
+                raise WeightSyncError(f"vLLM's model has no place for {listing(lost)}, which its loader left out")
         return receipt(delivery, rank)
 
 
