@@ -18,8 +18,11 @@ from hone.weights.door import Delivery
 TOKEN_VARIABLE = "HONE_TOKEN"
 SHOWN = 5  # names in a message; the rest is a number
 LONGEST = 300  # characters of somebody else's message
-LOOKS = frozenset({"__get__", "__len__", "dim", "element_size", "is_floating_point", "nelement", "numel", "size"})
+LOOKS = frozenset(
+    {"__len__", "dim", "element_size", "is_contiguous", "is_floating_point", "nelement", "numel", "size", "stride"}
+)
 """Ways to ask what a tensor is, without its values."""
+VALUES = frozenset({"data", "T", "mT", "H", "mH"})  # attributes that give them
 
 
 def variable(name: str) -> str:
@@ -52,50 +55,47 @@ def checkpoint_shapes(config: Any) -> dict[str, torch.Size]:
         return {}
 
 
-def tied_names(config: Any) -> set[str]:
-    """Second names of tensors that Hugging Face's model has under two: some loaders take them under one alone."""
-    try:
-        with torch.device("meta"):
-            model = auto_class(config.model_type).from_config(config)
-    except (ValueError, KeyError, ImportError, AttributeError, TypeError):
-        return set()
-    first: dict[int, str] = {}
-    named = model.state_dict(keep_vars=True).items()
-    return {name for name, tensor in named if first.setdefault(id(tensor), name) != name}
-
-
 class Watched(torch.Tensor):
-    """A tensor that takes its name out of `left` once something is done with its values."""
+    """A tensor that says in `read` that something was done with its values; what comes of it is plain."""
 
     weight: str  # its name
-    left: set[str]
+    read: dict[str, bool]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in LOOKS:
-            for one in args:
+        named = kwargs or {}
+        if not _looks_only(func):
+            for one in (*args, *named.values()):
                 for tensor in one if isinstance(one, list | tuple) else (one,):
                     if isinstance(tensor, Watched):
-                        tensor.left.discard(tensor.weight)
+                        tensor.read[tensor.weight] = True
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **named)
+            return found.as_subclass(torch.Tensor) if isinstance(found, Watched) else found
 
 
-def dropped(left: set[str], config: Any) -> list[str]:
-    """Names of tensors that a loader did nothing with, and should have.
-
-    Not those that it took under another name, and not experts, of which a rank may hold some only.
-    """
-    return sorted(name for name in left - tied_names(config) if ".experts." not in name)
+def _looks_only(func: Any) -> bool:
+    if func.__name__ == "__get__":  # of an attribute
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in VALUES
+    return func.__name__ in LOOKS
 
 
-def watched(weights: Iterable[tuple[str, torch.Tensor]], left: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights` for a loader; `left` has the names of those whose values it did nothing with."""
+def watched(weights: Iterable[tuple[str, torch.Tensor]], read: dict[str, bool]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights` for a loader; `read` has their names, and whether it did something with their values."""
     for name, tensor in weights:
         found = tensor.as_subclass(Watched)
-        found.weight, found.left = name, left
-        left.add(name)
+        found.weight, found.read = name, read
+        read[name] = False
         yield name, found
+
+
+def lost_biases(read: dict[str, bool]) -> list[str]:
+    """Biases that a loader did nothing with, though it took the weight beside: its model has no place for them.
+
+    Whole modules that it leaves out are none of these: a tower that is not served, a tied head, experts of other ranks.
+    """
+    biases = (name for name in read if name.endswith(".bias") and ".experts." not in name)
+    return sorted(name for name in biases if not read[name] and read.get(f"{name.removesuffix('bias')}weight"))
 
 
 def listing(names: list[str]) -> str:
@@ -113,8 +113,8 @@ __all__ = [
     "TOKEN_VARIABLE",
     "Watched",
     "checkpoint_shapes",
-    "dropped",
     "listing",
+    "lost_biases",
     "one_line",
     "receipt",
     "variable",

@@ -45,8 +45,8 @@ from hone.weights.door import Delivery, receive
 from hone.workers.inside import (
     TOKEN_VARIABLE,
     checkpoint_shapes,
-    dropped,
     listing,
+    lost_biases,
     one_line,
     receipt,
     variable,
@@ -193,7 +193,7 @@ def update_weights_from_offer(updater: WeightUpdater, request: Any) -> tuple[boo
     try:
         receipt = _take_in(updater, json.loads(request.zmq_handles["offer"]), rank)
     except Exception as error:  # noqa: BLE001  whatever it is, the trainer is told
-        receipt = {"error": f"{type(error).__name__}: {error}"}
+        receipt = {"error": one_line(error)}
     receipts = gather(receipt)
     errors = errors_of(receipts)
     return not errors, errors or json.dumps(receipts)
@@ -214,12 +214,12 @@ def _take_in_whole(updater: WeightUpdater, delivery: Delivery) -> None:
     model = updater.get_model()
     config = updater.model_config.hf_config
     names: list[str] = []
-    left: set[str] = set()
+    read: dict[str, bool] = {}
     known = checkpoint_shapes(config)
     updater.begin_weight_update()
     hollow(model)
     try:
-        model.load_weights(watched(as_in_files(config, _noting(delivery, names, known)), left))
+        model.load_weights(watched(as_in_files(config, _noting(delivery, names, known)), read))
     except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
         if isinstance(error, WeightSyncError) or not names:
             raise
@@ -228,7 +228,7 @@ def _take_in_whole(updater: WeightUpdater, delivery: Delivery) -> None:
         raise WeightSyncError(f"not sent: {listing(missing)}")
     if gaps := unfilled(model):
         raise WeightSyncError(f"not sent in full, or NaN: weights of SGLang's {listing(gaps)}")
-    if lost := dropped(left, config):
+    if lost := lost_biases(read):
         raise WeightSyncError(f"SGLang's model has no place for {listing(lost)}, which its loader left out")
     updater.end_weight_update(run_post_load=False)
 

@@ -172,6 +172,8 @@ def gather(said: Mapping[str, Any]) -> list[dict[str, Any]]:
     if group.world_size == 1:
         return [dict(said)]
     text = json.dumps(said).encode()
+    if len(text) > GATHERED:  # every rank has to come to the exchange
+        text = json.dumps({"error": f"it has {len(text)} bytes to say, which is too much"}).encode()
     own = torch.zeros(GATHERED, dtype=torch.uint8)
     own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     every = [torch.zeros_like(own) for _ in range(group.world_size)]

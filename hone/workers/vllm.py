@@ -48,8 +48,8 @@ from hone.weights.door import Delivery, receive
 from hone.workers.inside import (
     TOKEN_VARIABLE,
     checkpoint_shapes,
-    dropped,
     listing,
+    lost_biases,
     one_line,
     receipt,
     variable,
@@ -133,18 +133,18 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):
             if isinstance(delivery.payload, Adapter):
                 raise WeightSyncError("an adapter was offered where whole weights are taken in")
             names: list[str] = []
-            left: set[str] = set()
+            read: dict[str, bool] = {}
             try:
                 with disable_mtp_completeness_check():
                     weights = as_in_files(config, _noting(delivery, names))
-                    self.model.load_weights(watched(as_loaders_want(self.model, config, weights, rank), left))
+                    self.model.load_weights(watched(as_loaders_want(self.model, config, weights, rank), read))
             except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
                 if isinstance(error, WeightSyncError) or not names:
                     raise
                 raise WeightSyncError(f"{names[-1]!r} does not fit the model: {one_line(error)}") from error
             if gaps := unfilled(self.model):
                 raise WeightSyncError(_not_sent(gaps, names, config))
-            if lost := dropped(left, config):
+            if lost := lost_biases(read):
                 raise WeightSyncError(f"vLLM's model has no place for {listing(lost)}, which its loader left out")
         return receipt(delivery, rank)
 
