@@ -142,6 +142,7 @@ REAL = {
     ),
     "sglang": Real("qwen3", 400, {"max_total_tokens": 8192, "max_running_requests": 64}, {}),
 }
+REAL_ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in REAL]
 
 
 @pytest.fixture(scope="session")

@@ -12,18 +12,17 @@ from hone.rollout.adapters import AdapterFiles, AdapterKind
 from hone.rollout.sglang import ADAPTABLE, ADAPTED
 from hone.types import SamplingParams
 from hone.weights.base import Adapter, WeightSyncError
-from tests.rollout.conftest import REAL
+from tests.rollout.conftest import REAL, REAL_ENGINES
 from tests.rollout.peft_adapters import adapt
 from tests.rollout.syncing import sync_to
 
-ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in REAL]
 LINEAR = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 PROMPTS = [(9, 10, 11), (50,), tuple(range(20, 44))]
 ROOM = {"vllm": {"max_lora_rank": 16, "max_loras": 4}, "sglang": {"max_lora_rank": 12, "max_loras_per_batch": 4}}
 """For the largest of three; vLLM computes the base with the last slot, which has to be empty."""
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=REAL_ENGINES)
 def backend(request):
     return request.param
 

@@ -4,12 +4,12 @@ import pytest
 
 from hone.cli.recipe import load_recipe
 from hone.trainers.launch import run_policy
-from tests.rollout.conftest import REAL
+from tests.rollout.conftest import REAL, REAL_ENGINES
 from tests.rollout.servers.vllm.test_run import BUILD
 from tests.trainers.tiny import BASE, metrics, recipe
 
 
-@pytest.mark.parametrize("backend", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in REAL])
+@pytest.mark.parametrize("backend", REAL_ENGINES)
 def test_the_adapter_alone_travels_and_the_samples_are_the_policys(backend, tmp_path, real_python):
     changes = {
         "run": {**BASE["run"], "steps": 3},

@@ -11,10 +11,9 @@ import torch
 from hone.rollout.base import ReplicaLost
 from hone.types import SamplingParams
 from hone.weights.base import Adapter, WeightSyncError
-from tests.rollout.conftest import REAL
+from tests.rollout.conftest import REAL, REAL_ENGINES
 from tests.rollout.receipts import served_digest
 
-ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in REAL]
 ROOM = {
     "vllm": {"enable_lora": True, "max_lora_rank": 8},
     "sglang": {
@@ -30,7 +29,7 @@ CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_pr
 TARGETS = ("self_attn.q_proj", "mlp.down_proj")
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=REAL_ENGINES)
 def backend(request):
     return request.param
 
