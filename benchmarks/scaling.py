@@ -47,18 +47,20 @@ from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.platforms.host_memory import keep_freed
 from hone.runtime import ray as ray_runtime
-from hone.runtime.parcel import plan, to_array
+from hone.runtime.batch_plan import plan, to_array
 from hone.runtime.settings import RuntimeConfig
-from hone.runtime.split import merge_tensors, split_groups
+from hone.runtime.split import merge_tensors, split_batch
 from hone.tracking.metrics import Timer
-from hone.trainers.base import Place
-from hone.trainers.gallery import Gallery
-from hone.trainers.policy import PolicyParts, PolicyTrainer
-from hone.trainers.recorder import Recorder
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.annotators import Annotator, OldLogprobs, ReferenceLogprobs, Values
+from hone.trainers.policy.collection import RolloutLog
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.policy.teachers import TeacherChoice
+from hone.trainers.policy.trainer import PolicyParts, PolicyTrainer
+from hone.trainers.run.loop import RunContext
+from hone.trainers.run.profiler import Profiler
+from hone.trainers.run.recorder import Recorder
 from hone.types import Batch, Metric, ModelOutput, Prompt, StopReason, Trajectory, TrajectoryGroup
-from hone.workers.handles import TrainHandle
-from hone.workers.train import TrainSpec, TrainWorker
+from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 
 TRAJECTORIES = (64, 256, 1024, 4096, 16384)
 TOKENS = (10_000, 56_000, 316_000, 1_780_000, 10_000_000)
@@ -145,7 +147,7 @@ class StubGroup:
 
     def call(self, method: str, *arguments: Any) -> Any:
         batch = next(one for one in arguments if isinstance(one, Batch))
-        parts = split_groups(batch, self._ranks)
+        parts = split_batch(batch, self._ranks)
         plan(batch, parts, self._shelf.put)
         if method == "train_batch":
             return {"train/loss": Metric.mean(0.0)}
@@ -191,7 +193,7 @@ def make_groups(trajectories: int, tokens: int, seed: int) -> list[TrajectoryGro
 
 @contextmanager
 def counted(traffic: Traffic) -> Iterator[None]:
-    """Count what goes through the runtime's two doors to the object store."""
+    """Count what the runtime puts into and takes from the object store."""
     put, merge = ray_runtime.ray.put, ray_runtime._merge
 
     def count_put(value: Any) -> Any:
@@ -221,31 +223,51 @@ def make_trainer(name: str, prompts: int, folder: Path, place: Callable[[str, Re
     update = {"prompts_per_step": prompts, "samples_per_prompt": PER_PROMPT, **settings.pop("update")}
     config = load_layers(PolicyRunConfig, [Layer("benchmark", {**settings, "update": update})]).config
     recorder = Recorder(Timer())
-    tracking: Any = SimpleNamespace(rollouts=lambda *_: None, phase=lambda _: None)
+    tracking: Any = SimpleNamespace(rollouts=lambda *_: None, phase=lambda _: None, message=lambda _: None)
 
     def role(name: str) -> TrainHandle:
         return TrainHandle(place(name, recorder), recorder.record)
 
     algorithm = Algorithm(config.algorithm, config.update.minibatches * config.update.epochs)
-    player = SimpleNamespace(at=lambda step: None, metrics=dict, groups=[])
-    player.play = lambda prompts, play: player.groups
-    stream = SimpleNamespace(epoch=0, dropped={})
-    stream.take_unless = lambda skips, count: ([group.prompt for group in player.groups], [])
+    collector = SimpleNamespace(metrics=dict, groups=[])
+    stream = SimpleNamespace(epoch=0, dropped={}, state_dict=dict)
+    stream.take_unless = lambda skips, count: ([group.prompt for group in collector.groups], [])
     rollout = SimpleNamespace(make_room=lambda: None, sync_from=lambda actor, version: {})
-    answering: Any = SimpleNamespace(player=player, play=_Play(), rollout=rollout, evaluator=lambda *_: None)
+    generation: Any = SimpleNamespace(collector=collector, play=_Play(), rollout=rollout, evaluator=lambda *_: None)
+    feed: Any = SimpleNamespace(
+        room=lambda wanted, step: wanted,
+        admit=lambda *_: None,
+        take=lambda count: collector.groups,
+        commit=lambda *_: None,
+        publish=rollout.sync_from,
+        ahead=(),
+    )
+    actor, critic = role("actor"), role("critic") if algorithm.needs_values else None
+    annotators: list[Annotator] = []
+    if algorithm.needs_old_logprobs:
+        annotators.append(OldLogprobs(actor, algorithm.infer_needs))
+    if critic is not None:
+        annotators.append(Values(critic))
+    if algorithm.needs_reference:
+        annotators.append(ReferenceLogprobs(role("reference"), algorithm.reference_needs))
     parts = PolicyParts(
         prompts=stream,  # type: ignore[arg-type]
-        answering=answering,
+        generation=generation,
+        feed=feed,
         algorithm=algorithm,
-        actor=role("actor"),
-        critic=role("critic") if algorithm.needs_values else None,
-        reference=role("reference") if algorithm.needs_reference else None,
-        teachers=None,
-        process_rewards=None,
-        gallery=Gallery(tracking, 0),
+        actor=actor,
+        critic=critic,
+        annotators=annotators,
+        adjust=[],
+        objective=algorithm.policy_objective(),
+        teacher_choice=TeacherChoice(),
+        following=None,
+        rollout_log=RolloutLog(tracking, 0),
     )
-    trainer = PolicyTrainer(config, parts, Place(folder, tracking, recorder))
-    return trainer, player
+    trainer = PolicyTrainer(
+        config, parts, RunContext(folder, tracking, recorder, Profiler(None, None, folder, tracking))
+    )
+    return trainer, collector
 
 
 @dataclass(frozen=True)
@@ -285,8 +307,8 @@ def _measure_step(
     longest = max(len(one.token_ids) for group in groups for one in group.trajectories)
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        trainer, player = make_trainer(name, trajectories // PER_PROMPT, Path(folder), place)
-        player.groups = groups
+        trainer, collector = make_trainer(name, trajectories // PER_PROMPT, Path(folder), place)
+        collector.groups = groups
         for number in range(rounds + 1):
             traffic = shelf.traffic = Traffic()
             trainer.ledger = type(trainer.ledger)()

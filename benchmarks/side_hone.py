@@ -13,12 +13,12 @@ from typing import Any
 from wire import Ended, Gate
 
 from hone.config import load
-from hone.trainers.base import Trainer
-from hone.trainers.launch import run_policy, run_supervised
-from hone.trainers.policy import PolicyTrainer
-from hone.trainers.settings import PolicyRunConfig
-from hone.trainers.supervised import SupervisedTrainer
-from hone.trainers.supervised_settings import SupervisedRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.policy.trainer import PolicyTrainer
+from hone.trainers.run.launch import run_policy, run_supervised
+from hone.trainers.run.loop import Trainer
+from hone.trainers.supervised.settings import SupervisedRunConfig
+from hone.trainers.supervised.trainer import SupervisedTrainer
 
 HERE = Path(__file__).parent
 
@@ -36,14 +36,13 @@ def gated(trainer: type[Trainer], gate: Gate) -> None:
 
 def overrides(args: argparse.Namespace, folder: Path) -> list[str]:
     """What the driver's choices mean in the run file."""
-    engine = "engine" if args.case == "sft" else "actor"
     ragged = args.case == "grpo_step_ragged"
     keys = [
         f"run.dir={folder / 'run'}",
         f"model.path={args.material / ('model-ragged' if ragged else 'model-uniform')}",
         f"data.train.path={args.material / ('samples' if args.case == 'sft' else 'prompts')}.jsonl",
         f"runtime.threads={os.environ['OMP_NUM_THREADS']}",
-        f"{engine}.compute_dtype={'bfloat16' if args.precision == 'bf16' else 'float32'}",
+        f"actor.compute_dtype={'bfloat16' if args.precision == 'bf16' else 'float32'}",
     ]
     if args.case != "sft":
         keys.append(f"rollout.sampling.max_response_tokens={args.max_tokens}")

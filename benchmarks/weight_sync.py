@@ -37,10 +37,10 @@ from typing import Any
 
 import torch
 
-from hone.models.digest import digest_tensors, method_for
 from hone.weights import TRANSPORTS
 from hone.weights.base import CheckpointEngine, Full
-from hone.weights.door import receive
+from hone.weights.delivery import receive
+from hone.weights.digests.digest import digest_tensors, method_for
 
 LAYOUTS = {"many small": 64 << 10, "few large": 64 << 20}  # bytes of one tensor
 TOKEN = secrets.token_hex(16)

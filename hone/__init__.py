@@ -1,3 +1,28 @@
-"""hone: reinforcement learning and fine-tuning of language models after pre-training."""
+"""hone: reinforcement learning and fine-tuning of language models after pre-training. `hone.api` is the Python API."""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "Interrupted",
+    "Result",
+    "distill",
+    "evaluate",
+    "generate",
+    "load",
+    "prefer",
+    "reward_model",
+    "score",
+    "sft",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the API with its first use: a reward process or `hone doctor` imports this package without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'hone' has no attribute {name!r} (it has: {', '.join(__all__)})")
+    return getattr(import_module("hone.api"), name)

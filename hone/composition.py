@@ -1,10 +1,10 @@
 """Reading run files: YAML, `defaults:` of one level, `key=value` overrides.
 
-Knows nothing of settings classes: it gives the layers of a run in the order in which they win, each with its source;
-`hone.config` merges them, guided by the classes.
+This file returns the layers of a run, lowest priority first, each with its source. `hone.config` merges them and checks
+them against the settings classes.
 
-YAML here is YAML 1.2's core: `1e-4` is a number; `on`, `off`, `yes`, `no`, dates and `1:30` are text; a key given twice
-is an error.
+The format is the core of YAML 1.2: `1e-4` is a number; `on`, `off`, `yes`, `no`, dates and `1:30` are text; a duplicate
+key is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMMAND_LINE = "command line"
 
 
 class ConfigError(ValueError):
-    """A run file, override or other input that cannot be used; the message is one line for a person."""
+    """An error in a run file, an override or other user input. The message is one line."""
 
 
 # -------------------------------------------------------------------------------------------------------- YAML
@@ -34,26 +34,26 @@ class _Loader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = key_node.value
-            if not isinstance(key_node, yaml.ScalarNode):  # such as {{ name }}, which is meant for a template
+            if not isinstance(key_node, yaml.ScalarNode):  # such as {{ name }}, meant as a template
                 raise yaml.constructor.ConstructorError(
-                    None, None, "a key should be text; quote a value that begins with {{", key_node.start_mark
+                    None, None, "a key should be text; put a value that begins with {{ in quotes", key_node.start_mark
                 )
             if key_node.tag != "tag:yaml.org,2002:merge" and key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                    None, None, f"duplicate key {key!r}; remove one of the two", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that either this reader or a YAML 1.1 reader would take for something else."""
+    """Writes YAML; quotes text that this reader or a YAML 1.1 reader would parse as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Control characters are written as escapes: PyYAML loses some of them (NEL) in its other styles."""
+        """Write control characters as escapes: PyYAML loses some of them (NEL) in its other styles."""
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
 
 
@@ -75,37 +75,42 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def from_yaml(text: str) -> Any:
-    """Plain data. Raises yaml.YAMLError for text that is not YAML, a key given twice, or anything but plain data."""
+    """Parse YAML to plain data. Raises yaml.YAMLError for invalid YAML, a duplicate key, or other types."""
     return yaml.load(text, Loader=_Loader)  # a SafeLoader
 
 
 def to_yaml(data: Any) -> str:
-    """YAML that `from_yaml` reads back unchanged, every value on a line of its own."""
+    """Write YAML that `from_yaml` reads back unchanged, one value per line."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31, default_flow_style=False)
 
 
 # ------------------------------------------------------------------------------------------------------ layers
 
 
+PRESET = "preset"  # first word of the source of a preset's layer
+
+
 class Layer(NamedTuple):
-    """What one file, or the command line, says of a run, a section or one value."""
+    """The part of one file, the command line or a preset that concerns a run, a section or one value."""
 
     source: str
     data: Any
 
 
 def read_layers(path: Path, overrides: Sequence[str] = ()) -> list[Layer]:
-    """The file that `defaults:` names (if any), the run file, the command line: later ones win. At least one layer."""
+    """The layers of a run: the `defaults:` file (if any), the run file, the command line (if any). Later ones win."""
     data = _read_yaml(path)
     layers = [Layer(str(path), data)]
     base_name = data.pop("defaults", None)
     if base_name is not None:
         if not isinstance(base_name, str):
-            raise ConfigError(f"{path}: 'defaults' should be the name of one file, found {base_name!r}")
+            raise ConfigError(f"{path}: 'defaults' should name one file, found {base_name!r}")
         base_path = path.parent / base_name
         base = _read_yaml(base_path, named_by=f" (named by 'defaults' in {path})")
         if "defaults" in base:
-            raise ConfigError(f"{base_path}: 'defaults' inside a defaults file; composition is one level deep")
+            raise ConfigError(
+                f"{base_path}: a file named by 'defaults' cannot have 'defaults' itself; copy those settings into it"
+            )
         layers.insert(0, Layer(str(base_path), base))
     if overrides:
         layers.append(Layer(COMMAND_LINE, read_overrides(overrides)))
@@ -117,13 +122,13 @@ def _read_yaml(path: Path, named_by: str = "") -> dict[str, Any]:
         raise ConfigError(f"no run file {path}{named_by}{_near_file(path)}")
     try:
         data = from_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, numbers YAML cannot hold
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a number out of range
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     if not isinstance(data, dict):
         found = "nothing" if data is None else type(data).__name__
-        raise ConfigError(f"{path} should hold a mapping of settings, found {found}")
+        raise ConfigError(f"{path} should contain a mapping (key: value), found {found}")
     return data
 
 
@@ -134,10 +139,10 @@ def _near_file(path: Path) -> str:
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`dotted.key=value` items as one nested mapping; values are YAML (`1e-4`, `null`, `[a, b]`, `true`).
+    """Turn `dotted.key=value` items into one nested mapping; values are YAML (`1e-4`, `null`, `[a, b]`, `true`).
 
-    The same key twice: the last one counts. A whole is set before its parts whatever the order, so that
-    `loss.clip_low=0.1 loss=ppo` means what it says.
+    If a key is given twice, the last one wins. A section is set before its keys, in whatever order they were given:
+    `loss.clip_low=0.1 loss=ppo` sets both.
     """
     split = [_split(override) for override in overrides]
     tree: dict[str, Any] = {}
@@ -159,7 +164,7 @@ def _split(override: str) -> tuple[list[str], Any]:
     key, separator, text = override.partition("=")
     keys = key.split(".")
     if not separator or not all(keys):
-        raise ConfigError(f"override {override!r} should be key=value")
+        raise ConfigError(f"override {override!r} should be key=value, such as run.steps=10")
     try:
         return keys, from_yaml(text) if text else ""
     except (yaml.YAMLError, ValueError) as error:

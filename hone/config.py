@@ -1,15 +1,16 @@
-"""Run files: frozen settings, composed from YAML and the command line, each value knowing where it came from.
+"""Run files: frozen settings, composed from YAML and the command line, with the source of each value.
 
     recipe.yaml  --defaults: base.yaml (one level)-->  merged mapping  --key=value overrides-->  Config tree
                                                              |
                                                         provenance: dotted key -> "default" | file | "command line"
 
-A setting lives in a `Config` subclass beside the code that it configures; its default is written there and nowhere
-else. Unknown keys are errors with the nearest valid key. A key that was set but that no part has read by the time the
-run starts is an error too: parts read their settings in their constructors, and `Config` keeps note of what was read.
+A setting is a field of a `Config` subclass, next to the code that it configures. Its default is written only there. An
+unknown key is an error that suggests the nearest valid key. A key that was set (not to its default) but not read by
+the time the run starts is an error too: every part reads its settings in its constructor, and `Config` records what was
+read.
 
-This file holds what a settings class is and how one is built and inspected; `hone.composition` reads and merges the
-files, `hone.explain` tells people and editors about the keys.
+This file defines, builds and inspects settings classes. `hone.composition` reads the files; `hone.explain` explains
+keys and writes the JSON schema.
 """
 
 from __future__ import annotations
@@ -27,18 +28,29 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializeAsAny, ValidationError
 from pydantic.fields import FieldInfo
 
-from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, to_yaml
+from hone.composition import COMMAND_LINE, PRESET, ConfigError, Layer, read_layers, to_yaml
+from hone.other_frameworks import KEYS as OTHER_KEYS
 from hone.registry import CannotLoad, Registry, UnknownName
 
 DEFAULT = "default"
 
 
 class Config(BaseModel):
-    """Base of every settings class: frozen, strict about keys, and aware of which of its fields were read."""
+    """Base of every settings class: frozen, strict about keys, and it records which fields were read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     _reads: set[str] = PrivateAttr(default_factory=set)
+    _prefix: str = PrivateAttr("")
+
+    def model_post_init(self, context: Any) -> None:
+        """Tell sections that no run file has placed yet where they stand below this one."""
+        for section in sections(self):
+            section.config._prefix = section.config._prefix or section.prefix
+
+    def key_of(self, name: str) -> str:
+        """The dotted key of one of this section's settings, as a run file spells it: `actor.optimizer.lr`."""
+        return f"{self._prefix}{name}"
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -49,33 +61,33 @@ class Config(BaseModel):
         return value
 
     def __eq__(self, other: object) -> bool:
-        """Same class, same values; which of them were read so far does not count."""
+        """Whether class and values are the same; recorded reads do not count."""
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     @classmethod
     def underlay(cls, given: Mapping[str, Any]) -> Layer | None:
-        """A layer below what was `given` for this section: how `preset: NAME` fills keys that nobody set.
+        """Defaults that depend on what was `given` for this section: `preset: NAME` sets the keys that nobody else set.
 
-        Raises ConfigError (without the source, which is added) if there is no such preset.
+        Raises ConfigError for an unknown preset; the caller adds the source to the message.
         """
         return None
 
 
 class Choice(Config):
-    """Settings of one named entry of a registry: `loss: {name: ppo, clip_low: 0.2}`, or just `loss: ppo`."""
+    """A registry entry and its settings: `loss: {name: ppo, clip_low: 0.2}`, or just `loss: ppo`."""
 
-    name: str = Field(description="which one")
+    name: str = Field(description="the chosen entry")
 
 
 @dataclass(frozen=True, slots=True)
 class FromRegistry:
-    """Marks a field as a choice among a registry's entries: `Annotated[Choice, FromRegistry(LOSSES)]`."""
+    """Mark a field as a choice among the entries of a registry: `Annotated[Choice, FromRegistry(LOSSES)]`."""
 
     registry: Registry
 
 
 def setting(default: Any = ..., meaning: str = "", *, unit: str = "", factory: Any = None, **constraints: Any) -> Any:
-    """A field with its meaning and unit (for `hone config --explain`); constraints are pydantic's (ge, le, gt ...)."""
+    """Define a field; `hone config --explain` shows its meaning and unit. Constraints are pydantic's (ge, le ...)."""
     extra: dict[str, Any] | None = {"unit": unit} if unit else None
     if factory is not None:
         return Field(default_factory=factory, description=meaning, json_schema_extra=extra, **constraints)
@@ -87,50 +99,53 @@ C = TypeVar("C", bound=Config)
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[C]):
-    """A resolved run file: the settings, and for every dotted key what set it."""
+    """A resolved run file: the settings, and the source of each dotted key."""
 
     config: C
     provenance: Mapping[str, str]
 
     def explicit(self) -> list[str]:
-        """The keys that a file or the command line set."""
-        return [key for key, source in self.provenance.items() if source != DEFAULT]
+        """The keys that a file or the command line set; what a preset filled is not among them."""
+        return [key for key, source in self.provenance.items() if source.split(" ")[0] not in (DEFAULT, PRESET)]
 
 
 def load(cls: type[C], path: str | Path, overrides: Sequence[str] | None = None) -> Loaded[C]:
     """Read a run file, apply `key=value` overrides, and build the settings.
 
-    Raises ConfigError naming the file, the key, the value, what was expected and the nearest valid choice.
+    Raises ConfigError with the file, the key, the value, what was expected and the nearest valid choice.
     """
     return load_layers(cls, read_layers(Path(path), overrides or ()))
 
 
 def load_layers(cls: type[C], layers: Sequence[Layer]) -> Loaded[C]:
-    """Build the settings from the layers that `hone.composition.read_layers` gave."""
-    builder = _Builder({})
+    """Build the settings from the layers of `hone.composition.read_layers`."""
+    builder = _Builder({}, cls)
     config = builder.section(cls, layers, "", None)
     provenance = {key: builder.sources.get(key, DEFAULT) for key, _ in walk(config)}
+    for section in sections(config):
+        section.config._prefix = section.prefix
     forget_reads(config)
     return Loaded(config, provenance)
 
 
 def build(cls: type[C], data: Any, source: str, path: str = "") -> C:
-    """Build a settings object from plain data. Raises ConfigError naming the source and the full dotted key."""
-    return data if isinstance(data, cls) else _Builder({}).section(cls, [Layer(source, data)], path, None)
+    """Build a settings object from plain data. Raises ConfigError with the source and the full dotted key."""
+    return data if isinstance(data, cls) else _Builder({}, cls).section(cls, [Layer(source, data)], path, None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """Merges layers and builds settings bottom-up, guided by the settings classes.
+    """Merge layers and build settings bottom-up, following the settings classes.
 
-    A layer is what one file or the command line says of a section or value; a later one wins. Every error names the
-    full dotted key and the layer it came from.
+    A layer is the part of one file, or of the command line, that concerns a section or value; later layers win. Every
+    error names the full dotted key and the layer.
     """
 
-    sources: dict[str, str]  # dotted key of each value set so far -> the layer that set it
+    sources: dict[str, str]  # dotted key -> the layer that set it
+    root: type[Config]
 
     def section(self, cls: type[C], layers: Sequence[Layer], path: str, default: Any) -> C:
-        """One section. Where the owner's default is an object of the same class, it supplies what is not set."""
+        """Build one section. Keys that are not set come from the owner's `default`, if it has the same class."""
         own = default if isinstance(default, cls) else None
         built = {name: own.__dict__[name] for name in own.model_fields_set} if own else {}
         for key, values in self.keys(cls, layers, path).items():
@@ -145,14 +160,14 @@ class _Builder:
             raise ConfigError(f"{self.sources.get(key, files[-1])}: {sentence}") from error
 
     def keys(self, cls: type[Config], layers: Sequence[Layer], path: str) -> dict[str, list[Layer]]:
-        """What each key of a section is given by the layers that name it; a preset lies below all of them."""
+        """The layers that set each key of a section, lowest first; a preset is the lowest."""
         given: dict[str, list[Layer]] = {}
         for source, data in layers:
             if not isinstance(data, Mapping):
-                raise ConfigError(f"{source}: {path or 'the file'} should be a mapping of settings, found {data!r}")
+                raise ConfigError(f"{source}: {path or 'the file'} should be a mapping (key: value), found {data!r}")
             for key, value in data.items():
                 if key not in cls.model_fields:
-                    raise ConfigError(f"{source}: {_unknown_key(cls, str(key), path)}")
+                    raise ConfigError(f"{source}: {self.unknown_key(cls, str(key), path, value)}")
                 given.setdefault(key, []).append(Layer(source, value))
         try:
             below = cls.underlay({key: values[-1].data for key, values in given.items()})
@@ -164,17 +179,38 @@ class _Builder:
                 given.setdefault(key, []).insert(0, Layer(below.source, value))
         return given
 
+    def unknown_key(self, cls: type[Config], key: str, path: str, value: Any) -> str:
+        """A sentence with the keys that may have been meant: a near one here, another framework's, or one elsewhere."""
+        known, own = list(cls.model_fields), _join(path, key)
+        spelled = [_join(path, one) for one in difflib.get_close_matches(key, known, n=1, cutoff=0.75)]
+        near = [_join(path, one) for one in _in_choices(cls, key)] or spelled or self.elsewhere(own, value)
+        near = near or [_join(path, one) for one in difflib.get_close_matches(key, known, n=1, cutoff=0.5)]
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        return f"unknown key {own!r}{hint} ({path or 'the top level'} has: {', '.join(known)})"
+
+    def elsewhere(self, key: str, value: Any) -> list[str]:
+        """Keys of the whole run file with the last part of an unknown key, or with what other frameworks call it."""
+        leaf = key.rpartition(".")[2]
+        while isinstance(value, Mapping) and len(value) == 1:  # from a dotted key on the command line
+            leaf, value = next(iter(value.items()))
+        every = set(key_paths(self.root))
+        if key in every:  # a setting of another entry of a registry
+            return []
+        theirs = [one for one in OTHER_KEYS.get(str(leaf), ()) if one in every]
+        same = sorted((one.count("."), one) for one in every if one.rpartition(".")[2] == leaf)
+        return theirs or [one for dots, one in same if dots == same[0][0]][:3]
+
     def value(self, annotation: Any, metadata: list[Any], layers: list[Layer], path: str, default: Any = None) -> Any:
-        """One field, entry of a mapping, or entry of a list."""
+        """Build one field, one entry of a mapping, or one entry of a list."""
         if get_origin(annotation) is typing.Annotated:
             inner, *more = get_args(annotation)
             return self.value(inner, [*metadata, *more], layers, path, default)
         source, last = layers[-1]
-        layers = _since(layers, lambda data: data is not None)  # `critic: null` in one layer: afresh in the next
+        layers = _since(layers, lambda data: data is not None)  # `critic: null` in one layer: later layers start anew
         arms = [arm for arm in get_args(annotation) if arm is not type(None)] if _is_union(annotation) else [annotation]
         if last is None:
             if annotation not in (Any, None) and type(None) not in get_args(annotation):
-                raise ConfigError(f"{source}: {path} should not be null")
+                raise ConfigError(f"{source}: {path} is null, but needs a value; remove the key to get its default")
             arms = []
         for arm in arms:
             origin = get_origin(arm)
@@ -196,7 +232,7 @@ class _Builder:
         return last
 
     def choice(self, registry: Registry, layers: list[Layer], path: str, default: Any) -> Choice:
-        """One of a registry's entries. Another name is another choice: settings of the old one do not carry over."""
+        """Build the chosen registry entry. A layer with another name drops the settings of the entry before."""
         name: Any = default.__dict__["name"] if isinstance(default, Choice) else None
         kept: list[Layer] = []
         for source, value in layers:
@@ -220,7 +256,7 @@ class _Builder:
         return self.section(cls, kept, path, default if same else None)
 
     def mapping(self, inner: Any, metadata: list[Any], layers: list[Layer], path: str) -> dict[Any, Any]:
-        """A setting whose keys are free: layers add to each other key by key."""
+        """Build a mapping with free keys; layers are merged key by key."""
         layers = _since(layers, lambda data: isinstance(data, Mapping))
         given: dict[Any, list[Layer]] = {}
         for source, data in layers:
@@ -231,7 +267,7 @@ class _Builder:
         return built
 
     def sequence(self, inner: Any, metadata: list[Any], layers: list[Layer], path: str, default: Any) -> list[Any]:
-        """A list: a later layer replaces it, or changes entries by number (`rewards.0.weight=2`)."""
+        """Build a list. A later layer replaces it, or changes entries by number (`rewards.0.weight=2`)."""
         lists = [position for position, layer in enumerate(layers) if isinstance(layer.data, list)]
         whole = layers[lists[-1]] if lists else None
         old = list(default) if isinstance(default, list | tuple) and whole is None else []
@@ -254,7 +290,7 @@ class _Builder:
 
 
 def _since(layers: list[Layer], holds: Callable[[Any], bool]) -> list[Layer]:
-    """The last layers whose data all fulfil a condition: what stands before them is replaced, not merged."""
+    """The layers after the last one that does not fulfil `holds`: earlier layers are replaced, not merged."""
     others = [position for position, layer in enumerate(layers) if not holds(layer.data)]
     return layers[others[-1] + 1 :] if others else layers
 
@@ -276,27 +312,39 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _unknown_key(cls: type[Config], key: str, path: str) -> str:
-    known = list(cls.model_fields)
-    near = _in_choices(cls, key) or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {_join(path, near[0])!r}?" if near else ""
-    return f"unknown key {_join(path, key)!r}{hint} ({path or 'the top level'} has: {', '.join(known)})"
+def key_paths(cls: type[Config], prefix: str = "", depth: int = 6) -> Iterator[str]:
+    """Every dotted key that a run file may have, without entries of mappings and lists."""
+    for name, info in cls.model_fields.items():
+        yield f"{prefix}{name}"
+        for section in _sections_of(info) if depth else ():
+            yield from key_paths(section, f"{prefix}{name}.", depth - 1)
+
+
+def _sections_of(info: FieldInfo) -> list[type[Config]]:
+    """The classes of which a field may be: sections, and the settings of its registry's entries."""
+    arms = get_args(info.annotation) or (info.annotation,)
+    found = [arm for arm in arms if isinstance(arm, type) and issubclass(arm, Config)]
+    for registry in [mark.registry for mark in info.metadata if isinstance(mark, FromRegistry)]:
+        for entry in registry:
+            with suppress(CannotLoad):  # an entry that cannot be imported here
+                found += filter(None, [registry.settings(entry)])
+    return found
 
 
 def _in_choices(cls: type[Config], key: str) -> list[str]:
-    """Where in a section's choices some entry has the key: `backend.devices`, for `devices`."""
+    """Paths at which an entry of this section's registries has the key, such as `backend.devices` for `devices`."""
     found = []
     for name, info in cls.model_fields.items():
         for registry in [mark.registry for mark in info.metadata if isinstance(mark, FromRegistry)]:
             for entry in registry:
-                with suppress(CannotLoad):  # what cannot be loaded here cannot be meant
+                with suppress(CannotLoad):  # an entry that cannot be imported here
                     settings = registry.settings(entry)
                     found += [f"{name}.{key}"] if settings is not None and key in settings.model_fields else []
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _explain_error(error: ValidationError, path: str, built: Mapping[str, Any]) -> tuple[str, str]:
-    """The key that is wrong, and one sentence: what was expected there, and what was found."""
+    """The wrong key, and a sentence that says what was expected and what was found."""
     problems = error.errors(include_url=False)
     first = problems[0]
     inside = _inside(first["loc"], built)
@@ -317,7 +365,7 @@ def _explain_error(error: ValidationError, path: str, built: Mapping[str, Any]) 
 
 
 def _inside(location: tuple[int | str, ...], built: Mapping[str, Any]) -> tuple[int | str, ...]:
-    """The part of a pydantic location that is a path into the data: what follows are names of union arms."""
+    """The part of a pydantic location that is a path into the data; the rest are names of union members."""
     value: Any = built
     for depth, part in enumerate(location):
         keys = value if isinstance(value, Mapping) else range(len(value)) if isinstance(value, list | tuple) else ()
@@ -331,7 +379,7 @@ def _inside(location: tuple[int | str, ...], built: Mapping[str, Any]) -> tuple[
 
 
 def walk(config: Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key with its value, sections left out, without counting as a read."""
+    """Every dotted key with its value, without sections. Does not count as a read."""
     for name in type(config).model_fields:
         yield from _walk_value(f"{prefix}{name}", config.__dict__[name])
 
@@ -351,7 +399,7 @@ def _walk_value(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A settings object within a tree, and the field of another section that it hangs on (none for the root)."""
+    """A settings object in a tree, and the field of its parent section that holds it (None for the root)."""
 
     prefix: str  # "" for the root, else "actor.optimizer."
     config: Config
@@ -377,41 +425,48 @@ def _sections_in(prefix: str, value: Any, field: FieldInfo | None) -> Iterator[S
 
 
 def forget_reads(config: Config) -> None:
-    """Start counting reads anew: validators read fields too, and that is not using them."""
+    """Clear the recorded reads: validators read fields too, and that does not count as using them."""
     for section in sections(config):
         section.config._reads.clear()
 
 
 def count_as_read(config: Config) -> None:
-    """Count every setting of a section as read: for a part that did its work in an earlier launch of this run."""
+    """Record every setting of a section as read, for a part that finished in an earlier launch of this run."""
     for section in sections(config):
         section.config._reads.update(type(section.config).model_fields)
 
 
 def unread(loaded: Loaded[Any]) -> list[str]:
-    """Keys that were set by a file or on the command line and that nothing has read so far."""
+    """Keys that a file or the command line set to another value than their default, and that no part has read so far.
+
+    A default that is written out changes nothing: the `config.yaml` of a run has all of them, and can be run again.
+    """
     read: set[str] = set()
     for section in sections(loaded.config):
-        chosen = {"name"} if isinstance(section.config, Choice) else set()  # the registry used it to choose the class
-        read |= {f"{section.prefix}{name}" for name in section.config._reads | chosen}
+        chosen = (
+            {"name"} if isinstance(section.config, Choice) else set()
+        )  # the registry used the name to choose the class
+        fields = type(section.config).model_fields
+        same = {name for name, info in fields.items() if section.config.__dict__[name] == default_of(info)}
+        read |= {f"{section.prefix}{name}" for name in section.config._reads | chosen | same}
     return [key for key in loaded.explicit() if key not in read]
 
 
 def require_all_read(loaded: Loaded[Any]) -> None:
-    """Raise ConfigError if a setting would be accepted and ignored."""
+    """Raise ConfigError if a key that was set is not used by any part of the run."""
     ignored = unread(loaded)
     if ignored:
         where = ", ".join(f"{key} (set by {loaded.provenance[key]})" for key in ignored)
-        raise ConfigError(f"set, but used by nothing in this run: {where}; remove it, or choose the part that uses it")
+        raise ConfigError(f"no part of this run uses these keys: {where}; remove them, or choose the part that does")
 
 
 def dump(config: Config) -> str:
-    """The resolved settings as YAML, in declaration order: what `config.yaml` of a run folder holds."""
+    """The resolved settings as YAML, in declaration order; a run writes them to `config.yaml`."""
     return to_yaml(plain(config))
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """The settings as JSON-compatible data; sub-settings keep the fields of their own class."""
+    """The settings as JSON-compatible data; nested settings keep the fields of their own class."""
     return config.model_dump(mode="json", serialize_as_any=True)
 
 

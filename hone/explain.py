@@ -1,4 +1,4 @@
-"""Telling people and editors about settings: what a key means, annotated YAML, JSON schema."""
+"""Explain settings to people and editors: the meaning of a key, annotated YAML, a JSON schema."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hone.registry import CannotLoad, Registry
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `hone config --explain KEY` tells about one key."""
+    """What `hone config --explain KEY` prints about one key."""
 
     key: str
     meaning: str
@@ -40,9 +40,9 @@ def explain(loaded: Loaded[Any], key: str) -> list[Explanation]:
         return [_explain_one(tree, loaded, name) for name in found]
     empty = [known for known in loaded.provenance if key.startswith(f"{known}.")]
     if empty:
-        raise ConfigError(f"{key} has no value here: {empty[0]} holds no settings in this run")
+        raise ConfigError(f"{key} has no value in this run, because {empty[0]} is not set")
     near = difflib.get_close_matches(key, list(loaded.provenance), n=3, cutoff=0.4)
-    raise ConfigError(f"no key {key!r}" + (f"; near: {', '.join(near)}" if near else ""))
+    raise ConfigError(f"unknown key {key!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
 
 
 def _explain_one(tree: Mapping[str, Section], loaded: Loaded[Any], key: str) -> Explanation:
@@ -68,7 +68,7 @@ def _explain_one(tree: Mapping[str, Section], loaded: Loaded[Any], key: str) -> 
 
 
 def _default(section: Section, name: str) -> Any:
-    """The default of a field where it stands: its owner's default object speaks before the class."""
+    """The default of a field in its place: from the default object of its owner, else from its class."""
     owner = default_of(section.field) if section.field is not None else None
     if isinstance(owner, type(section.config)):
         return owner.__dict__[name]
@@ -88,7 +88,7 @@ def _marks(annotation: Any) -> Iterator[Any]:
 
 
 def value_text(value: Any) -> str:
-    """A value as it would stand in a run file, on one line."""
+    """A value as it is written in a run file, on one line."""
     if value is PydanticUndefined:
         return "required"
     plain_value = to_jsonable_python(value, serialize_as_any=True)
@@ -96,7 +96,7 @@ def value_text(value: Any) -> str:
 
 
 def type_text(info: FieldInfo) -> str:
-    """The type of a field in words, with its bounds: `int >= 1, or null`."""
+    """The type of a field in words, with its bounds: `int >= 1 or null`."""
     bounds = "".join(
         f" {sign} {getattr(mark, name)}" for mark in info.metadata for name, sign in _BOUNDS if hasattr(mark, name)
     )
@@ -149,7 +149,7 @@ def _annotation_text(annotation: Any) -> str:
 
 
 def annotated(loaded: Loaded[Any]) -> Iterator[tuple[str, str]]:
-    """The resolved settings line by line, each with what set it (empty: a default, or a line without a value)."""
+    """The resolved settings line by line, each with its source (empty: a default, or a line without a value)."""
     text = dump(loaded.config)
     sources: dict[int, str] = {}
     for key, line in _lines(yaml.compose(text, Loader=yaml.SafeLoader), ""):
@@ -176,13 +176,16 @@ def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
 
 
 def schema(cls: type[Config]) -> dict[str, Any]:
-    """JSON schema (2020-12) of a run file for editors, with every entry that the registries have now.
+    """The JSON schema (2020-12) of a run file, for editors, with all entries of the registries.
 
-    No key is required in it: any may stand in the file that `defaults` names.
+    It requires no key, because every key may be in the file that `defaults` names.
     """
     definitions: dict[str, Any] = {}
     root = _of_section(cls, definitions)
-    named = {"type": "string", "description": "a file of settings that this one builds on, relative to this file"}
+    named = {
+        "type": "string",
+        "description": "a run file whose settings are the defaults of this one; the path is relative to this file",
+    }
     root["properties"] = {"defaults": named, **root["properties"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
 
@@ -217,21 +220,31 @@ def _of_value(annotation: Any, metadata: list[Any], definitions: dict[str, Any])
 
 
 def _of_choice(registry: Registry, definitions: dict[str, Any]) -> dict[str, Any]:
+    name = f"choice of {registry.kind}"
+    if name in definitions and "anyOf" not in definitions[name]:  # it contains itself: a reference ends the recursion
+        definitions[name]["$comment"] = "referred to"
+        return {"$ref": f"#/$defs/{name}"}
+    mark = definitions[name] = definitions.get(name, {}) and {"$comment": "referred to"}
     arms: list[dict[str, Any]] = [{"enum": list(registry)}]
-    for name in registry:
+    for entry in registry:
         try:
-            settings = registry.settings(name) or Choice
+            settings = registry.settings(entry) or Choice
         except CannotLoad:
-            settings = Choice  # an optional part that is missing here; a run that names it will say so
+            settings = Choice  # an optional part that is not installed; a run that chooses it fails with the reason
         described = _of_section(settings, definitions)
-        arms.append({**described, "properties": described["properties"] | {"name": {"const": name}}})
-    return {"anyOf": arms}
+        arms.append({**described, "properties": described["properties"] | {"name": {"const": entry}}})
+    found = {"anyOf": arms}
+    if mark:
+        definitions[name] = found
+    else:
+        del definitions[name]
+    return found
 
 
 def _reference(cls: type[Config], definitions: dict[str, Any]) -> dict[str, Any]:
     name = f"{cls.__module__}.{cls.__qualname__}"
     if name not in definitions:
-        definitions[name] = {}  # a class that holds itself would recurse for ever
+        definitions[name] = {}  # ends the recursion of a class that contains itself
         definitions[name] = _of_section(cls, definitions)
     return {"$ref": f"#/$defs/{name}"}
 

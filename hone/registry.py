@@ -1,8 +1,8 @@
-"""Registries: a name in a run file becomes a class or function, imported only when it is chosen.
+"""Registries: map a name in a run file to a class or function, imported only when it is chosen.
 
 Every swappable part (advantage estimators, losses, engines, rollout engines, rewards, trackers, platforms) has one
-`Registry`, created in its package's `__init__`. A plug-in adds to them from the entry-point group `hone.plugins` or
-from a module named in `HONE_USE_EXTERNAL_MODULES`.
+`Registry`, created in its package's `__init__`. A plug-in adds entries: a package with an entry point in the group
+`hone.plugins`, or a module named in `HONE_USE_EXTERNAL_MODULES`.
 """
 
 from __future__ import annotations
@@ -24,46 +24,55 @@ PLUGIN_VARIABLE = "HONE_USE_EXTERNAL_MODULES"
 
 
 class UnknownName(ValueError):
-    """A name that no entry of a registry has."""
+    """A name that is not registered."""
 
 
 class CannotLoad(ImportError):
-    """An entry exists, but its module or attribute cannot be imported here."""
+    """A registered name whose module or attribute cannot be imported here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a registered thing is, where its settings class is, and what must be importable for it to work."""
+    """Where a registered object and its settings class are, and which optional modules it needs."""
 
     target: str | Any  # "module:attribute", or the object itself
     settings: str | Any = ""  # "module:attribute" of a Config subclass; empty: takes no settings
-    requires: tuple[str, ...] = ()  # modules of optional packages that it cannot do without
+    requires: tuple[str, ...] = ()  # modules of optional packages that it needs
 
 
 class Registry:
-    """Name -> lazily imported object, for one kind of part.
+    """Names of one kind of part, each mapped to an object that is imported when it is asked for.
 
     >>> kinds = Registry("colour", {"red": "colorsys:rgb_to_hsv"})
     >>> kinds.get("red").__name__
     'rgb_to_hsv'
     """
 
-    def __init__(self, kind: str, entries: Mapping[str, str | Entry] | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        entries: Mapping[str, str | Entry] | None = None,
+        base: Registry | None = None,
+        settings: str = "",
+    ) -> None:
+        """The names of `base`, now and later, belong to this registry too; `settings`: the class of who names none."""
         self.kind = kind
+        self._base = base
+        self._settings = settings
         self._entries: dict[str, Entry] = {}
         for name, entry in (entries or {}).items():
             self._entries[name] = entry if isinstance(entry, Entry) else Entry(entry)
 
     def register(self, name: str, target: str | Any, settings: str | Any = "", requires: tuple[str, ...] = ()) -> None:
-        """Add an entry. A name is registered once: two parts that fight over one name are an error."""
-        if name in self._entries:
-            raise ValueError(f"{self.kind} {name!r} is already registered as {self._entries[name].target!r}")
+        """Add an entry. Raises ValueError if the name is taken."""
+        if name in self:
+            raise ValueError(f"{self.kind} {name!r} is already registered as {self._entry(name).target!r}")
         self._entries[name] = Entry(target, settings, requires)
 
     def get(self, name: str) -> Any:
         """The object registered under `name`.
 
-        Raises UnknownName (with the nearest names) or CannotLoad (with the import's own reason).
+        Raises UnknownName (with the nearest name) or CannotLoad (with the reason).
         """
         entry = self._entry(name)
         missing = [module for module in entry.requires if importlib.util.find_spec(module) is None]
@@ -73,13 +82,13 @@ class Registry:
 
     def settings(self, name: str) -> Any | None:
         """The settings class of `name`, or None if it takes none."""
-        target = self._entry(name).settings
+        target = self._entry(name).settings or self._settings
         return self._load(name, target) if target else None
 
     def probe(self) -> dict[str, str]:
-        """For each name: empty if it can be imported here, else the reason why not."""
+        """Import every entry: name -> the reason if that fails, else an empty string."""
         reasons: dict[str, str] = {}
-        for name in self._entries:
+        for name in self:
             try:
                 self.get(name)
                 reasons[name] = ""
@@ -88,48 +97,48 @@ class Registry:
         return reasons
 
     def target(self, name: str) -> str:
-        """Where the entry is, as text, without importing it. Raises UnknownName."""
+        """Where the entry is, as "module:attribute", without importing it. Raises UnknownName."""
         target = self._entry(name).target
         return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._entries))
+        return iter(sorted({*self._entries, *(self._base or ())}))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._entries or (self._base is not None and name in self._base)
 
     def _entry(self, name: str) -> Entry:
-        if name not in self._entries:
+        if name not in self:
             raise UnknownName(unknown(self.kind, name, list(self)))
-        return self._entries[name]
+        return self._entries[name] if name in self._entries or self._base is None else self._base._entry(name)
 
     def _load(self, name: str, target: str | Any) -> Any:
         if not isinstance(target, str):
             return target
         try:
             return resolve(target)
-        except Exception as error:  # importing runs foreign code: a half-broken package raises whatever it likes
+        except Exception as error:  # importing runs foreign code, which may raise anything
             raise CannotLoad(f"{self.kind} {name!r} ({target}) cannot be loaded: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
-    """An exception as one line; its class is named unless it is an import that failed, which says so itself."""
+    """An exception on one line. Names its class, except for import errors, whose text is clear without it."""
     text = " ".join(str(error).split()) or "no message"
     return text if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {text}"
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:
-    """The one sentence for a name that does not exist: nearest first, then everything there is."""
+    """The error message for an unknown name, with the nearest name and all known ones."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {name!r}{hint} (there is: {', '.join(sorted(known)) or 'nothing'})"
 
 
 def resolve(reference: str) -> Any:
-    """The object that "package.module:attribute" or "path/to/file.py:attribute" names.
+    """Import the object that "package.module:attribute" or "path/to/file.py:attribute" names.
 
-    Raises ImportError (module or file missing), AttributeError (no such attribute), ValueError (malformed), and
-    whatever the module raises while it is imported.
+    Raises ImportError (no such module or file), AttributeError (no such attribute), ValueError (not of this form), and
+    any error that the module raises during import.
     """
     module_name, separator, attribute = reference.rpartition(":")
     if not separator or not module_name or not attribute:
@@ -150,14 +159,14 @@ def _import(name: str) -> Any:
     except ModuleNotFoundError as error:
         file = Path(name.replace(".", "/") + ".py")
         if error.name == name.partition(".")[0] and file.is_file():
-            hint = f"no module {name!r} is installed; a file of the current folder is named as {file}:attribute"
+            hint = f"no module {name!r} is installed; to use the file in the current folder, write {file}:attribute"
             raise ImportError(hint, name=error.name) from error
         raise
 
 
 def _load_file(path: Path) -> Any:
     if not path.is_file():
-        raise ImportError(f"no file {path} (looked in {Path.cwd()})")
+        raise ImportError(f"no file {path} (current folder: {Path.cwd()})")
     name = f"hone_file_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -178,11 +187,10 @@ _loaded_plugins: dict[str, str] | None = None
 
 
 def load_plugins() -> dict[str, str]:
-    """Import every plug-in once; {name: empty, or why it failed}. `hone doctor` shows the result.
+    """Import every plug-in once: name -> the reason if that fails, else an empty string.
 
-    A plug-in registers its parts when it is imported; an entry point that names a callable is called without
-    arguments. A broken plug-in does not stop hone (its parts are simply not there), but is never silent: the command
-    line prints each failure as a warning.
+    A plug-in registers its parts when it is imported; if its entry point is callable, it is called without arguments.
+    hone continues without the parts of a broken plug-in: every command prints a warning, `hone doctor` the reason.
     """
     global _loaded_plugins
     if _loaded_plugins is not None:
@@ -200,6 +208,6 @@ def _try_plugin(load: Any) -> str:
         loaded = load()
         if callable(loaded):
             loaded()
-    except Exception as error:  # noqa: BLE001 (foreign code: whatever it raises is its failure, reported as such)
+    except Exception as error:  # noqa: BLE001 (foreign code may raise anything; the reason is reported)
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return ""

@@ -1,8 +1,7 @@
-"""The nouns of hone: what one layer hands to the next.
+"""The data types of hone: what one layer passes to the next.
 
-This file imports nothing heavy: tensors are named in annotations only, so that `hone --help`, `hone config` and the
-reward worker processes can import it without torch. Operations on a `Batch` (packing, selecting, splitting) live in
-`hone.data.packing`.
+This file imports torch for annotations only, so that `hone --help`, `hone config` and the reward workers start without
+it. Operations on a `Batch` (packing, selecting, splitting) are in `hone.data.packing`.
 
     Prompt --envs--> Trajectory x n = TrajectoryGroup --packing--> Batch --algorithms--> Batch with advantages
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """How a trajectory ended for us: only `ok` and `truncated` are ever trained on."""
+    """How a trajectory ended. Only `ok` and `truncated` are ever trained on."""
 
     OK = "ok"
-    TRUNCATED = "truncated"  # cut by a length limit: the tokens are the policy's own, so they are trainable
-    ENV_FAILED = "env_failed"  # a tool, sandbox or environment broke: says nothing about the policy
+    TRUNCATED = "truncated"  # stopped by a length limit; the policy sampled its tokens, so they are trainable
+    ENV_FAILED = "env_failed"  # a tool, sandbox or environment failed, not the policy
     REWARD_FAILED = "reward_failed"  # the reward raised, timed out or was not finite
     ENGINE_FAILED = "engine_failed"  # the rollout engine lost the request
     FILTERED = "filtered"  # removed on purpose (dynamic sampling, length filter)
@@ -35,16 +34,20 @@ class Status(StrEnum):
         return self in (Status.OK, Status.TRUNCATED)
 
 
+FAILED = (Status.REWARD_FAILED, Status.ENV_FAILED, Status.ENGINE_FAILED)
+"""Something other than the policy failed."""
+
+
 class StopReason(StrEnum):
     """Why generation ended."""
 
     STOP = "stop"  # end-of-sequence token, stop id or stop string
     LENGTH = "length"  # max_tokens or the context window
-    ABORTED = "aborted"  # abort_all(): the tokens so far are kept
+    ABORTED = "aborted"  # abort_all(); the tokens so far are kept
 
 
 class Reducer(StrEnum):
-    """How a metric's values from several tokens, micro-batches, ranks or steps become one."""
+    """How several values of a metric (tokens, micro-batches, ranks, steps) are combined into one."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -54,9 +57,9 @@ class Reducer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number that knows how it is combined with others of its name.
+    """A number and the rule for merging it with others of the same name.
 
-    A mean carries its weight (`count`), so means of unequal parts merge exactly.
+    A mean keeps its weight (`count`), so means over parts of different size merge exactly.
 
     >>> Metric.mean(2.0, count=1).merge(Metric.mean(5.0, count=3)).value
     4.25
@@ -102,7 +105,7 @@ Metrics = dict[str, Metric]
 
 
 def merge_metrics(*parts: Metrics) -> Metrics:
-    """Combine metrics by name, each by its own reducer."""
+    """Merge metrics by name, each with its own reducer."""
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -111,7 +114,7 @@ def merge_metrics(*parts: Metrics) -> Metrics:
 
 
 class Message(TypedDict, total=False):
-    """One chat message; `content` is text (or a list of parts for multimodal models)."""
+    """One chat message. `content` is text, or a list of parts for multimodal models."""
 
     role: str
     content: Any
@@ -122,37 +125,37 @@ class Message(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image that a prompt shows: as it was encoded in its file, and the place it takes among the tokens.
+    """An image in a prompt: its encoded file, and the placeholder tokens that stand for it.
 
-    Image(data=b"\\x89PNG...", grid=(1, 4, 6), tokens=6, token_id=9, read=...) stands for six tokens of number 9.
+    Image(data=b"\\x89PNG...", grid=(1, 4, 6), tokens=6, token_id=9, read=...) has six placeholder tokens with id 9.
     """
 
-    data: bytes = field(repr=False)  # PNG, JPEG ... as it came; two images are equal if these bytes are
-    grid: tuple[int, int, int]  # patches that the model's processor makes of it: frames (1), rows, columns
+    data: bytes = field(repr=False)  # the bytes of the PNG, JPEG ... file; equal bytes are equal images
+    grid: tuple[int, int, int]  # patches that the model's processor cuts it into: frames (1), rows, columns
     tokens: int  # placeholder tokens in the prompt
     token_id: int  # the placeholder
     read: Callable[[bytes], Any] = field(repr=False, compare=False)  # data -> array [patches, values] float32
 
     def patches(self) -> Any:
-        """What the model sees, a numpy array [frames * rows * columns, values of a patch] float32; made when asked."""
+        """Decode the image to patches: a numpy array [frames * rows * columns, values per patch] float32."""
         return self.read(self.data)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of a data set, rendered: what is asked, and what is needed to judge the answer.
+    """One row of a data set, rendered to tokens, with what a reward needs to judge the answer.
 
     Prompt(prompt_id="gsm8k/00017", token_ids=(1, 53, ...), messages=({"role": "user", "content": "2+2?"},),
            ground_truth="4", data_source="gsm8k", row={"level": 1}, draw=17)
     """
 
     prompt_id: str  # stable name of the row: "<data set>/<row number>"; the same row drawn in two epochs shares it
-    token_ids: tuple[int, ...]  # rendered with the chat template, generation prompt included
+    token_ids: tuple[int, ...]  # rendered with the chat template and its generation prompt
     messages: tuple[Message, ...]
-    ground_truth: Any  # None when the reward needs none
+    ground_truth: Any  # None if the reward does not need it
     data_source: str
-    row: Mapping[str, Any] = field(default_factory=dict)  # every other column, untouched
-    draw: int = 0  # position in the prompt stream: unique within a run, the ledger's key
+    row: Mapping[str, Any] = field(default_factory=dict)  # all other columns, unchanged
+    draw: int = 0  # position in the prompt stream; unique within a run, and the key of the ledger
     images: tuple[Image, ...] = ()  # in the order of their placeholders in `token_ids`
 
 
@@ -160,8 +163,8 @@ class Prompt:
 class SamplingParams:
     """How one completion is sampled. `temperature=0` is greedy.
 
-    `logprobs` of a completion are those of the distribution that was sampled from: after temperature, top-k, top-p
-    and min-p. Greedy completions have the model's own, at temperature 1.
+    The log-probs of a completion belong to the distribution that was sampled: after temperature, top-k, top-p and
+    min-p. Greedy completions have the model's log-probs at temperature 1.
     """
 
     max_tokens: int
@@ -169,37 +172,36 @@ class SamplingParams:
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
-    stop: tuple[str, ...] = ()  # stop strings: generation ends with the token that completes one (it is kept)
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
+    stop: tuple[str, ...] = ()  # stop strings; generation ends with the token that completes one, which is kept
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence ids
     ignore_eos: bool = False
     seed: int = 0  # of this request: hash(run seed, step, prompt, sample, turn)
-    adapter: str = ""  # who answers: an adapter that is served beside the policy, by its name; empty: the policy
-    routed_experts: bool = False  # whether the completion is to say which experts each token went to
+    adapter: str = ""  # name of a served LoRA adapter that answers instead of the policy; empty: the policy
+    routed_experts: bool = False  # whether the completion records the experts of each token
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a rollout engine returns for one request. All tuples have the length of `token_ids`."""
+    """The result of one request to a rollout engine. All tuples have the length of `token_ids`."""
 
     request_id: str
     token_ids: tuple[int, ...]  # generated tokens; the stop token is included
     logprobs: tuple[float, ...]
     weight_versions: tuple[int, ...]
     stop_reason: StopReason
-    # The experts that each token went to in each mixture layer, [n, layers, top_k]: row i is that of token i of prompt
-    # and completion together. The last token has none: nothing was computed of it. None: not asked for.
+    # The experts of each token in each mixture layer, [n, layers, top_k]; row i is token i of prompt and completion
+    # together. The last token has no row, because it was never fed to the model. None: not requested.
     routed_experts: NDArray[np.int16] | None = field(default=None, repr=False, compare=False)
 
 
 class PromptTooLong(ValueError):
-    """A prompt that leaves no room for an answer: a conversation outgrew the rollout engine, and nothing is wrong."""
+    """A prompt leaves no room for an answer in the engine's context: how a long conversation ends, not a fault."""
 
 
 class GenerateFn(Protocol):
-    """`generate(request_id, token_ids, sampling) -> Completion`: the one door between an environment and a model.
+    """`generate(request_id, token_ids, sampling) -> Completion`: how an environment asks the model for an answer.
 
-    The images that `token_ids` has placeholders for are given as a fourth argument; where there are none, there are
-    three.
+    A prompt with images passes them as a fourth argument, in the order of their placeholders in `token_ids`.
     """
 
     def __call__(
@@ -208,11 +210,31 @@ class GenerateFn(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One exchange inside a trajectory: the completion, then what the environment answered."""
+class Called:
+    """One tool call of the policy and what came of it.
 
-    completion: Completion
-    observation_ids: tuple[int, ...] = ()
+    Called("add", '{"a": 1, "b": 2}', "3", seconds=0.01)
+    """
+
+    tool: str  # empty if the call names none
+    arguments: str  # as the policy wrote them
+    result: str  # what the policy read
+    seconds: float = 0.0
+    fault: Literal["", "broken", "unknown", "arguments", "error", "timeout", "refused"] = ""  # empty: it worked
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """One turn of the policy: the tokens `token_ids[start:end]` that it sampled.
+
+    TurnSpan(start=12, end=40, reward=0.5, anchor="room 3", calls=(Called("look", "{}", "a door"),))
+    """
+
+    start: int
+    end: int
+    reward: float | None = None  # from the environment; None: it gives none for this turn
+    anchor: str = ""  # the state in which the turn began: equal texts are equal states; empty: unknown
+    calls: tuple[Called, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,22 +248,24 @@ class Trajectory:
 
     prompt_id: str
     sample: int  # 0 .. samples_per_prompt - 1
-    token_ids: tuple[int, ...]  # prompt, then every generated and observed token
+    token_ids: tuple[int, ...]  # the prompt, then all generated and observed tokens
     prompt_length: int
-    loss_mask: tuple[int, ...]  # 1 = sampled by the policy; same length as token_ids, as are the next two
+    loss_mask: tuple[int, ...]  # 1: sampled by the policy; as long as token_ids, like the next two
     rollout_logprobs: tuple[float, ...]  # 0.0 where loss_mask is 0
     weight_versions: tuple[int, ...]  # -1 where loss_mask is 0
-    response: str  # decoded generated text, for rewards and people; never encoded again
+    response: str  # the generated text, for rewards and people; never re-encoded
     stop_reason: StopReason
     status: Status = Status.OK
     reward: float = 0.0  # meaningful only if status.trainable
     components: Mapping[str, float] = field(default_factory=dict)
-    error: str = ""  # why status is a failure
-    episode: int = 0  # several trajectories of one episode share it; unique within the group
-    turns: int = 1
+    error: str = ""  # the reason, if status is a failure
+    unfinished_tokens: int = 0  # of an answer that was cancelled: sampled and lost, as far as its engine knows
+    episode: int = 0  # unique within the group; trajectories of one episode share it
+    spans: tuple[TurnSpan, ...] = ()  # the turns of the policy, in order
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # from the environment
     images: tuple[Image, ...] = ()  # of its prompt
-    # As `Completion` has them: [n, layers, top_k] of its first n tokens; the last answer's last token and what comes
-    # after it have none.
+    # As in `Completion`: [n, layers, top_k] for the first n tokens. The last answer's last token, and those after it,
+    # have no row.
     routed_experts: NDArray[np.int16] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -249,13 +273,28 @@ class Trajectory:
         """Number of tokens that the policy sampled."""
         return sum(self.loss_mask)
 
+    @property
+    def turns(self) -> int:
+        """Number of completions."""
+        return len(self.spans)
+
+    @property
+    def credited(self) -> bool:
+        """Whether its environment gave rewards for turns, or names for the states in which they began."""
+        return any(span.reward is not None or span.anchor for span in self.spans)
+
+    @property
+    def turn_reward(self) -> float:
+        """Sum of the rewards that the environment gave for turns."""
+        return sum(span.reward for span in self.spans if span.reward is not None)
+
     def with_(self, **changes: Any) -> Trajectory:
         return replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
-    """The trajectories of one prompt: the unit of advantage, of filtering and of the ledger."""
+    """The trajectories of one prompt. Advantages, filters and the ledger work on groups."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
@@ -268,39 +307,35 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True)
 class BatchImages:
-    """The images of a batch: I different ones, each held once, shown M times in all.
+    """The images of a batch: I distinct ones, stored once each, used M times in total.
 
-    Two answers to one prompt with one image of 2 x 4 patches (2 tokens), then a sequence without:
+    Example: two answers to a prompt with one image of 2 x 4 patches (2 tokens), then a sequence without images:
     patches [8, D], grids [[1, 2, 4]], index [0, 0], starts [3, 3], counts [1, 1, 0].
     """
 
-    patches: torch.Tensor  # [P, D] float32, of all images end to end
+    patches: torch.Tensor  # [P, D] float32, all images concatenated
     grids: torch.Tensor  # [I, 3] int64: frames, rows, columns of patches
-    tokens: torch.Tensor  # [I] int64: placeholder tokens of each
-    index: torch.Tensor  # [M] int64: which image, in the order of sequences and of their tokens
-    starts: torch.Tensor  # [M] int64: its first placeholder, counted from the beginning of the sequence
-    counts: torch.Tensor  # [N] int64: how many the sequence shows
-
-
-OF_THIS_PROCESS = {"of_this_process": True}
-"""Metadata of a field that no other process is told: it says nothing that the other fields do not."""
+    tokens: torch.Tensor  # [I] int64: placeholder tokens per image
+    index: torch.Tensor  # [M] int64: which image, in the order of sequences and tokens
+    starts: torch.Tensor  # [M] int64: position of its first placeholder in the sequence
+    counts: torch.Tensor  # [N] int64: images per sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Where a batch came from, so that what a runtime has already sent of the whole need not travel again."""
+    """The batch that a part was selected from: a runtime sends indices for tensors that it already sent."""
 
     whole: Batch
-    indices: tuple[int, ...]  # its sequences, in order
-    part: Batch  # the batch as it was selected: fields that are still these tensors are those of the whole
+    indices: tuple[int, ...]  # the selected sequences, in order
+    part: Batch  # the part as it was selected; fields that still hold these tensors need not be sent
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences packed end to end: T tokens of N sequences, no padding anywhere.
+    """N sequences packed into one axis of T tokens, without padding.
 
-    Alignment: every per-token value at index t speaks of token t given the tokens before it in its own sequence.
-    `logprobs[t]` = log p(token_ids[t] | earlier tokens), so the first token of a sequence never has one (its
+    Alignment: a per-token value at index t belongs to token t, given the tokens before it in its sequence.
+    `logprobs[t]` = log p(token_ids[t] | earlier tokens), so the first token of a sequence has none (its
     `loss_mask` is 0); `values[t]` = V(state before token t).
 
     A batch of two sequences of 3 and 2 tokens:
@@ -315,17 +350,32 @@ class Batch:
     episode_index: torch.Tensor  # [N] int64, which episode; unique over the batch
     rewards: torch.Tensor | None = None  # [N] float32
     components: Mapping[str, torch.Tensor] = field(default_factory=dict)  # name -> [N] float32
-    rollout_logprobs: torch.Tensor | None = None  # [T] float32, as are all that follow
+    weight_versions: torch.Tensor | None = None  # [T] int32: version that sampled the token, -1 for other tokens
+    rollout_logprobs: torch.Tensor | None = None  # [T] float32, as are the next nine
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None  # of the teacher that judges the sequence
+    process_rewards: torch.Tensor | None = None  # a process reward model's reward of each token
     values: torch.Tensor | None = None
-    token_rewards: torch.Tensor | None = None  # rewards placed on tokens, KL penalty included
+    token_rewards: torch.Tensor | None = None  # rewards placed on tokens: of turns, of the sequence, KL penalty
+    anchors: torch.Tensor | None = None  # [T] int64: number of the state in which the token's turn began, -1: unknown
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
-    loss_weights: torch.Tensor | None = None  # what a per-token loss is multiplied with before the sum (aggregation)
-    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # other per-token tensors, [T] or [T, ...]
-    images: BatchImages | None = None  # None: no sequence shows any
-    origin: Selection | None = field(default=None, repr=False, metadata=OF_THIS_PROCESS)  # what it was selected from
+    loss_weights: torch.Tensor | None = None  # factor of each token's loss in the sum (see aggregation)
+    labels: torch.Tensor | None = None  # [T] float32: 1 for a right step and 0 for a wrong one, where loss_mask is 1
+    outcomes: torch.Tensor | None = None  # [N] float32, between 0 and 1: what a process reward model learns to predict
+    teacher_index: torch.Tensor | None = None  # [N] int64: number of the teacher that judges the sequence
+    kto_baseline: torch.Tensor | None = None  # [N] float32: the estimate of KL that KTO compares log-ratios with
+    entropy: torch.Tensor | None = None  # [T] of the policy before the update, as is the next: sum over tokens of p^2
+    sum_pi_squared: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None  # [T, layers, K] int16: experts that the rollout or actor chose
+    ids_at: torch.Tensor | None = None  # [T, K] int64: tokens whose log-probs the loss needs, with the teacher's below
+    teacher_top_k_logprobs: torch.Tensor | None = None  # [T, K]
+    reference_states: torch.Tensor | None = None  # [T, H]: the reference's last hidden states, for the exact KL
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of one part alone: per token, [T] or [T, ...]
+    sequence_extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of one part alone: [N] or [N, ...]
+    images: BatchImages | None = None  # None: no sequence has images
+    origin: Selection | None = field(default=None, repr=False)  # the batch that it was selected from
 
     @property
     def num_tokens(self) -> int:
@@ -341,34 +391,36 @@ class Batch:
         return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
 
     def with_(self, **fields: Any) -> Batch:
-        """A new batch with more fields: data only grows."""
+        """A copy with some fields replaced. Fields are added, never removed."""
         return replace(self, **fields)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What an engine's forward gives for one micro-batch of T tokens; a model type fills what it has.
+    """The result of an engine's forward for one micro-batch of T tokens; each model type fills its own fields.
 
-    Alignment as in `Batch`. Values where `loss_mask` is 0 are 0 and carry no gradient.
+    Aligned like `Batch`. Values where `loss_mask` is 0 are 0 and have no gradient.
     """
 
     logprobs: torch.Tensor | None = None  # [T] float32, language_model
-    entropy: torch.Tensor | None = None  # [T] float32, language_model, when asked for
+    entropy: torch.Tensor | None = None  # [T] float32, language_model, on request
     values: torch.Tensor | None = None  # [T] float32, value_model
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # [T] or [T, ...], e.g. sum_pi_squared
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """Per-token loss and per-token metrics; never a scalar: one reducer makes the scalar (see aggregation)."""
+    """Per-token loss and metrics. A loss never returns a scalar; `algorithms.aggregation` makes the scalar."""
 
     values: torch.Tensor  # [T]; entries where the mask is 0 are ignored
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each [T] detached, mean over masked tokens
-    counted: Mapping[str, torch.Tensor] = field(default_factory=dict)  # metric -> [T] bool: means over these instead
+    counted: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # metric -> [T] bool: take the mean over these tokens instead
     largest: Mapping[str, torch.Tensor] = field(default_factory=dict)  # more metrics, each [T]: max over masked tokens
 
 
 LossFn = Callable[[ModelOutput, Batch], LossOutput]
-"""What an engine's `forward_backward` is given. It may carry an attribute `needs: frozenset[str]` naming the
-`ModelOutput` fields it reads beyond the model type's plain one ("entropy", "sum_pi_squared"). It may carry
-`whole_groups = True`: it compares the sequences of a group, which therefore have to be in one micro-batch."""
+"""A loss for an engine's `forward_backward`. Two attributes are optional: `needs: frozenset[str]` names the
+`ModelOutput` fields that it reads besides the standard one ("entropy", "sum_pi_squared"), and `whole_groups = True`
+keeps the sequences of a group in one micro-batch, for losses that compare them."""

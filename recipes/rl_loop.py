@@ -1,15 +1,15 @@
-"""GRPO over hone's verbs in one file: a tiny model learns to reverse three characters, from random weights.
+"""GRPO with hone's public API in one file: a tiny model with random weights learns to reverse three characters.
 
     prompts --generate--> answers --reward--> groups --pack--> batch --advantages, weigh--> train_batch --.
                   ^                                                                                       |
-                  `------- the rollout engine proves which weights it serves <------ weight sync ---------'
+                  `------------- the sync verifies which weights arrived <---------- weight sync ---------'
 
     python recipes/rl_loop.py
     python recipes/rl_loop.py --steps 50 --prompts 64 --seed 1
 
-What it calls is what the trainers call. It leaves out what makes a run safe to leave alone: checkpoints, reward
-processes, deadlines, the prompt ledger, trackers. `hone train recipes/reverse/grpo.yaml` has them, on the same task,
-with a harder reward: there only the whole answer counts.
+It calls the same functions as the trainers, but has no checkpoints, reward processes, deadlines, prompt ledger or
+trackers. `hone train recipes/reverse/grpo.yaml` runs the same task with all of these, and with a harder reward: 1 for
+the whole answer, otherwise 0.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from hone.models.loading import load_language_model
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.platforms.base import current_platform
-from hone.rollout.builtin import BuiltinEngine
+from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
 from hone.types import Completion, Metrics, Prompt, SamplingParams, Status, StopReason, Trajectory, TrajectoryGroup
-from hone.weights.local import sync
+from hone.weights.in_process import sync
 from hone.workers.train import TrainSpec
 
 TASK = f"{Path(__file__).parent}/reverse/task.py:rows"  # the prompt "abc" has the ground truth "cba"
-HELD_OUT_SEED = 1_000_003  # added to the run's seed: measuring must not replay the random numbers of training
+HELD_OUT_SEED = 1_000_003  # added to the run's seed, so that evaluation draws other random numbers than training
 
 
-# ---------------------------------------------------------------------------------------------- what a loop is made of
+# ----------------------------------------------------------------------------------------------- the parts of a loop
 
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed from the command line."""
+    """The options of the command line."""
 
     steps: int
     prompts: int  # per step
@@ -64,7 +64,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Parts:
-    """A policy that is trained, an engine that generates with a copy of its weights, and the algorithm between them."""
+    """The policy, the rollout engine with a copy of its weights, and the algorithm."""
 
     renderer: Renderer  # text to tokens and back
     policy: BaseEngine
@@ -74,7 +74,7 @@ class Parts:
 
 
 def build_parts(options: Options) -> Parts:
-    """A Qwen3 of 0.1 M parameters with random weights, which reads and writes single characters."""
+    """Build a Qwen3 of 0.1 M parameters with random weights, and a tokenizer with one token per character."""
     model = ModelConfig(
         build=BuildConfig(
             architecture="qwen3",
@@ -98,7 +98,7 @@ def build_parts(options: Options) -> Parts:
     platform = current_platform()
     policy = EngineRegistry.create(TrainSpec(model, engine, total_steps=options.steps), platform)
     policy.initialize()
-    # Built from a config, the rollout engine has no weights: it serves nothing until the first weight sync.
+    # The rollout engine is built from a config: it has no weights, and serves nothing, before the first weight sync.
     architecture = load_language_model(model).config
     rollout = BuiltinEngine(BuiltinSettings(), architecture, renderer.tokenizer, platform.device)
     algorithm = Algorithm(AlgorithmConfig(advantage=GrpoSettings(), loss=PpoSettings()), steps_per_batch=1)
@@ -110,7 +110,7 @@ def build_parts(options: Options) -> Parts:
 
 
 async def train(options: Options) -> float:
-    """Run the whole loop; returns the exact match on held-out prompts at its end."""
+    """Run the loop and return the final exact match on held-out prompts."""
     parts = build_parts(options)
     prompts = PromptStream(DataConfig(train=problems(seed=1)), parts.renderer, options.seed)
     held_out, _ = read_prompts("held_out", problems(seed=2, size=256), parts.renderer, "held_out")
@@ -121,8 +121,8 @@ async def train(options: Options) -> float:
         began = time.perf_counter()
         groups = await collect(parts, prompts.take(options.prompts), options, step)
         metrics = learn(parts, groups)
-        # The sender digests each tensor as it leaves, the receiver digests what it then holds. If digest or version
-        # differ, `sync` raises WeightSyncError: otherwise the next step would be off-policy, and nobody would notice.
+        # Sender and receiver compute a digest of the weights. If digest or version differ, `sync` raises
+        # WeightSyncError: without this check, a failed sync would make the next step off-policy unnoticed.
         await sync(parts.policy.get_per_tensor_param()[0], parts.rollout.update_weights, version=step)
         line = (
             f"step {step:4d}  reward {mean_reward(groups):.3f}  entropy {metrics['train/entropy'].value:.3f}  "
@@ -136,23 +136,23 @@ async def train(options: Options) -> float:
 
 
 async def collect(parts: Parts, prompts: Sequence[Prompt], options: Options, step: int) -> list[TrajectoryGroup]:
-    """Answer every prompt `samples` times with the weights that the rollout engine serves, and judge the answers."""
-    assert parts.rollout.weight_version == step - 1  # on-policy: sampled from the weights that are about to be trained
+    """Generate `samples` answers to every prompt and compute their rewards."""
+    assert parts.rollout.weight_version == step - 1  # on-policy: the rollout has the weights that are trained next
     return await asyncio.gather(*(answer(parts, prompt, options.samples, options.seed, step) for prompt in prompts))
 
 
 def learn(parts: Parts, groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """One optimizer step on one packed batch."""
-    batch = pack(groups)  # all trajectories end to end, without padding
+    """Take one optimizer step on one packed batch."""
+    batch = pack(groups)  # all trajectories in one row, without padding
     batch = parts.algorithm.advantages(batch)  # (reward - mean of the group) / its standard deviation, on every token
-    batch = parts.algorithm.weigh(batch)  # the factor of each token's loss: here 1 / number of sampled tokens
-    # The loss: max(-A r, -A clip(r)), r the ratio of the policy to the one that sampled. With one optimizer step for
-    # each batch r is 1, so no forward is needed for the old log-probs; its gradient is that of log p all the same.
+    batch = parts.algorithm.weigh(batch)  # the weight of each token in the loss: here 1 / number of sampled tokens
+    # The loss is max(-A r, -A clip(r)), where r is the ratio of the policy to the one that sampled. With one optimizer
+    # step per batch r is 1, so no forward for old log-probs is needed; the gradient of r is still that of log p.
     return parts.policy.train_batch(batch, parts.algorithm.policy_objective())
 
 
 async def exact_match(parts: Parts, held_out: Sequence[Prompt], options: Options) -> float:
-    """The share of held-out prompts whose likeliest answer is right."""
+    """Return the share of held-out prompts whose greedy answer is right."""
     greedy = replace(parts, sampling=replace(parts.sampling, temperature=0.0))
     seed = options.seed + HELD_OUT_SEED
     groups = await asyncio.gather(*(answer(greedy, prompt, 1, seed, step=0) for prompt in held_out))
@@ -164,15 +164,15 @@ async def exact_match(parts: Parts, held_out: Sequence[Prompt], options: Options
 
 
 def problems(seed: int, size: int = 100_000) -> DatasetConfig:
-    """Random strings over six letters, each with its reverse as ground truth."""
+    """Random strings of six letters, with their reverse as ground truth."""
     return DatasetConfig(source=PythonSettings(function=TASK, size=size, seed=seed))
 
 
 async def answer(parts: Parts, prompt: Prompt, samples: int, seed: int, step: int) -> TrajectoryGroup:
-    """`samples` judged answers to one prompt. The engine batches all requests that wait, whoever asked."""
+    """Generate `samples` answers to one prompt, with rewards. The engine batches all waiting requests."""
 
     async def one(sample: int) -> Trajectory:
-        # The seed names the request, so the answer does not depend on what else is generated meanwhile.
+        # The seed depends on the request only, so the answer does not depend on other requests.
         sampling = replace(parts.sampling, seed=request_seed(seed, step, prompt.draw, sample, turn=0))
         request_id = f"{step}/{prompt.draw}/{sample}"
         completion = await parts.rollout.generate(request_id, prompt.token_ids, sampling)
@@ -182,7 +182,7 @@ async def answer(parts: Parts, prompt: Prompt, samples: int, seed: int, step: in
 
 
 def trajectory(prompt: Prompt, sample: int, completion: Completion, text: str) -> Trajectory:
-    """Prompt and answer as one sequence; the loss mask is 1 on what the policy sampled, and on nothing else."""
+    """Join prompt and answer to one sequence; the loss mask is 1 for the tokens that the policy sampled."""
     asked, answered = len(prompt.token_ids), len(completion.token_ids)
     return Trajectory(
         prompt_id=prompt.prompt_id,
@@ -201,12 +201,12 @@ def trajectory(prompt: Prompt, sample: int, completion: Completion, text: str) -
 
 
 def reward(text: str, ground_truth: str) -> float:
-    """The share of characters that are right: 1 for the whole answer."""
+    """Return the share of right characters."""
     return sum(a == b for a, b in zip(text, ground_truth, strict=False)) / len(ground_truth)
 
 
 def mean_reward(groups: Sequence[TrajectoryGroup]) -> float:
-    """The mean over all answers."""
+    """Return the mean over all answers."""
     rewards = [one.reward for group in groups for one in group.trajectories]
     return sum(rewards) / len(rewards)
 
@@ -218,8 +218,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16, help="answers to each prompt")
     parser.add_argument("--lr", type=float, default=5e-4, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--evaluate-every", type=int, default=25, help="steps between two looks at held-out prompts")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as many as torch takes")
+    parser.add_argument("--evaluate-every", type=int, default=25, help="steps between two evaluations")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's default")
     options = vars(parser.parse_args())
     if threads := options.pop("threads"):
         torch.set_num_threads(threads)

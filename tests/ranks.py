@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 CONTEXT = multiprocessing.get_context("forkserver")
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama", "qwen3_moe")]
-ENGINE = ["hone.engines.fsdp2", "hone.engines.lora", "hone.runtime.local"]
+ENGINE = ["hone.engines.fsdp2.engine", "hone.engines.lora.adapter", "hone.runtime.local"]
 CONTEXT.set_forkserver_preload(["tests.ranks", *ENGINE, "pytest", *MODELS])
 DEADLINE_S = 240
 MEET_S = 120  # until every rank has begun, beside whatever else runs

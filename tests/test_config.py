@@ -179,18 +179,18 @@ def test_defaults_are_named_relative_to_the_file(tmp_path):
 def test_defaults_go_one_level_deep(tmp_path):
     write(tmp_path, "defaults: other.yaml", "base.yaml")
     assert error_of(tmp_path, "defaults: base.yaml") == (
-        "base.yaml: 'defaults' inside a defaults file; composition is one level deep"
+        "base.yaml: a file named by 'defaults' cannot have 'defaults' itself; copy those settings into it"
     )
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("defaults: [a, b]", "run.yaml: 'defaults' should be the name of one file, found ['a', 'b']"),
+        ("defaults: [a, b]", "run.yaml: 'defaults' should name one file, found ['a', 'b']"),
         ("defaults: missing.yaml", "no run file missing.yaml (named by 'defaults' in run.yaml)"),
-        ("- 1", "run.yaml should hold a mapping of settings, found list"),
-        ("", "run.yaml should hold a mapping of settings, found nothing"),
-        ("just text", "run.yaml should hold a mapping of settings, found str"),
+        ("- 1", "run.yaml should contain a mapping (key: value), found list"),
+        ("", "run.yaml should contain a mapping (key: value), found nothing"),
+        ("just text", "run.yaml should contain a mapping (key: value), found str"),
     ],
 )
 def test_files_of_the_wrong_shape(tmp_path, text, expected):
@@ -203,13 +203,13 @@ def test_yaml_that_is_none_says_where(tmp_path):
 
 def test_a_key_given_twice_is_an_error(tmp_path):
     message = error_of(tmp_path, "actor:\n  frozen: true\n  frozen: false")
-    assert "the key 'frozen' stands twice" in message
+    assert "duplicate key 'frozen'; remove one of the two" in message
     assert "line 3" in message
 
 
 def test_a_template_that_is_not_quoted_is_an_error(tmp_path):
     message = error_of(tmp_path, "title: {{ a }}")
-    assert "a key should be text; quote a value that begins with {{" in message
+    assert "a key should be text; put a value that begins with {{ in quotes" in message
     assert "line 1" in message
 
 
@@ -268,7 +268,7 @@ def test_override_values_are_yaml(tmp_path, override, value):
 
 @pytest.mark.parametrize("override", ["title", "=x", "a..b=1", ".a=1", "a.=1"])
 def test_malformed_overrides(tmp_path, override):
-    assert error_of(tmp_path, "{}", override) == f"override {override!r} should be key=value"
+    assert error_of(tmp_path, "{}", override) == f"override {override!r} should be key=value, such as run.steps=10"
 
 
 def test_an_override_that_is_not_yaml(tmp_path):
@@ -372,7 +372,7 @@ def test_choices_in_lists_and_mappings(tmp_path):
         ("shape: {name: circle, side: 1}", "run.yaml: unknown key 'shape.side' (shape has: name, radius, colour)"),
         ("shape: {name: point, side: 1}", "run.yaml: unknown key 'shape.side' (shape has: name)"),
         ("shape: 3", "run.yaml: shape should name a shape (broken, circle, point, square), found 3"),
-        ("shape: null", "run.yaml: shape should not be null"),
+        ("shape: null", "run.yaml: shape is null, but needs a value; remove the key to get its default"),
         ("shapes: [{side: 1}]", "run.yaml: shapes.0 should name a shape"),
         ("by_name: {a: {name: circle, radius: 0}}", "run.yaml: by_name.a.radius should be greater than 0 (found 0)"),
         ("shape: broken", "run.yaml: shape: shape 'broken' (no_such_package.settings:X) cannot be loaded: No module"),
@@ -419,7 +419,7 @@ def test_a_preset_lies_below_everything_that_is_set(tmp_path):
             "command line: unknown key 'actor.optimizer.zzzzz' (actor.optimizer has: lr,",
         ),
         ("1: 2", (), "run.yaml: unknown key '1'"),
-        ("actor: 3", (), "run.yaml: actor should be a mapping of settings, found 3"),
+        ("actor: 3", (), "run.yaml: actor should be a mapping (key: value), found 3"),
         ("actor: {optimizer: {lr: -1}}", (), "run.yaml: actor.optimizer.lr should be greater than 0 (found -1)"),
         ("{}", ("actor.optimizer.lr=fast",), "command line: actor.optimizer.lr should be a valid number"),
         ("actor: {optimizer: {lr: true}}", (), "run.yaml: actor.optimizer.lr should be a number (found true)"),
@@ -435,9 +435,9 @@ def test_a_preset_lies_below_everything_that_is_set(tmp_path):
             "run.yaml: budget should be a valid integer, unable to parse string as an integer or should be 'auto'",
         ),
         ("title: 12", (), "run.yaml: title should be a valid string (found 12)"),
-        ("title: null", (), "run.yaml: title should not be null"),
+        ("title: null", (), "run.yaml: title is null, but needs a value"),
         ("tools: [{limit: 1}]", (), "run.yaml: tools.0.name is required and was not set"),
-        ("tools: [null]", (), "run.yaml: tools.0 should not be null"),
+        ("tools: [null]", (), "run.yaml: tools.0 is null, but needs a value"),
     ],
 )
 def test_errors_name_file_key_value_and_expectation(tmp_path, text, overrides, expected):
@@ -553,8 +553,8 @@ def test_a_key_nobody_reads_is_an_error_that_names_what_set_it(tmp_path):
     with pytest.raises(ConfigError) as caught:
         require_all_read(loaded)
     assert str(caught.value) == (
-        f"set, but used by nothing in this run: actor.frozen (set by {tmp_path / 'run.yaml'}); "
-        "remove it, or choose the part that uses it"
+        f"no part of this run uses these keys: actor.frozen (set by {tmp_path / 'run.yaml'}); "
+        "remove them, or choose the part that does"
     )
     _ = loaded.config.actor.frozen
     require_all_read(loaded)
@@ -583,8 +583,13 @@ def test_the_name_of_a_choice_is_read_by_its_registry_other_names_are_not(tmp_pa
 
 
 def test_validators_do_not_count_as_readers(tmp_path):
-    loaded = load(Strict, write(tmp_path, "{needed: 1, low: 0, high: 1}"))
+    loaded = load(Strict, write(tmp_path, "{needed: 1, low: 1, high: 2}"))
     assert unread(loaded) == ["needed", "low", "high"]
+
+
+def test_a_default_that_is_written_out_need_not_be_read(tmp_path):
+    loaded = load(Strict, write(tmp_path, "{needed: 1, low: 0, high: 2}"))
+    assert unread(loaded) == ["needed", "high"]
 
 
 # -------------------------------------------------------------------------------------------------------- explanations
@@ -624,9 +629,9 @@ def test_explain_of_a_choice_lists_the_registry(tmp_path):
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("actor.optimiser.lr", "no key 'actor.optimiser.lr'; near: actor.optimizer.lr"),
-        ("tool.limit", "tool.limit has no value here: tool holds no settings in this run"),
-        ("zzz", "no key 'zzz'"),
+        ("actor.optimiser.lr", "unknown key 'actor.optimiser.lr'; did you mean actor.optimizer.lr or "),
+        ("tool.limit", "tool.limit has no value in this run, because tool is not set"),
+        ("zzz", "unknown key 'zzz'"),
     ],
 )
 def test_explain_of_a_key_that_is_not_there(tmp_path, key, expected):

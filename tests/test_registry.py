@@ -149,7 +149,7 @@ def test_a_file_that_fails_is_not_remembered_as_loaded(tmp_path):
 
 def test_a_missing_file_says_where_it_was_sought(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ImportError, match=r"no file gone\.py \(looked in .*"):
+    with pytest.raises(ImportError, match=r"no file gone\.py \(current folder: .*"):
         resolve("gone.py:x")
 
 
@@ -158,7 +158,7 @@ def test_a_module_that_lies_in_the_current_folder_gets_a_hint(tmp_path):
     code = "import sys; sys.path.remove(''); from hone.registry import resolve\n"
     done = run(code + "try: resolve('my_reward:fn')\nexcept ImportError as e: print(e)", tmp_path, PYTHONPATH="")
     assert done.stdout.strip() == (
-        "no module 'my_reward' is installed; a file of the current folder is named as my_reward.py:attribute"
+        "no module 'my_reward' is installed; to use the file in the current folder, write my_reward.py:attribute"
     )
 
 
@@ -215,3 +215,16 @@ def test_a_plugin_adds_to_a_registry_that_the_package_created(tmp_path):
     code = "from hone.registry import load_plugins; load_plugins()\nfrom hone.rewards import REWARDS\n"
     done = run(code + "print(REWARDS.get('theirs')())", tmp_path, HONE_USE_EXTERNAL_MODULES="adds")
     assert done.stdout.strip() == "1.0"
+
+
+def test_the_names_of_a_base_belong_to_a_registry_too():
+    base = Registry("colour", {"red": "colorsys:rgb_to_hsv"})
+    both = Registry("colour", {"grey": "colorsys:rgb_to_yiq"}, base=base)
+    base.register("blue", dict)
+    assert list(both) == ["blue", "grey", "red"]
+    assert (both.get("blue"), both.target("red"), "grey" in base) == (dict, "colorsys:rgb_to_hsv", False)
+    assert both.probe() == {"blue": "", "grey": "", "red": ""}
+    with pytest.raises(ValueError, match="'red' is already registered as 'colorsys:rgb_to_hsv'"):
+        both.register("red", dict)
+    with pytest.raises(UnknownName, match="grey"):
+        both.get("gray")

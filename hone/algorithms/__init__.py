@@ -1,10 +1,9 @@
-"""The mathematics: from rewards and log-probs to per-token losses. Pure functions of tensors, no side effects.
+"""From rewards and log-probs to per-token losses, in pure functions of tensors.
 
     Batch --advantages.py--> Batch with advantages --losses.py (through objective.py)--> per-token loss
-                                    aggregation.py: what each token's loss is multiplied with before the sum
+                                    aggregation.py: the weight of each token's loss in the sum
 
-`algorithm.py` holds `Algorithm`, the one door through which a trainer uses all of this. This file imports no torch:
-it only says which names exist.
+Trainers use this package through `Algorithm` (`algorithm.py`). This file registers the names and imports no torch.
 """
 
 from hone.registry import Entry, Registry
@@ -38,40 +37,37 @@ ADVANTAGES = Registry(
             optimal_token_baseline="OptimalTokenBaselineSettings",
             tir_optimal_token_baseline="TirOptimalTokenBaselineSettings",
         ),
-        **_entries("process_reward", "process_reward_settings", prime="PrimeSettings"),
+        **_entries("turns", mt_grpo="MtGrpoSettings", gigpo="GigpoSettings", turn_gae="TurnGaeSettings"),
+        **_entries("process_reward.losses", "process_reward.settings", prime="PrimeSettings"),
     },
 )
 
 POLICY_LOSSES = Registry(
     "policy loss",
-    {
-        **_entries(
-            "losses",
-            ppo="PpoSettings",
-            reinforce="ReinforceSettings",
-            gspo="GspoSettings",
-            cispo="CispoSettings",
-            sft="SftSettings",
-        ),
-        **_entries(
-            "more_losses",
-            sapo="SapoSettings",
-            dppo_tv="DppoTvSettings",
-            dppo_kl="DppoKlSettings",
-            gmpo="GmpoSettings",
-            clip_cov="ClipCovSettings",
-            kl_cov="KlCovSettings",
-            dro="DroSettings",
-            gpg="GpgSettings",
-        ),
-    },
+    _entries(
+        "losses",
+        ppo="PpoSettings",
+        reinforce="ReinforceSettings",
+        gspo="GspoSettings",
+        cispo="CispoSettings",
+        sft="SftSettings",
+        sapo="SapoSettings",
+        dppo_tv="DppoTvSettings",
+        dppo_kl="DppoKlSettings",
+        gmpo="GmpoSettings",
+        clip_cov="ClipCovSettings",
+        kl_cov="KlCovSettings",
+        dro="DroSettings",
+        gpg="GpgSettings",
+        top_entropy="TopEntropySettings",
+    ),
 )
 
 PREFERENCE_LOSSES = Registry(
     "preference loss",
     _entries(
-        "preference",
-        "preference_settings",
+        "preference.losses",
+        "preference.settings",
         dpo="DpoSettings",
         ipo="IpoSettings",
         hinge="HingeSettings",
@@ -80,19 +76,23 @@ PREFERENCE_LOSSES = Registry(
         simpo="SimpoSettings",
         orpo="OrpoSettings",
         kto="KtoSettings",
+        sft="ChosenSftSettings",
+        combined="CombinedSettings",
     ),
 )
 
 REWARD_MODEL_LOSSES = Registry(
     "reward-model loss",
-    _entries("preference", "preference_settings", bradley_terry="BradleyTerrySettings", process="ProcessSettings"),
+    _entries(
+        "preference.losses", "preference.settings", bradley_terry="BradleyTerrySettings", process="ProcessSettings"
+    ),
 )
 
 DISTILLATION_LOSSES = Registry(
     "distillation loss",
     _entries(
-        "distillation",
-        "distillation_settings",
+        "distillation.losses",
+        "distillation.settings",
         reverse_kl="SampledKlSettings",
         forward_top_k="ForwardTopKSettings",
         reverse_top_k="ReverseTopKSettings",

@@ -1,9 +1,9 @@
 """Advantage estimators: how much better than expected each sampled token was.
 
-Each takes a batch and its own settings and returns `Advantages`. Rewards come as `batch.token_rewards` [T] (the
-sequence's reward on its last loss token, minus the KL penalty where that is part of the reward) or, if that is not
-filled, `batch.rewards` [N]. Group statistics count an episode once, and every trajectory of it gets its advantage.
-In a group of one the mean is 0 and the deviation 1, so that A = r (grpo, rloo and the other group estimators).
+Each takes a batch and its settings and returns `Advantages`. It reads `batch.token_rewards` [T] (the sequence's reward
+on its last loss token, minus a KL penalty with `where: in_reward`) or, if not filled, `batch.rewards` [N]. Group
+statistics count an episode once, and all its trajectories get its advantage. A group of one has mean 0 and deviation 1,
+so A = r in all group estimators.
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.groups import EPSILON, Episodes, sequence_rewards
-from hone.algorithms.segments import Staircase, on_last_loss_token, reward_to_go, spread, whiten
+from hone.algorithms.segments import (
+    Staircase,
+    loss_token_counts,
+    on_last_loss_token,
+    reward_to_go,
+    sequence_sum,
+    spread,
+    whiten,
+)
 from hone.algorithms.settings import (
     AdvantageSettings,
     GaeSettings,
@@ -24,29 +31,100 @@ from hone.algorithms.settings import (
     GrpoSettings,
     ReinforcePpSettings,
 )
+from hone.spans import repeat
 from hone.types import Batch
+
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """What an estimator returns; both are 0 where the loss mask is."""
+    """Result of an estimator; both tensors are 0 outside the loss mask."""
 
     advantages: Tensor  # [T]
-    returns: Tensor | None = None  # [T], what the critic should predict; None without a critic
+    returns: Tensor | None = None  # [T], targets of the critic; None without a critic
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """The E episodes of a batch and their groups; an episode counts once, whatever its number of trajectories.
+
+    Rewards are float64, so that equal rewards have exactly zero variance and give exactly zero advantages.
+    """
+
+    rewards: Tensor  # [E] float64, mean over the episode's trajectories
+    lengths: Tensor  # [E] float64, loss tokens of all its trajectories
+    group: Tensor  # [E] int64, 0 .. number of groups - 1
+    of_sequence: Tensor  # [N] int64, the episode of each sequence
+    num_groups: int
+
+    @classmethod
+    def of(cls, batch: Batch, rewards: Tensor) -> Episodes:
+        """Average the rewards [N] of sequences over their episodes."""
+        numbers, of_sequence = torch.unique(batch.episode_index, return_inverse=True)
+        groups, group_of_sequence = torch.unique(batch.group_index, return_inverse=True)
+        zeros = torch.zeros(len(numbers), dtype=torch.float64, device=rewards.device)
+        times = zeros.index_add(0, of_sequence, torch.ones_like(rewards, dtype=torch.float64))
+        total = zeros.index_add(0, of_sequence, rewards.double())
+        lengths = zeros.index_add(0, of_sequence, loss_token_counts(batch.loss_mask, batch.cu_seqlens).double())
+        group = torch.zeros_like(numbers).scatter(0, of_sequence, group_of_sequence)
+        return cls(total / times, lengths, group, of_sequence, len(groups))
+
+    def group_sum(self, values: Tensor) -> Tensor:
+        """Sum over each episode's group, [E] -> [E]."""
+        return values.new_zeros(self.num_groups).index_add(0, self.group, values)[self.group]
+
+    @property
+    def size(self) -> Tensor:
+        """Episodes in each episode's group, [E] float64."""
+        return self.group_sum(torch.ones_like(self.rewards))
+
+    @property
+    def alone(self) -> Tensor:
+        """Whether the episode is the only one of its group, [E] bool."""
+        return self.size == 1
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the group, [E]; 0 for a group of one, so that its advantage is its reward."""
+        return torch.where(self.alone, 0, self.group_sum(values) / self.size)
+
+    def std(self, values: Tensor) -> Tensor:
+        """Unbiased standard deviation over the group, [E]; 1 for a group of one."""
+        centred = values - self.group_sum(values) / self.size
+        variance = self.group_sum(centred.square()) / (self.size - 1).clamp(min=1)
+        return torch.where(self.alone, 1, variance.sqrt())
+
+    def on_tokens(self, per_episode: Tensor, batch: Batch, dtype: torch.dtype) -> Tensor:
+        """An episode's value on every loss token of all its trajectories, [E] -> [T]."""
+        per_token = repeat(per_episode[self.of_sequence], batch.lengths)
+        return torch.where(batch.loss_mask, per_token, 0).to(dtype)
+
+
+def sequence_rewards(batch: Batch) -> Tensor:
+    """Reward of each trajectory, [N]: the sum of its token rewards if it has any, else `batch.rewards`.
+
+    Raises ValueError if the batch has no rewards.
+    """
+    if batch.rewards is None:
+        raise ValueError("the batch has no rewards: fill Batch.rewards before computing advantages")
+    if batch.token_rewards is None:
+        return batch.rewards
+    rewarded = loss_token_counts(batch.loss_mask, batch.cu_seqlens) > 0
+    return torch.where(rewarded, sequence_sum(batch.token_rewards, batch.cu_seqlens), batch.rewards)
 
 
 def token_rewards(batch: Batch) -> Tensor:
-    """The rewards on tokens, [T]: those of the batch, or each sequence's reward on its last loss token."""
+    """Rewards of tokens, [T]: `batch.token_rewards`, or each sequence's reward on its last loss token."""
     if batch.token_rewards is not None:
         return batch.token_rewards
     return on_last_loss_token(sequence_rewards(batch), batch.loss_mask, batch.cu_seqlens)
 
 
 def gae(batch: Batch, settings: GaeSettings) -> Advantages:
-    """Generalised advantage estimation (arXiv 1506.02438); tokens with mask 0 are stepped over.
+    """Generalised advantage estimation over the loss tokens (arXiv 1506.02438).
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, where t + 1 is the next loss token;
-    nothing follows the last one. Returns are A + V before whitening. `length_adaptive_alpha` is VAPO's lambda,
+    V and A are 0 after the last one. Returns are A + V before whitening. `length_adaptive_alpha` is VAPO's lambda,
     1 - 1 / (alpha l) (arXiv 2504.05118). Raises ValueError without `batch.values`.
     """
     if batch.values is None:
@@ -72,17 +150,17 @@ def gae(batch: Batch, settings: GaeSettings) -> Advantages:
 def grpo(batch: Batch, settings: GrpoSettings) -> Advantages:
     """(r - mean of the group) / (std of the group + 1e-6), arXiv 2402.03300.
 
-    `scale_by: none` divides by nothing (Dr.GRPO, arXiv 2503.20783); `batch` by the standard deviation of all episodes.
+    `scale_by: none` does not divide (Dr.GRPO, arXiv 2503.20783); `batch` divides by the deviation of all episodes.
     """
     rewards = sequence_rewards(batch)
     episodes = Episodes.of(batch, rewards)
-    return _on_tokens(batch, episodes, _normalised(episodes, episodes.rewards, settings.scale_by))
+    return _on_tokens(batch, episodes, normalised(episodes, episodes.rewards, settings.scale_by))
 
 
 def grpo_pass_k(batch: Batch, settings: GrpoPassKSettings) -> Advantages:
     """Only the best of a group gets an advantage: its lead over the second, arXiv 2503.19595.
 
-    With `scale`, divided by (std of the group + 1e-6). A group of one has no second: 0.
+    `scale` divides it by (std of the group + 1e-6). A group of one has advantage 0.
     """
     episodes = Episodes.of(batch, sequence_rewards(batch))
     order = torch.argsort(episodes.rewards, descending=True, stable=True)
@@ -98,16 +176,21 @@ def grpo_pass_k(batch: Batch, settings: GrpoPassKSettings) -> Advantages:
 
 
 def gdpo(batch: Batch, settings: GdpoSettings) -> Advantages:
-    """grpo for each reward component on its own, weighted sum, whitened over the batch, arXiv 2601.05242.
+    """Weighted sum of grpo over each reward component separately, whitened over the batch, arXiv 2601.05242.
 
-    Raises ValueError for a component that the batch does not have.
+    Raises ValueError for a component that is missing in the batch or in one of its sequences.
     """
     total: Tensor | None = None
     for name, weight in settings.weights.items():
         if name not in batch.components:
             raise ValueError(f"gdpo: no reward component {name!r} (there is: {', '.join(sorted(batch.components))})")
+        missing = int(batch.components[name].isnan().sum())
+        if missing:
+            raise ValueError(
+                f"gdpo: reward component {name!r} is missing in {missing} of {batch.num_sequences} sequences"
+            )
         episodes = Episodes.of(batch, batch.components[name])
-        part = weight * _normalised(episodes, episodes.rewards, "group")
+        part = weight * normalised(episodes, episodes.rewards, "group")
         total = part if total is None else total + part
     assert total is not None  # the settings demand at least one weight
     return _whitened(batch, episodes, total)
@@ -162,8 +245,8 @@ def gpg(batch: Batch, settings: GpgAdvantageSettings) -> Advantages:
 def max_rl(batch: Batch, settings: AdvantageSettings) -> Advantages:
     """(r - mean of the group) / (mean of the group + 1e-6), for binary rewards, arXiv 2602.02710.
 
-    A group of one gives A = r. Raises ValueError for a reward outside [0, 1]: the mean is a success rate here, and a
-    negative one would turn every sign round.
+    A group of one gives A = r. Raises ValueError for a reward outside [0, 1]: the mean is a success rate, and a
+    negative mean would flip every sign.
     """
     episodes = Episodes.of(batch, sequence_rewards(batch))
     wrong = episodes.rewards[(episodes.rewards < 0) | (episodes.rewards > 1)]
@@ -174,8 +257,8 @@ def max_rl(batch: Batch, settings: AdvantageSettings) -> Advantages:
     return _on_tokens(batch, episodes, torch.where(episodes.alone, episodes.rewards, scaled))
 
 
-def _normalised(episodes: Episodes, rewards: Tensor, scale_by: str) -> Tensor:
-    """Rewards against their group's mean over the chosen deviation, [E]."""
+def normalised(episodes: Episodes, rewards: Tensor, scale_by: str) -> Tensor:
+    """Rewards minus their group's mean, divided by the chosen deviation, [E]."""
     centred = rewards - episodes.mean(rewards)
     if scale_by == "none":
         return centred

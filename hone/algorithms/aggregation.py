@@ -1,8 +1,8 @@
-"""The one reducer: what each token's loss is multiplied with before the sum.
+"""Aggregation: the weight of each token's loss in the sum.
 
-A loss gives a value per token and never a scalar. The scalar is sum(values * loss_weights), where the weights are
-computed once for everything that one optimizer step sees (all micro-batches, all ranks), before its first backward.
-So the gradient cannot depend on how the step was cut into pieces:
+A loss returns a value per token. The scalar is sum(values * loss_weights); the weights are computed once per optimizer
+step, over all micro-batches and ranks, before its first backward. So the gradient does not depend on how the step is
+cut:
 
     mode                       weight of a loss token in a sequence with l loss tokens   (M tokens, S sequences a step)
     token_mean                 1 / M
@@ -27,7 +27,7 @@ from hone.algorithms.settings import AggregationSettings
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """What one optimizer step averages over. Ranks that hold different sequences add theirs up first.
+    """Denominators of one optimizer step. Ranks with different sequences add up their counts first.
 
     >>> StepCounts(10, 2) + StepCounts(3, 1)
     StepCounts(tokens=13, sequences=3)
@@ -41,7 +41,7 @@ class StepCounts:
 
 
 def step_counts(loss_mask: Tensor, cu_seqlens: Tensor, repeats: Tensor | None = None) -> StepCounts:
-    """Count loss tokens and sequences; `repeats` [N] says how often each sequence counts (default: once)."""
+    """Count loss tokens and sequences; sequence i counts `repeats[i]` times (default: once)."""
     counts = loss_token_counts(loss_mask, cu_seqlens)
     times = torch.ones_like(counts) if repeats is None else repeats
     return StepCounts(tokens=(counts * times).sum().item(), sequences=((counts > 0) * times).sum().item())
@@ -54,9 +54,9 @@ def loss_weights(
     counts: StepCounts | None = None,
     repeats: Tensor | None = None,
 ) -> Tensor:
-    """The factor of each token's loss, [T] float32, for one whole optimizer step.
+    """Weight of each token's loss, [T] float32.
 
-    `counts` are the step's own if this batch is only one rank's part of it. Mode null means token_mean.
+    Pass the whole step's `counts` if this batch is only one rank's part of it. Mode null means token_mean.
     """
     lengths = loss_token_counts(loss_mask, cu_seqlens)
     step = counts or step_counts(loss_mask, cu_seqlens, repeats)

@@ -1,12 +1,13 @@
-"""Rollout correction: the policy that generated is not exactly the one being trained.
+"""Rollout correction for the difference between the policy that generated and the policy being trained.
 
-Kernels, precision and staleness make the rollout engine's log-probs `roll` differ from the trainer's `old`. The gap is
-always measured; importance weights and rejection rules act on it if asked to. R = exp(old - roll), per token.
+Kernels, precision and staleness make the rollout engine's log-probs `roll` differ from the trainer's `old`. Metrics
+always measure this gap; importance weights and rejection rules correct it if set. R = exp(old - roll), per token.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,18 +25,17 @@ from hone.algorithms.settings import CorrectionSettings, RejectionSettings
 from hone.spans import cumulative
 from hone.types import Metric, Metrics, merge_metrics
 
-_IN_CACHE = 1 << 17  # tokens that are measured at once: a dozen intermediate results of them stay in the cache
+_IN_CACHE = 1 << 17  # tokens per block of `mismatch`: a dozen intermediate results of a block fit into the CPU cache
 DEFAULT_BAND = (0.5, 2.0)  # for the metric `correction/outside_band` if no band is set
 
 
 def importance_weights(
     old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor, settings: CorrectionSettings
 ) -> Tensor:
-    """Weights of the token losses, [T], detached, 1 where nothing is known against a token and 0 outside the mask.
+    """Weights of the token losses, [T], detached, 0 outside the mask.
 
     `token`: R; `sequence`: the product of R over the sequence, on all of its tokens. `truncate: c` is min(., c) (TIS),
-    `band: [lo, hi]` gives 0 outside (IcePop, arXiv 2510.18855). Normalisation is not done here: it needs the whole
-    batch (`normalized`).
+    `band: [lo, hi]` gives 0 outside (IcePop, arXiv 2510.18855). `normalized` divides by the mean of the whole batch.
     """
     log_ratio = clamped_log_ratio(old.detach(), rollout, mask)
     if settings.weights == "sequence":
@@ -54,17 +54,31 @@ def normalized(weights: Tensor, mask: Tensor) -> Tensor:
     return weights / masked_mean(weights, mask).clamp(min=1e-8)
 
 
-def accepted(old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor, rules: list[RejectionSettings]) -> Tensor:
-    """Which loss tokens all rules keep, [T] bool; a rule on sequences keeps or drops all tokens of one."""
+def accepted(
+    old: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    rules: Sequence[RejectionSettings],
+    advantages: Tensor | None = None,
+) -> Tensor:
+    """The loss tokens that all rules keep, [T] bool; a sequence-level rule keeps or drops whole sequences.
+
+    `old` are the log-probs of the policy compared with the rollout. A rule for negative `advantages` [T] keeps all
+    other tokens, as in DeepSeek-V3.2's off-policy sequence masking (arXiv 2512.02556).
+    """
     log_ratio = clamped_log_ratio(old, rollout, mask)
     kept = mask
     for rule in rules:
-        kept = kept & _keeps(rule, log_ratio, mask, cu_seqlens)
+        keeps = _keeps(rule, log_ratio, mask, cu_seqlens)
+        if rule.advantages == "negative" and advantages is not None:
+            keeps = keeps | (advantages >= 0)
+        kept = kept & keeps
     return kept
 
 
 def _keeps(rule: RejectionSettings, log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """k1 is bounded through the ratio: log(low) <= log R <= log(high); its mean is the geometric mean of R."""
+    """Tokens that a rule keeps, [T]; k1 bounds the ratio by log(low) <= log R <= log(high)."""
     if rule.statistic == "k1":
         statistic = log_ratio
         low = -math.inf if rule.low is None else math.log(rule.low)
@@ -87,19 +101,19 @@ def _keeps(rule: RejectionSettings, log_ratio: Tensor, mask: Tensor, cu_seqlens:
 
 
 def _divergence(kind: str, log_ratio: Tensor) -> Tensor:
-    """KL(rollout, trainer) per token of a rollout sample: never negative."""
+    """Non-negative estimate of KL(rollout, trainer) per token of a rollout sample."""
     if kind == "k2":
         return 0.5 * log_ratio.square()
     return log_ratio.exp() - log_ratio - 1
 
 
 def clamped_log_ratio(old: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
-    """log(trainer / rollout) of each token within finite limits, 0 where the mask is, [T]."""
+    """log(trainer / rollout) of each token, clamped to finite limits, 0 outside the mask, [T]."""
     return torch.where(mask, old - rollout, 0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def mismatch_tokens(log_ratio: Tensor, band: tuple[float, float] | None = None) -> dict[str, Tensor]:
-    """The part of the gap that is a plain mean over tokens, each [T]."""
+    """Metrics of the gap that are means over tokens, each [T]."""
     ratio = log_ratio.exp()
     low, high = band or DEFAULT_BAND
     return {
@@ -114,7 +128,7 @@ def mismatch_tokens(log_ratio: Tensor, band: tuple[float, float] | None = None) 
 def mismatch_sequences(
     log_ratio: Tensor, old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor
 ) -> dict[str, Tensor]:
-    """The part of the gap that is a plain mean over sequences with a loss token, each [N]."""
+    """Metrics of the gap that are means over sequences with a loss token, each [N]."""
     sums = sequence_sum(log_ratio, cu_seqlens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     trainer, roll = (sequence_mean(x, mask, cu_seqlens) for x in (old, rollout))
     return {
@@ -126,14 +140,14 @@ def mismatch_sequences(
 
 
 def mismatch_largest(log_ratio: Tensor) -> dict[str, Tensor]:
-    """The part of the gap that is a maximum over tokens, each [T]."""
+    """Metrics of the gap that are maxima over tokens, each [T]."""
     return {"correction/max_abs_difference": log_ratio.abs()}
 
 
 def mismatch(
     old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor, band: tuple[float, float] | None = None
 ) -> Metrics:
-    """How far the rollout's policy is from the trainer's, over the loss tokens of a batch.
+    """Metrics of the gap between rollout and trainer over the loss tokens of a batch.
 
     kl and k3 estimate KL(rollout, trainer) in nats per token; chi2 is the chi-squared divergence per token and per
     sequence; ess is the effective sample size as a share of the tokens; perplexities are means over sequences.
@@ -144,7 +158,7 @@ def mismatch(
         return {}
     counts = loss_token_counts(mask, cu_seqlens)
     counts = counts[counts > 0]
-    at = mask.nonzero().squeeze(1)  # from here on, nothing but loss tokens
+    at = mask.nonzero().squeeze(1)  # from here on, only loss tokens
     old, rollout = old.index_select(0, at).double(), rollout.index_select(0, at).double()
     mask, cu_seqlens = torch.ones_like(at, dtype=torch.bool), cumulative(counts)
     log_ratio = clamped_log_ratio(old, rollout, mask)
@@ -158,7 +172,7 @@ def mismatch(
 
 
 def _over_tokens(log_ratio: Tensor, band: tuple[float, float] | None) -> tuple[Metrics, float, float]:
-    """Of some tokens: means and maxima, the sum of the ratios and of their squares."""
+    """Means and maxima over a block of tokens, the sum of its ratios, and the sum of their squares."""
     ratio = log_ratio.exp()
     means = {name: Metric.mean(x.mean().item(), len(x)) for name, x in mismatch_tokens(log_ratio, band).items()}
     largest = {name: Metric.max(x.max().item()) for name, x in mismatch_largest(log_ratio).items()}

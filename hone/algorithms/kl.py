@@ -1,7 +1,7 @@
 """Estimators of KL(policy, reference) per token, from samples of the policy.
 
-Source: http://joschu.net/blog/kl-approx.html. In a loss, the gradient of k1 is zero on average and that of k3 is the
-gradient of the other direction; a `+` takes the value of any kind but the gradient of k2, which is the right one for
+Source: http://joschu.net/blog/kl-approx.html. In a loss, k1 has zero gradient on average, and k3 has the gradient of
+KL(reference, policy). A `+` keeps the value of its kind but takes the gradient of k2, which is the correct gradient for
 on-policy samples (arXiv 2506.09477).
 """
 
@@ -12,14 +12,11 @@ from torch import Tensor
 
 from hone.algorithms.settings import KlKind
 
-LOG_RATIO_LIMIT = 20.0  # before exp: exp(20) is 5e8, beyond it one token would be all of the loss
+LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8; above it, one token would dominate the loss
 
 
 def kl_penalty(lp: Tensor, ref: Tensor, kind: KlKind) -> Tensor:
-    """KL estimate per token, [T].
-
-    Raises ValueError for the `full` kinds: they need the whole vocabulary (`full_kl`), not two log-probs.
-    """
+    """KL estimate per token, [T]. Raises ValueError for kind `full`: use `full_kl`."""
     value = _value(lp, ref, kind.removesuffix("+"))
     return straight_through(value, lp, ref) if kind.endswith("+") else value
 
@@ -46,10 +43,7 @@ def _value(lp: Tensor, ref: Tensor, kind: str) -> Tensor:
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, chunk_tokens: int = 1024) -> Tensor:
-    """Exact KL(policy, reference) over the vocabulary, [T, V] twice -> [T]; differs from k1..k3 in having no noise.
-
-    For an engine that holds both models' logits of a chunk; goes through `chunk_tokens` rows at a time.
-    """
+    """Exact KL(policy, reference) over the vocabulary, [T, V] twice -> [T], computed `chunk_tokens` rows at a time."""
     parts = zip(torch.split(logits, chunk_tokens), torch.split(ref_logits, chunk_tokens), strict=True)
     return torch.cat([_full_chunk(rows, ref_rows) for rows, ref_rows in parts])
 
@@ -60,7 +54,7 @@ def _full_chunk(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 def adapt_coef(coef: float, measured: float, target: float, horizon: int, sequences: int) -> float:
-    """The next coefficient of an adaptive penalty: moves towards `target` by at most 20 % per `horizon` sequences.
+    """Next coefficient of an adaptive penalty, which changes by at most 20 % per `horizon` sequences.
 
     Source: arXiv 1909.08593, section 2.2.
     """

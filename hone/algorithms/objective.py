@@ -1,7 +1,7 @@
-"""Objectives: what an engine is given as loss. Callables (ModelOutput, Batch) -> LossOutput.
+"""Objectives: the loss functions of an engine, (ModelOutput, Batch) -> LossOutput.
 
-Each has `needs`, the outputs of the forward that it reads beyond the model type's plain one, and returns a loss and
-metrics per token; the engine multiplies the loss with `batch.loss_weights` and averages the metrics over loss tokens.
+`needs` names the optional outputs of the forward that an objective reads. It returns a loss and metrics per token; the
+engine multiplies the loss by `batch.loss_weights` and averages the metrics over loss tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hone.algorithms import POLICY_LOSSES
 from hone.algorithms.correction import (
+    accepted,
     clamped_log_ratio,
     importance_weights,
     mismatch_largest,
@@ -23,22 +24,21 @@ from hone.algorithms.correction import (
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.losses import LossInputs
 from hone.algorithms.segments import on_last_loss_token, spread
-from hone.algorithms.settings import AlgorithmConfig, ValueLossSettings
+from hone.algorithms.settings import AlgorithmConfig, KlKind, ValueLossSettings
 from hone.types import Batch, LossOutput, ModelOutput
 
 # Per-token tensors that `Algorithm` puts into `Batch.extras` for the objectives.
-IS_WEIGHTS = "is_weights"  # importance weights, where they need the whole batch
-SELECTED = "selected"  # tokens that the loss's own rule picked over the mini-batch
+IS_WEIGHTS = "is_weights"  # importance weights, if they need the whole batch
+SELECTED = "selected"  # tokens that the loss's `selection` picked over the mini-batch
 POSITIVE = "positive_nll"  # factor of -log p on the tokens of rewarded trajectories
 FULL_KL = "full_kl"  # of ModelOutput.extras: exact KL to the reference
-REFERENCE_STATES = "reference_states"  # of Batch.extras: the reference's hidden states, which FULL_KL is made from
 
 
 class PolicyObjective:
-    """Policy loss + KL to the reference (where it belongs to the loss) - entropy bonus.
+    """Policy loss + KL to the reference (with `where: in_loss`) - entropy bonus.
 
-    The ratio is taken against `batch.old_logprobs`, or, where the batch has none, against the current policy itself:
-    with one optimizer step per batch both are the same numbers.
+    The ratio's denominator is `batch.old_logprobs`. Without them it is the current policy, which gives the same numbers
+    with one optimizer step per batch.
     """
 
     def __init__(self, settings: AlgorithmConfig) -> None:
@@ -46,16 +46,18 @@ class PolicyObjective:
         self._settings = settings.loss
         self._selects = bool(getattr(settings.loss, "selection", ""))
         self._correction = settings.correction
+        self._rejections = settings.correction.rules("current")
         self._entropy_coef = settings.entropy_coef
         self._nll_coef = settings.positive_nll_coef
-        in_loss = settings.kl.where == "in_loss"
-        self._kl_coef = settings.kl.coef if in_loss else 0.0
-        self._kl_kind = settings.kl.kind
-        full = {FULL_KL} if self._kl_coef and self._kl_kind == "full" else set()
+        penalty = settings.penalty
+        kl = penalty if penalty.coef > 0 and penalty.where == "in_loss" else None
+        self._kl_coef = kl.coef if kl else 0.0
+        self._kl_kind: KlKind = kl.kind if kl else "k3"
+        full = {FULL_KL} if self._kl_kind == "full" else set()
         self.needs: frozenset[str] = frozenset({"entropy"} | full)
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
-        """Raises ValueError if batch or output lack a field that these settings need."""
+        """Compute the loss. Raises ValueError if batch or output lack a field that the settings need."""
         lp = present(output.logprobs, "ModelOutput.logprobs")
         mask = batch.loss_mask
         old = lp.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -70,6 +72,11 @@ class PolicyObjective:
         )
         policy = self._loss(inputs, self._settings)
         values, metrics = policy.values, dict(policy.metrics)
+        if self._rejections:
+            rollout = present(batch.rollout_logprobs, "Batch.rollout_logprobs")
+            kept = accepted(lp.detach(), rollout, mask, batch.cu_seqlens, self._rejections, inputs.advantages)
+            values = torch.where(kept, values, 0)
+            metrics |= {"train/policy_loss": values.detach(), "correction/masked": (mask & ~kept).to(values.dtype)}
         if self._kl_coef:
             penalty = torch.where(mask, self._penalty(lp, output, batch), 0)
             values = values + self._kl_coef * penalty
@@ -87,7 +94,7 @@ class PolicyObjective:
         return LossOutput(torch.where(mask, values, 0), metrics)
 
     def _gap(self, lp: Tensor, rollout: Tensor, batch: Batch) -> LossOutput:
-        """How far the rollout's policy is from the current one, as metrics: means over tokens and sequences, maxima."""
+        """Metrics of the gap between the rollout and the current policy."""
         mask, cu_seqlens = batch.loss_mask, batch.cu_seqlens
         old = lp.detach()
         log_ratio = clamped_log_ratio(old, rollout, mask)
@@ -155,7 +162,7 @@ class SftObjective:
 
 
 def present(value: Tensor | None, name: str) -> Tensor:
-    """The value, or ValueError naming the field that is missing."""
+    """Return the value, or raise ValueError naming the missing field."""
     if value is None:
         raise ValueError(f"{name} is missing, and this objective needs it")
     return value

@@ -1,8 +1,7 @@
-"""Named algorithms: the keys of `AlgorithmConfig` that make each paper's method.
+"""Presets: the keys of `AlgorithmConfig` for each paper's method.
 
-A run file says `preset: dapo` and sets only what differs; the preset lies
-below the run file as a file that `defaults:` names would. Where each constant comes from stands in
-`docs/algorithms.md`.
+A run file with `preset: dapo` sets only what differs: the preset is a layer below it, like a file in `defaults:`.
+`docs/algorithms.md` gives the source of each constant.
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "advantage": {"name": "prime", "gamma": 1.0},
         "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.2},
         "aggregation": {"mode": "token_mean"},
-        "kl": {"coef": 0.0},
         "dynamic_sampling": {"metric": "reward"},
     },
     "decoupled_ppo": {  # arXiv 2505.24298: behaviour policy from the rollout, proximal policy recomputed

@@ -1,6 +1,6 @@
 """Reductions over the sequences of a packed batch. Shapes: T tokens, N sequences, `cu_seqlens` [N+1].
 
-Everything here works in the dtype of its input and has a gradient where its input has one.
+All functions keep the dtype and the gradient of their input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hone.spans import repeat
 
 
 def sequence_ids(cu_seqlens: Tensor) -> Tensor:
-    """Which sequence each token belongs to, [T]."""
+    """Number of each token's sequence, [T]."""
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     return repeat(torch.arange(len(lengths), device=cu_seqlens.device), lengths)
 
@@ -30,13 +30,13 @@ def sequence_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def sequence_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mean over each sequence's masked tokens, [T] -> [N]; 0 for a sequence that has none."""
+    """Mean over each sequence's masked tokens, [T] -> [N]; 0 for a sequence without any."""
     total = sequence_sum(torch.where(mask, values, 0), cu_seqlens)
     return total / sequence_sum(mask.to(values.dtype), cu_seqlens).clamp(min=1)
 
 
 def sequence_extreme(values: Tensor, mask: Tensor, cu_seqlens: Tensor, largest: bool = True) -> Tensor:
-    """Largest (or smallest) masked value of each sequence, [T] -> [N]; -inf (inf) for a sequence that has none."""
+    """Largest (or smallest) masked value of each sequence, [T] -> [N]; -inf (inf) for a sequence without any."""
     start = values.new_full((len(cu_seqlens) - 1,), -torch.inf if largest else torch.inf)
     ids = sequence_ids(cu_seqlens)[mask]
     return start.scatter_reduce(0, ids, values[mask], "amax" if largest else "amin")
@@ -49,7 +49,7 @@ def loss_token_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def on_last_loss_token(per_sequence: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Each sequence's value on its last loss token and 0 elsewhere, [N] -> [T]; nowhere if it has no loss token."""
+    """Each sequence's value on its last loss token, 0 elsewhere, [N] -> [T]; dropped if it has no loss token."""
     tokens = mask.nonzero().squeeze(1)
     last = tokens.new_full((len(per_sequence),), -1)
     last = last.scatter_reduce(0, sequence_ids(cu_seqlens)[tokens], tokens, "amax")
@@ -64,7 +64,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Masked zero mean and unit (unbiased) variance; 0 where the mask is."""
+    """Scale masked values to mean 0 and (unbiased) variance 1; 0 outside the mask."""
     centred = torch.where(mask, values - masked_mean(values, mask), 0)
     variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
     return centred * torch.rsqrt(variance + 1e-8)
@@ -72,12 +72,12 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Tokens of each sequence as rows of a rectangle, for what compares the sequences step by step.
+    """The masked tokens of each sequence as a row of a rectangle, to compare the sequences step by step.
 
-    Only the tokens given by `mask` have a cell: gaps close. Cells beyond a sequence's end are 0.
+    Tokens outside the mask leave no gap. Cells beyond a sequence's end are 0.
     """
 
-    tokens: Tensor  # [M] position in the packed batch of each cell that is used
+    tokens: Tensor  # [M] position in the packed batch of each used cell
     rows: Tensor  # [M] its sequence
     columns: Tensor  # [M] its step
     shape: tuple[int, int]  # (N, most steps of a sequence)
@@ -105,19 +105,18 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Staircase:
-    """Tokens of all sequences, step after step, for recursions from each sequence's last token back.
+    """The masked tokens of all sequences, step after step, for recursions backwards from each sequence's last token.
 
         step 0: a0 b0 c0 | step 1: a1 b1 | step 2: a2          the longest sequence first: no cell is empty
 
-    Only the tokens given by `mask` have a cell: gaps close, which is what "skip tokens with mask 0" means for a
-    recursion. What comes in and goes out is [M], the M tokens of the mask in the order of the batch.
+    A recursion skips tokens outside the mask. Inputs and outputs are [M], the M masked tokens in the batch's order.
     """
 
     tokens: Tensor  # [M] position in the packed batch
     counts: Tensor  # [N] tokens of each sequence
     _rows: Tensor  # [N] sequences, the longest first
-    _cells: Tensor  # [M] where each token's cell is
-    _heights: tuple[int, ...]  # sequences that have each step
+    _cells: Tensor  # [M] the cell of each token
+    _heights: tuple[int, ...]  # number of sequences that have each step
 
     @classmethod
     def of(cls, mask: Tensor, cu_seqlens: Tensor) -> Staircase:
@@ -156,11 +155,16 @@ class Staircase:
 
 
 def _first_of_row(counts: Tensor) -> Tensor:
-    """For rows of `counts` cells laid end to end: where each cell's row starts, [sum of counts]."""
+    """Start of each cell's row, for rows of `counts` cells laid end to end, [sum of counts]."""
     return repeat(counts.cumsum(0) - counts, counts)
 
 
 def reward_to_go(token_rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0) -> Tensor:
-    """Discounted sum of the rewards from each loss token on, [T]; one discount per loss token."""
+    """Sum of the rewards from each loss token on, discounted once per loss token, [T]."""
     stairs = Staircase.of(mask, cu_seqlens)
     return stairs.on_tokens(stairs.discounted_sum(token_rewards[stairs.tokens], gamma), len(mask))
+
+
+def in_dtype_of(rewards: Tensor | None, values: Tensor | None) -> Tensor | None:
+    """Values computed from rewards of turns, which are float64, in the dtype of the batch's rewards."""
+    return values if values is None or rewards is None else values.to(rewards.dtype)

@@ -1,8 +1,8 @@
-"""Tokens picked over a whole mini-batch, for losses that treat a few tokens differently from the rest.
+"""Selection of tokens over a whole mini-batch, for losses that treat a few tokens differently from the rest.
 
-The pick is made once per mini-batch, before it is cut into micro-batches, so the gradient does not depend on the cut.
-It therefore uses the old log-probs where the paper's code (arXiv 2505.22617) uses those of the current micro-batch;
-for the first optimizer step of a batch the two are the same numbers.
+Tokens are picked once per mini-batch, before it is cut into micro-batches, so the gradient does not depend on the cut.
+The pick therefore uses the old log-probs; the paper's code (arXiv 2505.22617) uses the current micro-batch's. In the
+first optimizer step of a batch they are equal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.segments import masked_mean
-from hone.algorithms.settings import ClipCovSettings, KlCovSettings
+from hone.algorithms.settings import ClipCovSettings, KlCovSettings, TopEntropySettings
 from hone.types import Batch
 
 
@@ -40,6 +40,20 @@ def random_by_covariance(batch: Batch, settings: ClipCovSettings) -> Tensor:
     return _largest(_lottery(batch), candidates, _budget(batch.loss_mask, settings.share))
 
 
+def top_by_entropy(batch: Batch, settings: TopEntropySettings) -> Tensor:
+    """The `share` of loss tokens (at least one) with the highest entropy, including ties, [T] bool.
+
+    Raises ValueError without `batch.entropy`.
+    """
+    entropy = batch.entropy
+    if entropy is None:
+        raise ValueError("picking tokens by entropy needs Batch.entropy, from the forward before the update")
+    found = entropy[batch.loss_mask]
+    if not len(found):
+        return batch.loss_mask
+    return batch.loss_mask & (entropy >= found.topk(_budget(batch.loss_mask, settings.share)).values[-1])
+
+
 def _budget(mask: Tensor, share: float) -> int:
     return max(int(share * int(mask.sum())), 1)
 
@@ -53,10 +67,10 @@ def _largest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
 
 
 def _lottery(batch: Batch) -> Tensor:
-    """A number per token that looks random, [T] float64.
+    """A pseudo-random number per token, [T] float64.
 
-    A hash of the token and its log-prob instead of a generator: the same token wins whatever the packing order, and a
-    resumed run needs no state.
+    It is a hash of the token and its log-prob, so the pick does not depend on the packing order, and a resumed run
+    needs no generator state.
     """
     assert batch.old_logprobs is not None  # covariance() has checked
     bits = batch.old_logprobs.float().contiguous().view(torch.int32).long()

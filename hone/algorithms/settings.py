@@ -1,8 +1,8 @@
-"""Settings of the algorithms: which estimator and loss, and their few numbers. No torch in here.
+"""Settings of the algorithms: estimator, loss, and their numbers. Imports no torch.
 
-Each estimator's and each loss's settings class also says, as data, which fields of a `Batch` it reads beyond the
-packed tokens (`required_fields`) and what its paper averages over (`own_aggregation`), so that a run whose parts do
-not produce a field fails at start-up.
+A settings class also states which fields of a `Batch` its estimator or loss reads beyond the packed tokens
+(`required_fields`), so that a run that does not produce a field fails at start-up, and what the loss's paper averages
+over (`own_aggregation`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import SerializeAsAny, model_validator
 
 from hone.algorithms import ADVANTAGES, POLICY_LOSSES
+from hone.algorithms.filtering.settings import DynamicSamplingSettings, OverlongSettings, ResampleSettings
 from hone.algorithms.presets import PRESETS
-from hone.composition import Layer
+from hone.composition import PRESET, Layer
 from hone.config import Choice, Config, ConfigError, FromRegistry, setting
 from hone.registry import unknown
 
@@ -26,17 +27,32 @@ KlKind = Literal["k1", "k2", "k3", "abs", "full", "k1+", "k2+", "k3+", "abs+"]
 
 
 class AdvantageSettings(Choice):
-    """Base of the estimators' settings."""
+    """Base class of the estimators' settings."""
 
     @property
     def required_fields(self) -> frozenset[str]:
-        """Fields of `Batch` that must be filled; `extras.x` and `components.x` name a key of a mapping."""
+        """Fields of `Batch` that must be filled; `components.x` names a reward component."""
         return frozenset({"rewards"})
 
     @property
     def any_rewards(self) -> bool:
-        """Whether rewards may be any numbers; else only 0 and 1."""
+        """Whether rewards may be any numbers; otherwise only 0 and 1."""
         return True
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether a trajectory's advantage depends on the others of its group."""
+        return True
+
+    @property
+    def smallest_group(self) -> int:
+        """Trajectories per prompt below which every advantage is 0."""
+        return 1
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Keys without effect in combination with the others; setting one in a run file is an error."""
+        return frozenset()
 
 
 class GaeSettings(AdvantageSettings):
@@ -54,6 +70,14 @@ class GaeSettings(AdvantageSettings):
     def required_fields(self) -> frozenset[str]:
         return frozenset({"rewards", "values"})
 
+    @property
+    def compares_group(self) -> bool:
+        return False
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        return frozenset({"lam"} if self.length_adaptive_alpha is not None else ())
+
 
 class GrpoSettings(AdvantageSettings):
     """Reward against the group's mean."""
@@ -69,6 +93,10 @@ class GrpoPassKSettings(AdvantageSettings):
 
     name: str = "grpo_pass_k"
     scale: bool = setting(True, "divide by the group's standard deviation")
+
+    @property
+    def smallest_group(self) -> int:
+        return 2
 
 
 class GdpoSettings(AdvantageSettings):
@@ -94,6 +122,10 @@ class ReinforcePpSettings(AdvantageSettings):
     name: str = "reinforce_pp"
     gamma: float = setting(1.0, "discount per generated token", ge=0, le=1)
 
+    @property
+    def compares_group(self) -> bool:
+        return False
+
 
 class ReinforcePpBaselineSettings(AdvantageSettings):
     """Group mean as baseline, whitened over the batch."""
@@ -109,6 +141,10 @@ class RemaxSettings(AdvantageSettings):
     @property
     def required_fields(self) -> frozenset[str]:
         return frozenset({"rewards", "components.greedy_reward"})
+
+    @property
+    def compares_group(self) -> bool:
+        return False
 
 
 class OpoSettings(AdvantageSettings):
@@ -141,30 +177,68 @@ class OptimalTokenBaselineSettings(AdvantageSettings):
 
     @property
     def required_fields(self) -> frozenset[str]:
-        return frozenset({"rewards", "old_logprobs", "extras.sum_pi_squared"})
+        return frozenset({"rewards", "old_logprobs", "sum_pi_squared"})
 
 
 class TirOptimalTokenBaselineSettings(OptimalTokenBaselineSettings):
-    """The same, with positions counted in generated tokens only."""
+    """Optimal token baseline with positions counted in generated tokens only."""
 
     name: str = "tir_optimal_token_baseline"
+
+
+class MtGrpoSettings(GrpoSettings):
+    """Rewards of turns against those of the same turn in the group, plus the outcome against the group's mean."""
+
+    name: str = "mt_grpo"
+    outcome_coef: float = setting(1.0, "strength of the outcome's advantage in the turns before the last", ge=0)
+
+
+class GigpoSettings(GrpoSettings):
+    """The episode against its group, plus turns against others that begin in the same state."""
+
+    name: str = "gigpo"
+    gamma: float = setting(0.95, "discount per turn of the returns that equal states compare", ge=0, le=1)
+    weight: float = setting(1.0, "strength of the comparison among equal states", ge=0)
+
+
+class TurnGaeSettings(AdvantageSettings):
+    """Generalised advantage estimation within turns, and between them."""
+
+    name: str = "turn_gae"
+    gamma: float = setting(1.0, "discount per generated token within a turn", ge=0, le=1)
+    lam: float = setting(1.0, "lambda within a turn", ge=0, le=1)
+    turn_gamma: float = setting(1.0, "discount from one turn to the next", ge=0, le=1)
+    turn_lam: float = setting(1.0, "lambda from one turn to the next", ge=0, le=1)
+
+    @property
+    def required_fields(self) -> frozenset[str]:
+        return frozenset({"rewards", "values"})
+
+    @property
+    def compares_group(self) -> bool:
+        return False
 
 
 # ---------------------------------------------------------------------------------------------------- policy losses
 
 
 class PolicyLossSettings(Choice):
-    """Base of the policy losses' settings."""
+    """Base class of the policy losses' settings."""
 
     @property
     def own_aggregation(self) -> Mode:
-        """What the loss is averaged over if the run file does not say."""
+        """The aggregation mode if the run file sets none."""
         return "token_mean"
 
     @property
     def selection(self) -> str:
-        """A "module:function" that picks tokens of the whole mini-batch for this loss; empty: none are picked."""
+        """The "module:function" that picks tokens of the whole mini-batch for this loss; empty: no picking."""
         return ""
+
+    @property
+    def required_fields(self) -> frozenset[str]:
+        """Fields of `Batch` to fill in addition to the estimator's."""
+        return frozenset()
 
 
 class ClipSettings(PolicyLossSettings):
@@ -214,7 +288,7 @@ class SftSettings(PolicyLossSettings):
 
 
 class SapoSettings(PolicyLossSettings):
-    """Soft gate in place of a clip."""
+    """Soft gate instead of a clip."""
 
     name: str = "sapo"
     tau_positive: float = setting(1.0, "steepness of the gate where the advantage is positive", gt=0)
@@ -282,6 +356,35 @@ class DroSettings(PolicyLossSettings):
     beta: float = setting(0.05, "strength of the penalty", ge=0)
 
 
+class TopEntropySettings(PolicyLossSettings):
+    """Another loss, on the tokens of the highest entropy only."""
+
+    name: str = "top_entropy"
+    share: float = setting(0.2, "share of the mini-batch's tokens that get a policy loss", gt=0, le=1)
+    loss: Annotated[SerializeAsAny[Choice], FromRegistry(POLICY_LOSSES)] = setting(
+        factory=PpoSettings, meaning="the loss of these tokens"
+    )
+
+    @model_validator(mode="after")
+    def _picks_once(self) -> TopEntropySettings:
+        if getattr(self.loss, "selection", ""):
+            raise ValueError(f"loss {self.loss.name} picks tokens itself; choose one that does not, such as ppo")
+        return self
+
+    @property
+    def own_aggregation(self) -> Mode:
+        mode: Mode = getattr(self.loss, "own_aggregation", "token_mean")
+        return mode
+
+    @property
+    def selection(self) -> str:
+        return "hone.algorithms.selection:top_by_entropy"
+
+    @property
+    def required_fields(self) -> frozenset[str]:
+        return frozenset({"old_logprobs", "entropy"})
+
+
 class GpgSettings(PolicyLossSettings):
     """Plain policy gradient without importance weights."""
 
@@ -294,7 +397,7 @@ class GpgSettings(PolicyLossSettings):
 class AggregationSettings(Config):
     """How per-token losses become one number; see `hone.algorithms.aggregation`."""
 
-    mode: Mode | None = setting(None, "what the loss is averaged over; null: what the chosen loss's paper uses")
+    mode: Mode | None = setting(None, "what the loss is averaged over; null: as in the paper of the chosen loss")
     norm_tokens: int | None = setting(
         None, "constant divisor of seq_mean_token_sum_norm (Dr.GRPO: the longest response)", unit="tokens", ge=1
     )
@@ -307,19 +410,19 @@ class AggregationSettings(Config):
 
 
 class AdaptiveKlSettings(Config):
-    """The coefficient of a KL penalty moves until the KL is `target` (Ziegler et al. 2019, arXiv 1909.08593)."""
+    """KL coefficient that changes until the KL is `target` (Ziegler et al. 2019, arXiv 1909.08593)."""
 
-    target: float = setting(meaning="KL per token that the coefficient steers to", unit="nats", gt=0)
-    horizon: int = setting(meaning="how slowly the coefficient moves", unit="sequences", ge=1)
+    target: float = setting(meaning="target KL per token", unit="nats", gt=0)
+    horizon: int = setting(meaning="larger values change the coefficient more slowly", unit="sequences", ge=1)
 
 
 class KlSettings(Config):
-    """The penalty that keeps the policy near the reference; coef 0 turns it off, and the reference model with it."""
+    """Penalty that keeps the policy near the reference; coef 0 turns off the penalty and the reference model."""
 
-    kind: KlKind = setting("k3", "estimator per token; with +: its value, but the gradient of k2")
-    where: Literal["in_loss", "in_reward"] = setting("in_loss", "added to the loss, or subtracted from token rewards")
-    coef: float = setting(0.0, "strength of the penalty (the first one, if it is adaptive)", ge=0)
-    adaptive: AdaptiveKlSettings | None = setting(None, "steer the coefficient by the KL that is measured")
+    kind: KlKind = setting("k3", "estimator per token; with +: the same value, with k2's gradient")
+    where: Literal["in_loss", "in_reward"] = setting("in_loss", "add it to the loss, or subtract it from token rewards")
+    coef: float = setting(0.0, "weight of the penalty (its first value, if it is adaptive)", ge=0)
+    adaptive: AdaptiveKlSettings | None = setting(None, "adapt the coefficient to the measured KL")
 
     @model_validator(mode="after")
     def _where_it_can_be(self) -> KlSettings:
@@ -329,56 +432,32 @@ class KlSettings(Config):
             raise ValueError("kind full can only be used with where: in_loss")
         return self
 
+    @property
+    def ignored(self) -> frozenset[str]:
+        return frozenset() if self.coef > 0 else frozenset({"kind", "where", "adaptive"})
+
 
 class ValueLossSettings(Config):
     """The critic's loss."""
 
-    clip: float | None = setting(0.2, "how far a value may move from its old one in one batch; null: freely", gt=0)
-
-
-class OverlongSettings(Config):
-    """DAPO's soft punishment of answers that come near the length limit."""
-
-    buffer_tokens: int = setting(
-        ..., "the punishment grows over this many tokens before the limit", unit="tokens", ge=1
-    )
-    factor: float = setting(1.0, "punishment at the limit", ge=0)
-
-
-class SkipZeroVarianceSettings(Config):
-    """Prompts whose last groups had no variance are skipped before rollout, with a chance to come back (GRESO)."""
-
-    explore: float = setting(
-        0.5, "chance to play a prompt after one group without variance; after z in a row: to the power of z", gt=0, le=1
-    )
-    explore_step: float = setting(
-        0.01, "how far the chance moves with every batch to meet the targets; 0: it stays", ge=0, lt=1
-    )
-    target_easy: float = setting(
-        0.083, "share of groups without variance that all succeed (metric above 0) to aim at", ge=0, le=1
-    )
-    target_hard: float = setting(0.167, "share of groups without variance that all fail to aim at", ge=0, le=1)
-
-
-class DynamicSamplingSettings(Config):
-    """Groups that cannot teach anything are replaced by others."""
-
-    metric: str = setting("reward", "drop a group if this is the same for all: reward, or a reward component's name")
-    max_draws: int = setting(10, "how often a step may draw prompts before it goes on with what it has", ge=1)
-    skip_zero_variance: SkipZeroVarianceSettings | None = setting(
-        None, "skip prompts that are expected to have no variance before they are played (GRESO)"
-    )
+    clip: float | None = setting(0.2, "largest change of a value prediction within a batch; null: no limit", gt=0)
 
 
 class RejectionSettings(Config):
-    """One rule by which tokens or whole sequences are left out of the loss."""
+    """Rule that removes tokens or whole sequences from the loss."""
 
-    statistic: Literal["k1", "k2", "k3"] = setting("k1", "what is bounded: k1 the ratio itself, k2 and k3 a divergence")
+    statistic: Literal["k1", "k2", "k3"] = setting("k1", "what is bounded: the ratio (k1), or a divergence (k2, k3)")
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = setting(
-        "token", "over what: each token, or the sum, mean or most extreme token of a sequence"
+        "token", "bound each token, or the sum, mean or most extreme token of a sequence"
     )
     low: float | None = setting(None, "smallest ratio that is kept (k1 only)", gt=0)
     high: float | None = setting(None, "largest ratio (k1) or divergence (k2, k3) that is kept", gt=0)
+    advantages: Literal["all", "negative"] = setting(
+        "all", "which tokens the rule may mask; negative: only those with a negative advantage"
+    )
+    policy: Literal["old", "current"] | None = setting(
+        None, "compared with the rollout: old (once per batch) or current (in each step); null: old if it is recomputed"
+    )
 
     @model_validator(mode="after")
     def _bounded(self) -> RejectionSettings:
@@ -390,24 +469,26 @@ class RejectionSettings(Config):
 
 
 class CorrectionSettings(Config):
-    """What is done about a rollout policy that is not exactly the one being trained."""
+    """Correction of the difference between the rollout policy and the policy being trained."""
 
     old: Literal["trainer", "rollout"] = setting(
-        "trainer", "where the log-probs that ratios are taken against come from: recomputed, or the rollout engine's"
+        "trainer", "source of the old log-probs in the ratio: recomputed by the trainer, or those of the rollout engine"
     )
     weights: Literal["token", "sequence"] | None = setting(
-        None, "importance weights exp(old - rollout), and their level"
+        None, "importance weights exp(old - rollout), per token or per sequence"
     )
     truncate: float | None = setting(None, "upper bound of the weights (truncated importance sampling)", gt=0)
     band: tuple[float, float] | None = setting(None, "weights outside [low, high] become 0 (IcePop)")
     normalize: bool = setting(False, "divide the weights by their mean over the batch")
-    rejections: list[RejectionSettings] = setting(factory=list, meaning="rules that leave tokens out; all must agree")
+    rejections: list[RejectionSettings] = setting(factory=list, meaning="rules that mask tokens; all must keep a token")
 
     @model_validator(mode="after")
     def _consistent(self) -> CorrectionSettings:
-        if self.old == "rollout" and (self.weights or self.rejections):
+        if self.old == "rollout" and self.weights:
+            raise ValueError("with old: rollout the ratio itself is the correction; weights need old: trainer")
+        if self.old == "rollout" and any(rule.policy == "old" for rule in self.rejections):
             raise ValueError(
-                "with old: rollout the ratio itself is the correction; weights and rejections need trainer"
+                "with old: rollout a rejection compares the current policy: set policy to current, or null"
             )
         if self.weights is None and (self.truncate is not None or self.band is not None or self.normalize):
             raise ValueError("truncate, band and normalize act on weights: set weights to token or sequence")
@@ -417,52 +498,61 @@ class CorrectionSettings(Config):
             raise ValueError(f"band should be [low, high] with 0 <= low < high, found {list(self.band)}")
         return self
 
-
-class ResampleSettings(Config):
-    """PF-PPO: trajectories are drawn again, the telling ones more often."""
-
-    scheme: Literal["power", "best_and_worst", "mostly_best"] = setting(
-        "power", "weights: |reward|^power; best and worst rewards only; 0.4 for the best and 0.1 for the rest"
-    )
-    power: float | None = setting(None, "exponent of scheme power; null: 1", ge=0)
-
-    @model_validator(mode="after")
-    def _power_belongs_to_its_scheme(self) -> ResampleSettings:
-        if self.power is not None and self.scheme != "power":
-            raise ValueError(f"power is the exponent of scheme power, and the scheme is {self.scheme}")
-        return self
+    def rules(self, policy: Literal["old", "current"]) -> list[RejectionSettings]:
+        """The rejection rules that compare this policy with the rollout."""
+        usual = "current" if self.old == "rollout" else "old"
+        return [rule for rule in self.rejections if (rule.policy or usual) == policy]
 
 
 class AlgorithmConfig(Config):
-    """What is computed from rewards and log-probs. A preset fills the keys that the run file leaves out."""
+    """Estimator, loss and their options. A preset fills the keys that the run file leaves out."""
 
-    preset: str | None = setting(None, "named algorithm that fills the keys below where they are not set")
+    preset: str | None = setting(None, "named algorithm that fills in the keys below that are not set")
     advantage: Annotated[SerializeAsAny[Choice], FromRegistry(ADVANTAGES)] = setting(
         factory=GrpoSettings, meaning="advantage estimator"
     )
     loss: Annotated[SerializeAsAny[Choice], FromRegistry(POLICY_LOSSES)] = setting(
         factory=PpoSettings, meaning="policy loss"
     )
-    aggregation: AggregationSettings = setting(factory=AggregationSettings, meaning="from tokens to one number")
-    kl: KlSettings = setting(factory=KlSettings, meaning="penalty that keeps the policy near the reference")
-    entropy_coef: float = setting(0.0, "strength of the entropy bonus", ge=0)
+    aggregation: AggregationSettings = setting(factory=AggregationSettings, meaning="token losses to one number")
+    kl: KlSettings | None = setting(None, "penalty that keeps the policy near the reference")
+    entropy_coef: float = setting(0.0, "weight of the entropy bonus", ge=0)
     positive_nll_coef: float = setting(0.0, "weight of -log p on trajectories with reward above 0 (VAPO: 0.1)", ge=0)
     value_loss: ValueLossSettings = setting(factory=ValueLossSettings, meaning="the critic's loss")
-    overlong: OverlongSettings | None = setting(None, "punishment of answers near the length limit")
+    overlong: OverlongSettings | None = setting(None, "penalty near the length limit, masking of truncated answers")
     dynamic_sampling: DynamicSamplingSettings | None = setting(None, "replace groups without any variance")
-    resample: ResampleSettings | None = setting(None, "draw trajectories again by their reward (PF-PPO)")
-    correction: CorrectionSettings = setting(factory=CorrectionSettings, meaning="rollout against trained policy")
+    resample: ResampleSettings | None = setting(None, "resample trajectories by their reward (PF-PPO)")
+    correction: CorrectionSettings = setting(factory=CorrectionSettings, meaning="mismatch of rollout and trainer")
+
+    @property
+    def penalty(self) -> KlSettings:
+        """The section `kl`; without it, a penalty of weight 0."""
+        return self.kl or KlSettings()
+
+    def check_group_size(self, samples_per_prompt: int) -> None:
+        """Raise ValueError if every advantage is 0 in groups of this size."""
+        least = int(getattr(self.advantage, "smallest_group", 1))
+        if samples_per_prompt < least:
+            raise ValueError(
+                f"update.samples_per_prompt = {samples_per_prompt}: algorithm.advantage {self.advantage.name} compares "
+                f"the best answer with the second, so every advantage would be 0; set it to {least} or more"
+            )
+        if samples_per_prompt == 1 and self.dynamic_sampling is not None:
+            raise ValueError(
+                "update.samples_per_prompt = 1: algorithm.dynamic_sampling drops every group without variance, and a "
+                "single answer has none; set it to 2 or more, or algorithm.dynamic_sampling=null"
+            )
 
     @classmethod
     def underlay(cls, given: Mapping[str, Any]) -> Layer | None:
-        """The preset's keys, below those of the run file."""
+        """The preset's keys as a layer below the run file."""
         name = given.get("preset")
-        return None if name is None else Layer(f"preset {name}", _preset(name))
+        return None if name is None else Layer(f"{PRESET} {name}", _preset(name))
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
-        """The same for settings built in Python: `AlgorithmConfig(preset="dapo")`."""
+        """Fill in the preset for settings built in Python: `AlgorithmConfig(preset="dapo")`."""
         if not isinstance(data, dict) or data.get("preset") is None:
             return data
         return {**{key: _preset_value(key, value) for key, value in _preset(data["preset"]).items()}, **data}
@@ -475,7 +565,7 @@ def _preset(name: Any) -> Mapping[str, Any]:
 
 
 def _preset_value(key: str, value: Any) -> Any:
-    """Presets are plain data: turn a named part into its own settings class."""
+    """Turn a named part of a preset, which is plain data, into its settings class."""
     registry = {"advantage": ADVANTAGES, "loss": POLICY_LOSSES}.get(key)
     settings = registry.settings(value["name"]) if registry else None
     return settings(**value) if settings else value

@@ -1,8 +1,8 @@
-"""The optimal token baseline: one baseline per position, weighted by how much each trajectory moves the gradient.
+"""Optimal token baseline: one baseline per position, weighted by each trajectory's share of the gradient.
 
 Source: arXiv 2602.07078. With s_t = 1 - 2 pi_t + sum pi^2 (the squared norm of the logit gradient of token t) and
 W_t = s_1 + ... + s_t, the baseline of position t in a group is B_t = sum G_t W_t / sum W_t over the trajectories that
-reach it, and A_t = G_t - B_t. Where only one trajectory is left there is nothing to compare with, and B_t = 0.
+reach it, and A_t = G_t - B_t. B_t = 0 at positions that only one trajectory reaches.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hone.types import Batch
 def optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> Advantages:
     """A_t = G_t - B_t, where t counts every token from the first generated one on (observations too).
 
-    An episode of several trajectories counts as the mean of them: each weighs 1 / their number.
-    Reads `old_logprobs` and `extras["sum_pi_squared"]`; raises ValueError without them.
+    Each trajectory of an episode weighs 1 / their number.
+    Reads `old_logprobs` and `sum_pi_squared`; raises ValueError without them.
     """
     tokens = torch.arange(len(batch.loss_mask), device=batch.loss_mask.device)
     ids = sequence_ids(batch.cu_seqlens)
@@ -30,12 +30,12 @@ def optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> Advanta
 
 
 def tir_optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> Advantages:
-    """The same for tool-integrated reasoning: t counts generated tokens only."""
+    """`optimal_token_baseline` for tool-integrated reasoning: t counts generated tokens only."""
     return _advantages(batch, batch.loss_mask)
 
 
 def _advantages(batch: Batch, counted: Tensor) -> Advantages:
-    """`counted`: the tokens that t counts, [T] bool."""
+    """Compute A_t; `counted` [T] bool marks the tokens that t counts."""
     grid = Grid.of(counted, batch.cu_seqlens)
     mask = grid.gather(batch.loss_mask)
     returns = grid.gather(reward_to_go(token_rewards(batch).double(), counted, batch.cu_seqlens))
@@ -52,10 +52,10 @@ def _advantages(batch: Batch, counted: Tensor) -> Advantages:
 
 
 def _energy(batch: Batch) -> Tensor:
-    """s_t, times the squared importance weight where the loss uses weights, [T] float64."""
-    if batch.old_logprobs is None or "sum_pi_squared" not in batch.extras:
-        raise ValueError('the optimal token baseline needs Batch.old_logprobs and Batch.extras["sum_pi_squared"]')
-    energy = 1 - 2 * batch.old_logprobs.double().exp() + batch.extras["sum_pi_squared"].double()
+    """s_t, times the squared importance weight if the loss uses weights, [T] float64."""
+    if batch.old_logprobs is None or batch.sum_pi_squared is None:
+        raise ValueError("the optimal token baseline needs Batch.old_logprobs and Batch.sum_pi_squared")
+    energy = 1 - 2 * batch.old_logprobs.double().exp() + batch.sum_pi_squared.double()
     weights = batch.extras.get("is_weights")
     return energy if weights is None else energy * weights.double().square()
 

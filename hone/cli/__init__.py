@@ -1,1 +1,1 @@
-"""The command line: one file per command, found by `main`, which imports none of them before it is asked for."""
+"""The command line: one file per command. `main` imports only the command that was given."""

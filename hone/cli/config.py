@@ -1,4 +1,4 @@
-"""`hone config`: a run file as it is resolved, what set each value, what a key means, the JSON schema for editors."""
+"""`hone config`: show all settings of a run file and their sources, explain a key, print the JSON schema."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hone.explain import Explanation, annotated, explain, schema, value_text
 
 
 def config(
-    recipe: Annotated[Path | None, typer.Argument(help="a run file (YAML)")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, as given to the run")] = None,
-    explain_key: Annotated[str, typer.Option("--explain", metavar="KEY", help="tell about a key or a section")] = "",
-    as_schema: Annotated[bool, typer.Option("--schema", help="print the JSON schema of run files")] = False,
+    recipe: Annotated[Path | None, typer.Argument(help="run file (YAML)")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings, such as run.steps=10")] = None,
+    explain_key: Annotated[str, typer.Option("--explain", metavar="KEY", help="explain a key or a section")] = "",
+    as_schema: Annotated[bool, typer.Option("--schema", help="print a JSON schema, for editors")] = False,
 ) -> None:
-    """Show a run file resolved: every setting, and what set it where that is not its default."""
+    """Show every setting of a run file after overrides; a comment names the source of each that is not a default."""
     if as_schema:
         typer.echo(json.dumps(schema_of(recipe), indent=2))
         return
     if recipe is None:
-        raise ConfigError("name a run file: hone config RECIPE")
+        raise ConfigError("no run file was given: hone config RECIPE")
     loaded = load_recipe(recipe, overrides or [])
     console = Console(soft_wrap=True, highlight=False)
     if explain_key:
@@ -36,7 +36,7 @@ def config(
 
 
 def schema_of(recipe: Path | None) -> dict[str, Any]:
-    """The schema of a recipe's kind, or one that tells the kinds apart by the key `kind`."""
+    """The schema of the recipe's kind; without a recipe, a schema of all kinds, chosen by the key `kind`."""
     if recipe is not None:
         return schema(type(load_recipe(recipe).config))
     branches = {name: schema(kind.load()) for name, kind in KINDS.items()}
@@ -61,7 +61,7 @@ def _paragraph(found: Explanation) -> Text:
     text = Text(found.key, style="bold")
     unit = f", in {found.unit}" if found.unit else ""
     rows = {
-        "meaning": found.meaning or "(none written)",
+        "meaning": found.meaning or "(no description)",
         "type": f"{found.type}{unit}",
         "default": found.default,
         "value": value_text(found.value),

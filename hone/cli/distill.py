@@ -8,14 +8,18 @@ from typing import Annotated
 import typer
 
 from hone.cli.recipe import load_recipe
-from hone.cli.running import report_run
-from hone.trainers.launch import run_policy
+from hone.cli.running import Restart, report_run
+from hone.trainers.run.launch import run_policy
 
 
 def distill(
     recipe: Annotated[Path, typer.Argument(help="run file (YAML)")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as run.steps=10")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings, such as run.steps=10")] = None,
+    restart: Restart = False,
 ) -> None:
-    """Train a policy on its own answers with what teachers think of them. The same run.dir continues the same run."""
+    """Distil one or more teacher models into a policy, on the policy's own samples.
+
+    With the run.dir of an earlier run, continue that run.
+    """
     loaded = load_recipe(recipe, overrides or [], kind="distill")
-    report_run(Path(loaded.config.run.dir), lambda: run_policy(loaded))
+    report_run(Path(loaded.config.run.dir), lambda: run_policy(loaded), restart)

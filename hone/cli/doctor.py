@@ -1,11 +1,12 @@
-"""`hone doctor`: what this machine can run, and why not the rest. Looks only; changes nothing and reaches no network.
+"""`hone doctor`: what this machine can run, and why it cannot run the rest. It changes nothing and uses no network.
 
-With `--model`, what a model is (see `model_doctor`); then a name on a hub is looked up there.
+With `--model`, it describes a model instead (see `model_doctor`), and looks up a hub name on that hub.
 
-machine    processor, its features that matter, threads, memory, disk
-software   Python, torch and the packages beside it, optional packages by the extra that brings them
-parts      platforms, and every registered name that cannot be used here, with the reason
-plug-ins   what was loaded, what failed
+machine    processor, the features that speed up training, threads, memory, disk
+software   Python, torch and the other required packages, optional packages with the extra that installs each
+platforms  which devices can be used, with the reason if not
+parts      the names that a run file may use; with `--full`, each is imported, and the reason shown if that fails
+plug-ins   loaded or failed
 """
 
 from __future__ import annotations
@@ -30,44 +31,42 @@ from rich.text import Text
 
 from hone import __version__
 from hone.cli.finding import Finding
-from hone.cli.listing import REGISTRIES, problems
-from hone.cli.model_doctor import model_report
+from hone.cli.listing import REGISTRIES, problems, registered
 from hone.config import ConfigError
-from hone.platforms.base import PLATFORM_VARIABLE, PlatformRegistry
-from hone.registry import load_plugins
+from hone.platforms.base import AUTO, PLATFORM_VARIABLE, PlatformRegistry, compute_dtype, why_compute_dtype
+from hone.registry import load_plugins, resolve
 
 DISTRIBUTION = "hone-rl"
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "pyarrow")
-CPU_FEATURES = {  # flag of /proc/cpuinfo -> what it is good for
+CPU_FEATURES = {  # flag of /proc/cpuinfo -> what it speeds up
     "avx2": "fp32 kernels",
     "avx512f": "wide fp32 kernels",
     "avx512_bf16": "bf16 kernels",
-    "amx_bf16": "bf16 matrix tiles: bf16 runs whole steps up to twice as fast as fp32",
+    "amx_bf16": "bf16 matrix tiles: a step in bf16 takes up to half the time of one in fp32",
 }
-UNWANTED = (
-    "torchvision",
-    "torchaudio",
-)  # their usual builds are for CUDA and break every model import beside a CPU torch
+UNWANTED = ("torchvision", "torchaudio")  # their CUDA builds break every model import when torch is a CPU build
+MODEL_REPORT = "hone.cli.model_doctor:model_report"  # imports transformers: seconds that the machine's report saves
 
 
 def doctor(
-    model: Annotated[str, typer.Option(help="say what this model is instead: a folder, or a name on a hub")] = "",
-    revision: Annotated[str, typer.Option(help="of a model on a hub: branch, tag or commit")] = "",
-    devices: Annotated[int, typer.Option(help="devices that share a training; default: 1, 2, 4 and 8", min=0)] = 0,
-    lora_rank: Annotated[int, typer.Option(help="rank of the adapter that is counted", min=1)] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+    model: Annotated[str, typer.Option(help="describe this model instead: a folder, or a name on a hub")] = "",
+    revision: Annotated[str, typer.Option(help="branch, tag or commit of a model on a hub")] = "",
+    devices: Annotated[int, typer.Option(help="devices that train the model; default: 1, 2, 4 and 8", min=0)] = 0,
+    lora_rank: Annotated[int, typer.Option(help="rank of the LoRA adapter in the memory table", min=1)] = 16,
+    full: Annotated[bool, typer.Option("--full", help="also import every part, to see whether it works here")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Say what this machine can run, and why not the rest; or what a model is, needs and can use."""
+    """Show what this machine can run, and why it cannot run the rest; with --model, what a model needs and supports."""
     if not model and (revision or devices):
-        raise ConfigError("--revision and --devices are about a model: give --model too")
+        raise ConfigError("--revision and --devices describe a model: give --model too")
     if model:
-        report = model_report(model, revision or None, devices or None, lora_rank)
+        report = resolve(MODEL_REPORT)(model, revision or None, devices or None, lora_rank)
         if as_json:
             typer.echo(json.dumps(report.numbers, indent=1))
         else:
             _show(report.facts)
         return
-    findings = list(examine())
+    findings = list(examine(full))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -87,13 +86,13 @@ def _show(findings: Iterable[Finding]) -> None:
     console.print(table)
 
 
-def examine() -> Iterator[Finding]:
-    """Every finding, section by section."""
+def examine(full: bool) -> Iterator[Finding]:
+    """Every finding, section by section; `full` imports all parts."""
     yield from _machine()
     yield from _software()
     yield from _optional()
     yield from _platforms()
-    yield from _parts()
+    yield from _tried_parts() if full else _named_parts()
     yield from _plugins()
 
 
@@ -103,7 +102,9 @@ def _machine() -> Iterator[Finding]:
     flags = set((re.search(r"flags\s*: (.*)", info) or [""])[0].split())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("machine", "system", None, f"{platform.system()} {platform.release()} on {platform.machine()}")
-    yield Finding("machine", "processor", None, f"{model[1] if model else platform.processor()}, {cores} cores for us")
+    yield Finding(
+        "machine", "processor", None, f"{model[1] if model else platform.processor()}, {cores} cores available"
+    )
     for flag, use in CPU_FEATURES.items() if flags else ():
         yield Finding("machine", flag, flag in flags, use)
     set_threads = os.environ.get("OMP_NUM_THREADS")
@@ -128,19 +129,19 @@ def _software() -> Iterator[Finding]:
         yield Finding("software", name, bool(found), found or "not installed")
     for name in UNWANTED if torch.version.cuda is None and torch.version.hip is None else ():
         if _version(name):
-            text = f"{_version(name)} is installed beside a CPU build of torch; if models fail to import, uninstall it"
+            text = f"{_version(name)} is installed with a CPU build of torch; uninstall it if models fail to import"
             yield Finding("software", name, False, text)
 
 
 def _optional() -> Iterator[Finding]:
-    """The packages of the distribution's extras, from its own metadata; those for its development are left out."""
+    """The packages of hone's extras, read from its metadata, without the extras for development."""
     for requirement in importlib.metadata.requires(DISTRIBUTION) or ():
         extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
         if extra is None or extra[1] in ("test", "check"):
             continue
         name = re.match(r"[\w.-]+", requirement)
         found = _version(name[0]) if name else ""
-        missing = f"not installed; it comes with {DISTRIBUTION}[{extra[1]}]"
+        missing = f"not installed; to add it: pip install '{DISTRIBUTION}[{extra[1]}]'"
         yield Finding("optional packages", name[0] if name else requirement, bool(found), found or missing)
 
 
@@ -150,6 +151,10 @@ def _platforms() -> Iterator[Finding]:
         yield Finding("platforms", PLATFORM_VARIABLE, None, forced)
     for name, reason in PlatformRegistry.probe().items():
         yield Finding("platforms", name, not reason, reason or _devices(name))
+        if not reason:
+            platform = PlatformRegistry.choose(name)
+            said = f"{compute_dtype(AUTO, platform)} ({why_compute_dtype(AUTO, platform)})"
+            yield Finding("platforms", f"compute_dtype on {name}", None, said)
 
 
 def _devices(name: str) -> str:
@@ -158,7 +163,14 @@ def _devices(name: str) -> str:
     return f"{count} x {chosen.device_name()}" if count > 1 else chosen.device_name()
 
 
-def _parts() -> Iterator[Finding]:
+def _named_parts() -> Iterator[Finding]:
+    yield Finding("parts", "not examined", None, "whether each part can be imported here: hone doctor --full")
+    for kind in REGISTRIES:
+        if kind != "platforms":
+            yield Finding("parts", kind, None, ", ".join(part.name for part in registered(kind)))
+
+
+def _tried_parts() -> Iterator[Finding]:
     for kind in REGISTRIES:
         found = {name: reason for name, reason in problems(kind).items() if kind != "platforms"}
         usable = [name for name, reason in found.items() if not reason]
@@ -173,7 +185,12 @@ def _plugins() -> Iterator[Finding]:
     for name, problem in plugins.items():
         yield Finding("plug-ins", name, not problem, problem or "loaded")
     if not plugins:
-        yield Finding("plug-ins", "none", None, "entry points of the group hone.plugins, or HONE_USE_EXTERNAL_MODULES")
+        yield Finding(
+            "plug-ins",
+            "none",
+            None,
+            "entry points of the group hone.plugins, or HONE_USE_EXTERNAL_MODULES",
+        )
 
 
 def _version(name: str) -> str:

@@ -1,9 +1,9 @@
-"""What a command ends with: one line for a person, and an exit code.
+"""How a failed command ends: one line on stderr, and an exit code.
 
     0 done   1 a run failed (its folder is named)   2 bad input   130 interrupted
 
-A traceback is shown if `HONE_TRACEBACK=1`, and for a failure outside a run that nobody's input explains; that of a
-failed run lies in its folder.
+The traceback is printed with `HONE_TRACEBACK=1`, and always for an unexpected error outside a run. A failed run writes
+it to its folder.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FAILURE_FILE = "failure.txt"
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 BAD_INPUT: tuple[type[Exception], ...] = (ConfigError, UnknownName, CannotLoad, ModelError)
-"""What the person who gave the command can mend: a run file, a name, a data set, a model, a missing package."""
+"""Errors that the user can fix: a run file, a name, a data set, a model, a missing package."""
 
 FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 class RunFailed(Exception):
-    """A run that had begun broke; `folder` holds what it wrote, `cause` says why."""
+    """A run failed after it had started. `folder` holds what it wrote; `cause` is the error."""
 
     def __init__(self, folder: Path, cause: BaseException) -> None:
         super().__init__(f"{type(cause).__name__}: {one_line(cause)}")
@@ -39,11 +39,11 @@ class RunFailed(Exception):
 
 
 def report(error: BaseException, command: str = "") -> int:
-    """Write what happened to stderr; returns the exit code of the command."""
+    """Print the error to stderr; return the exit code of the command."""
     show = os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0")
     if isinstance(error, KeyboardInterrupt):
         runs = command in ("train", "sft", "prefer", "reward-model", "distill")
-        say("interrupted" + (": the last checkpoint stands, and the same command continues from it" if runs else ""))
+        say("interrupted" + ("; run the same command again to continue from the last checkpoint" if runs else ""))
         code = EXIT_INTERRUPTED
     elif isinstance(error, RunFailed):
         say(f"error: the run failed: {error}")
@@ -62,19 +62,19 @@ def report(error: BaseException, command: str = "") -> int:
 
 
 def say(line: str) -> None:
-    """One line to stderr, where the results of a command never go."""
+    """Print one line to stderr; results go to stdout."""
     typer.echo(line, err=True)
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception on one line; of a file's error, the file and the reason."""
+    """The message of an exception on one line; for a file error, the file and the reason."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _keep_traceback(error: RunFailed) -> str:
-    """Write the traceback into the run folder; on a full disk it goes to stderr. Says where it is."""
+    """Write the traceback to the run folder, or to stderr if that fails. Return a sentence that says where it is."""
     path = error.folder / FAILURE_FILE
     text = "".join(traceback.format_exception(error))
     try:

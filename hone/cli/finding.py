@@ -1,4 +1,4 @@
-"""What `hone doctor` says, line by line."""
+"""One line of `hone doctor`'s output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of an examination."""
+    """One line, under its section."""
 
     section: str
     name: str

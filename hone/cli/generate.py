@@ -1,4 +1,4 @@
-"""`hone generate`: answers of a model to prompts from the command line or a file."""
+"""`hone generate`: generate answers to prompts from the command line or a file."""
 
 from __future__ import annotations
 
@@ -11,38 +11,41 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hone.config import ConfigError
+from hone.config import ConfigError, build
 from hone.data.images import put_images, without_images
 from hone.data.settings import DatasetConfig
-from hone.data.sources import open_rows
+from hone.data.sources.base import open_rows
+from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
+from hone.platforms.base import AUTO
 from hone.rollout.settings import RolloutConfig, SamplingConfig
-from hone.trainers.asking import Questions, generate_answers
+from hone.trainers.policy.evaluate_model import AnswerRequest, generate_answers
 from hone.types import Message
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="folder or hub name")],
-    prompt: Annotated[list[str] | None, typer.Option(help="a question; may be repeated")] = None,
-    source: Annotated[Path | None, typer.Option("--input", help="rows with 'prompt' or 'messages'")] = None,
-    target: Annotated[Path | None, typer.Option("--output", help="rows with 'responses' (.jsonl)")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="answers to each prompt")] = 1,
+    model: Annotated[str, typer.Argument(help="model folder or hub name")],
+    prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be repeated")] = None,
+    source: Annotated[Path | None, typer.Option("--input", help="file: rows with 'prompt' or 'messages'")] = None,
+    target: Annotated[Path | None, typer.Option("--output", help="file for the rows with 'responses' (.jsonl)")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="answers per prompt")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy")] = 1.0,
-    max_response_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 512,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "bfloat16",
+    max_response_tokens: Annotated[int, typer.Option(min=1, help="longest response, in tokens")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0,
+    compute_dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = AUTO,
 ) -> None:
     """Generate answers with the built-in engine."""
     rows = _rows(prompt or [], source)
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, temperature=temperature)
-    questions = Questions(
+    questions = AnswerRequest(
         [_messages(row, i) for i, row in enumerate(rows)],
         RolloutConfig(sampling=sampling),
         samples,
         seed,
         source.parent if source is not None else Path(),
     )
-    answers = generate_answers(ModelConfig(path=model), questions, compute_dtype)
+    engine = build(EngineConfig, {"compute_dtype": compute_dtype}, "--compute-dtype")
+    answers = generate_answers(ModelConfig(path=model), questions, engine)
     if target is not None:
         lines = [
             json.dumps({**_text_of(row), "responses": found}, ensure_ascii=False)
@@ -59,7 +62,7 @@ def generate(
 
 def _rows(prompts: list[str], source: Path | None) -> list[dict[str, Any]]:
     if bool(prompts) == (source is not None):
-        raise ConfigError("give either --prompt or --input")
+        raise ConfigError(f"{'two sources of' if prompts else 'no'} prompts: give either --prompt TEXT or --input FILE")
     if source is None:
         return [{"prompt": text} for text in prompts]
     rows = open_rows(DatasetConfig(path=str(source)), "--input")
@@ -67,7 +70,7 @@ def _rows(prompts: list[str], source: Path | None) -> list[dict[str, Any]]:
 
 
 def _text_of(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without encoded images: they stay in the file that they came from."""
+    """The row without its encoded images, which stay in the input file."""
     kept = {key: value for key, value in row.items() if key != "images"}
     return {**kept, "messages": list(without_images(kept["messages"]))} if kept.get("messages") else kept
 
@@ -78,4 +81,4 @@ def _messages(row: dict[str, Any], index: int) -> Sequence[Message]:
         found = [Message(role="user", content=row["prompt"])]
     if found:
         return put_images(found, row["images"]) if row.get("images") else found
-    raise ConfigError(f"row {index} has neither 'prompt' nor 'messages' (it has: {', '.join(row)})")
+    raise ConfigError(f"--input row {index}: expected a column 'prompt' or 'messages', found {', '.join(row)}")

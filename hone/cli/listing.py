@@ -1,4 +1,4 @@
-"""`hone list`: the registered names, by kind; and the one table of all registries, which `hone doctor` uses too."""
+"""`hone list`: the registered names, by kind. `hone doctor` uses the same table of registries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ REGISTRIES = {
     "distillation_losses": "hone.algorithms:DISTILLATION_LOSSES",
     "presets": "hone.algorithms.presets:PRESETS",
     "sources": "hone.data:SOURCES",
-    "environments": "hone.envs:ENVS",
+    "environments": "hone.envs:EPISODES",
+    "parsers": "hone.envs:PARSERS",
     "rewards": "hone.rewards:REWARDS",
     "engines": "hone.engines.registry:EngineRegistry",
     "rollout": "hone.rollout:ROLLOUT_ENGINES",
@@ -27,7 +28,7 @@ REGISTRIES = {
     "trackers": "hone.tracking:TRACKERS",
     "platforms": "hone.platforms:PLATFORMS",
 }
-"""Kind -> where its registry is; imported when it is asked for."""
+"""Kind -> where its registry is. Imported only when needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Registered:
 def listing(
     kind: Annotated[str, typer.Argument(help=f"one of {', '.join(REGISTRIES)}; default: all")] = "",
 ) -> None:
-    """List the registered names, by kind, with where each is defined."""
+    """List the names that a run file may use, by kind, and where each is defined."""
     if kind and kind not in REGISTRIES:
         raise UnknownName(unknown("kind", kind, list(REGISTRIES)))
     for shown in [kind] if kind else REGISTRIES:
@@ -53,7 +54,7 @@ def listing(
 
 
 def registered(kind: str) -> Iterator[Registered]:
-    """Every name of a kind, sorted. Imports the registry, and none of its entries."""
+    """Every name of a kind, sorted. Imports the registry, but none of its entries."""
     registry = resolve(REGISTRIES[kind])
     if isinstance(registry, Registry):
         for name in registry:
@@ -67,14 +68,14 @@ def registered(kind: str) -> Iterator[Registered]:
 
 
 def engine_name(key: tuple[str, str, str, str]) -> str:
-    """An engine's key in words: backend first, then model type, then the devices that it is for."""
+    """An engine's key as text: backend, model type, and the devices that it supports."""
     model_type, backend, device, vendor = key
     devices = "" if device == "*" else f" on {device}" + ("" if vendor == "*" else f" by {vendor}")
     return f"{backend} {model_type}{devices}"
 
 
 def problems(kind: str) -> dict[str, str]:
-    """For each name of a kind: empty if it can be imported here, else the reason why not."""
+    """Import every entry of a kind: name -> why it cannot be imported here (empty if it can)."""
     registry: Any = resolve(REGISTRIES[kind])
     if isinstance(registry, Registry):
         return registry.probe()

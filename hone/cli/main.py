@@ -1,6 +1,6 @@
-"""The `hone` command: finds the sub-command, imports only that one, and turns whatever happens into an exit code.
+"""The `hone` command: find the sub-command, import only that one, and turn its result into an exit code.
 
-arguments --> name of the command --> its module is imported (the others are only named) --> typer --> exit code
+arguments --> command name --> import its module (for the others, only the help text) --> typer --> exit code
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import typer
 
 from hone import __version__
 from hone.cli.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, report, say
+from hone.other_frameworks import COMMANDS as OTHER_COMMANDS
 from hone.registry import CannotLoad, UnknownName, load_plugins, reason, resolve, unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Where a command is and what `hone --help` says of it; its own help comes from its function."""
+    """Where a command is, and its line in `hone --help`. `hone COMMAND --help` shows the function's docstring."""
 
     target: str  # "module:function"
     summary: str
@@ -27,18 +28,19 @@ class Command:
 
 COMMANDS = {
     "train": Command("hone.cli.train:train", "Train a policy with reinforcement learning."),
-    "sft": Command("hone.cli.sft:sft", "Fine-tune a model on samples."),
-    "prefer": Command("hone.cli.prefer:prefer", "Train a model on preferences: DPO and its family, KTO."),
+    "sft": Command("hone.cli.sft:sft", "Fine-tune a model on examples."),
+    "prefer": Command("hone.cli.prefer:prefer", "Train a model on preferences: DPO and its variants, KTO."),
     "reward-model": Command("hone.cli.reward_model:reward_model", "Train a reward model."),
-    "distill": Command("hone.cli.distill:distill", "Teach a policy what teachers think of its own answers."),
-    "eval": Command("hone.cli.eval:eval", "Measure a model on held-out prompts."),
-    "generate": Command("hone.cli.generate:generate", "Answer prompts with a model."),
-    "score": Command("hone.cli.score:score", "Judge the answers in a file with a reward function."),
-    "config": Command("hone.cli.config:config", "Show a run file resolved, explain a key, print the JSON schema."),
-    "doctor": Command("hone.cli.doctor:doctor", "Say what this machine can run, and why not the rest."),
-    "export": Command("hone.cli.export:export", "Write a checkpoint as a Hugging Face model folder."),
+    "distill": Command("hone.cli.distill:distill", "Distil teacher models into a policy, on the policy's own samples."),
+    "eval": Command("hone.cli.eval:eval", "Evaluate a model on the held-out sets of a run file."),
+    "generate": Command("hone.cli.generate:generate", "Generate answers to prompts."),
+    "score": Command("hone.cli.score:score", "Score the answers in a file with a reward function."),
+    "config": Command("hone.cli.config:config", "Show all settings of a run file, explain a key, print a JSON schema."),
+    "doctor": Command("hone.cli.doctor:doctor", "Show what this machine can run, and why it cannot run the rest."),
+    "export": Command("hone.cli.export:export", "Write a checkpoint as a Hugging Face folder."),
+    "rollout": Command("hone.cli.rollout:rollout", "Let a server join or leave a run that trains asynchronously."),
     "report": Command("hone.cli.report:report", "Rebuild the report page of a run."),
-    "list": Command("hone.cli.listing:listing", "List the registered names, by kind."),
+    "list": Command("hone.cli.listing:listing", "List the names that a run file may use, by kind."),
 }
 
 
@@ -52,18 +54,20 @@ def main(arguments: Sequence[str]) -> int:
     name = next((argument for argument in arguments if not argument.startswith("-")), "")
     try:
         if name and name not in COMMANDS:
+            if name in OTHER_COMMANDS:
+                raise UnknownName(f"unknown command {name!r}: here it is hone {OTHER_COMMANDS[name]}")
             raise UnknownName(unknown("command", name, list(COMMANDS)))
         command = typer.main.get_command(_app(name, asks_help="--help" in arguments))
         code = command.main(args=list(arguments) or ["--help"], prog_name="hone", standalone_mode=False)
-    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 (the one place where every error ends)
+    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 (every error ends here)
         return _usage_error(error, name) or report(error, name)
-    if code == EXIT_INTERRUPTED:  # what typer makes of Ctrl-C
+    if code == EXIT_INTERRUPTED:  # typer turns Ctrl-C into this code
         return report(KeyboardInterrupt(), name)
     return code if isinstance(code, int) else EXIT_DONE
 
 
 def _app(chosen: str, asks_help: bool) -> typer.Typer:
-    """All commands, of which only the chosen one is real: the others are there to be named in the help."""
+    """A typer app in which only the chosen command is real. The others are placeholders for the help."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.callback(help="Train language models with reinforcement learning.")(_options)
     for name, command in COMMANDS.items():
@@ -84,7 +88,7 @@ def _load(name: str, with_plugins: bool) -> Callable[..., Any]:
 
 
 def _placeholder() -> None:
-    """Stands for a command that was not chosen."""
+    """Placeholder for a command that was not chosen."""
 
 
 def _version(asked: bool) -> None:
@@ -102,7 +106,7 @@ def _options(
 
 
 def _usage_error(error: BaseException, name: str) -> int:
-    """Exit code of an error in the arguments as typer found it, said in one line; 0 if it is none."""
+    """Print typer's error about the arguments in one line and return its exit code; 0 for any other error."""
     message = getattr(error, "format_message", None)
     if message is None:
         return EXIT_DONE

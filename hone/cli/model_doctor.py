@@ -1,4 +1,4 @@
-"""`hone doctor --model`: what a model is, what of hone it can use, and the memory that its training takes."""
+"""`hone doctor --model`: describe a model, the features of hone that it supports, and its memory in training."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hone.cli.finding import Finding
-from hone.engines.settings import EngineConfig
-from hone.models.anatomy import (
+from hone.cli.anatomy import (
     Anatomy,
     activation_bytes_per_token,
     examine,
     logits_bytes,
     training_memory,
 )
+from hone.cli.finding import Finding
+from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
 from hone.rollout import ROLLOUT_ENGINES
 
@@ -24,14 +24,14 @@ DEVICES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """All that is said of a model."""
+    """The findings about a model, as text and as numbers."""
 
     facts: tuple[Finding, ...]
-    numbers: dict[str, Any]  # the same for programs
+    numbers: dict[str, Any]  # for --json
 
 
 def model_report(path: str, revision: str | None, devices: int | None, lora_rank: int) -> ModelReport:
-    """Raises ModelError for a model that hone would not load."""
+    """Describe the model at `path`. Raises ModelError for a model that hone would not load."""
     anatomy = examine(ModelConfig(path=path, revision=revision))
     counts = (devices,) if devices else DEVICES
     kinds = [(0, False), (lora_rank, False), *([(lora_rank, True)] if anatomy.linear else [])]
@@ -57,7 +57,7 @@ def model_report(path: str, revision: str | None, devices: int | None, lora_rank
 
 
 def fitting(anatomy: Anatomy, dimension: str) -> list[int]:
-    """Sizes of `parallel.<dimension>` above 1 that divide the model; see `engines.sharding`."""
+    """Values of `parallel.<dimension>` above 1 that divide the model; see `hone.engines.fsdp2.sharding`."""
     sizes = range(2, LARGEST_DEGREE + 1)
     queries, pairs = anatomy.heads, anatomy.kv_heads
     if dimension == "tensor":
@@ -74,7 +74,7 @@ def _what(anatomy: Anatomy) -> Iterator[Finding]:
         return Finding("model", name, None, detail)
 
     yield fact("family", f"{anatomy.family} ({anatomy.architecture}), {files.head}")
-    active = f", {_count(anatomy.active)} of them for each token" if anatomy.experts else ""
+    active = f", {_count(anatomy.active)} active per token" if anatomy.experts else ""
     yield fact(
         "parameters", f"{_count(anatomy.parameters)}{active}; {_count(anatomy.embedding)} in embeddings and head"
     )
@@ -84,15 +84,13 @@ def _what(anatomy: Anatomy) -> Iterator[Finding]:
         "attention", f"{anatomy.heads} query heads, {anatomy.kv_heads} key-value heads of {sizes}{_window(anatomy)}"
     )
     if anatomy.experts:
-        yield fact("experts", f"{anatomy.experts} in a layer, {anatomy.experts_per_token} for each token")
-    yield fact(
-        "vocabulary", f"{anatomy.vocabulary:,}; head {'tied to the embeddings' if anatomy.tied else 'of its own'}"
-    )
-    yield fact("context", f"{anatomy.context:,} tokens" if anatomy.context else "the config does not say")
+        yield fact("experts", f"{anatomy.experts} per layer, {anatomy.experts_per_token} per token")
+    yield fact("vocabulary", f"{anatomy.vocabulary:,}; head {'tied to the embeddings' if anatomy.tied else 'not tied'}")
+    yield fact("context", f"{anatomy.context:,} tokens" if anatomy.context else "not in the config")
     count = f"{files.count} file{'s' * (files.count != 1)}, {_bytes(files.bytes)}, " if files.count else ""
     yield fact(
         "weights",
-        f"{count}{files.dtype or 'dtype not known'}" + (f", quantised: {files.quantised}" * bool(files.quantised)),
+        f"{count}{files.dtype or 'dtype unknown'}" + (f", quantised: {files.quantised}" * bool(files.quantised)),
     )
 
 
@@ -105,33 +103,32 @@ def _features(anatomy: Anatomy, degrees: dict[str, list[int]]) -> Iterator[Findi
         return Finding("features", name, ok, detail)
 
     obstacle = _unpackable(anatomy)
-    yield fact("packed attention", not obstacle, obstacle or "tried on 11 tokens when a run begins")
+    yield fact("packed attention", not obstacle, obstacle or "checked on 11 tokens at the start of a run")
     reasons = {
-        "tensor": "its heads cannot be divided" if anatomy.tensor_plan else "transformers has no plan for it",
-        "sequence": "its heads cannot be divided",
-        "expert": "it has no experts" if not anatomy.experts else "transformers has no plan for it",
+        "tensor": "no number divides its heads" if anatomy.tensor_plan else "transformers has no tensor-parallel plan",
+        "sequence": "no number divides its heads",
+        "expert": "the model has no experts" if not anatomy.experts else "transformers has no expert-parallel plan",
     }
     for name, found in degrees.items():
         yield fact(f"parallel.{name}", bool(found), _listing(found) if found else reasons[name])
     kinds = sorted({name for name, *_ in anatomy.linear})
-    experts = f"; by name also experts.{', experts.'.join(anatomy.expert_matrices)}" if anatomy.expert_matrices else ""
+    experts = f"; if named: experts.{', experts.'.join(anatomy.expert_matrices)}" if anatomy.expert_matrices else ""
     yield fact("LoRA targets", bool(kinds), ", ".join(kinds) + experts)
     for name in ROLLOUT_ENGINES:
         if name == "builtin":
-            yield fact("rollout builtin", not obstacle, obstacle or "its attention is replaced as in training")
+            yield fact("rollout builtin", not obstacle, obstacle or "uses the same attention as training")
         else:
-            yield Finding(
-                "features", f"rollout {name}", None, f"{name} says at its start whether it has {anatomy.architecture}"
-            )
+            detail = f"{name} checks at its start whether it supports {anatomy.architecture}"
+            yield Finding("features", f"rollout {name}", None, detail)
     if anatomy.files.quantised:
-        yield fact("quantised", True, "dequantised into the run folder when a run begins")
+        yield fact("quantised", True, "dequantised into the run folder at the start of a run")
 
 
 def _unpackable(anatomy: Anatomy) -> str:
     if anatomy.stateful:
-        return "its layers carry a state from token to token, through neighbours in a packed row"
+        return "its layers carry a state from token to token, which would leak between packed sequences"
     if not anatomy.replaceable:
-        return "its attention cannot be replaced"
+        return "transformers cannot replace its attention function"
     return "chunked attention is not supported" if anatomy.chunked else ""
 
 
@@ -143,15 +140,15 @@ def _memory(rows: Sequence[dict[str, Any]], numbers: dict[str, Any], chunk: int)
             f"{name} {_bytes(row[name])}" for name in ("weights", "gradients", "optimizer", "gathered") if row[name]
         )
         where = f"{row['devices']} devices" if row["devices"] > 1 else "1 device"
-        yield Finding("memory of training", f"{kind}, {where}", None, f"{_bytes(row['total'])} each: {parts}")
+        yield Finding("memory in training", f"{kind}, {where}", None, f"{_bytes(row['total'])} per device: {parts}")
     kept, less = (numbers[f"activation_bytes_per_token{end}"] for end in ("", "_with_checkpointing"))
     yield Finding(
-        "memory of training", "activations", None, f"about {_bytes(kept)} a token; {_bytes(less)} with checkpointing"
+        "memory in training", "activations", None, f"about {_bytes(kept)} per token; {_bytes(less)} with checkpointing"
     )
     yield Finding(
-        "memory of training", "logits", None, f"{_bytes(numbers['logits_bytes'])} for {chunk} tokens at a time"
+        "memory in training", "logits", None, f"{_bytes(numbers['logits_bytes'])} (computed {chunk} tokens at a time)"
     )
-    yield Finding("memory of rollout", "keys and values", None, f"{_bytes(numbers['kv_bytes_per_token'])} a token")
+    yield Finding("memory in rollout", "KV cache", None, f"{_bytes(numbers['kv_bytes_per_token'])} per token")
 
 
 def _listing(numbers: Sequence[int]) -> str:

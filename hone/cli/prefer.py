@@ -1,4 +1,4 @@
-"""`hone prefer`: learning from preferences from a run file."""
+"""`hone prefer`: train on preferences, from a run file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Annotated
 import typer
 
 from hone.cli.recipe import load_recipe
-from hone.cli.running import report_run
-from hone.trainers.launch import run_preference
+from hone.cli.running import Restart, report_run
+from hone.trainers.run.launch import run_preference
 
 
 def prefer(
     recipe: Annotated[Path, typer.Argument(help="run file (YAML)")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as run.steps=10")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings, such as run.steps=10")] = None,
+    restart: Restart = False,
 ) -> None:
-    """Train a model on answers that were preferred to others. The same run.dir continues the same run."""
+    """Train a model on answers that were preferred or rejected. With an earlier run.dir, continue that run."""
     loaded = load_recipe(recipe, overrides or [], kind="prefer")
-    report_run(Path(loaded.config.run.dir), lambda: run_preference(loaded))
+    report_run(Path(loaded.config.run.dir), lambda: run_preference(loaded), restart)

@@ -1,4 +1,4 @@
-"""Loading a run file whose kind it says itself: `kind: rl` (the default), `sft`, `prefer` or `reward_model`."""
+"""Load a run file of any kind: `kind: rl` (the default), `distill`, `sft`, `prefer` or `reward_model`."""
 
 from __future__ import annotations
 
@@ -27,31 +27,35 @@ class Kind:
 
 DEFAULT_KIND = "rl"
 KINDS = {
-    "rl": Kind("hone.trainers.settings:PolicyRunConfig", "hone train"),
-    "distill": Kind("hone.trainers.settings:DistillRunConfig", "hone distill"),
-    "sft": Kind("hone.trainers.supervised_settings:SupervisedRunConfig", "hone sft"),
-    "prefer": Kind("hone.trainers.supervised_settings:PreferenceRunConfig", "hone prefer"),
-    "reward_model": Kind("hone.trainers.supervised_settings:RewardModelRunConfig", "hone reward-model"),
+    "rl": Kind("hone.trainers.policy.settings:PolicyRunConfig", "hone train"),
+    "distill": Kind("hone.trainers.policy.settings:DistillRunConfig", "hone distill"),
+    "sft": Kind("hone.trainers.supervised.settings:SupervisedRunConfig", "hone sft"),
+    "prefer": Kind("hone.trainers.supervised.settings:PreferenceRunConfig", "hone prefer"),
+    "reward_model": Kind("hone.trainers.supervised.settings:RewardModelRunConfig", "hone reward-model"),
 }
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), kind: str | None = None) -> Loaded[Any]:
-    """Read a run file with `key=value` overrides. `kind` is what the caller runs; None: whatever the file says.
+    """Read a run file with `key=value` overrides. `kind` is the kind that the caller runs; None accepts any.
 
-    Raises ConfigError, also for a file of another kind, naming the command that runs it.
+    Raises ConfigError; for a file of another kind, the message names the command that runs it.
     """
-    layers = read_layers(path, overrides)
+    return load_run(read_layers(path, overrides), str(path), kind)
+
+
+def load_run(layers: Sequence[Layer], place: str, kind: str | None = None) -> Loaded[Any]:
+    """Build the settings of a run of any kind; `place` names them in an error. Otherwise as `load_recipe`."""
     named = stated_kind(layers)
     found = named or kind or DEFAULT_KIND
     if kind is not None and found != kind:
-        raise ConfigError(f"{path} has kind: {found}; run it with `{KINDS[found].command}`")
+        raise ConfigError(f"{place} has kind: {found}, expected {kind}; run it with `{KINDS[found].command} {place}`")
     loaded = load_layers(KINDS[found].load(), layers)
-    _ = loaded.config.kind  # this is where it is used
+    _ = loaded.config.kind  # counts as read: it chose the settings class
     return loaded
 
 
 def stated_kind(layers: Sequence[Layer]) -> str | None:
-    """The kind that the last layer to name one names. Raises ConfigError if there is none of that name."""
+    """The kind set by the last layer that sets one. Raises ConfigError for an unknown kind."""
     named = [layer for layer in layers if "kind" in layer.data]
     if not named:
         return None

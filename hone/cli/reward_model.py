@@ -1,4 +1,4 @@
-"""`hone reward-model`: a reward model from a run file."""
+"""`hone reward-model`: train a reward model from a run file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Annotated
 import typer
 
 from hone.cli.recipe import load_recipe
-from hone.cli.running import report_run
-from hone.trainers.launch import run_reward_model
+from hone.cli.running import Restart, report_run
+from hone.trainers.run.launch import run_reward_model
 
 
 def reward_model(
     recipe: Annotated[Path, typer.Argument(help="run file (YAML)")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as run.steps=10")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings, such as run.steps=10")] = None,
+    restart: Restart = False,
 ) -> None:
-    """Train a model that scores answers, or their steps. The same run.dir continues the same run."""
+    """Train a model that scores answers or their steps. With the run.dir of an earlier run, continue that run."""
     loaded = load_recipe(recipe, overrides or [], kind="reward_model")
-    report_run(Path(loaded.config.run.dir), lambda: run_reward_model(loaded))
+    report_run(Path(loaded.config.run.dir), lambda: run_reward_model(loaded), restart)

@@ -1,4 +1,4 @@
-"""`hone score`: judge the answers in a file with a reward function.
+"""`hone score`: score the answers in a file with a reward function.
 
 rows of a file --window of calls--> reward processes --in order--> the same rows with `reward` and `components`
 """
@@ -23,16 +23,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hone.config import ConfigError, build
-from hone.data.files import open_jsonl, open_parquet
 from hone.data.settings import DatasetConfig
-from hone.data.sources import SUFFIXES, Row, Rows
+from hone.data.sources.base import SUFFIXES, Row, Rows
+from hone.data.sources.files import open_jsonl, open_parquet
+from hone.processes.frames import as_text
 from hone.registry import unknown
-from hone.rewards.frames import as_text
 from hone.rewards.pool import Outcome, RewardPool, encode_case, functions
 from hone.rewards.rubric import flatten
 from hone.rewards.settings import RewardComponent, RewardConfig
 
-WINDOW = 4096  # calls submitted ahead of the row that is written next
+WINDOW = 4096  # calls that may be in progress at once
 NEEDED = ("response", "ground_truth")
 ADDED = ("reward", "components", "error")
 WORKERS: int = RewardConfig.model_fields["workers"].default
@@ -42,39 +42,34 @@ TIMEOUT_S: float = RewardComponent.model_fields["timeout_s"].default
 def score(
     reward: Annotated[str, typer.Option(help="a registered reward, 'module:function' or 'file.py:function'")],
     source: Annotated[Path, typer.Option("--input", help="rows with 'response' and 'ground_truth' (.jsonl, .parquet)")],
-    target: Annotated[Path, typer.Option("--output", help="where the scored rows go (.jsonl, .parquet)")],
-    option: Annotated[list[str] | None, typer.Option(help="key=value for the function; may be repeated")] = None,
+    target: Annotated[Path, typer.Option("--output", help="file for the scored rows (.jsonl, .parquet)")],
+    option: Annotated[list[str] | None, typer.Option(help="key=value option of the function; may be repeated")] = None,
     workers: Annotated[int, typer.Option(min=1, help="processes that run the function")] = WORKERS,
-    timeout_s: Annotated[float, typer.Option(help="deadline of one row, in seconds")] = TIMEOUT_S,
+    timeout_s: Annotated[float, typer.Option(help="time limit per row, in seconds")] = TIMEOUT_S,
 ) -> None:
-    """Judge the answers in a file with a reward function.
+    """Score the answers in a file with a reward function.
 
-    Each row comes back with `reward` and `components`; a row whose reward failed has `reward` null and an `error`.
+    Each row is written with `reward` and `components`. If its reward failed, `reward` is null and `error` says why.
     """
     rows = read_rows(source)
     _check_target(target)
     name = re.split(r"[:.]", reward)[-1]
     settings = {"reward": reward, "options": _options(option or []), "timeout_s": timeout_s}
     component = build(RewardComponent, settings, source="hone score")
-    pool = RewardPool(functions(RewardConfig(components={name: component}, workers=workers)))
-    pool.start()
     began = time.perf_counter()
-    try:
-        outcomes = _with_progress(score_rows(pool, name, rows), len(rows))
-    finally:
-        pool.close()
+    outcomes = outcomes_of(RewardConfig(components={name: component}, workers=workers), rows)
     seconds = time.perf_counter() - began
-    write_rows(target, [_scored(row, name, outcome) for row, outcome in zip(rows, outcomes, strict=True)], source)
+    write_rows(target, [scored(row, name, outcome) for row, outcome in zip(rows, outcomes, strict=True)], source)
     typer.echo(_summary(reward, outcomes, seconds, target))
     if all(outcome.error for outcome in outcomes):
-        typer.echo(f"every row failed; the first: {outcomes[0].error}", err=True)
+        typer.echo(f"every row failed; the first error: {outcomes[0].error}", err=True)
         raise typer.Exit(1)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file, each checked to have a text `response` and a `ground_truth`.
+    """Read all rows of a file and check that each has a text `response` and a `ground_truth`.
 
-    Raises ConfigError that names the file and the line.
+    Raises ConfigError, which names the file and the line.
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--input {path} should end in {' or '.join(SUFFIXES)}")
@@ -94,8 +89,8 @@ def read_rows(path: Path) -> list[Row]:
     return checked
 
 
-def score_rows(pool: RewardPool, component: str, rows: Sequence[Row]) -> Iterator[Outcome]:
-    """The outcome of each row, in order, with a bounded number of calls under way."""
+def score_rows(pool: RewardPool, component: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Outcome]:
+    """Yield the outcome of each row, in order, with at most `WINDOW` calls in progress."""
     waiting: deque[Future[Outcome]] = deque()
     for row in rows:
         if len(waiting) == WINDOW:
@@ -105,11 +100,11 @@ def score_rows(pool: RewardPool, component: str, rows: Sequence[Row]) -> Iterato
         yield waiting.popleft().result()
 
 
-def _submit(pool: RewardPool, component: str, row: Row) -> Future[Outcome]:
+def _submit(pool: RewardPool, component: str, row: Mapping[str, Any]) -> Future[Outcome]:
     others = {column: value for column, value in row.items() if column not in NEEDED}
     try:
-        return pool.submit(component, row["response"], encode_case(row["ground_truth"], others))
-    except TypeError as error:  # a column that cannot be sent fails its row only
+        return pool.submit(component, row["response"], encode_case(row.get("ground_truth"), others))
+    except TypeError as error:  # a column that cannot be sent fails only its row
         failed: Future[Outcome] = Future()
         failed.set_result(Outcome(error=str(error)))
         return failed
@@ -128,13 +123,25 @@ def _options(assignments: Sequence[str]) -> dict[str, Any]:
     return options
 
 
+def outcomes_of(settings: RewardConfig, rows: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+    """The outcome of each row by the one function of these settings, with a progress bar on standard error."""
+    (name,) = settings.components
+    pool = RewardPool(functions(settings))
+    pool.start()
+    try:
+        return _with_progress(score_rows(pool, name, rows), len(rows))
+    finally:
+        pool.close()
+
+
 def _with_progress(outcomes: Iterator[Outcome], total: int) -> list[Outcome]:
     columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         return list(progress.track(outcomes, total=total))
 
 
-def _scored(row: Row, name: str, outcome: Outcome) -> dict[str, Any]:
+def scored(row: Mapping[str, Any], name: str, outcome: Outcome) -> dict[str, Any]:
+    """A row with its reward and components, or with the reason why there are none."""
     kept = {column: value for column, value in row.items() if column not in ADDED}
     if outcome.error:
         return {**kept, "reward": None, "components": {}, "error": outcome.error}
@@ -163,9 +170,9 @@ def _check_target(path: Path) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], source: Path) -> None:
-    """Write all rows, or nothing: into a file beside `path`, which then takes its place.
+    """Write all rows to a temporary file and rename it to `path`, so that no partial file is left.
 
-    Column types of a Parquet `source` are kept. Raises ConfigError for a value that the format cannot hold.
+    A Parquet `source` keeps its column types. Raises ConfigError for a value that the format cannot hold.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     write = _write_jsonl if SUFFIXES[path.suffix] == "jsonl" else _write_parquet
@@ -179,7 +186,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], source: Path) -> N
 
 
 def _write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]], source: Path) -> None:
-    # half a surrogate pair cannot be encoded: backslashreplace makes of it what JSON escapes look like
+    # half a surrogate pair cannot be encoded: backslashreplace writes it like a JSON escape
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False, default=as_text) + "\n")
@@ -193,6 +200,6 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], source: Path) 
         known = {field.name: field.type for field in pyarrow.parquet.read_schema(source)} | known
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: pyarrow.array([row.get(name) for row in rows], type=known.get(name)) for name in names}
-    if columns["components"].type.num_fields == 0:  # nothing succeeded: Parquet has no struct without fields
+    if columns["components"].type.num_fields == 0:  # every row failed: Parquet has no struct without fields
         columns["components"] = pyarrow.nulls(len(rows))
     pyarrow.parquet.write_table(pyarrow.table(columns), path)

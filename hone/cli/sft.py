@@ -8,14 +8,15 @@ from typing import Annotated
 import typer
 
 from hone.cli.recipe import load_recipe
-from hone.cli.running import report_run
-from hone.trainers.launch import run_supervised
+from hone.cli.running import Restart, report_run
+from hone.trainers.run.launch import run_supervised
 
 
 def sft(
     recipe: Annotated[Path, typer.Argument(help="run file (YAML)")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as run.steps=10")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings, such as run.steps=10")] = None,
+    restart: Restart = False,
 ) -> None:
-    """Fine-tune a model on worked answers. The same run.dir continues the same run."""
+    """Fine-tune a model on examples. With the run.dir of an earlier run, continue that run."""
     loaded = load_recipe(recipe, overrides or [], kind="sft")
-    report_run(Path(loaded.config.run.dir), lambda: run_supervised(loaded))
+    report_run(Path(loaded.config.run.dir), lambda: run_supervised(loaded), restart)

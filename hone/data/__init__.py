@@ -2,7 +2,7 @@
 
     source (rows) --columns, templates--> messages --rendering--> tokens --stream--> Prompt / Sample --packing--> Batch
 
-This file imports nothing heavy: it only says where each source is.
+This file imports none of the sources; it only names where each is.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from hone.registry import Entry, Registry
 SOURCES = Registry(
     "data source",
     {
-        "jsonl": Entry("hone.data.files:open_jsonl"),
-        "parquet": Entry("hone.data.files:open_parquet"),
-        "hf": Entry("hone.data.hf:open_hf", "hone.data.settings:HfSettings", requires=("datasets",)),
+        "jsonl": Entry("hone.data.sources.files:open_jsonl"),
+        "parquet": Entry("hone.data.sources.files:open_parquet"),
+        "hf": Entry("hone.data.sources.hf:open_hf", "hone.data.settings:HfSettings", requires=("datasets",)),
         "reasoning_gym": Entry(
-            "hone.data.reasoning_gym:open_task",
+            "hone.data.sources.reasoning_gym:open_task",
             "hone.data.settings:ReasoningGymSettings",
             requires=("reasoning_gym",),
         ),
-        "shapes": Entry("hone.data.shapes:open_shapes", "hone.data.settings:ShapesSettings"),
-        "python": Entry("hone.data.sources:open_function", "hone.data.settings:PythonSettings"),
+        "shapes": Entry("hone.data.sources.shapes:open_shapes", "hone.data.settings:ShapesSettings"),
+        "python": Entry("hone.data.sources.base:open_function", "hone.data.settings:PythonSettings"),
     },
 )
-"""Name -> function of a `DatasetConfig` that gives its `Rows` (`hone.data.sources`)."""
+"""Name -> function of a `PromptSetConfig` that gives its `Rows` (`hone.data.sources.base`)."""

@@ -1,7 +1,8 @@
-"""Columns: what in a row is the prompt, the answer, the ground truth; taken as it is, or built by a template."""
+"""Columns: find the prompt, answer and ground truth of a row, in a column or by a template."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,8 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hone.data.images import ImageError, put_images
-from hone.data.settings import DatasetConfig
-from hone.data.sources import DataError, Row, Rows, open_rows
+from hone.data.settings import DatasetConfig, PromptSetConfig
+from hone.data.sources.base import DataError, Row, Rows, open_rows
 from hone.registry import unknown
 from hone.types import Message
 
@@ -18,7 +19,7 @@ STANDARD = ("prompt", "messages", "ground_truth", "data_source", "completion", "
 
 
 class Template:
-    """A Jinja2 template over a row's columns, sandboxed: an unknown column is an error, never an empty text.
+    """A sandboxed Jinja2 template over a row's columns. An unknown column is an error, not an empty text.
 
     >>> Template("prompt_template", "{{ numbers | join(' ') }} =").render({"numbers": [3, 1]}, str, 0)
     '3 1 ='
@@ -33,7 +34,7 @@ class Template:
             raise DataError(f"{key} is not a valid Jinja2 template: {error.message} (line {error.lineno})") from error
 
     def render(self, row: Row, where: Callable[[int], str], index: int) -> str:
-        """The text for row `index`; `where` gives the row's place in words if the template fails on it."""
+        """Render row `index`. `where` describes the row in an error of the template."""
         try:
             return self._template.render(row)
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -41,10 +42,10 @@ class Template:
 
 
 class RowReader:
-    """The rows of one data set, between `skip_rows` and `max_rows`, read by meaning instead of by column name."""
+    """The rows of one data set after `skip_rows` and up to `max_rows`, read by meaning instead of column name."""
 
-    def __init__(self, name: str, config: DatasetConfig, key: str) -> None:
-        """`name` is the set's name in prompt ids, `key` where its settings stand in the run file."""
+    def __init__(self, name: str, config: PromptSetConfig, key: str) -> None:
+        """`name` is the set's name in prompt ids; `key` is the key of its settings in the run file."""
         self.name = name
         self.key = key
         self.rows: Rows = open_rows(config, key)
@@ -55,7 +56,7 @@ class RowReader:
         self.first, self.last = self._range(config)
         self._check_names(self.row(self.first))
 
-    def _range(self, config: DatasetConfig) -> tuple[int, int]:
+    def _range(self, config: PromptSetConfig) -> tuple[int, int]:
         first, size = config.skip_rows, len(self.rows)
         if first >= size:
             raise DataError(f"{self.key}.skip_rows={first} leaves nothing of the {size} rows of {self.rows.place}")
@@ -75,9 +76,9 @@ class RowReader:
         return self.rows[index]
 
     def messages(self, row: Row, index: int) -> tuple[Message, ...]:
-        """The conversation that a row opens with: its `messages`, or its prompt as one message of the user.
+        """The conversation of a row: its `messages`, or its prompt as one user message.
 
-        Raises DataError if the row has neither, has both, or if they are not what they should be.
+        Raises DataError if the row has neither or both, or if one is invalid.
         """
         found: Any
         if self._prompt is not None:
@@ -88,8 +89,31 @@ class RowReader:
         conversation = (Message(role="user", content=found),) if text else self._checked(found, index)
         return self._with_system(self.illustrated(conversation, row, index))
 
+    def tools(self, row: Row, index: int) -> tuple[Mapping[str, Any], ...]:
+        """JSON schemas of the functions that the model may call in this row, from the column `tools` (list or JSON).
+
+        Raises DataError for anything else.
+        """
+        column = self.column("tools")
+        found = row.get(column)
+        if isinstance(found, str):
+            try:
+                found = json.loads(found) if found.strip() else None
+            except ValueError as error:
+                raise DataError(f"{self.rows.where(index)}: {column} is text, but no JSON: {error}") from error
+        if found is None:
+            return ()
+        if isinstance(found, str) or not isinstance(found, Sequence):
+            raise DataError(f"{self.rows.where(index)}: {column} should be a list of JSON schemas, found {found!r:.80}")
+        for tool in found:
+            if not isinstance(tool, Mapping):
+                raise DataError(
+                    f"{self.rows.where(index)}: each of {column} should be a JSON schema, found {tool!r:.80}"
+                )
+        return tuple(without_nulls(tool) for tool in found)
+
     def illustrated(self, conversation: tuple[Message, ...], row: Row, index: int) -> tuple[Message, ...]:
-        """A conversation that shows the images of the row's column `images`, if it has any."""
+        """Add the images of the row's column `images` to the conversation."""
         sources = row.get(self.column("images"))
         if sources is None or (isinstance(sources, Sequence) and not sources):
             return conversation
@@ -116,7 +140,7 @@ class RowReader:
         raise DataError(f"{self.rows.where(index)} has both 'prompt' and 'messages': name one in {self.key}.columns")
 
     def required(self, row: Row, meaning: str, index: int) -> Any:
-        """What a row has in the column of this meaning. Raises DataError naming the nearest column if there is none."""
+        """The value in the column of this meaning. Raises DataError, with the nearest column, if there is none."""
         column = self.column(meaning)
         if row.get(column) is None:
             wrong = unknown("column", column, list(row)) if column not in row else f"column {column!r} is null"
@@ -141,23 +165,36 @@ class RowReader:
         return self._named.get(meaning, meaning)
 
     def missing(self, meaning: str, template: str, row: Row, index: int) -> DataError:
-        """The error for a row without the column that `meaning` or `template` could have given."""
+        """The error for a row without the column for `meaning`, which names `template` as the alternative."""
         return DataError(
             f"{self.rows.where(index)} has no column {self.column(meaning)!r} (columns: {', '.join(row)}); "
             f"set {self.key}.{template}, or name the column in {self.key}.columns"
         )
 
 
-class PromptReader(RowReader):
-    """Rows as prompts with what is needed to judge an answer."""
+def without_nulls(value: Any) -> Any:
+    """The value without the keys that Parquet fills with null, at every depth.
 
-    def __init__(self, name: str, config: DatasetConfig, key: str) -> None:
+    >>> without_nulls({"name": "add", "parameters": {"x": {"type": "int", "enum": None}}})
+    {'name': 'add', 'parameters': {'x': {'type': 'int'}}}
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [without_nulls(inner) for inner in value]
+    return value
+
+
+class PromptReader(RowReader):
+    """Reads rows as prompts, with what a reward needs to score an answer."""
+
+    def __init__(self, name: str, config: PromptSetConfig, key: str) -> None:
         super().__init__(name, config, key)
         text = config.ground_truth_template
         self._ground_truth = Template(f"{key}.ground_truth_template", text) if text else None
 
     def ground_truth(self, row: Row, index: int) -> Any:
-        """What the reward compares with; None if the row has nothing of the kind."""
+        """The value that the reward compares with; None if the row has none."""
         if self._ground_truth is not None:
             return self._ground_truth.render(row, self.rows.where, index)
         column = self.column("ground_truth")
@@ -166,17 +203,17 @@ class PromptReader(RowReader):
         return row.get(column)
 
     def data_source(self, row: Row) -> str:
-        """Where the row says that it comes from, else the set's name."""
+        """The row's data source, by default the set's name."""
         return str(row.get(self.column("data_source")) or self.name)
 
     def rest(self, row: Row) -> Row:
-        """Every column but the standard ones, untouched."""
+        """All columns but the standard ones, unchanged."""
         images = self.column("images")
         return {column: value for column, value in row.items() if column not in STANDARD and column != images}
 
 
 class SampleReader(RowReader):
-    """Rows as whole conversations to learn from."""
+    """Reads rows as complete conversations to train on."""
 
     def __init__(self, name: str, config: DatasetConfig, key: str) -> None:
         super().__init__(name, config, key)
@@ -184,7 +221,7 @@ class SampleReader(RowReader):
         self._answer = Template(f"{key}.answer_template", text) if text else None
 
     def conversation(self, row: Row, index: int) -> tuple[Message, ...]:
-        """The messages, ending with (at least) one of the assistant's.
+        """The messages of a row, which end with at least one assistant message.
 
         A prompt takes its answer from `answer_template` or the column `completion` (text, or a list of messages).
         """

@@ -1,4 +1,4 @@
-"""Images in messages: where a part of a message gets its image from, and what it is until the model sees it.
+"""Images in messages: where they come from, and how they are passed to the model.
 
     {"type": "image", "image": SOURCE}         SOURCE: a path (relative to the data file), "data:image/png;base64,...",
     {"type": "image_url", "image_url": ...}            bytes, {"bytes": ..., "path": ...}, a PIL image
@@ -23,25 +23,25 @@ from PIL import Image as Pillow
 from hone.config import ConfigError
 from hone.types import Image, Message
 
-MARK = "<image>"  # stands for an image of the column `images` in text, as many published data sets have it
+MARK = "<image>"  # marks an image of the column `images` in a text; many published data sets use it
 _SOURCES = ("image", "path", "image_url", "url", "base64")
 _DATA_URL = re.compile(r"data:[\w/+.-]*;base64,")
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 class ImageError(ConfigError):
-    """An image that cannot be read, or has no place; the message names it."""
+    """An image cannot be read, or has no place in the messages. The message names it."""
 
 
 class ImageReader(Protocol):
-    """Makes images of encoded ones for one model (`hone.models.vision.ImageProcessor`)."""
+    """Decodes images for one model (`hone.models.vision.image_processor.ImageProcessor`)."""
 
     @property
     def token_id(self) -> int:
-        """The placeholder: one in the rendered text for each image."""
+        """The id of the placeholder; the rendered text has one for each image."""
 
     def image(self, data: bytes) -> Image:
-        """The image that `data` (PNG, JPEG ...) holds. Raises ValueError if it cannot be decoded, or is too narrow."""
+        """Decode `data` (PNG, JPEG ...). Raises ValueError if that fails, or if the image is too narrow."""
 
 
 # ------------------------------------------------------------------------------------------------------------- parts
@@ -53,7 +53,7 @@ def is_image(part: Any) -> bool:
 
 
 def parts_of(messages: Sequence[Message]) -> Iterator[Any]:
-    """Every part of every message whose content is a list of them."""
+    """All parts of messages whose content is a list of parts."""
     for message in messages:
         content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, str):
@@ -61,7 +61,7 @@ def parts_of(messages: Sequence[Message]) -> Iterator[Any]:
 
 
 def source_of(part: Mapping[str, Any]) -> Any:
-    """What an image part says of where its image is; None if it says nothing."""
+    """The source of an image part; None if it has none."""
     found = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
     if isinstance(found, Mapping) and "url" in found:  # {"image_url": {"url": ...}}, as OpenAI's messages have it
         found = found["url"]
@@ -69,7 +69,7 @@ def source_of(part: Mapping[str, Any]) -> Any:
 
 
 def images_in(messages: Sequence[Message]) -> tuple[Image, ...]:
-    """The images of messages that `Renderer.with_images` has given, in order."""
+    """The images in messages from `Renderer.with_images`, in order."""
     return tuple(part["image"] for part in parts_of(messages) if is_image(part) and isinstance(part["image"], Image))
 
 
@@ -86,20 +86,20 @@ def with_sources(messages: Sequence[Message], image_of: Any) -> tuple[Message, .
 
 
 def without_images(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages with nothing of an image but that there is one: what rewards and chat templates are given."""
+    """The messages with empty image parts, for rewards and chat templates."""
     return with_sources(messages, lambda part: {})
 
 
 def _present(part: Any) -> Any:
-    """A part without the nulls that Parquet fills gaps with."""
+    """A part without the nulls with which Parquet fills missing keys."""
     return {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
 
 
 def put_images(messages: Sequence[Message], sources: Any) -> tuple[Message, ...]:
-    """The messages with the images of a row's column in their places.
+    """Put the images of a row's column into its messages.
 
-    Image parts without a source take them in order; else the marks `<image>` in the text do; else they stand before
-    the first question. Raises ImageError if their numbers differ.
+    They fill, in order, the image parts without a source, or else the marks `<image>` in the text; without either they
+    are put before the first user message. Raises ImageError if the numbers differ.
     """
     given = list(sources) if isinstance(sources, list | tuple) else [sources]
     blank = sum(is_image(part) and source_of(part) is None for part in parts_of(messages))
@@ -128,7 +128,7 @@ def _texts(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def _split_marks(message: Message) -> Message:
-    """A message whose marks have become image parts."""
+    """The message with its `<image>` marks replaced by image parts."""
     content = message.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
     split: list[Any] = []
@@ -149,7 +149,7 @@ def _split_marks(message: Message) -> Message:
 
 
 def encoded(source: Any, folder: Path) -> bytes:
-    """The encoded image (PNG, JPEG ...) of a source; paths are relative to `folder`. Raises ImageError naming it."""
+    """Read the encoded image (PNG, JPEG ...) of a source; paths are relative to `folder`. Raises ImageError."""
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
     if isinstance(source, Pillow.Image):
@@ -181,7 +181,7 @@ def _read(path: Path) -> bytes:
 
 
 def _as_png(image: Pillow.Image) -> bytes:
-    """Lossless, so that a decoded image is the same whatever file it came from."""
+    """Encode an image without loss."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()

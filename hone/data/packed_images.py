@@ -1,10 +1,10 @@
-"""The images of a batch: packed beside its tokens, and cut with its sequences.
+"""The images of a batch: packed with its tokens and cut with its sequences.
 
     Image (encoded bytes) of each sequence --each different one read once--> patches [P, D]
                                            --where its placeholders begin--> index, starts [M]
 
-A placeholder stands for an image only where an image was put: one that a policy samples by itself is a token like any
-other. So where images are is written down here, once, and nobody looks for placeholders later.
+Packing stores the positions of images once; no later code searches for placeholders. So a placeholder token that the
+policy samples is an ordinary token.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hone.types import BatchImages, Image
 
 
 class ImagePlaceError(ValueError):
-    """Tokens that have no place for the images that are said to be in them."""
+    """Error for tokens without placeholders for their images."""
 
 
 def places(token_ids: Sequence[int], images: Sequence[Image], where: str) -> list[int]:
-    """For each image, the position of its first placeholder in a sequence.
+    """Find the position of each image's first placeholder in a sequence.
 
-    The first placeholders of the sequence are those of its images, in order; there may be more after them. Raises
-    ImagePlaceError, beginning with `where`, if there are fewer, or if an image's are not side by side.
+    The sequence's first placeholders belong to its images, in order; more may follow. Raises ImagePlaceError,
+    beginning with `where`, if there are too few or if an image's placeholders are not adjacent.
     """
     found: list[int] = []
     after = 0
@@ -51,10 +51,10 @@ def places(token_ids: Sequence[int], images: Sequence[Image], where: str) -> lis
 
 def pack_images(
     token_ids: Sequence[Sequence[int]], images: Sequence[Sequence[Image]], names: Sequence[str]
-) -> BatchImages | None:
-    """The images of all sequences, each different one once; None if there are none.
+) -> BatchImages:
+    """Pack the images of all sequences, of which there is at least one, storing equal images once.
 
-    `names` say which sequence is which in errors. Raises ImagePlaceError as `places` does.
+    Errors name a sequence by its entry in `names`. Raises ImagePlaceError as `places` does.
     """
     numbers: dict[Image, int] = {}
     index: list[int] = []
@@ -62,8 +62,6 @@ def pack_images(
     for tokens, shown, name in zip(token_ids, images, names, strict=True):
         starts += places(tokens, shown, name)
         index += [numbers.setdefault(image, len(numbers)) for image in shown]
-    if not numbers:
-        return None
     return BatchImages(
         patches=torch.from_numpy(np.concatenate([image.patches() for image in numbers])),
         grids=torch.tensor([image.grid for image in numbers]),
@@ -75,7 +73,7 @@ def pack_images(
 
 
 def select_images(images: BatchImages, chosen: Tensor) -> BatchImages | None:
-    """The images that the sequences `chosen` [n] show; None if they show none."""
+    """Take the images of the sequences `chosen` [n]; None if they have none."""
     chosen = chosen.to(images.counts.device)
     shown = _items(images.counts, chosen)
     if not len(shown):
@@ -95,19 +93,19 @@ def select_images(images: BatchImages, chosen: Tensor) -> BatchImages | None:
 
 
 def images_on(images: BatchImages, device: str) -> BatchImages:
-    """The images with every tensor on a device."""
+    """Copy all tensors of the images to a device."""
     return BatchImages(**{one.name: getattr(images, one.name).to(device, non_blocking=True) for one in fields(images)})
 
 
 def image_names(images: BatchImages) -> list[tuple[int, ...]]:
-    """For each sequence, the numbers of the images that it shows."""
+    """Numbers of the images of each sequence."""
     ends = [0, *itertools.accumulate(images.counts.tolist())]
     index = images.index.tolist()
     return [tuple(index[a:b]) for a, b in itertools.pairwise(ends)]
 
 
 def _items(sizes: Tensor, chosen: Tensor) -> Tensor:
-    """The places of the items of some of several parts that lie end to end, given the parts' sizes."""
+    """Positions of the items of the parts `chosen`, for parts of these sizes laid end to end."""
     return ranges((sizes.cumsum(0) - sizes)[chosen], sizes[chosen])
 
 

@@ -1,12 +1,12 @@
-"""Packing: finished trajectories or samples become one `Batch`, and a `Batch` is cut and put together again.
+"""Packing of trajectories or samples into one `Batch`; cutting a `Batch` into parts and restoring its order.
 
     groups --pack--> Batch --minibatches--> index lists --select--> Batch (one optimizer step)
-                                                          |-- balanced_parts: one part for each data-parallel rank
+                                                          |-- balanced: one part for each data-parallel rank
                                                           `-- microbatches: one forward/backward each, hard token cap
     outputs of the parts, each [T of its part] --restore--> [T] in the batch's own order
 
-Every cut is a list of sequence indices, so one function (`select`) makes batches of them, and all cuts are
-deterministic: they depend on the lengths, the order and the seed only.
+A cut is a list of sequence indices, from which `select` makes a batch. Cuts are deterministic: they depend only on the
+lengths, the order and the seed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import random
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,24 +25,36 @@ import torch
 
 from hone.data.packed_images import pack_images, select_images
 from hone.data.routes import packed_routes
+from hone.data.turns import turn_fields
 from hone.spans import cumulative, ranges
-from hone.types import Batch, Image, Selection, Trajectory, TrajectoryGroup
+from hone.types import Batch, BatchImages, Image, Selection, Status, Trajectory, TrajectoryGroup
 
 PER_TOKEN = (
     "token_ids",
     "position_ids",
     "loss_mask",
+    "weight_versions",
     "rollout_logprobs",
     "old_logprobs",
     "ref_logprobs",
+    "teacher_logprobs",
+    "process_rewards",
     "values",
     "token_rewards",
+    "anchors",
     "advantages",
     "returns",
     "loss_weights",
+    "labels",
+    "entropy",
+    "sum_pi_squared",
+    "routed_experts",
+    "ids_at",
+    "teacher_top_k_logprobs",
+    "reference_states",
 )
-PER_SEQUENCE = ("group_index", "episode_index", "rewards")
-MAPPINGS = {"extras": True, "components": False}  # name -> whether its tensors are per token
+PER_SEQUENCE = ("group_index", "episode_index", "rewards", "outcomes", "teacher_index", "kto_baseline")
+MAPPINGS = {"extras": True, "sequence_extras": False, "components": False}  # name -> whether its tensors are per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +65,25 @@ class Sample:
     """
 
     token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]  # same length; the first is 0, for a first token has no log-prob
+    loss_mask: tuple[int, ...]  # same length; the first is 0, because a first token has no log-prob
     source: str = ""  # name of the data set
     images: tuple[Image, ...] = ()  # in the order of their placeholders
+    row: str = field(default="", compare=False)  # "<data set>/<row number>", for messages
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
 
 
 # ------------------------------------------------------------------------------------------------------- packing
 
 
 def pack(groups: Sequence[TrajectoryGroup]) -> Batch:
-    """Every trainable trajectory of the groups, packed end to end.
+    """Pack every trainable trajectory of the groups end to end.
 
-    `group_index` is the group's position in `groups`; a group without trainable trajectories contributes nothing, so
-    numbers may be missing. `episode_index` numbers the episodes over the whole batch. A reward component that a
-    trajectory does not have is NaN in `components`.
+    `group_index` is the group's position in `groups`; numbers are missing for groups without trainable trajectories.
+    `episode_index` numbers the episodes over the whole batch. A reward component that a trajectory does not have is
+    NaN in `components`. `token_rewards` and `anchors` are filled if an environment gives rewards or anchors for turns.
 
     Raises ValueError if nothing is trainable, or if a trajectory is inconsistent (lengths, first token, reward).
     """
@@ -80,7 +97,7 @@ def pack(groups: Sequence[TrajectoryGroup]) -> Batch:
         episodes.setdefault((index, one.episode), len(episodes))
     batch = _packed([one.token_ids for _, one in chosen], [one.loss_mask for _, one in chosen])
     names = sorted({name for _, one in chosen for name in one.components})
-    routes = packed_routes([one for _, one in chosen])
+    routed = any(one.routed_experts is not None for _, one in chosen)
     return batch.with_(
         group_index=torch.tensor([index for index, _ in chosen]),
         episode_index=torch.tensor([episodes[index, one.episode] for index, one in chosen]),
@@ -89,18 +106,18 @@ def pack(groups: Sequence[TrajectoryGroup]) -> Batch:
             name: torch.tensor([one.components.get(name, math.nan) for _, one in chosen], dtype=torch.float32)
             for name in names
         },
+        weight_versions=_flat((one.weight_versions for _, one in chosen), np.int32),
         rollout_logprobs=_flat((one.rollout_logprobs for _, one in chosen), np.float32),
-        extras={} if routes is None else {"routed_experts": torch.from_numpy(routes)},
-        images=pack_images(
-            [one.token_ids for _, one in chosen],
-            [one.images for _, one in chosen],
-            [f"trajectory {one.prompt_id} sample {one.sample}" for _, one in chosen],
+        routed_experts=torch.from_numpy(packed_routes([one for _, one in chosen])) if routed else None,
+        **(turn_fields(chosen) if any(one.credited for _, one in chosen) else {}),
+        images=_images(
+            [one for _, one in chosen], [f"trajectory {one.prompt_id} sample {one.sample}" for _, one in chosen]
         ),
     )
 
 
 def pack_samples(samples: Sequence[Sample]) -> Batch:
-    """Supervised samples, packed end to end; each is its own group and episode.
+    """Pack supervised samples end to end; each is one group and one episode.
 
     Raises ValueError if there are none, or if a sample is inconsistent.
     """
@@ -109,8 +126,14 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
     for index, sample in enumerate(samples):
         _check_sequence(sample.token_ids, sample.loss_mask, f"sample {index} of {sample.source or 'an unnamed source'}")
     names = [f"sample {index} of {one.source or 'an unnamed source'}" for index, one in enumerate(samples)]
-    images = pack_images([one.token_ids for one in samples], [one.images for one in samples], names)
-    return _packed([one.token_ids for one in samples], [one.loss_mask for one in samples]).with_(images=images)
+    packed = _packed([one.token_ids for one in samples], [one.loss_mask for one in samples])
+    return packed.with_(images=_images(samples, names))
+
+
+def _images(sequences: Sequence[Trajectory | Sample], names: Sequence[str]) -> BatchImages | None:
+    if not any(one.images for one in sequences):
+        return None
+    return pack_images([one.token_ids for one in sequences], [one.images for one in sequences], names)
 
 
 def _packed(token_ids: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[int]]) -> Batch:
@@ -136,6 +159,8 @@ def _check_trajectory(one: Trajectory) -> None:
     _check_sequence(one.token_ids, one.loss_mask, where)
     if len(one.rollout_logprobs) != len(one.token_ids):
         raise ValueError(f"{where} has {len(one.token_ids)} tokens but {len(one.rollout_logprobs)} rollout log-probs")
+    if len(one.weight_versions) != len(one.token_ids):
+        raise ValueError(f"{where} has {len(one.token_ids)} tokens but {len(one.weight_versions)} weight versions")
     if not math.isfinite(one.reward):
         raise ValueError(f"{where} has status {one.status} but reward {one.reward}: it should be reward_failed")
 
@@ -155,7 +180,8 @@ def _nothing_trainable(groups: Sequence[TrajectoryGroup]) -> str:
         for one in group.trajectories:
             statuses[one.status.value] = statuses.get(one.status.value, 0) + 1
     found = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items())) or "no trajectories"
-    reason = next((one.error for group in groups for one in group.trajectories if one.error), "")
+    failed = (one for group in groups for one in group.trajectories if one.status is not Status.FILTERED)
+    reason = next((one.error for one in failed if one.error), "")
     return f"nothing to train on in {len(groups)} groups: {found}" + (
         f"; the first failure: {reason}" if reason else ""
     )
@@ -165,7 +191,7 @@ def _nothing_trainable(groups: Sequence[TrajectoryGroup]) -> str:
 
 
 def select(batch: Batch, indices: Sequence[int]) -> Batch:
-    """The sequences at `indices`, in that order, with every field they have; an index may occur more than once.
+    """Take the sequences at `indices`, in that order, with all fields; an index may occur more than once.
 
     `group_index` and `episode_index` keep their numbers.
     """
@@ -186,9 +212,9 @@ def select(batch: Batch, indices: Sequence[int]) -> Batch:
 def restore(
     outputs: Sequence[torch.Tensor], index_lists: Sequence[Sequence[int]], cu_seqlens: torch.Tensor
 ) -> torch.Tensor:
-    """Undo a cut: per-token outputs of `select(batch, indices)` for each index list, back in the batch's order.
+    """Undo a cut: put the per-token outputs [T_i, ...] of each index list back in the batch's order, [T, ...].
 
-    outputs[i] is [T_i, ...]; the index lists hold every sequence of `cu_seqlens` [N+1] exactly once. Gives [T, ...].
+    The index lists hold every sequence of `cu_seqlens` [N+1] exactly once.
     """
     order = list(itertools.chain.from_iterable(index_lists))
     sequences = len(cu_seqlens) - 1
@@ -206,7 +232,7 @@ def restore(
 
 
 def token_positions(cu_seqlens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Where the tokens of the sequences `chosen` are, one sequence after the other: [tokens of these] int64."""
+    """Positions of the tokens of the sequences `chosen`, one sequence after the other, int64."""
     starts = cu_seqlens[chosen]
     return ranges(starts, cu_seqlens[chosen + 1] - starts)
 
@@ -223,10 +249,10 @@ def _take(value: torch.Tensor | None, at: torch.Tensor, rows: int, name: str) ->
 
 
 def microbatches(batch: Batch, max_tokens: int) -> list[list[int]]:
-    """Index lists of at most `max_tokens` tokens each: few and even, the largest first.
+    """Cut a batch into index lists of at most `max_tokens` tokens each: few and even, the largest first.
 
-    The cap is hard. The number of lists is the smallest one that largest-first balancing fits into, and never more
-    than best-fit-decreasing needs. The largest comes first so that a run that does not fit into memory fails at once.
+    The number of lists is the smallest for which largest-first balancing stays within the cap, and at most that of
+    best-fit-decreasing. The largest comes first so that a run that does not fit into memory fails at once.
 
     Raises ValueError for a sequence that is longer than the cap.
     """
@@ -251,7 +277,7 @@ def microbatches(batch: Batch, max_tokens: int) -> list[list[int]]:
 
 
 def groups_of(batch: Batch) -> list[list[int]]:
-    """The sequences of each group, groups in the order of their first sequence."""
+    """The sequences of each group; groups are in the order of their first sequence."""
     members: dict[int, list[int]] = {}
     for sequence, group in enumerate(batch.group_index.tolist()):
         members.setdefault(group, []).append(sequence)
@@ -259,7 +285,7 @@ def groups_of(batch: Batch) -> list[list[int]]:
 
 
 def microbatches_of_groups(batch: Batch, max_tokens: int) -> list[list[int]]:
-    """The same, with every group whole: for losses that compare the sequences of a group with each other.
+    """Cut as `microbatches` does, but never within a group: for losses that compare the sequences of a group.
 
     Raises ValueError for a group that is longer than the cap.
     """
@@ -280,7 +306,7 @@ def microbatches_of_groups(batch: Batch, max_tokens: int) -> list[list[int]]:
 
 
 def _best_fit(descending: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Best-fit decreasing: each sequence goes where the least room is left over (at most 11/9 of the optimum)."""
+    """Best-fit decreasing: put each sequence where the least room is left over (at most 11/9 of the optimum)."""
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
     for index in descending:
@@ -294,7 +320,7 @@ def _best_fit(descending: list[int], lengths: list[int], max_tokens: int) -> lis
 
 
 def _largest_first(descending: list[int], lengths: list[int], count: int) -> list[list[int]]:
-    """Each sequence, longest first, goes to the bin with the fewest tokens so far."""
+    """Put each sequence, longest first, into the bin with the fewest tokens so far."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]
     for index in descending:
@@ -304,19 +330,21 @@ def _largest_first(descending: list[int], lengths: list[int], count: int) -> lis
     return bins
 
 
-def balanced_parts(batch: Batch, parts: int, equal_cost_length: float | None = None) -> list[list[int]]:
-    """`parts` index lists of near-equal cost, whose numbers of sequences differ by at most one.
+def sequence_costs(batch: Batch, equal_cost_length: float | None = None) -> list[float]:
+    """Cost of each sequence: L for L tokens, or L (1 + L / equal_cost_length) with quadratic attention.
 
-    A sequence of L tokens costs L, or L (1 + L / equal_cost_length) where attention matters: that is the length at
-    which attention costs as much as everything else. Method: balanced largest differencing (Michiels et al. 2003,
-    "Performance ratios for the Karmarkar-Karp differencing method").
-
-    Raises ValueError if there are fewer sequences than parts.
+    `equal_cost_length` is the length at which attention costs as much as everything else.
     """
     lengths: list[int] = batch.lengths.tolist()
-    if len(lengths) < parts:
-        raise ValueError(f"cannot split {len(lengths)} sequences over {parts} data-parallel ranks")
-    costs = [float(n) if equal_cost_length is None else n * (1 + n / equal_cost_length) for n in lengths]
+    return [float(n) if equal_cost_length is None else n * (1 + n / equal_cost_length) for n in lengths]
+
+
+def balanced(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Divide items into `parts` lists of near-equal cost; their lengths differ by at most one.
+
+    Method: balanced largest differencing (Michiels et al. 2003, "Performance ratios for the Karmarkar-Karp
+    differencing method").
+    """
     descending = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     tickets = itertools.count()  # breaks ties in the heap, so that lists are never compared
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
@@ -329,13 +357,13 @@ def balanced_parts(batch: Batch, parts: int, equal_cost_length: float | None = N
         joined = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
         joined.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], next(tickets), joined))
-    return [sorted(part) for _, part in heap[0][2]]
+    return [sorted(part) for _, part in heap[0][2]] if heap else [[] for _ in range(parts)]
 
 
 def minibatches(batch: Batch, count: int, epoch: int, seed: int) -> list[list[int]]:
-    """`count` index lists that share out the groups evenly; a group is never divided.
+    """Divide the groups evenly over `count` index lists; a group is never split.
 
-    Epoch 0 takes the groups in the order they came; later epochs shuffle them by (seed, epoch).
+    Epoch 0 keeps the order of the groups; later epochs shuffle them by (seed, epoch).
 
     Raises ValueError if there are fewer groups than mini-batches.
     """

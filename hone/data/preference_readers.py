@@ -1,10 +1,10 @@
-"""Rows as pairs, judged answers and answers in steps: columns read by meaning, rendered, and checked.
+"""Readers that turn rows into pairs, judged answers and answers in steps, and check them.
 
     prompt | messages   +  chosen, rejected [, margin]   -> Pair       an answer is text, or messages
     prompt | messages   +  completion, label             -> Judged     (beginning with the assistant's, or whole
     prompt | messages   +  completions, labels           -> Steps       conversations that begin alike)
 
-A row that cannot teach anything (equal answers, an empty one) is an error that names it.
+A row that cannot teach anything (equal answers, an empty answer) raises an error that names the row.
 """
 
 from __future__ import annotations
@@ -13,32 +13,33 @@ import math
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
+from hone.data.chat_template import RenderingError
 from hone.data.columns import RowReader, SampleReader
 from hone.data.images import images_in
 from hone.data.packing import Sample
 from hone.data.preferences import Judged, Pair, Steps
-from hone.data.rendering import Renderer, RenderingError
+from hone.data.rendering import Renderer
 from hone.data.settings import DatasetConfig
-from hone.data.sources import DataError, Row
-from hone.data.stream import TooLong
-from hone.types import Image, Message
+from hone.data.sources.base import DataError, Row
+from hone.data.stream import TooLong, sample_limit, tools_of
+from hone.types import Message
 
 R = TypeVar("R", bound=RowReader)
 Conversation = tuple[Message, ...]
 
 
 class PairReader(RowReader):
-    """Rows as two whole conversations that differ in how they end."""
+    """Reads rows as two whole conversations with different endings."""
 
     def conversations(self, row: Row, index: int) -> tuple[Conversation, Conversation]:
-        """(chosen, rejected). Raises DataError for a row that has no such pair."""
+        """Read (chosen, rejected). Raises DataError for a row without such a pair."""
         chosen, rejected = (self._conversation(row, meaning, index) for meaning in ("chosen", "rejected"))
         if chosen == rejected:
             raise DataError(f"{self.rows.where(index)}: chosen and rejected are equal, so there is nothing to prefer")
         return chosen, rejected
 
     def margin(self, row: Row, index: int) -> float:
-        """The row's margin; 0 if the data have none."""
+        """The row's margin; 0 if the data have no margins."""
         column = self.column("margin")
         found = row.get(column, 0.0)
         if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
@@ -61,13 +62,13 @@ class PairReader(RowReader):
 
 
 class JudgedReader(SampleReader):
-    """Rows as one answer and a label."""
+    """Reads rows as one answer and a label."""
 
     def good(self, row: Row, index: int) -> bool:
         return as_label(self.required(row, "label", index), self.column("label"), self, index) > 0
 
     def judged(self, row: Row, index: int) -> Conversation:
-        """The conversation, ending with the answer that was judged."""
+        """The conversation, ending with the judged answer."""
         messages = self.conversation(row, index)
         if messages[-1]["role"] != "assistant":
             raise DataError(f"{self.rows.where(index)}: the last message should be the answer that was judged")
@@ -76,7 +77,7 @@ class JudgedReader(SampleReader):
 
 
 class StepsReader(RowReader):
-    """Rows as an answer in steps, each with a label."""
+    """Reads rows as an answer in steps, each with a label."""
 
     def steps(self, row: Row, index: int) -> tuple[list[str], tuple[float, ...]]:
         steps, labels = self.required(row, "completions", index), self.required(row, "labels", index)
@@ -94,13 +95,13 @@ class StepsReader(RowReader):
 
 
 def require_text(found: Any, what: str, reader: RowReader, index: int) -> None:
-    """Raise DataError if an answer is empty or no text at all (a list of parts, or of tool calls, will do)."""
+    """Raise DataError unless an answer is text or a list of parts or tool calls, and not empty."""
     if not (found.strip() if isinstance(found, str) else found):
         raise DataError(f"{reader.rows.where(index)}: {what} is empty, so there is nothing to judge")
 
 
 def as_label(found: Any, column: str, reader: RowReader, index: int) -> float:
-    """1 for a good answer or a right step, 0 for others. Raises DataError for anything but true, false, 1 and 0."""
+    """Convert a label to 1 (good answer, right step) or 0. Raises DataError unless it is true, false, 1 or 0."""
     if isinstance(found, bool) or (isinstance(found, int | float) and found in (0, 1)):
         return float(found)
     raise DataError(f"{reader.rows.where(index)}: {column} should be true or false (1 or 0), found {found!r:.80}")
@@ -110,49 +111,49 @@ def as_label(found: Any, column: str, reader: RowReader, index: int) -> float:
 
 
 class _Maker(Generic[R]):
-    """What the makers share: rendering a conversation whose last answer is learnt from, within the length limit."""
+    """Base of the makers: renders a conversation, with a loss on its last answer, within the length limit."""
 
     reader: R
 
-    def __init__(self, config: DatasetConfig, renderer: Renderer) -> None:
+    def __init__(self, config: DatasetConfig, renderer: Renderer, key: str) -> None:
         self._renderer = renderer
-        self._limit = config.max_sample_tokens
+        self._limit = sample_limit(config, key)
 
     def _where(self, index: int) -> str:
         return f"{self.reader.name}/{index}"
 
-    def _sample(self, messages: Conversation, shared: int, index: int) -> Sample:
-        """A conversation, learnt from after its first `shared` messages. Raises TooLong."""
+    def _sample(self, messages: Conversation, shared: int, row: Row, index: int) -> Sample:
+        """Render a conversation, with a loss after its first `shared` messages. Raises TooLong."""
         try:
             messages = self._renderer.with_images(messages, self.reader.rows.folder(index))
-            ids, mask = self._renderer.render_sample(messages)
+            tools = tools_of(self.reader, row, index, messages, self._renderer)
+            ids, mask = self._renderer.render_sample(messages, tools)
         except RenderingError as error:
             raise DataError(f"{self.reader.rows.where(index)}: {error}") from error
         earlier = sum(message["role"] == "assistant" for message in messages[:shared])
-        return self._fitting(ids, without_first_runs(mask, earlier), images_in(messages))
-
-    def _fitting(self, ids: tuple[int, ...], mask: tuple[int, ...], images: tuple[Image, ...]) -> Sample:
-        if self._limit is not None and len(ids) > self._limit:
-            raise TooLong(len(ids), f"max_sample_tokens={self._limit}", images)
-        return Sample(ids, mask, self.reader.name, images)
+        sample = Sample(ids, without_first_runs(mask, earlier), self.reader.name, images_in(messages))
+        return self._limit.fit(sample, lambda: self.reader.rows.where(index))
 
 
 class PairMaker(_Maker[PairReader]):
-    """Rows of one set as pairs. `max_sample_tokens` is the limit of each of the two."""
+    """Makes pairs from the rows of one set. `max_sample_tokens` limits each conversation of a pair."""
 
     def __init__(self, name: str, config: DatasetConfig, renderer: Renderer, key: str) -> None:
         self.reader = PairReader(name, config, key)
-        super().__init__(config, renderer)
+        super().__init__(config, renderer, key)
 
     def make(self, index: int) -> Pair:
-        """The pair of a row; answers that both conversations begin with are part of the prompt. Raises TooLong."""
+        """Make the pair of a row; answers that both conversations begin with belong to the prompt. Raises TooLong."""
         reader, row = self.reader, self.reader.row(index)
         chosen, rejected = reader.conversations(row, index)
         pairs = enumerate(zip(chosen, rejected, strict=False))
         shared = next((at for at, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
         if shared in (len(chosen), len(rejected)):
             raise DataError(f"{reader.rows.where(index)}: one of chosen and rejected is the beginning of the other")
-        samples = [self._sample(messages, shared, index) for messages in (chosen, rejected)]
+        samples = [self._sample(messages, shared, row, index) for messages in (chosen, rejected)]
+        tokens = len(samples[0].token_ids)
+        if samples[0].token_ids == samples[1].token_ids and self._limit.reached(tokens):
+            raise TooLong(tokens, "the part of max_sample_tokens that the answers share")
         if samples[0].token_ids == samples[1].token_ids:
             raise DataError(
                 f"{reader.rows.where(index)}: chosen and rejected are the same tokens once they are rendered"
@@ -161,26 +162,28 @@ class PairMaker(_Maker[PairReader]):
 
 
 class JudgedMaker(_Maker[JudgedReader]):
-    """Rows of one set as single answers, good or bad."""
+    """Makes single answers, good or bad, from the rows of one set."""
 
     def __init__(self, name: str, config: DatasetConfig, renderer: Renderer, key: str) -> None:
         self.reader = JudgedReader(name, config, key)
-        super().__init__(config, renderer)
+        super().__init__(config, renderer, key)
 
     def make(self, index: int) -> Judged:
         """The answer of a row. Raises TooLong."""
         reader, row = self.reader, self.reader.row(index)
         messages = reader.judged(row, index)
-        return Judged(self._sample(messages, len(messages) - 1, index), reader.good(row, index), self._where(index))
+        return Judged(
+            self._sample(messages, len(messages) - 1, row, index), reader.good(row, index), self._where(index)
+        )
 
 
 class StepsMaker(_Maker[StepsReader]):
-    """Rows of one set as answers in steps, with `separator` between two of them."""
+    """Makes answers in steps from the rows of one set, with `separator` between two steps."""
 
     def __init__(self, name: str, config: DatasetConfig, renderer: Renderer, key: str, separator: str) -> None:
         self.reader = StepsReader(name, config, key)
         self._separator = separator
-        super().__init__(config, renderer)
+        super().__init__(config, renderer, key)
 
     def make(self, index: int) -> Steps:
         """The answer of a row. Raises TooLong."""
@@ -188,14 +191,16 @@ class StepsMaker(_Maker[StepsReader]):
         steps, labels = reader.steps(row, index)
         try:
             messages = self._renderer.with_images(reader.messages(row, index), reader.rows.folder(index))
-            ids, mask = self._renderer.render_steps(messages, steps, self._separator)
+            tools = tools_of(reader, row, index, messages, self._renderer)
+            ids, mask = self._renderer.render_steps(messages, steps, self._separator, tools)
         except RenderingError as error:
-            raise DataError(f"{reader.rows.where(index)}: {error}") from error
-        return Steps(self._fitting(ids, mask, images_in(messages)), labels, self._where(index))
+            raise DataError(f"{self.reader.rows.where(index)}: {error}") from error
+        sample = self._limit.fit(Sample(ids, mask, reader.name, images_in(messages)), lambda: reader.rows.where(index))
+        return Steps(sample, labels[: sum(sample.loss_mask)], self._where(index))
 
 
 def without_first_runs(mask: Sequence[int], runs: int) -> tuple[int, ...]:
-    """A loss mask without its first runs of ones: those answers are part of what comes before.
+    """Clear the first runs of ones in a loss mask: these answers belong to the prompt.
 
     >>> without_first_runs((0, 1, 1, 0, 0, 1), 1)
     (0, 0, 0, 0, 0, 1)

@@ -1,10 +1,10 @@
-"""What people prefer: pairs of answers, single judged answers, answers judged step by step; and how they are packed.
+"""Preference data: pairs of answers, judged answers, answers judged step by step, and their packing.
 
     Pair         chosen, rejected ----------------\
     Judged       one answer, good or bad ----------+--pack_...--> Batch: rewards 1 and 0, a pair is one group
     Steps        one answer, each step right? ----/                      (labels of steps: extras)
 
-The names of the extra tensors are those that `hone.algorithms.preference` reads.
+`hone.algorithms.preference.losses` reads the extra tensors by these names.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from hone.data.packing import Sample, pack_samples
 from hone.types import Batch
 
 MARGIN = "margin"  # of Batch.components, [N]
-LABELS = "labels"  # of Batch.extras, [T]
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt, of which the first was preferred.
+    """Two answers to one prompt; `chosen` was preferred.
 
     Pair(chosen=Sample((5, 6, 7, 2), (0, 0, 1, 1)), rejected=Sample((5, 6, 8, 2), (0, 0, 1, 1)), row="train/3")
     """
 
     chosen: Sample
     rejected: Sample
-    margin: float = 0.0  # by how much the chosen answer is better, where the data say so
+    margin: float = 0.0  # by how much the chosen answer is better, if the data have margins
     row: str = ""  # "<data set>/<row number>", for messages
 
     @property
     def tokens(self) -> int:
-        """Tokens that have to be in one micro-batch."""
+        """Number of tokens, which must all be in one micro-batch."""
         return len(self.chosen.token_ids) + len(self.rejected.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One answer, and whether it is a good one."""
+    """One answer with a good or bad verdict."""
 
     sample: Sample
     good: bool
@@ -54,7 +53,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """One answer in steps: the sample's loss mask is 1 on the token that follows each step, `labels` has its verdict.
+    """One answer in steps: the loss mask is 1 on the token that follows each step, `labels` has the verdicts.
 
     Steps(Sample((5, 6, 9, 7, 2), (0, 0, 1, 0, 1)), labels=(1.0, 0.0)): steps `6` (right) and `7` (wrong)
     """
@@ -69,7 +68,7 @@ class Steps:
 
 
 def pack_pairs(pairs: Sequence[Pair]) -> Batch:
-    """Pairs, packed: sequence 2i is the chosen answer of pair i and 2i + 1 its rejected one; a pair is a group.
+    """Pack pairs: sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one; a pair is a group.
 
     `rewards` are 1 and 0. Margins are in `components`, if any pair has one.
     """
@@ -83,24 +82,24 @@ def pack_pairs(pairs: Sequence[Pair]) -> Batch:
 
 
 def pack_judged(answers: Sequence[Judged]) -> Batch:
-    """Single answers, packed; `rewards` is 1 for good ones and 0 for bad ones."""
+    """Pack single answers; `rewards` is 1 for good answers and 0 for bad ones."""
     batch = pack_samples([one.sample for one in answers])
     return batch.with_(rewards=torch.tensor([float(one.good) for one in answers]))
 
 
 def pack_steps(answers: Sequence[Steps]) -> Batch:
-    """Answers in steps, packed; `extras["labels"]` has each step's verdict where the loss mask is 1."""
+    """Pack answers in steps; `labels` has each step's verdict where the loss mask is 1."""
     batch = pack_samples([one.sample for one in answers])
     labels = torch.zeros(batch.num_tokens)
     labels[batch.loss_mask] = torch.tensor([label for one in answers for label in one.labels])
-    return batch.with_(extras={LABELS: labels})
+    return batch.with_(labels=labels)
 
 
 def mismatched(answers: Sequence[Judged], max_tokens: int) -> list[Judged]:
-    """Each prompt with the answer to the next one: what KTO's baseline is measured on, arXiv 2402.01306 section 4.1.
+    """Give each prompt the answer to the next one, to measure KTO's baseline (arXiv 2402.01306 section 4.1).
 
-    The last prompt gets the first answer, so every prompt and every answer occurs once. Only where that has more than
-    `max_tokens` tokens, the prompt gets the first later answer that fits; one that no other answer fits is left out.
+    The last prompt gets the first answer. If a combination has more than `max_tokens` tokens, the prompt gets the
+    first later answer that fits; a prompt that no other answer fits is left out.
     """
     crossed = []
     for index, one in enumerate(answers):
@@ -113,7 +112,7 @@ def mismatched(answers: Sequence[Judged], max_tokens: int) -> list[Judged]:
 
 
 def _answered(prompt: Sample, answer: Sample) -> Sample:
-    """The prompt of one sample with the answer of another: what comes before the first learnt token, and the rest."""
+    """Join one sample's prompt (all before its first loss token) and another sample's answer (the rest)."""
     end, begin = prompt.loss_mask.index(1), answer.loss_mask.index(1)
     return Sample(
         (*prompt.token_ids[:end], *answer.token_ids[begin:]),

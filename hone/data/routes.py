@@ -1,10 +1,10 @@
-"""The experts that tokens went to at rollout, on their way from the engine to the batch. No torch in here.
+"""Routes: the experts of each token at rollout, from the engine to the batch. Imports no torch.
 
-    turn 1    prompt, answer                    -> rows of all tokens but the last, which nothing was computed of
-    turn 2    prompt, answer, observation, answer -> rows of all of these again; those of turn 1 stay as they were
+    turn 1    prompt, answer                      -> rows of all tokens but the last, which was not in a forward
+    turn 2    prompt, answer, observation, answer -> rows of all of these; the rows of turn 1 are kept
 
-A token that was sampled went, when its successor was sampled, to the experts that are noted first. What an engine
-computes of it later (the next turn's prompt, the rest of a completion that was interrupted) may choose others.
+A token keeps the experts that were recorded first, in the forward that sampled its successor. A later forward (the next
+turn's prompt, the rest of an interrupted completion) may choose others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Routes = NDArray[np.int16]  # [tokens, mixture layers, experts per token]
 
 
 def joined_routes(first: Routes | None, then: Routes | None) -> Routes | None:
-    """Routes of a sequence that were noted in turn, each from its first token on: the rows of `first`, then the rest.
+    """Join the routes of two requests, both from the first token on: the rows of `first`, then the rest of `then`.
 
     >>> joined_routes(np.zeros((2, 1, 1), np.int16), np.ones((3, 1, 1), np.int16)).ravel().tolist()
     [0, 0, 1]
@@ -32,7 +32,7 @@ def joined_routes(first: Routes | None, then: Routes | None) -> Routes | None:
 
 
 def text_of_routes(routes: Routes | None) -> str | None:
-    """An .npy file as base64: how routes travel in JSON."""
+    """Encode routes for JSON: an .npy file as base64."""
     if routes is None:
         return None
     file = io.BytesIO()
@@ -41,7 +41,7 @@ def text_of_routes(routes: Routes | None) -> str | None:
 
 
 def routes_of_text(text: str | None) -> Routes | None:
-    """What `text_of_routes` wrote, or vLLM did. Raises ValueError if it is no array of three dimensions."""
+    """Decode routes from `text_of_routes` or vLLM. Raises ValueError unless they have three dimensions."""
     if text is None:
         return None
     found = np.lib.format.read_array(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
@@ -54,7 +54,7 @@ def routes_of_text(text: str | None) -> Routes | None:
 
 
 def mixture_rows(found: Routes | None, layers: Sequence[int], tokens: int) -> Routes:
-    """Of the experts in every layer, as servers tell them, those of the mixture layers: [tokens, layers, choices].
+    """Select the mixture layers from a server's routes, which have every layer: [tokens, layers, choices].
 
     Raises ValueError unless there is a row for each of `tokens` tokens, with all these layers.
     """
@@ -66,15 +66,13 @@ def mixture_rows(found: Routes | None, layers: Sequence[int], tokens: int) -> Ro
     return found[:, list(layers)]
 
 
-def packed_routes(trajectories: list[Any]) -> Routes | None:
-    """The routes of trajectories end to end, [T, layers, experts], -1 where none were noted; None if none have any.
+def packed_routes(trajectories: list[Any]) -> Routes:
+    """The routes of trajectories end to end, [T, layers, experts], -1 where none were recorded; at least one has some.
 
     Raises ValueError naming a trajectory whose routes end before its last trained token, or are of another shape.
     """
     noted: list[Routes | None] = [one.routed_experts for one in trajectories]
-    shape = next((one.shape[1:] for one in noted if one is not None), None)
-    if shape is None:
-        return None
+    shape = next(one.shape[1:] for one in noted if one is not None)
     rows = []
     for one, routes in zip(trajectories, noted, strict=True):
         length = len(one.token_ids)

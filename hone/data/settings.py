@@ -11,7 +11,7 @@ from hone.data import SOURCES
 
 Column = Literal[
     "prompt", "messages", "ground_truth", "data_source", "completion",
-    "chosen", "rejected", "margin", "label", "completions", "labels", "images",
+    "chosen", "rejected", "margin", "label", "completions", "labels", "images", "tools",
 ]  # fmt: skip
 
 
@@ -20,7 +20,7 @@ class HfSettings(Choice):
 
     name: str = "hf"
     subset: str | None = setting(None, "configuration of the data set, such as main")
-    split: str = setting("train", "which split")
+    split: str = setting("train", "split of the data set")
     revision: str | None = setting(None, "branch, tag or commit on the hub; null: its main branch")
 
 
@@ -29,8 +29,8 @@ class ReasoningGymSettings(Choice):
 
     name: str = "reasoning_gym"
     task: str = setting(meaning="name of the task, such as number_sorting")
-    size: int = setting(100_000, "how many different problems", unit="rows", ge=1)
-    seed: int = setting(0, "of the problems; another seed gives other problems")
+    size: int = setting(100_000, "number of different problems", unit="rows", ge=1)
+    seed: int = setting(0, "seed of the problems")
     options: dict[str, Any] = setting(factory=dict, meaning="the task's own options, such as max_numbers")
 
 
@@ -38,12 +38,12 @@ class ShapesSettings(Choice):
     """Pictures of coloured squares with questions about them, for models that see images."""
 
     name: str = "shapes"
-    size: int = setting(100_000, "how many different pictures", unit="rows", ge=1)
-    seed: int = setting(0, "of the pictures; another seed gives other pictures")
+    size: int = setting(100_000, "number of different pictures", unit="rows", ge=1)
+    seed: int = setting(0, "seed of the pictures")
     tasks: tuple[Literal["colour", "count", "order"], ...] = setting(
-        ("colour", "count", "order"), "what is asked, each as often", min_length=1
+        ("colour", "count", "order"), "kinds of questions, equally frequent", min_length=1
     )
-    side: int = setting(48, "of a picture, which has 3 x 3 cells", unit="pixels", ge=6)
+    side: int = setting(48, "width and height of a picture, which has 3 x 3 cells", unit="pixels", ge=6)
     text_share: float = setting(0.0, "share of rows without a picture, which ask to repeat three letters", ge=0, le=1)
 
 
@@ -52,34 +52,41 @@ class PythonSettings(Choice):
 
     name: str = "python"
     function: str = setting(meaning="'package.module:name' or 'path/to/file.py:name'")
-    size: int = setting(100_000, "how many rows to take at most", unit="rows", ge=1)
-    seed: int = setting(0, "given to the function")
+    size: int = setting(100_000, "largest number of rows", unit="rows", ge=1)
+    seed: int = setting(0, "seed that the function gets")
     options: dict[str, Any] = setting(factory=dict, meaning="further arguments of the function")
 
 
-class DatasetConfig(Config):
-    """One data set: its rows, and how each becomes a prompt (or, for supervised training, a sample)."""
+TooLongChoice = Literal["error", "drop", "truncate"]
 
-    path: str = setting("", "file (.jsonl, .parquet), several by a pattern such as data/*.jsonl, or see the source")
+
+class PromptSetConfig(Config):
+    """One data set: its rows, and how each becomes a prompt."""
+
+    path: str = setting("", "file (.jsonl, .parquet), pattern such as data/*.jsonl, or what the source expects")
     source: Annotated[SerializeAsAny[Choice] | None, FromRegistry(SOURCES)] = setting(
-        None, "where rows come from; null: the path's suffix says it"
+        None, "where rows come from; null: a file, by the suffix of path"
     )
     columns: dict[Column, str] = setting(
-        factory=dict, meaning="the data set's own name of a column, such as {ground_truth: solution}"
+        factory=dict, meaning="hone's column name: the data set's name, such as {ground_truth: solution}"
     )
     system_prompt: str = setting("", "first message of every prompt that has no system message of its own")
-    prompt_template: str = setting("", "Jinja2 over a row's columns: the user's message")
-    ground_truth_template: str = setting("", "Jinja2 over a row's columns: what the reward compares with")
-    answer_template: str = setting("", "Jinja2 over a row's columns: the answer to learn in supervised training")
-    max_prompt_tokens: int | None = setting(
-        None, "rows with longer prompts are dropped and counted", unit="tokens", ge=1
+    prompt_template: str = setting("", "Jinja2 template of the user's message, over the row's columns")
+    ground_truth_template: str = setting("", "Jinja2 template of the ground truth, over the row's columns")
+    max_prompt_tokens: int | None = setting(None, "longest prompt allowed", unit="tokens", ge=1)
+    too_long: TooLongChoice = setting(
+        "drop", "rows over the limit: drop and count them, stop with an error, or truncate (supervised samples only)"
     )
-    max_sample_tokens: int | None = setting(
-        None, "longer supervised samples are dropped and counted", unit="tokens", ge=2
-    )
-    skip_rows: int = setting(0, "leave out the first rows", unit="rows", ge=0)
-    max_rows: int | None = setting(None, "use this many rows at most", unit="rows", ge=1)
-    weight: float = setting(1.0, "share of the draws, relative to the other sets of a mixture", gt=0)
+    skip_rows: int = setting(0, "number of rows to skip at the start", unit="rows", ge=0)
+    max_rows: int | None = setting(None, "largest number of rows to use", unit="rows", ge=1)
+
+
+class DatasetConfig(PromptSetConfig):
+    """One data set whose rows may also become supervised samples, and that may be part of a mixture."""
+
+    answer_template: str = setting("", "Jinja2 template of the answer in supervised training, over the row's columns")
+    max_sample_tokens: int | None = setting(None, "longest supervised sample allowed", unit="tokens", ge=2)
+    weight: float = setting(1.0, "how often the set is drawn, relative to the other sets of the mixture", gt=0)
 
 
 class DataConfig(Config):
@@ -87,7 +94,7 @@ class DataConfig(Config):
 
     train: DatasetConfig = setting(meaning="the training set")
     mix: dict[str, DatasetConfig] = setting(factory=dict, meaning="more training sets by name, mixed in by weight")
-    shuffle: bool = setting(True, "a new order in every epoch; false: the order of the file")
+    shuffle: bool = setting(True, "shuffle the rows anew in every epoch; false: keep the order of the file")
     chat_template: str = setting("", "Jinja2 chat template, or a file of one; default: the tokenizer's own")
     chat_options: dict[str, Any] = setting(
         factory=dict, meaning="variables for the chat template, such as {enable_thinking: false}"

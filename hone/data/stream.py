@@ -20,14 +20,15 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hone.data.chat_template import RenderingError, Tools, is_text
 from hone.data.columns import PromptReader, RowReader, SampleReader
-from hone.data.files import GROUPS_IN_MEMORY
 from hone.data.images import ImageReader, images_in, without_images
 from hone.data.packing import Sample
-from hone.data.rendering import Renderer, RenderingError
-from hone.data.settings import DataConfig, DatasetConfig
-from hone.data.sources import DataError
-from hone.types import Image, Prompt
+from hone.data.rendering import Renderer
+from hone.data.settings import DataConfig, DatasetConfig, PromptSetConfig, TooLongChoice
+from hone.data.sources.base import DataError, Row
+from hone.data.sources.files import GROUPS_IN_MEMORY
+from hone.types import Image, Message, Prompt
 
 T = TypeVar("T", covariant=True)
 
@@ -39,6 +40,63 @@ class TooLong(Exception):
         self.tokens = tokens
         self.limit = limit
         self.image_tokens = sum(image.tokens for image in images)
+
+
+class LengthLimit:
+    """One limit of a data set, and what happens to rows over it."""
+
+    def __init__(self, key: str, name: str, tokens: int | None, too_long: TooLongChoice) -> None:
+        """`key` is where the set stands in the run file, `name` the limit's own key. `tokens` None: no limit."""
+        self._key = key
+        self._name = name
+        self._tokens = tokens
+        self._too_long = too_long
+
+    def check(self, tokens: int, images: Sequence[Image], where: Callable[[], str]) -> bool:
+        """Whether a row of this many tokens has to be truncated; `where()` names the row.
+
+        Raises TooLong if it is to be dropped, DataError if `too_long` is error.
+        """
+        if self._tokens is None or tokens <= self._tokens:
+            return False
+        if self._too_long == "error":
+            raise DataError(
+                f"{where()} has {tokens} tokens, more than {self._key}.{self._name}={self._tokens}; raise that key, "
+                f"or set {self._key}.too_long=drop"
+            )
+        if self._too_long == "drop":
+            raise self._dropped(tokens, images)
+        return True
+
+    def reached(self, tokens: int) -> bool:
+        """Whether a sample of this many tokens may have been truncated."""
+        return self._too_long == "truncate" and tokens == self._tokens
+
+    def fit(self, sample: Sample, where: Callable[[], str]) -> Sample:
+        """The sample, without its last tokens where it is truncated.
+
+        Raises TooLong also for one that would lose all its loss tokens, or a part of an image; DataError as `check`.
+        """
+        ids, mask, images = sample.token_ids, sample.loss_mask, sample.images
+        if not self.check(len(ids), images, where):
+            return sample
+        placeholders = {image.token_id for image in images}
+        if not any(mask[: self._tokens]) or any(token in placeholders for token in ids[self._tokens :]):
+            raise self._dropped(len(ids), images)
+        return Sample(ids[: self._tokens], mask[: self._tokens], sample.source, images, sample.row)
+
+    def _dropped(self, tokens: int, images: Sequence[Image]) -> TooLong:
+        return TooLong(tokens, f"{self._name}={self._tokens}", images)
+
+
+def prompt_limit(key: str, tokens: int | None, too_long: TooLongChoice) -> LengthLimit:
+    """The limit of a set's prompts. Raises DataError for too_long: truncate."""
+    if too_long == "truncate" and tokens is not None:
+        raise DataError(
+            f"{key}.too_long=truncate with {key}.max_prompt_tokens: a prompt without its end asks something else; only "
+            f"supervised samples can be truncated (max_sample_tokens). Set {key}.too_long=drop, or error"
+        )
+    return LengthLimit(key, "max_prompt_tokens", tokens, too_long)
 
 
 class Maker(Protocol[T]):
@@ -53,10 +111,11 @@ class Maker(Protocol[T]):
 class PromptMaker:
     """Rows of one set as prompts."""
 
-    def __init__(self, name: str, config: DatasetConfig, renderer: Renderer, key: str) -> None:
+    def __init__(self, name: str, config: PromptSetConfig, renderer: Renderer, key: str) -> None:
         self.reader = PromptReader(name, config, key)
         self._renderer = renderer
-        self._limit = config.max_prompt_tokens
+        limit = config.max_prompt_tokens
+        self._limit = prompt_limit(key, limit, config.too_long if limit is not None else "drop")
 
     def make(self, index: int) -> Prompt:
         """The prompt of a row, with draw number 0. Raises TooLong."""
@@ -64,12 +123,11 @@ class PromptMaker:
         messages = reader.messages(row, index)
         try:
             messages = self._renderer.with_images(messages, reader.rows.folder(index))
-            token_ids = self._renderer.render_prompt(messages)
+            token_ids = self._renderer.render_prompt(messages, tools_of(reader, row, index, messages, self._renderer))
         except RenderingError as error:
             raise DataError(f"{reader.rows.where(index)}: {error}") from error
-        images = images_in(messages)
-        if self._limit is not None and len(token_ids) > self._limit:
-            raise TooLong(len(token_ids), f"max_prompt_tokens={self._limit}", images)
+        images = () if is_text(messages) else images_in(messages)
+        self._limit.check(len(token_ids), images, lambda: reader.rows.where(index))
         if not token_ids:
             raise DataError(f"{reader.rows.where(index)}: the prompt has no tokens")
         return Prompt(
@@ -89,21 +147,37 @@ class SampleMaker:
     def __init__(self, name: str, config: DatasetConfig, renderer: Renderer, key: str) -> None:
         self.reader = SampleReader(name, config, key)
         self._renderer = renderer
-        self._limit = config.max_sample_tokens
+        self._limit = sample_limit(config, key)
 
     def make(self, index: int) -> Sample:
         """The sample of a row. Raises TooLong."""
-        reader = self.reader
-        messages = reader.conversation(reader.row(index), index)
+        reader, row = self.reader, self.reader.row(index)
+        messages = reader.conversation(row, index)
         try:
             messages = self._renderer.with_images(messages, reader.rows.folder(index))
-            token_ids, loss_mask = self._renderer.render_sample(messages)
+            tools = tools_of(reader, row, index, messages, self._renderer)
+            token_ids, loss_mask = self._renderer.render_sample(messages, tools)
         except RenderingError as error:
             raise DataError(f"{reader.rows.where(index)}: {error}") from error
-        images = images_in(messages)
-        if self._limit is not None and len(token_ids) > self._limit:
-            raise TooLong(len(token_ids), f"max_sample_tokens={self._limit}", images)
-        return Sample(token_ids, loss_mask, reader.name, images)
+        sample = Sample(token_ids, loss_mask, reader.name, images_in(messages), f"{reader.name}/{index}")
+        return self._limit.fit(sample, lambda: reader.rows.where(index))
+
+
+def sample_limit(config: DatasetConfig, key: str) -> LengthLimit:
+    """The limit of a set's supervised samples."""
+    limit = config.max_sample_tokens
+    return LengthLimit(key, "max_sample_tokens", limit, config.too_long if limit is not None else "drop")
+
+
+def tools_of(reader: RowReader, row: Row, index: int, messages: Sequence[Message], renderer: Renderer) -> Tools:
+    """The functions that a row offers to the model. Raises DataError if the chat template does not render them."""
+    tools = reader.tools(row, index)
+    if tools and not renderer.renders_tools(messages, tools):
+        raise DataError(
+            f"{reader.rows.where(index)} has {len(tools)} tools in column {reader.column('tools')!r}, but the chat "
+            "template does not render them; set data.chat_template to one that does, or remove the column"
+        )
+    return tools
 
 
 class _Set(Generic[T]):
@@ -192,7 +266,7 @@ def _all_too_long(reader: RowReader, size: int, shortest: TooLong) -> DataError:
     return DataError(
         f"{reader.key}: every one of the {size} rows of {reader.rows.place} is longer than {shortest.limit}; the "
         f"shortest has {shortest.tokens} tokens"
-        + (f", {shortest.image_tokens} of them images (see model.vision)" if shortest.image_tokens else "")
+        + (f", {shortest.image_tokens} of them images (see model.use.vision)" if shortest.image_tokens else "")
     )
 
 
@@ -265,6 +339,13 @@ class PromptStream(_Stream[Prompt]):
         """The next `count` prompts; `draw` numbers go on without a gap."""
         return list(itertools.islice(self._numbered(), count))
 
+    def peek(self, count: int) -> list[Prompt]:
+        """The next `count` prompts, which `take` returns again."""
+        position = self.state_dict()
+        prompts = self.take(count)
+        self.load_state_dict(position)
+        return prompts
+
     def take_unless(self, skip: Callable[[Prompt], bool], count: int) -> tuple[list[Prompt], list[Prompt]]:
         """The next `count` prompts that `skip` does not want skipped, and the skipped ones; both have draw numbers.
 
@@ -277,6 +358,12 @@ class PromptStream(_Stream[Prompt]):
             prompt = next(items)
             (skipped if len(skipped) < self.rows and skip(prompt) else taken).append(prompt)
         return taken, skipped
+
+    def since(self, before: Mapping[str, Any]) -> list[Prompt]:
+        """The prompts that were drawn after the earlier position `before`, again; the stream stays where it is."""
+        end = sum(self.taken.values())
+        self.load_state_dict(before)
+        return self.take(end - sum(self.taken.values()))
 
     def _numbered(self) -> Iterator[Prompt]:
         first = sum(self.taken.values())
@@ -300,19 +387,12 @@ class ItemStream(_Stream[T]):
         return list(itertools.islice(self._items(), count))
 
 
-class SampleStream(ItemStream[Sample]):
-    """The supervised samples of a run."""
-
-    def __init__(self, config: DataConfig, renderer: Renderer, seed: int, key: str = "data") -> None:
-        super().__init__(SampleMaker, config, renderer, seed, key)
-
-
 def make_renderer(config: DataConfig, tokenizer: Any, image_reader: ImageReader | None = None) -> Renderer:
     """The renderer that a run's data settings ask for; `image_reader` is of a model that takes images."""
     return Renderer(tokenizer, config.chat_template, config.chat_options, image_reader)
 
 
-def read_prompts(name: str, config: DatasetConfig, renderer: Renderer, key: str) -> tuple[list[Prompt], int]:
+def read_prompts(name: str, config: PromptSetConfig, renderer: Renderer, key: str) -> tuple[list[Prompt], int]:
     """Every prompt of a held-out set in the order of the file, and how many rows were too long.
 
     Raises DataError if all of them are.
@@ -321,16 +401,11 @@ def read_prompts(name: str, config: DatasetConfig, renderer: Renderer, key: str)
     return [replace(prompt, draw=number) for number, prompt in enumerate(prompts)], dropped
 
 
-def read_samples(name: str, config: DatasetConfig, renderer: Renderer, key: str) -> tuple[list[Sample], int]:
-    """Every sample of a held-out set in the order of the file, and how many rows were too long.
+def read_all(maker: Maker[T]) -> tuple[list[T], int]:
+    """Every item of a held-out set in the order of the file, and how many rows were too long.
 
     Raises DataError if all of them are.
     """
-    return read_all(SampleMaker(name, config, renderer, key))
-
-
-def read_all(maker: Maker[T]) -> tuple[list[T], int]:
-    """Every item of a held-out set in the order of the file, and how many rows were too long."""
     reader, items, shortest = maker.reader, [], None
     for index in range(reader.first, reader.last):
         try:
@@ -340,6 +415,12 @@ def read_all(maker: Maker[T]) -> tuple[list[T], int]:
     if not items and shortest is not None:
         raise _all_too_long(reader, len(reader), shortest)
     return items, len(reader) - len(items)
+
+
+def count_items(maker: MakerOf[Any], config: DataConfig, renderer: Renderer, key: str = "data") -> int:
+    """How many items one pass over the training sets gives. Reads every row of a set that drops long ones."""
+    makers = [(one, maker(name, one, renderer, where)) for name, one, where in _named(config, key)]
+    return sum(len(read_all(made)[0]) if one.max_sample_tokens else len(made.reader) for one, made in makers)
 
 
 def _named(config: DataConfig, key: str) -> Iterator[tuple[str, DatasetConfig, str]]:

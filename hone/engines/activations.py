@@ -1,10 +1,10 @@
-"""What is kept of a forward for its backward: everything, each layer's input, or that input in CPU memory.
+"""Activation memory: keep everything for the backward, only each layer's input, or that input in CPU memory.
 
     keep       layer 1's tensors, layer 2's ...                                              most memory, least work
     recompute  the input of each layer; the layer runs again in the backward                 (activation_checkpointing)
     offload    the same inputs, copied to CPU memory and brought back when their layer's turn comes
 
-Copies are ordered on the stream that computes, from and to pinned memory, so no host thread waits for them.
+Copies use pinned memory and run in order on the computing stream, so no host thread waits for them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hone.models.routing import checkpoint_contexts
 
-LEAST_BYTES = 1 << 20  # a smaller tensor costs more to move than it holds
+LEAST_BYTES = 1 << 20  # moving a smaller tensor costs more than its memory is worth
 
 Kept = Tensor | tuple[torch.device, Tensor]
 
 
 def recompute_layers(body: Any) -> None:
-    """Have a transformers model keep the input of each layer only."""
+    """Make a transformers model keep only the input of each layer, and recompute the rest in the backward."""
     body.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": checkpoint_contexts})
 
 
 def kept_in_cpu_memory(least_bytes: int = LEAST_BYTES) -> AbstractContextManager[None]:
-    """In this context, what a forward keeps on an accelerator is kept in CPU memory. Weights stay where they are."""
+    """Keep in CPU memory what a forward in this context saves on an accelerator; weights stay where they are."""
 
     def pack(tensor: Tensor) -> Kept:
         if tensor.device.type == "cpu" or not worth_moving(tensor, least_bytes):
@@ -47,5 +47,5 @@ def kept_in_cpu_memory(least_bytes: int = LEAST_BYTES) -> AbstractContextManager
 
 
 def worth_moving(tensor: Tensor, least_bytes: int) -> bool:
-    """Whether a tensor that autograd keeps is a large result of the forward, rather than a weight or a small one."""
+    """Whether a tensor saved by autograd is a result of the forward (not a weight) of at least `least_bytes`."""
     return not tensor.is_leaf and tensor.numel() * tensor.element_size() >= least_bytes

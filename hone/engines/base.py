@@ -1,18 +1,22 @@
-"""The contract of a training engine: what an algorithm may ask of one model on one set of devices.
+"""The contract of a training engine: the verbs of one model on one set of devices.
 
-Every rank runs an engine (SPMD). An engine knows nothing of algorithms: it is given a `LossFn` that turns its forward
-outputs into per-token losses, and multiplies them by `batch.loss_weights` (whose denominator is already that of the
-whole optimizer step), so the gradient does not depend on how the batch was cut.
+Every rank runs an engine (SPMD). An engine does not know the algorithm: a `LossFn` computes per-token losses from its
+outputs, and the engine multiplies them by `batch.loss_weights`. These carry the denominator of the whole optimizer
+step, so the gradient does not depend on how the batch was cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
@@ -33,7 +37,7 @@ class EngineSpec(Protocol):
 
     @property
     def temperature(self) -> float:
-        """Of the rollouts: log-probs are those of logits / temperature, the distribution that was sampled."""
+        """The rollout's temperature: log-probs are those of logits / temperature."""
 
     @property
     def total_steps(self) -> int:
@@ -41,13 +45,106 @@ class EngineSpec(Protocol):
 
     @property
     def reference(self) -> ModelConfig | None:
-        """What "full_kl" compares with: its head is loaded here, its "states" come with the batch; None: nothing."""
+        """The model that "full_kl" compares with: the engine loads its head, the batch has its hidden states."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether `blend` changes the weights of a model that is never trained; such an engine has checkpoints."""
+
+
+class Ranks(Protocol):
+    """One rank's view of the ranks that train a model together."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def data_parallel_rank(self) -> int: ...
+
+    @property
+    def data_parallel_size(self) -> int: ...
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this is the first of the ranks that compute the same results."""
+
+    @property
+    def token_ranks(self) -> int:
+        """How many ranks share the tokens of one micro-batch (sequence parallel)."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum over all ranks, in place."""
+
+    def most(self, count: int, device: str) -> int:
+        """The maximum of a count over all ranks."""
+
+    def meet(self) -> None:
+        """Wait until every rank is here, at most as long as the process group's timeout."""
+
+
+class JobRanks:
+    """What is the same on every mesh: collectives over all ranks of the job."""
+
+    __slots__ = ()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum over all ranks, in place."""
+        dist.all_reduce(value)
+        return value
+
+    def most(self, count: int, device: str) -> int:
+        """Maximum over all ranks."""
+        value = torch.tensor(count, device=device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return int(value)
+
+    def meet(self) -> None:
+        """Wait until every rank has called this, at most for the process group's timeout."""
+        dist.barrier()
+
+
+def deadline_of_groups(device: str) -> timedelta:
+    """The deadline of the job's collectives."""
+    internals: Any = dist.distributed_c10d
+    deadline: timedelta = internals._get_default_group()._get_backend(torch.device(device)).options._timeout
+    return deadline
+
+
+def give_deadline(deadline: timedelta) -> None:
+    """Set the deadline of every process group: torch gives each new one its default of 30 minutes."""
+    internals: Any = dist.distributed_c10d
+    for group in internals._world.pg_map:
+        internals._set_pg_timeout(deadline, group)
+
+
+@dataclass(frozen=True, slots=True)
+class OneProcess:
+    """The `Ranks` of a model that one process trains."""
+
+    rank: int = 0
+    world: int = 1
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
+    is_output_rank: bool = True
+    token_ranks: int = 1
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value
+
+    def most(self, count: int, device: str) -> int:
+        return count
+
+    def meet(self) -> None: ...
 
 
 class BaseEngine(Protocol):
-    """One model that can be trained and asked; two model types: `language_model` and `value_model`."""
+    """One model that can be trained and evaluated: a `language_model` or a `value_model`."""
 
     model_type: str  # "language_model": logprobs and entropy; "value_model": one scalar per token
+    ranks: Ranks
 
     def initialize(self) -> None:
         """Build or load the model, optimizer and schedule. Called once, before anything else."""
@@ -59,7 +156,7 @@ class BaseEngine(Protocol):
         """Accumulate gradients of sum(loss values * batch.loss_weights) over micro-batches cut by the token budget."""
 
     def optimizer_step(self) -> Metrics:
-        """Clip, step and clear gradients. A non-finite gradient norm skips the step and says so in the metrics."""
+        """Clip, step and clear gradients. If their norm is not finite, skip the step and count it in the metrics."""
 
     def lr_scheduler_step(self) -> Metrics:
         """Advance the learning-rate schedule by one optimizer step."""
@@ -74,13 +171,22 @@ class BaseEngine(Protocol):
         """Model on the device, dropout off, for the duration."""
 
     def get_per_tensor_param(
-        self, adapter_only: bool = False
+        self, adapter_only: bool = False, dtype: torch.dtype | None = None
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
-        """Every weight under its Hugging Face name (tied heads included), a LoRA adapter merged in; and None.
+        """Stream every weight under its Hugging Face name (tied heads included), a LoRA adapter merged in; and None.
 
-        With `adapter_only`, the adapter's tensors under the names of PEFT's files, and PEFT's `adapter_config.json`.
-        Whole tensors on every rank, gathered as they are taken: every rank has to take all of them. Raises ValueError
-        if an adapter is asked for and there is none.
+        `dtype` casts them, except weights that the architecture keeps in float32 (see `hone.models.precision`); None:
+        the precision that is trained.
+        With `adapter_only`, the adapter's tensors under PEFT's names, and PEFT's `adapter_config.json`.
+        Every rank gets whole tensors, which are gathered during the iteration, and must iterate to the end. Raises
+        ValueError for `adapter_only` without an adapter.
+        """
+
+    def blend(self, tensors: Mapping[str, torch.Tensor], mixup: float) -> None:
+        """Move some weights towards whole tensors of the same names: mixup * tensor + (1 - mixup) * weight.
+
+        Every rank is given the same tensors, with names as `get_per_tensor_param` has them. Raises ValueError for a
+        name or a shape that the model does not have.
         """
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
@@ -89,13 +195,13 @@ class BaseEngine(Protocol):
     def save_checkpoint(self, folder: Path, wait: bool = True) -> None:
         """Weights, optimizer and schedule as safetensors and JSON into an existing folder; never pickle.
 
-        Without `wait`, what is written is copied before this returns, and training may go on meanwhile.
+        Without `wait`, this returns once the state is copied; files are written while training goes on.
         """
 
     def checkpoint_written(self, wait: bool = False) -> bool:
-        """Whether all that was to be saved is on the disk, on every rank; with `wait`, once it is.
+        """Whether every rank has written its files; with `wait`, wait until then.
 
-        Every rank has to ask. Raises OSError if it cannot be written.
+        Every rank calls this. Raises OSError if a file cannot be written.
         """
 
     def load_checkpoint(self, folder: Path) -> None:
@@ -111,17 +217,7 @@ class BaseEngine(Protocol):
         """A folder that `peft.PeftModel.from_pretrained` loads. Raises ValueError if there is no adapter."""
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """The model without its adapter for the duration: its forwards (the reference of a LoRA policy) and weights.
+        """Run forwards and read weights without the adapter: the reference of a LoRA policy.
 
         Raises ValueError if there is no adapter.
         """
-
-    @property
-    def data_parallel_rank(self) -> int: ...
-
-    @property
-    def data_parallel_size(self) -> int: ...
-
-    @property
-    def is_output_rank(self) -> bool:
-        """Whether this rank's results are the ones to keep (one rank of each model-parallel group)."""

@@ -2,7 +2,10 @@
 
     model-<rank>-of-<ranks>.safetensors      the parts of each weight that a rank holds, in master precision; buffers
     optimizer-<rank>-of-<ranks>.safetensors  "<weight>/<state>" tensors, such as "model.norm.weight/exp_avg"
-    engine.json                              format, number of ranks, optimizer, its plain numbers, schedule's step
+    engine.json                              format, number of ranks, dtype, optimizer, its numbers, schedule's step
+
+A model that changes without an optimizer (a reference that follows the policy) has no optimizer files, and null as its
+optimizer.
 
 Each file says in its header which box of which whole tensor each entry is, so any number of ranks, sharded in any way,
 loads what any other number has saved, and reads only what it holds. Restoring is exact to the bit and strict: a
@@ -13,11 +16,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,14 +29,114 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hone.engines.shards import Part, Piece, Shard
+from hone.engines.base import Ranks
+from hone.engines.optimizers import Update
+from hone.engines.parts import Part, Piece, Shard, Weights, Whole
+
+if TYPE_CHECKING:
+    from hone.engines.lora.adapter import Adapter
 
 FORMAT = 2
 MODEL, OPTIMIZER, ENGINE_FILE = "model", "optimizer", "engine.json"
+WRITE_S = 3600.0  # longest wait for one file: a disk that takes longer does not answer
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
+
+
+class Checkpoint:
+    """Saves and restores one engine: weights, optimizer, schedule, and the identity of adapter and base."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: str,
+        update: Update | None,
+        weights: Weights,
+        adapter: Adapter | None,
+        compute_dtype: str,
+    ) -> None:
+        """`update` is None for a model that no optimizer changes."""
+        self._ranks = ranks
+        self._device = device
+        self._update = update
+        self._weights = weights
+        self._adapter = adapter
+        self._compute_dtype = compute_dtype
+        self._writer = Writer()
+
+    def save(self, folder: Path, model: Iterable[Part]) -> None:
+        """Copy the state, and begin to write the copies into an existing folder."""
+        rank, ranks = self._ranks.rank, self._ranks.world
+        update = self._update
+        files, plain = [snapshot(folder / part_file(MODEL, rank, ranks), model)], {}
+        if update is not None:
+            tensors, plain = optimizer_parts(update.optimizer, self._weights.trained())
+            files.append(snapshot(folder / part_file(OPTIMIZER, rank, ranks), tensors))
+        self._writer.start(files)
+        facts = {
+            "format": FORMAT,
+            "ranks": ranks,
+            "compute_dtype": self._compute_dtype,
+            "optimizer": self._optimizer_name,
+            "optimizer_numbers": plain,
+            "schedule_step": 0 if update is None else update.schedule.step_count,
+            "adapter": None if self._adapter is None else self._adapter.identity(),
+        }
+        if rank == 0:
+            (folder / ENGINE_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+    def written(self, wait: bool) -> bool:
+        """Whether all ranks have written their files; with `wait`, wait until they have. Raises OSError."""
+        done = self._writer.done(wait)
+        return self._ranks.most(int(not done), self._device) == 0
+
+    def load(self, folder: Path, model: Iterable[Part]) -> None:
+        """Restore what `save` wrote into the live tensors of `model`. Raises CheckpointError, with nothing changed."""
+        facts = load_json(folder / ENGINE_FILE)
+        self._check_adapter(facts.get("adapter"), folder)
+        update, mine = self._update, self._optimizer_name
+        if facts["optimizer"] != mine:
+            theirs = facts["optimizer"] or "no optimizer"
+            raise CheckpointError(f"{folder} was written with {theirs}, this run's optimizer is {mine or 'none'}")
+        tensors = read_all(PartsReader(folder, MODEL, facts["ranks"]), model)
+        state: dict[Tensor, dict[str, Any]] = {}
+        if update is not None:
+            of_optimizer = PartsReader(folder, OPTIMIZER, facts["ranks"])
+            state = read_optimizer(of_optimizer, self._weights.trained(), facts["optimizer_numbers"], update.optimizer)
+        for live, stored in tensors:
+            live.copy_(stored)
+        self._weights.publish()
+        if update is not None:
+            update.optimizer.state.clear()
+            update.optimizer.state.update(state)
+            update.schedule.step_count = facts["schedule_step"]
+            update.apply_schedule()
+
+    @property
+    def _optimizer_name(self) -> str | None:
+        return None if self._update is None else type(self._update.optimizer).__name__
+
+    def _check_adapter(self, stored: dict[str, Any] | None, folder: Path) -> None:
+        """Raise CheckpointError if a checkpoint's adapter is not this run's, or belongs to another base model."""
+        mine = None if self._adapter is None else self._adapter.facts()
+        theirs = None if stored is None else {key: value for key, value in stored.items() if key != "base"}
+        if mine != theirs:
+            said = ["an adapter " + str(one) if one else "no adapter" for one in (theirs, mine)]
+            raise CheckpointError(f"{folder} was written with {said[0]}, this run has {said[1]}")
+        if stored is not None and self._adapter is not None:
+            self._adapter.check_base(stored["base"], folder)
+
+
+def require_dtype(folder: Path, mine: str, key: str) -> None:
+    """Raise CheckpointError if the run that wrote a checkpoint computed in another dtype than `auto` chooses here."""
+    began = load_json(folder / ENGINE_FILE).get("compute_dtype", mine)
+    if began != mine:
+        raise CheckpointError(
+            f"{folder} was written by a run that computed in {began}, and {key}: auto chooses {mine} on this machine; "
+            f"set {key}={began} to continue as the run began, or {key}={mine} to change it"
+        )
 
 
 def part_file(kind: str, rank: int, ranks: int) -> str:
@@ -40,7 +144,7 @@ def part_file(kind: str, rank: int, ranks: int) -> str:
 
 
 def snapshot(path: Path, parts: Iterable[Part]) -> Callable[[], None]:
-    """Copy what this rank is the owner of, now; what is returned writes the copies to `path`, at any time."""
+    """Copy the parts that this rank owns; the returned function writes the copies to `path`."""
     tensors: dict[str, Tensor] = {}
     boxes: dict[str, dict[str, Any]] = {}
     for name, local, shard in parts:
@@ -74,7 +178,7 @@ class _Box:
 
 
 class PartsReader:
-    """The whole tensors that the files of several ranks make up, read box by box."""
+    """Reads tensors, or parts of them, from the files of all ranks."""
 
     def __init__(self, folder: Path, kind: str, ranks: int) -> None:
         """Raises CheckpointError if a file is missing or damaged."""
@@ -108,8 +212,8 @@ class PartsReader:
             )
         first = self._files[boxes[0].path]
         if not shard.shape:
-            return first.get_tensor(boxes[0].key)  # type: ignore[no-any-return]
-        local = torch.empty(shard.lengths(len(shard.cuts)), dtype=first.get_slice(boxes[0].key)[:0].dtype)
+            return first.get_tensor(boxes[0].key).clone()  # type: ignore[no-any-return]  # parts count apart
+        local = torch.empty(shard.local_shape(), dtype=first.get_slice(boxes[0].key)[:0].dtype)
         for piece in shard.pieces():
             found = sum(self._copy(box, piece, local[piece.at]) for box in boxes)
             if found != piece.numel:
@@ -117,7 +221,7 @@ class PartsReader:
         return local
 
     def _copy(self, box: _Box, piece: Piece, into: Tensor) -> int:
-        """Copy what a box and a piece have in common; returns how many elements that is."""
+        """Copy the overlap of a box and a piece; return its number of elements."""
         sides = [
             (max(a, b), min(a + n, b + m))
             for a, n, b, m in zip(box.offset, box.shape, piece.offset, piece.shape, strict=True)
@@ -134,7 +238,7 @@ class PartsReader:
 
 
 def read_all(reader: PartsReader, into: Iterable[Part]) -> list[tuple[Tensor, Tensor]]:
-    """(live tensor, what the checkpoint has for it); nothing is changed yet. Raises CheckpointError on any mismatch."""
+    """Read (live tensor, its value in the checkpoint); change nothing. Raises CheckpointError on any mismatch."""
     parts = list(into)
     names = {name for name, _, _ in parts}
     missing, strange = sorted(names - set(reader.shapes)), sorted(set(reader.shapes) - names)
@@ -149,11 +253,12 @@ def read_all(reader: PartsReader, into: Iterable[Part]) -> list[tuple[Tensor, Te
     return found
 
 
-def optimizer_parts(optimizer: Optimizer, weights: Iterable[Part], is_first: bool) -> tuple[list[Part], dict[str, Any]]:
+def optimizer_parts(optimizer: Optimizer, weights: Iterable[Part]) -> tuple[list[Part], dict[str, Any]]:
     """The optimizer's state by weight name: tensors, and everything else (numbers, null) for the JSON file.
 
-    `weights` are the masters; state of a master's shape is spread as it is, other tensors (counters) are the same on
-    all ranks, and the first one's to write. Raises CheckpointError for state that is neither a tensor nor a number.
+    `weights` are the masters. State with the shape of its master is sharded like it. Other tensors (counters) are equal
+    in all parts of a weight; the rank with the weight's first element writes them. Raises CheckpointError for state
+    that is no tensor and no number.
     """
     tensors: list[Part] = []
     plain: dict[str, Any] = {}
@@ -162,7 +267,7 @@ def optimizer_parts(optimizer: Optimizer, weights: Iterable[Part], is_first: boo
             name = f"{weight_name}/{key}"
             if isinstance(value, Tensor):
                 alike = value.dim() > 0 and value.shape == weight.shape
-                tensors.append((name, value, shard if alike else Shard(tuple(value.shape), (), 1, is_first)))
+                tensors.append((name, value, shard if alike else Whole(tuple(value.shape), _has_first_element(shard))))
             elif value is None or isinstance(value, bool | int | float):
                 plain[name] = value
             else:
@@ -170,26 +275,71 @@ def optimizer_parts(optimizer: Optimizer, weights: Iterable[Part], is_first: boo
     return tensors, plain
 
 
+def _has_first_element(shard: Shard) -> bool:
+    return shard.is_owner and any(not any(piece.offset) for piece in shard.pieces())
+
+
 def read_optimizer(
     reader: PartsReader, weights: Iterable[Part], plain: Mapping[str, Any], optimizer: Optimizer
 ) -> dict[Tensor, dict[str, Any]]:
     """The state for `optimizer.state`. Raises CheckpointError for state of a weight that this run does not have."""
-    known = {name: (weight, shard) for name, weight, shard in weights}
-    state: dict[Tensor, dict[str, Any]] = {}
+    parts = list(weights)
+    stored: dict[str, list[str]] = {name: [] for name, _, _ in parts}  # weight -> names of its state
     for name in [*reader.shapes, *plain]:
-        weight_name, _, key = name.rpartition("/")
-        if weight_name not in known:
-            raise CheckpointError(f"optimizer state of {weight_name!r}, which this run does not train")
-        weight, shard = known[weight_name]
-        value = plain.get(name)
-        if name in reader.shapes:
-            shape = reader.shapes[name]
-            value = reader.read(name, shard if shape and shape == shard.shape else Shard(shape, (), 1, False))
-            # counters stay where the optimizer made them, per-weight state with its weight
-            value = value.to(weight.device) if value.dim() or _fused(optimizer) else value
-        state.setdefault(weight, {})[key] = value
+        weight_name = name.rpartition("/")[0]
+        if weight_name not in stored:
+            raise CheckpointError(
+                f"the checkpoint has optimizer state of {weight_name!r}, which this run does not train; use "
+                "the settings of the run that saved it (lora, modules_to_save), or another run.dir"
+            )
+        stored[weight_name].append(name)
+    state: dict[Tensor, dict[str, Any]] = {}
+    for weight_name, weight, shard in parts:
+        for name in stored[weight_name]:
+            value = plain.get(name)
+            if name in reader.shapes:
+                shape = reader.shapes[name]
+                value = reader.read(name, shard if shape and shape == shard.shape else Whole(shape, False))
+                # counters stay where the optimizer made them, per-weight state with its weight
+                value = value.to(weight.device) if value.dim() or _fused(optimizer) else value
+            state.setdefault(weight, {})[name.rpartition("/")[2]] = value
     return state
 
 
 def _fused(optimizer: Optimizer) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+Job = Callable[[], None]
+"""Writes one file from tensors of its own."""
+
+
+class Writer:
+    """A thread that writes copied state to files while training continues. `done` raises a job's error."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._open: list[Future[None]] = []
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Write after the jobs that were started before."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="hone-checkpoint")
+        self._open += [self._pool.submit(job) for job in jobs]
+
+    def done(self, wait: bool) -> bool:
+        """Whether all jobs have ended; with `wait`, wait until they have. Raises the OSError of a failed job."""
+        if not wait and not all(job.done() for job in self._open):
+            return False
+        jobs, self._open = self._open, []
+        for job in jobs:
+            try:
+                job.result(timeout=WRITE_S)
+            except SafetensorError as error:  # a full disk is an OSError everywhere else
+                raise OSError(f"safetensors: {error}") from error
+            except TimeoutError as error:
+                raise TimeoutError(f"a file was not written within {WRITE_S:.0f} s") from error
+        return True

@@ -1,4 +1,4 @@
-"""A sharded model as a Hugging Face folder, written while it is gathered: no rank ever holds all of it."""
+"""Export of a sharded model to a Hugging Face folder, written while it is gathered: no rank ever holds all of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Named = tuple[str, Tensor]
 def export_weights(model: Any, weights: Iterable[Named], folder: Path, writes: bool) -> None:
     """Write `weights` (whole, under the names of `model`) and the configs into `folder`, as `save_pretrained` would.
 
-    Every rank calls this, for taking the weights is a collective; only one `writes`. Tied weights are written once.
+    Every rank must call this, because iterating over `weights` is a collective; one rank `writes`. Tied weights are
+    written once.
     """
     if not isinstance(model, ValueModel):
         _export(model, weights, folder, writes)
@@ -54,7 +55,7 @@ def _export(model: Any, weights: Iterable[Named], folder: Path, writes: bool) ->
 
 
 def _of_the_body(weights: Iterable[Named], head: dict[str, Tensor]) -> Iterator[Named]:
-    """A value model's body, under the body's own names; what is not of it is put into `head`."""
+    """Yield a value model's body weights under the body's names, and put all others into `head`."""
     for name, tensor in weights:
         if name.startswith("body."):
             yield name.removeprefix("body."), tensor
@@ -63,7 +64,7 @@ def _of_the_body(weights: Iterable[Named], head: dict[str, Tensor]) -> Iterator[
 
 
 def _name_files(folder: Path, files: dict[Path, list[str]], total: int) -> None:
-    """One file is model.safetensors; several are numbered, and an index says which has what."""
+    """Rename one file to model.safetensors; number several files and write the index that lists their tensors."""
     if len(files) == 1:
         next(iter(files)).rename(folder / "model.safetensors")
         return
@@ -83,10 +84,3 @@ def _save_configs(model: Any, folder: Path, dtype: torch.dtype) -> None:
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-
-
-def in_dtype(weights: Iterable[Named], dtype: torch.dtype, wide: Any) -> Iterator[Named]:
-    """Floating-point weights in `dtype`, but for the names that `wide` wants as they are."""
-    for name, tensor in weights:
-        narrow = tensor.is_floating_point() and not wide(name)
-        yield name, tensor.to(dtype) if narrow else tensor

@@ -1,4 +1,4 @@
-"""One forward of one micro-batch: packed tokens in, `ModelOutput` out, for both model types."""
+"""Forward of one micro-batch, packed tokens to `ModelOutput`, for language and value models."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from hone.engines.layout import lay_out
-from hone.engines.logprobs import Beside, Head, Reference, score_tokens
+from hone.engines.logprobs import Head, Queries, Reference, score_tokens
 from hone.engines.moe import Experts
-from hone.models.attention import packed
-from hone.models.loading import DTYPES, ValueModel, load_language_model
-from hone.models.sequence_parallel import current_ranks
+from hone.models.attention.packed import packed
+from hone.models.attention.sequence_parallel import current_ranks
+from hone.models.loading import DTYPES, ValueModel, load_head
 from hone.models.settings import ModelConfig
-from hone.models.vision import hidden_states
+from hone.models.vision.model import hidden_states
 from hone.types import Batch, ModelOutput
 
 Forward = Callable[[Batch, frozenset[str]], ModelOutput]
 
-TOP_K = "top_k:"  # a need that carries a number: "top_k:8"
+TOP_K = "top_k:"  # prefix of an entry of `needs` with a number: "top_k:8"
 EXTRAS = ("sum_pi_squared", "logprobs_at", "full_kl", "top_k_ids", "top_k_logprobs")  # fields of TokenScores
 
 
 def trained_rows(batch: Batch) -> Tensor:
-    """Indices of the tokens with a loss, [R]. Raises ValueError if a first token is one: nothing predicts it."""
+    """Indices of the tokens with a loss, [R]. Raises ValueError if a sequence's first token has one."""
     if batch.num_sequences and bool(batch.loss_mask[batch.cu_seqlens[:-1]].any()):
         raise ValueError("loss_mask is 1 on the first token of a sequence, which has no log-prob")
     return batch.loss_mask.nonzero()[:, 0]
@@ -36,17 +36,17 @@ def trained_rows(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What a body gives for some tokens."""
+    """A body's results for some tokens."""
 
-    rows: Tensor  # [R] those of the tokens that are here
+    rows: Tensor  # [R] the tokens on this rank
     hidden: Tensor  # [R, H] the last hidden state before each
-    extras: dict[str, Tensor]  # what is needed of the routers, [T, ...]
+    extras: dict[str, Tensor]  # the routers' outputs, [T, ...]
 
 
 def states_before(body: Any, batch: Batch, rows: Tensor, experts: Experts | None, needs: frozenset[str]) -> States:
-    """The body's last hidden state before each of the tokens `rows`.
+    """Run the body and return its last hidden state before each of the tokens `rows`.
 
-    All are here unless ranks share the row (`sequence_parallel`); then each has the states of its slice.
+    Under sequence parallelism, each rank has the states of its slice only.
     """
     layout = lay_out(batch)
     token_ids, position_ids, where = layout.token_ids, layout.position_ids, layout.where[rows - 1]
@@ -72,32 +72,50 @@ def language_forward(
     chunk_tokens: int,
     reference_head: Callable[[], Head] | None = None,
     experts: Experts | None = None,
+    head_dtype: torch.dtype | None = None,
 ) -> Forward:
-    """Log-probs of every token with a loss, and what else is needed of its distribution.
+    """Make the forward of a language model: log-probs of every token with a loss, and the outputs named in `needs`.
 
-    needs, each an output of `ModelOutput`: "entropy"; in `extras` "sum_pi_squared", "states" (the hidden state that
-    predicts the token, [T, H] in the dtype of the computation), "top_k:K" (as "top_k_ids" and "top_k_logprobs",
-    [T, K]), "logprobs_at" (of the tokens that `batch.extras["ids_at"]` [T, K] names) and "full_kl" (to the model whose
-    "states" are `batch.extras["reference_states"]` and whose head `reference_head` gives). Of a mixture of `experts`,
-    "routed_experts" ([T, layers, top_k], of every token), and what `Experts.needs` has.
+    `head_dtype` is the dtype that hidden states and head are multiplied in; None: their own.
+
+    "entropy" is a field of `ModelOutput`; the others are in its `extras`: "sum_pi_squared"; "states" (the hidden state
+    that predicts the token, [T, H] in the dtype of the computation); "top_k:K" (as "top_k_ids" and "top_k_logprobs",
+    [T, K]); "logprobs_at" (of the tokens `batch.ids_at` [T, K]); "full_kl" (to the model with the states
+    `batch.reference_states` and the head `reference_head()`); with `experts`, "routed_experts" (of every
+    token, [T, layers, top_k]) and the entries of `Experts.needs`.
     """
+
+    score = Scorer(temperature, chunk_tokens, reference_head)
 
     def forward(batch: Batch, needs: frozenset[str]) -> ModelOutput:
         found = states_before(model.base_model, batch, trained_rows(batch), experts, needs)
-        rows, hidden = found.rows, found.hidden
+        return score(found, replace(Head.of(model), dtype=head_dtype), batch, needs)
+
+    return forward
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """From hidden states to the outputs of a language model (see `language_forward`)."""
+
+    temperature: float
+    chunk_tokens: int
+    reference_head: Callable[[], Head] | None = None
+
+    def __call__(self, found: States, head: Head, batch: Batch, needs: frozenset[str]) -> ModelOutput:
+        rows, length = found.rows, batch.num_tokens
         scores = score_tokens(
-            hidden,
+            found.hidden,
             batch.token_ids[rows],
-            Head.of(model),
-            temperature=temperature,
-            chunk_tokens=chunk_tokens,
+            head,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
             needs=needs,
-            beside=_beside(batch, rows, needs, reference_head),
+            queries=_queries(batch, rows, needs, self.reference_head),
         )
         extras = {name: getattr(scores, name) for name in EXTRAS}
         if "states" in needs:
-            extras["states"] = hidden
-        length = batch.num_tokens
+            extras["states"] = found.hidden
         return ModelOutput(
             logprobs=_spread(scores.logprobs, rows, length),
             entropy=_spread(scores.entropy, rows, length) if scores.entropy is not None else None,
@@ -105,58 +123,65 @@ def language_forward(
             | {name: _spread(value, rows, length) for name, value in extras.items() if value is not None},
         )
 
-    return forward
 
-
-def _beside(
+def _queries(
     batch: Batch, rows: Tensor, needs: frozenset[str], reference_head: Callable[[], Head] | None
-) -> Beside | None:
-    """What `needs` asks beyond the tokens themselves. Raises ValueError if the batch or the engine lacks its input."""
+) -> Queries | None:
+    """Translate `needs` into `Queries`. Raises ValueError if the batch or the engine lacks an input for them."""
     top_k = max((int(need.removeprefix(TOP_K)) for need in needs if need.startswith(TOP_K)), default=0)
     at, full = "logprobs_at" in needs, "full_kl" in needs
     if not (at or full or top_k):
         return None
-    for needed, name in ((at, "ids_at"), (full, "reference_states")):
-        if needed and name not in batch.extras:
-            raise ValueError(f"Batch.extras[{name!r}] is missing, and the loss needs {sorted(needs)} of the forward")
+    ids, states = batch.ids_at if at else None, batch.reference_states if full else None
+    for needed, name, value in ((at, "ids_at", ids), (full, "reference_states", states)):
+        if needed and value is None:
+            raise ValueError(f"Batch.{name} is missing, and the loss needs {sorted(needs)} of the forward")
     if full and reference_head is None:
         raise ValueError("full_kl needs the reference's head, and this engine was given no reference model")
     reference = None
-    if full and reference_head is not None:
-        reference = Reference(batch.extras["reference_states"][rows], reference_head())
-    return Beside(batch.extras["ids_at"][rows] if at else None, top_k, reference)
+    if states is not None and reference_head is not None:
+        reference = Reference(states[rows], reference_head())
+    return Queries(None if ids is None else ids[rows], top_k, reference)
 
 
-def head_of_reference(model: ModelConfig, compute_dtype: str, device: str) -> Callable[[], Head]:
-    """Loads a model's head when it is first asked for, and keeps only that: what "full_kl" compares with.
+def head_of_reference(
+    model: ModelConfig, compute_dtype: str, device: str, head_dtype: torch.dtype | None = None
+) -> Callable[[], Head]:
+    """Return a function that loads the reference's head for "full_kl" at its first call, and keeps it.
 
-    The reference itself runs elsewhere and gives its "states"; it never changes, so its head is read once.
+    Another worker runs the reference's body and sends its "states". The weights are those of `compute_dtype`, held in
+    `head_dtype` if that is given.
     """
 
     @cache
     def load() -> Head:
-        head = Head.of(load_language_model(model))
+        head = Head.of(load_head(model))
         dtype = DTYPES[compute_dtype]
         bias = head.bias.detach().to(device, dtype) if head.bias is not None else None
-        return replace(head, weight=head.weight.detach().to(device, dtype).clone(), bias=bias)
+        weight = head.weight.detach().to(device, dtype).clone()
+        return replace(head, weight=weight, bias=bias, dtype=head_dtype).converted()
 
     return load
 
 
 def value_forward(model: ValueModel, experts: Experts | None = None) -> Forward:
-    """The value of the state before every token with a loss: from the hidden state of the token before it."""
+    """Make the forward of a value model: for every token with a loss, the value at the token before it."""
 
     def forward(batch: Batch, needs: frozenset[str]) -> ModelOutput:
         found = states_before(model.body, batch, trained_rows(batch), experts, needs)
-        values = model.values(found.hidden)
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
-        return ModelOutput(values=_spread(values, found.rows, batch.num_tokens), extras=found.extras)
+        return value_output(found, model.values(found.hidden), batch)
 
     return forward
 
 
+def value_output(found: States, values: Tensor, batch: Batch) -> ModelOutput:
+    """The output of a value model with `values` [R] of the states that were found."""
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    return ModelOutput(values=_spread(values, found.rows, batch.num_tokens), extras=found.extras)
+
+
 def _spread(values: Tensor, rows: Tensor, length: int) -> Tensor:
-    """[R, ...] -> [length, ...], in the same dtype: zeros where no row is. Ranks that share rows get those of all."""
+    """Put rows at their tokens, [R, ...] -> [length, ...], zeros elsewhere; sums over ranks that share the rows."""
     spread = values.new_zeros(length, *values.shape[1:]).index_copy(0, rows, values)
     ranks = current_ranks()
     return spread if ranks is None else ranks.whole(spread)

@@ -1,35 +1,36 @@
-"""How a micro-batch lies in the row that the model sees: what several sequences begin with is there once.
+"""Prefix sharing: lay a micro-batch out as one row in which a prefix shared by several sequences occurs once.
 
     batch       [q q q a a] [q q q b] [r r c c c]          sequences, each whole
     row         [q q q] [r r c c c] [a a] [b]              segments: prefixes and whole sequences, then the branches
                    ^------------------'----'               a branch attends to its prefix and to itself
 
-The n answers to one prompt share its tokens: a quarter to a half of the work of a step where answers are short. The
-hidden states of a shared token are the same for all who share it, so results are too, up to rounding.
+The n answers to one prompt share its tokens, which saves a quarter to a half of a step's work where answers are short.
+A shared token has the same hidden state in all of its sequences, so results are the same up to rounding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hone.data.packed_images import image_names
 from hone.data.packing import groups_of, microbatches, microbatches_of_groups
-from hone.engines.image_rows import image_positions, row_images, shared_by_images
-from hone.models.attention import Packing
-from hone.models.routing import ROUTES
-from hone.models.vision import RowImages
-from hone.spans import cumulative, ranges
-from hone.types import Batch
+from hone.models.attention.packed import Packing
+from hone.models.attention.sequence_parallel import current_ranks
+from hone.models.vision.model import RowImages, positions_of
+from hone.spans import cumulative, ranges, repeat
+from hone.types import Batch, BatchImages
 
 _SHORTEST = 4  # tokens: a shorter prefix costs more to share than to compute again
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The row for the model, and where each token of the batch is in it."""
+    """The row for the model, and the place of each token of the batch in it."""
 
     token_ids: Tensor  # [R], R <= T
     position_ids: Tensor  # [R], or [R, 3] where images are shown
@@ -47,10 +48,11 @@ class _Segment:
 
 
 def cut_batch(batch: Batch, max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
-    """Micro-batches as index lists of at most `max_tokens` tokens, groups kept whole if that needs no more of them.
+    """Cut a batch into micro-batches: index lists of at most `max_tokens` tokens.
 
-    With `whole_groups` no group is ever divided: for losses that compare the sequences of a group. The cap counts
-    every token of every sequence, shared or not. Raises ValueError for what is longer than the cap.
+    Groups stay whole if that needs no more micro-batches, and always with `whole_groups` (for losses that compare the
+    sequences of a group). The cap counts every token of every sequence, shared or not. Raises ValueError if a
+    sequence, or a group that must stay whole, is longer than the cap.
     """
     if whole_groups:
         return microbatches_of_groups(batch, max_tokens)
@@ -63,8 +65,13 @@ def cut_batch(batch: Batch, max_tokens: int, whole_groups: bool = False) -> list
 
 
 def lay_out(batch: Batch) -> Layout:
-    """The shortest row for a micro-batch; sequences share a prefix within their group (`batch.group_index`)."""
+    """Build the shortest row for a micro-batch; sequences share a prefix within their group (`batch.group_index`).
+
+    A row that is shared by ranks gets at least one token for each of them: fillers that no sequence sees.
+    """
     segments, members = _segments(batch)
+    if (ranks := current_ranks()) is not None:
+        segments += [_Segment(0, 1)] * (ranks.size - sum(segment.length for segment in segments))
     order = sorted(range(len(segments)), key=lambda i: _shape(segments, i))
     place = {segment: position for position, segment in enumerate(order)}
     ordered = [segments[i] for i in order]
@@ -78,19 +85,19 @@ def lay_out(batch: Batch) -> Layout:
     where = ranges(*torch.tensor(pieces).T).to(device)
     positions, images = batch.position_ids, None
     if batch.images is not None:
-        positions, images = image_positions(batch, batch.images), row_images(batch, batch.images, where)
+        positions, images = _image_positions(batch, batch.images), _row_images(batch, batch.images, where)
     return Layout(batch.token_ids[take], positions[take], packing, where, take, images)
 
 
 def _shape(segments: Sequence[_Segment], index: int) -> tuple[bool, int, int, int]:
-    """Prefixes and whole sequences first, equal shapes side by side: they share a kernel call."""
+    """Sort key: prefixes and whole sequences first, then by shape, because equal shapes share a kernel call."""
     segment = segments[index]
     prefix = 0 if segment.parent is None else segments[segment.parent].length
     return segment.parent is not None, prefix, segment.length, index
 
 
 def _segments(batch: Batch) -> tuple[list[_Segment], list[list[int]]]:
-    """All segments, and for each sequence of the batch the ones that make it up."""
+    """All segments, and the segments of each sequence of the batch."""
     tokens, ends = batch.token_ids.tolist(), batch.cu_seqlens.tolist()
     groups: dict[int, list[int]] = {}
     for sequence, group in enumerate(batch.group_index.tolist()):
@@ -99,10 +106,10 @@ def _segments(batch: Batch) -> tuple[list[_Segment], list[list[int]]]:
     members: list[list[int]] = [[] for _ in range(batch.num_sequences)]
     for sequences in groups.values():
         shared = _shared_beginning([tokens[ends[i] : ends[i + 1]] for i in sequences]) if len(sequences) > 1 else 0
-        if shared and ROUTES in batch.extras:
-            shared = _shared_routes(batch.extras[ROUTES], [ends[i] for i in sequences], shared)
+        if shared and batch.routed_experts is not None:
+            shared = _shared_routes(batch.routed_experts, [ends[i] for i in sequences], shared)
         if shared and batch.images is not None:
-            shared = shared_by_images(batch.images, sequences, shared)
+            shared = _shared_by_images(batch.images, sequences, shared)
         parent = None
         if shared >= _SHORTEST:
             parent = len(segments)
@@ -115,16 +122,50 @@ def _segments(batch: Batch) -> tuple[list[_Segment], list[list[int]]]:
 
 
 def _shared_beginning(sequences: list[list[int]]) -> int:
-    """How many tokens all of them begin with; every sequence keeps at least one token of its own."""
-    first, last = min(sequences), max(sequences)  # what these two share, all between them share
+    """Length of the common prefix; every sequence keeps at least one unshared token."""
+    first, last = min(sequences), max(sequences)  # in sorted order, all others share what these two share
     shortest = min(len(sequence) for sequence in sequences) - 1
     return next((i for i in range(shortest) if first[i] != last[i]), shortest)
 
 
 def _shared_routes(routes: Tensor, starts: Sequence[int], length: int) -> int:
-    """How many of the first `length` tokens go to the same experts in all sequences."""
+    """Number of leading tokens, of `length`, that go to the same experts in all sequences."""
     first, *others = (routes[start : start + length] for start in starts)
     for other in others:
         same = (other == first).flatten(1).all(1)
         length = min(length, int(same.long().cumprod(0).sum()))
     return length
+
+
+def _image_positions(batch: Batch, images: BatchImages) -> Tensor:
+    """Frame, row and column of every token of the batch, [T, 3]; each sequence starts at 0."""
+    merge = math.isqrt(int(images.grids[0].prod()) // int(images.tokens[0]))
+    grids, starts = images.grids.tolist(), images.starts.tolist()
+    found, at = [], 0
+    for length, names in zip(batch.lengths.tolist(), image_names(images), strict=True):
+        shown = [(starts[at + number], tuple(grids[name])) for number, name in enumerate(names)]
+        found.append(positions_of(length, shown, merge)[0])
+        at += len(names)
+    return torch.cat(found).to(batch.token_ids.device)
+
+
+def _row_images(batch: Batch, images: BatchImages, where: Tensor) -> RowImages:
+    """Map image features to tokens of the row; a shared token takes its feature once.
+
+    `where` [T] is the place in the row of each token of the batch.
+    """
+    shown = repeat(torch.arange(batch.num_sequences, device=where.device), images.counts)
+    sizes = images.tokens[images.index]
+    tokens = ranges(batch.cu_seqlens[shown] + images.starts, sizes)
+    features = ranges((images.tokens.cumsum(0) - images.tokens)[images.index], sizes)
+    at, each = where[tokens].unique(return_inverse=True)
+    return RowImages(images.patches, images.grids, features.new_empty(len(at)).scatter_(0, each, features), at)
+
+
+def _shared_by_images(images: BatchImages, sequences: list[int], length: int) -> int:
+    """Number of leading tokens, of `length`, that sequences can share: it ends before an image that may differ."""
+    names = image_names(images)
+    if len({names[i] for i in sequences}) == 1:
+        return length
+    ends = images.counts.cumsum(0).tolist()
+    return min(length, *(int(images.starts[ends[i] - len(names[i])]) for i in sequences if names[i]))

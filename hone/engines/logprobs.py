@@ -1,21 +1,21 @@
-"""What an algorithm reads of a model's next-token distributions, without ever holding all logits.
+"""Scores of next-token distributions, chunk by chunk, without ever holding all logits.
 
     hidden [R, H] --chunks of rows--> logits [C, V] --float32 log-softmax--> logprobs, entropy, sum_pi_squared [R]
                                           |                                  logprobs of K given tokens, top k  [R, K]
     reference's hidden [R, H'] --its head-'--------------------------------> KL to the reference [R]
 
-Only rows whose next token is trained on are given to it, so a prompt costs no logits. The backward makes each chunk's
-logits again: one chunk exists at a time, in both directions. Log-probs are those of logits / temperature, the
-distribution that the rollout sampled from.
+Only rows whose next token has a loss are scored, so a prompt costs no logits. The backward recomputes each chunk's
+logits: one chunk exists at a time, in both directions. Log-probs are taken of logits / temperature, the distribution
+that the rollout sampled from.
 
-A reference is given as its hidden states and its head: H' numbers for each token in place of V, so another worker can
-compute them for a whole batch, however that is cut there, and send them here.
+A reference is given as its hidden states and its head. Hidden states have H' numbers per token instead of V, so another
+worker can compute them for a whole batch and send them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,60 @@ Chosen = tuple[Tensor, Tensor]  # token ids [C, K], and the gradients of their l
 Compared = tuple[Tensor, Tensor]  # the reference's logits [C, V], and the gradient of the KL to it [C]
 
 
+class Vocabulary(Protocol):
+    """How the last dimension of logits covers the vocabulary. Token ids are those of the whole vocabulary."""
+
+    def width(self, rows: int) -> int:
+        """The most logits of a token that one rank has; `rows` is the number of rows of this rank's head."""
+
+    def log_softmax(self, logits: Tensor) -> Tensor: ...
+
+    def softmax(self, logits: Tensor) -> Tensor:
+        """The same, exponentiated; the result is a tensor of its own."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[R, V] -> [R], over the whole vocabulary."""
+
+    def gather(self, values: Tensor, ids: Tensor) -> Tensor:
+        """[R, V], [R, K] -> [R, K]."""
+
+    def top(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest values, [R, count], and their token ids, largest first."""
+
+    def scatter_add(self, into: Tensor, ids: Tensor, values: Tensor) -> None:
+        """Add `values` [R, K] to `into` [R, V] at tokens `ids`, in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeVocabulary:
+    """All logits are on this rank."""
+
+    def width(self, rows: int) -> int:
+        return rows
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        return F.log_softmax(logits, -1)
+
+    def softmax(self, logits: Tensor) -> Tensor:
+        return F.softmax(logits, -1)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values.sum(-1)
+
+    def gather(self, values: Tensor, ids: Tensor) -> Tensor:
+        return values.gather(1, ids)
+
+    def top(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        found = values.topk(count)
+        return found.values, found.indices
+
+    def scatter_add(self, into: Tensor, ids: Tensor, values: Tensor) -> None:
+        into.scatter_add_(1, ids, values)
+
+
+WHOLE = WholeVocabulary()
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """The last step of a language model: logits = softcap(scale * (hidden @ weight.T + bias))."""
@@ -35,6 +89,8 @@ class Head:
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap) (Gemma 2)
+    dtype: torch.dtype | None = None  # of the product, weight and states are converted to it; None: the weight's own
+    vocabulary: Vocabulary = WHOLE  # of which `weight` has this rank's rows
 
     @classmethod
     def of(cls, model: Any) -> Head:
@@ -48,9 +104,16 @@ class Head:
         scale = float(times or 1.0) / float(divided_by or 1.0)  # Cohere; Granite
         return cls(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
 
+    def converted(self) -> Head:
+        """The same head with its weight in `dtype`; the copy is large, so nothing keeps it for the backward."""
+        if self.dtype in (None, self.weight.dtype):
+            return self
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return replace(self, weight=self.weight.to(self.dtype), bias=bias)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V] in float32 at least."""
-        raw = F.linear(hidden, self.weight, self.bias)
+        """[R, H] -> [R, V] in float32 at least; of a `converted` head."""
+        raw = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         return self.finish(raw.to(torch.promote_types(raw.dtype, torch.float32)))
 
     def finish(self, logits: Tensor) -> Tensor:
@@ -59,24 +122,24 @@ class Head:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def unfinish(self, grad: Tensor, finished: Tensor) -> Tensor:
-        """The gradient before `finish`, from the gradient after it and its result."""
+        """Backward of `finish`: its input's gradient, from its output and the output's gradient."""
         if self.softcap is not None:
             grad = grad * (1 - (finished / self.softcap) ** 2)
         return grad * self.scale if self.scale != 1.0 else grad
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """What a row's distribution is asked beyond its target."""
+class Queries:
+    """What to compute from a row's distribution in addition to its target's log-prob."""
 
-    token_ids: Tensor | None = None  # [R, K] int64: tokens whose log-probs are wanted
-    top_k: int = 0  # how many of the most likely tokens are wanted
-    reference: Reference | None = None  # KL to it is wanted
+    token_ids: Tensor | None = None  # [R, K] int64: return the log-probs of these tokens
+    top_k: int = 0  # return this many of the most likely tokens
+    reference: Reference | None = None  # return the KL to this model
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Another model's distributions over the same vocabulary, as hidden states and a head; gets no gradient."""
+    """Another model's distributions over the same vocabulary, as hidden states and a head, without gradient."""
 
     hidden: Tensor  # [R, H']
     head: Head  # weight [V, H']
@@ -84,12 +147,12 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Per row: log-prob of its target, and what else was asked for. float32 at least; None if not asked for."""
+    """Results per row, float32 at least; optional ones are None unless requested."""
 
     logprobs: Tensor  # [R]
     entropy: Tensor | None = None  # [R]
     sum_pi_squared: Tensor | None = None  # [R], carries no gradient
-    logprobs_at: Tensor | None = None  # [R, K], of `Beside.token_ids`
+    logprobs_at: Tensor | None = None  # [R, K], of `Queries.token_ids`
     full_kl: Tensor | None = None  # [R], KL(model, reference) over the whole vocabulary
     top_k_ids: Tensor | None = None  # [R, k] int64, most likely first
     top_k_logprobs: Tensor | None = None  # [R, k], carries no gradient
@@ -103,62 +166,70 @@ def score_tokens(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     needs: frozenset[str] = frozenset(),
-    beside: Beside | None = None,
+    queries: Queries | None = None,
 ) -> TokenScores:
     """Score `targets` [R] given `hidden` [R, H]: row r of `hidden` predicts `targets[r]`.
 
-    needs: "entropy" and "sum_pi_squared" are computed when named. At most `chunk_tokens` rows of logits exist at once,
-    and as many of the reference's. Raises ValueError for a reference over another vocabulary.
+    `needs` may name "entropy" and "sum_pi_squared". At most `chunk_tokens` rows of logits exist at once, and as many
+    of the reference's. If ranks share the head's vocabulary, every rank gets the same scores, and the gradient of
+    `hidden` is this rank's part of a sum. Raises ValueError if the reference has another vocabulary.
     """
-    beside = beside or Beside()
-    if beside.reference is not None and beside.reference.head.weight.shape[0] != head.weight.shape[0]:
+    queries = queries or Queries()
+    if queries.reference is not None and queries.reference.head.weight.shape[0] != head.weight.shape[0]:
         raise ValueError(
             f"KL over the vocabulary: the model has {head.weight.shape[0]} tokens, the reference "
-            f"{beside.reference.head.weight.shape[0]}; both need the same vocabulary"
+            f"{queries.reference.head.weight.shape[0]}; both need the same vocabulary"
         )
     plan = _Plan(
         scale=head.scale,
         softcap=head.softcap,
+        dtype=head.dtype,
         temperature=temperature,
-        rows=_rows_per_block(chunk_tokens, head.weight),
+        rows=_rows_per_block(chunk_tokens, head),
         entropy="entropy" in needs,
         squared="sum_pi_squared" in needs,
-        beside=beside,
+        queries=queries,
+        vocabulary=head.vocabulary,
     )
     found = _ScoreTokens.apply(hidden, head.weight, head.bias, targets, plan)  # type: ignore[no-untyped-call]
     wanted = (True, *plan.wanted)
     return TokenScores(*(value if asked else None for value, asked in zip(found, wanted, strict=True)))
 
 
-def _rows_per_block(chunk_tokens: int, weight: Tensor) -> int:
-    if weight.device.type != "cpu":
+def _rows_per_block(chunk_tokens: int, head: Head) -> int:
+    if head.weight.device.type != "cpu":
         return chunk_tokens
-    return min(chunk_tokens, max(64, _CPU_BLOCK // weight.shape[0]))
+    return min(chunk_tokens, max(64, _CPU_BLOCK // head.vocabulary.width(head.weight.shape[0])))
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     scale: float
     softcap: float | None
+    dtype: torch.dtype | None
     temperature: float
     rows: int
     entropy: bool
     squared: bool
-    beside: Beside
+    queries: Queries
+    vocabulary: Vocabulary
 
     @property
     def wanted(self) -> tuple[bool, ...]:
-        """Which outputs after the log-probs are computed, in the order of `TokenScores`."""
-        top = self.beside.top_k > 0
-        at, reference = self.beside.token_ids is not None, self.beside.reference is not None
+        """Which of the optional outputs to compute, in the order of `TokenScores`."""
+        top = self.queries.top_k > 0
+        at, reference = self.queries.token_ids is not None, self.queries.reference is not None
         return self.entropy, self.squared, at, reference, top, top
+
+    def head(self, weight: Tensor, bias: Tensor | None) -> Head:
+        return Head(weight, bias, self.scale, self.softcap, self.dtype).converted()
 
     def logits(self, head: Head, hidden: Tensor) -> Tensor:
         return _tempered(head.logits(hidden), self.temperature)
 
     def reference_logits(self, part: slice) -> Tensor | None:
         """The reference's logits of a block of rows, at the same temperature."""
-        reference = self.beside.reference
+        reference = self.queries.reference
         return None if reference is None else self.logits(reference.head, reference.hidden[part])
 
 
@@ -169,7 +240,7 @@ class _ScoreTokens(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan
     ) -> tuple[Tensor, ...]:
-        head = Head(weight, bias, plan.scale, plan.softcap)
+        head = plan.head(weight, bias)
         blocks = []
         for start in range(0, len(hidden) or 1, plan.rows):
             part = slice(start, start + plan.rows)
@@ -185,7 +256,7 @@ class _ScoreTokens(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, targets = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        head = Head(weight, bias, plan.scale, plan.softcap)
+        head = plan.head(weight, bias)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
@@ -200,15 +271,16 @@ class _ScoreTokens(torch.autograd.Function):
                 _log_prob_gradients(grads, targets, part, plan),
                 grads[1][part] if plan.entropy and grads[1] is not None else None,
                 (reference, grads[4][part]) if reference is not None and grads[4] is not None else None,
+                plan.vocabulary,
             )
             grad = head.unfinish(_tempered(grad, plan.temperature), finished)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-            narrow = grad.to(hidden.dtype)
+            narrow = grad.to(head.weight.dtype)
             if grad_hidden is not None:
-                torch.mm(narrow, weight, out=grad_hidden[part])
+                grad_hidden[part] = narrow @ head.weight
             if grad_weight is not None:
-                grad_weight += narrow.T @ hidden[part]
+                grad_weight += narrow.T @ hidden[part].to(narrow.dtype)
         return (
             grad_hidden,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
@@ -219,25 +291,26 @@ class _ScoreTokens(torch.autograd.Function):
 
 
 def _scores_of_block(logits: Tensor, targets: Tensor, part: slice, plan: _Plan) -> tuple[Tensor, ...]:
-    """The outputs of one block of rows, in the order of `TokenScores`; empty ones for what is not wanted."""
-    log_pi = F.log_softmax(logits, -1)
+    """Outputs of one block of rows, in the order of `TokenScores`; empty tensors where not requested."""
+    vocabulary = plan.vocabulary
+    log_pi = vocabulary.log_softmax(logits)
     none = log_pi.new_empty(0)
     reference = plan.reference_logits(part)
-    ids, top_k = plan.beside.token_ids, plan.beside.top_k
-    top = log_pi.topk(top_k) if top_k else None
+    ids, top_k = plan.queries.token_ids, plan.queries.top_k
+    top_values, top_ids = vocabulary.top(log_pi, top_k) if top_k else (none, none.long())
     return (
-        log_pi.gather(1, targets[:, None])[:, 0],
-        -(log_pi.exp() * log_pi).sum(-1) if plan.entropy else none,
-        (2 * log_pi).exp_().sum(-1) if plan.squared else none,
-        log_pi.gather(1, ids[part]) if ids is not None else none,
-        _kl(log_pi, F.log_softmax(reference, -1)) if reference is not None else none,
-        top.indices if top is not None else none.long(),
-        top.values if top is not None else none,
+        vocabulary.gather(log_pi, targets[:, None])[:, 0],
+        -vocabulary.sum(log_pi.exp() * log_pi) if plan.entropy else none,
+        vocabulary.sum((2 * log_pi).exp_()) if plan.squared else none,
+        vocabulary.gather(log_pi, ids[part]) if ids is not None else none,
+        _kl(log_pi, vocabulary.log_softmax(reference), vocabulary) if reference is not None else none,
+        top_ids,
+        top_values,
     )
 
 
-def _kl(log_pi: Tensor, log_ref: Tensor) -> Tensor:
-    return (log_pi.exp() * (log_pi - log_ref)).sum(-1)
+def _kl(log_pi: Tensor, log_ref: Tensor, vocabulary: Vocabulary) -> Tensor:
+    return vocabulary.sum(log_pi.exp() * (log_pi - log_ref))
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
@@ -245,36 +318,40 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _log_prob_gradients(grads: tuple[Tensor | None, ...], targets: Tensor, part: slice, plan: _Plan) -> list[Chosen]:
-    """For a block of rows: the tokens whose log-probs are read, [C, K], and the gradients of these, [C, K]."""
+    """Tokens of a block whose log-probs are read, [C, K], and the gradients of these log-probs, [C, K]."""
     found = []
     if grads[0] is not None:
         found.append((targets[part, None], grads[0][part, None]))
-    if plan.beside.token_ids is not None and grads[3] is not None:
-        found.append((plan.beside.token_ids[part], grads[3][part]))
+    if plan.queries.token_ids is not None and grads[3] is not None:
+        found.append((plan.queries.token_ids[part], grads[3][part]))
     return found
 
 
 def _logit_gradient(
-    logits: Tensor, chosen: list[Chosen], of_entropy: Tensor | None, compared: Compared | None
+    logits: Tensor,
+    chosen: list[Chosen],
+    of_entropy: Tensor | None,
+    compared: Compared | None,
+    vocabulary: Vocabulary,
 ) -> Tensor:
     """d loss / d logits, [C, V], for a block.
 
     (onehot - pi) g for each log-prob, -pi (log pi + H) g for the entropy, pi (log pi - log ref - KL) g for the KL.
     """
     total = sum((grad.sum(-1) for _, grad in chosen), start=logits.new_zeros(len(logits)))[:, None]
-    if of_entropy is None and compared is None:  # nearly every step: one pass over the logits less
-        grad = F.softmax(logits, -1).mul_(-total)
+    if of_entropy is None and compared is None:  # the usual case, with one pass over the logits less
+        grad = vocabulary.softmax(logits).mul_(-total)
     else:
-        log_pi = F.log_softmax(logits, -1)
+        log_pi = vocabulary.log_softmax(logits)
         pi = log_pi.exp()
         grad = -total.expand_as(pi)
         if of_entropy is not None:
-            entropy = -(pi * log_pi).sum(-1, keepdim=True)
+            entropy = -vocabulary.sum(pi * log_pi)[:, None]
             grad = grad - (log_pi + entropy) * of_entropy[:, None]
         if compared is not None:
-            gap = log_pi - F.log_softmax(compared[0], -1)
-            grad = grad + (gap - (pi * gap).sum(-1, keepdim=True)) * compared[1][:, None]
+            gap = log_pi - vocabulary.log_softmax(compared[0])
+            grad = grad + (gap - vocabulary.sum(pi * gap)[:, None]) * compared[1][:, None]
         grad = grad * pi
     for ids, of_logprob in chosen:
-        grad.scatter_add_(1, ids, of_logprob)
+        vocabulary.scatter_add(grad, ids, of_logprob)
     return grad

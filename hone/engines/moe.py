@@ -1,21 +1,21 @@
-"""The experts of a mixture, as an engine sees them: how evenly they are used, what balance costs, which are replayed.
+"""Mixture-of-experts training: expert loads, balance and z losses, and replay of recorded routes.
 
     micro-batch --forward, watched--> routes and router scores --+--> loads, entropy: added up over the step and ranks
                     ^                                            +--> `router_aux_loss`, `router_z_loss` [T]
-        recorded routes (batch.extras["routed_experts"])         `--> `routed_experts` [T, layers, top_k]
+        recorded routes (batch.routed_experts)                   `--> `routed_experts` [T, layers, top_k]
 
 The balance of a sequence s with T tokens, in a layer with E experts of which each token takes K:
 
     balance_s = sum over experts i of f_i P_i,   P_i = mean over its tokens of the router's share for i,
     f_i = E / (K T) x how often i was taken in the sequence             (1 where all are taken equally often)
 
-is the sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), as a mean over layers. It is given as a
-loss per token, the same for all tokens of the sequence, so the loss weights of the step reduce it as they do the loss
-itself: it depends on no cut. A product of two means over a micro-batch, which is usual, depends on what the micro-batch
-happens to hold. With f_i counted over the whole optimizer step, before its first backward (`balance_over: batch`, Qiu
-et al. 2025, arXiv 2501.11873), the loss is linear in the tokens, and depends on no cut either.
+is the sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), as a mean over layers. Every token of
+the sequence carries this loss, and the step's loss weights reduce it like any other loss. So it does not depend on how
+the step is cut into micro-batches, unlike the usual product of two means over a micro-batch. `balance_over: batch` (Qiu
+et al. 2025, arXiv 2501.11873) counts f_i over the whole optimizer step, before its first backward: the loss is then
+linear in the tokens, and does not depend on the cut either.
 
-All tokens of a sequence with a loss count, its prompt's too, and a shared prompt for each sequence that has it.
+A sequence with a loss counts all of its tokens, including the prompt; a shared prompt counts once for each sequence.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hone.engines.base import Ranks
 from hone.engines.layout import Layout
-from hone.engines.mesh import Mesh
 from hone.engines.settings import MoeConfig
 from hone.models.errors import ModelError
 from hone.models.routing import ROUTES, UNKNOWN, Routers, Routing, expert_count, watched
 from hone.types import Batch, Metric, Metrics
 
-LOADS = "expert_loads"  # a need: this forward counts in the step's metrics
-BALANCE, Z_LOSS = "router_aux_loss", "router_z_loss"  # needs, and of ModelOutput.extras: [T] with gradient
+LOADS = "expert_loads"  # an entry of `needs`: count this forward in the step's metrics
+BALANCE, Z_LOSS = "router_aux_loss", "router_z_loss"  # entries of `needs` and of ModelOutput.extras: [T] with gradient
 
 
 class Experts:
-    """The experts of one engine's model."""
+    """Expert loads, losses and route replay for one engine's model."""
 
     def __init__(self, routers: Routers, config: MoeConfig | None) -> None:
         self.routers = routers
@@ -51,80 +51,80 @@ class Experts:
         coefs = {BALANCE: config.router_aux_loss_coef, Z_LOSS: config.router_z_loss_coef} if config is not None else {}
         self._coefs = {name: coef for name, coef in coefs.items() if coef > 0}
         self._frequencies: Tensor | None = None  # [layers, experts] of the whole optimizer step; mean 1
-        self._tally: Tensor | None = None  # [layers * experts + 4]: how often each was taken, and `_FIGURES`
+        self._tally: Tensor | None = None  # [layers * experts + 4]: how often each expert was taken, and `_FIGURES`
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a training forward has to give besides what its loss asks for."""
+        """The outputs that a training forward needs in addition to the loss's own."""
         return frozenset({LOADS, *self._coefs})
 
     @property
     def counts_first(self) -> bool:
-        """Whether loads of the whole step have to be known before its first backward."""
+        """Whether the engine must count the loads of the whole step before its first backward."""
         return self._over_batch and BALANCE in self._coefs
 
     # ------------------------------------------------------------------------------------------------ one forward
 
     @contextmanager
     def watch(self, batch: Batch, layout: Layout) -> Iterator[Routing]:
-        """Around the forward of a row: replays the batch's routes if this engine does, and notes what is chosen."""
+        """Record the experts chosen by a forward inside this context; replay the batch's routes if replay is on."""
         routing = Routing(self.routers, self._given(batch, layout) if self._replays else None)
         with watched(routing):
             yield routing
 
     def _given(self, batch: Batch, layout: Layout) -> Tensor | None:
-        routes = batch.extras.get(ROUTES)
+        routes = batch.routed_experts
         if routes is None:
             return None
         row = routes[layout.take]
         return row if layout.packing.ranks is None else layout.packing.ranks.own(row)
 
     def check_routes(self, batch: Batch, trained: bool) -> None:
-        """Raises ValueError if a batch has the routes of another model, or is trained on and lacks those asked for."""
-        routes = batch.extras.get(ROUTES) if self._replays else None
+        """Raise ValueError if the routes belong to another model, or if a training batch lacks routes to replay."""
+        routes = batch.routed_experts if self._replays else None
         if routes is None:
             if trained and self._expected:
                 raise ValueError(
-                    f"moe.routing_replay is rollout, but the batch has no Batch.extras[{ROUTES!r}]: its trajectories "
-                    "came without the experts that they were generated with"
+                    "actor.moe.routing_replay=rollout needs the experts that the rollout chose, but the batch has no "
+                    "Batch.routed_experts: the rollout did not record them; set routing_replay to none"
                 )
             return
         wanted, largest = (self.routers.layers, self.routers.top_k), int(routes.max())
         if tuple(routes.shape[1:]) != wanted or largest >= self.routers.experts:
             raise ValueError(
-                f"Batch.extras[{ROUTES!r}] holds, for each token, {tuple(routes.shape[1:])} experts (layers, choices) "
-                f"up to number {largest}, but the model has {wanted} of {self.routers.experts}: they are "
-                "another model's"
+                f"Batch.routed_experts was recorded with another model: it has {tuple(routes.shape[1:])} (layers, "
+                f"experts) for each token and expert numbers up to {largest}; this model has {wanted} and "
+                f"{self.routers.experts} experts"
             )
 
     def outputs(self, batch: Batch, layout: Layout, routing: Routing, needs: frozenset[str]) -> dict[str, Tensor]:
-        """What `needs` asks of a forward that was watched, each [T] or [T, ...]; loads are added to the tally."""
+        """Compute the outputs in `needs` from a watched forward, each [T] or [T, ...]; add its loads to the tally."""
         if not needs & {LOADS, ROUTES, BALANCE, Z_LOSS}:
             return {}
-        place = _Place(batch, layout)
+        tokens = _RankTokens(batch, layout)
         if LOADS in needs:
-            self._count(routing, place)
+            self._count(routing, tokens)
         scored = routing.scored() if needs & {BALANCE, Z_LOSS} else []
         found: dict[str, Tensor] = {}
         if ROUTES in needs:
-            found[ROUTES] = place.of_batch(routing.choices())
+            found[ROUTES] = tokens.of_batch(routing.choices())
         if BALANCE in needs:
-            found[BALANCE] = place.per_token(self._balance(routing, scored, place))
+            found[BALANCE] = tokens.per_token(self._balance(routing, scored, tokens))
         if Z_LOSS in needs:
             square = [logits.logsumexp(-1).square() for logits, _ in scored]
-            found[Z_LOSS] = place.per_token(place.mean(torch.stack(square).mean(0)[:, None])[:, 0])
+            found[Z_LOSS] = tokens.per_token(tokens.mean(torch.stack(square).mean(0)[:, None])[:, 0])
         return found
 
-    def _balance(self, routing: Routing, scored: list[tuple[Tensor, Tensor]], place: _Place) -> Tensor:
-        """[N], each sequence's."""
+    def _balance(self, routing: Routing, scored: list[tuple[Tensor, Tensor]], tokens: _RankTokens) -> Tensor:
+        """Balance loss of each sequence, [N]."""
         scale = self.routers.experts / self.routers.top_k
         total: Tensor | None = None
         for layer, (_, scores) in enumerate(scored):
             if self._frequencies is None:
-                taken = scale * place.mean(_taken(routing.chosen[layer], scores))
+                taken = scale * tokens.mean(_taken(routing.chosen[layer], scores))
             else:
                 taken = self._frequencies[layer].to(scores.dtype)
-            one = (taken * place.mean(scores)).sum(-1)
+            one = (taken * tokens.mean(scores)).sum(-1)
             total = one if total is None else total + one
         assert total is not None
         return total / self.routers.layers
@@ -132,9 +132,9 @@ class Experts:
     # ----------------------------------------------------------------------------------------------- a whole step
 
     @torch.no_grad()
-    def _count(self, routing: Routing, place: _Place) -> None:
+    def _count(self, routing: Routing, tokens: _RankTokens) -> None:
         """Add this rank's tokens to the tally."""
-        times = place.times
+        times = tokens.times
         loads, entropy = [], times.new_zeros(())
         for layer, (_, scores) in enumerate(routing.scored()):
             loads.append(times @ _taken(routing.chosen[layer], scores).double())
@@ -147,26 +147,25 @@ class Experts:
         one = torch.cat([*loads, figures])
         self._tally = one if self._tally is None else self._tally + one
 
-    def _take_tally(self, mesh: Mesh | None, device: str) -> tuple[Tensor, list[float]]:
-        """Loads [layers, experts] and the four figures over all micro-batches and ranks; the tally begins anew.
+    def _take_tally(self, ranks: Ranks, device: str) -> tuple[Tensor, list[float]]:
+        """Sum loads [layers, experts] and the four figures over all micro-batches and ranks, and reset the tally.
 
-        Ranks of a tensor group count the same tokens; all that is made of these sums are ratios.
+        Ranks of a tensor group count the same tokens, which cancels out: callers only use ratios of these sums.
         """
         split = self.routers.layers * self.routers.experts
         tally = self._tally if self._tally is not None else torch.zeros(split + 4, dtype=torch.float64, device=device)
         self._tally = None
-        if mesh is not None:
-            tally = mesh.sum(tally)
+        tally = ranks.sum(tally)
         return tally[:split].view(self.routers.layers, self.routers.experts), tally[split:].tolist()
 
-    def begin(self, mesh: Mesh | None, device: str) -> None:
-        """Loads were counted in a forward before the step: the frequencies of its balance loss."""
-        loads, _ = self._take_tally(mesh, device)
+    def begin(self, ranks: Ranks, device: str) -> None:
+        """Turn the loads counted before the step into the frequencies of its balance loss."""
+        loads, _ = self._take_tally(ranks, device)
         self._frequencies = loads / loads.mean(-1, keepdim=True).clamp(min=1)
 
-    def end(self, mesh: Mesh | None, device: str) -> Metrics:
-        """The step's figures; every rank has the same. Nothing if no token was counted."""
-        loads, (entropy, tokens, replaced, known) = self._take_tally(mesh, device)
+    def end(self, ranks: Ranks, device: str) -> Metrics:
+        """Metrics of the step, the same on every rank; empty if no token was counted."""
+        loads, (entropy, tokens, replaced, known) = self._take_tally(ranks, device)
         self._frequencies = None
         if not tokens:
             return {}
@@ -182,15 +181,15 @@ class Experts:
     # ------------------------------------------------------------------------------------------------------- loss
 
     def penalty(self, extras: Any) -> tuple[Tensor | float, dict[str, Tensor]]:
-        """What is added to the loss of each token, [T], and the metrics of it before their coefficients."""
+        """Weighted router losses to add to each token's loss, [T], and the losses without coefficients as metrics."""
         total: Tensor | float = 0.0
         for name, coef in self._coefs.items():
             total = total + coef * extras[name]
         return total, {f"train/{name}": extras[name].detach() for name in self._coefs}
 
 
-class _Place:
-    """Where the tokens of a batch are among the row's tokens that this rank has."""
+class _RankTokens:
+    """Map between the tokens of a batch [T] and this rank's tokens of the row [t]."""
 
     def __init__(self, batch: Batch, layout: Layout) -> None:
         device = layout.where.device
@@ -208,37 +207,37 @@ class _Place:
 
     @property
     def times(self) -> Tensor:
-        """[t] float64, how many tokens of the batch each token of the row stands for."""
+        """Number of batch tokens that share each token of the row, [t] float64."""
         ones = torch.ones(len(self._where), dtype=torch.float64, device=self._where.device)
         return torch.zeros(self._here, dtype=torch.float64, device=ones.device).index_add(0, self._where, ones)
 
     def mean(self, values: Tensor) -> Tensor:
-        """[t, ...] -> [N, ...], the mean over each sequence's tokens, those on other ranks too."""
+        """Mean over each sequence's tokens on all ranks, [t, ...] -> [N, ...]."""
         zeros = values.new_zeros(len(self._lengths), *values.shape[1:])
         sums = zeros.index_add(0, self._sequence[self._tokens], values.index_select(0, self._where))
         sums = sums if self._ranks is None else self._ranks.whole(sums)
         return sums / self._lengths.to(sums.dtype)[:, None]
 
     def per_token(self, values: Tensor) -> Tensor:
-        """[N] -> [T], each sequence's value at all of its tokens."""
+        """Each sequence's value on all of its tokens, [N] -> [T]."""
         return values[self._sequence]
 
     def of_batch(self, values: Tensor) -> Tensor:
-        """[t, ...] int16 -> [T, ...], those on other ranks too."""
+        """Values of all ranks in the order of the batch, [t, ...] int16 -> [T, ...]."""
         spread = values.new_zeros(self._num_tokens, *values.shape[1:])
         spread[self._tokens] = values[self._where]
         if self._ranks is not None:
-            wide = spread.int()  # gloo adds up no int16
+            wide = spread.int()  # gloo cannot sum int16
             dist.all_reduce(wide, group=self._ranks.group)
             spread = wide.to(values.dtype)
         return spread
 
 
 def open_experts(model: Any, config: MoeConfig | None, name: str, run: Any) -> Experts | None:
-    """The experts of a loaded model; None if it is dense. `run` sends a few tokens through it.
+    """Find the experts of a loaded model; None if it is dense. `run` sends a few tokens through it.
 
-    Raises ModelError if the settings ask for what its routers do not allow: it has none, or they choose by other means
-    than topk. Such a model is trained without metrics of its experts.
+    Raises ModelError if a setting needs routers, but the model has none or its routers do not choose by topk. Without
+    such a setting, the model trains without expert metrics.
     """
     asked = [] if config is None else _asked(config)
     try:
@@ -250,12 +249,13 @@ def open_experts(model: Any, config: MoeConfig | None, name: str, run: Any) -> E
     except ModelError as error:
         reason = str(error)
     if asked:
-        raise ModelError(f"moe.{asked[0]}: {name} cannot do that: {reason}; remove the key")
+        assert config is not None
+        raise ModelError(f"{config.key_of(asked[0])}: {name} cannot do that: {reason}; remove the key")
     return None
 
 
 def _asked(config: MoeConfig) -> list[str]:
-    """The keys of the section that ask for something."""
+    """The keys of the section that need routers."""
     asked = {
         "routing_replay": config.routing_replay != "none",
         "router_aux_loss_coef": config.router_aux_loss_coef > 0,
@@ -265,5 +265,5 @@ def _asked(config: MoeConfig) -> list[str]:
 
 
 def _taken(chosen: Tensor, like: Tensor) -> Tensor:
-    """[t, experts] of the dtype of `like`: 1 where the expert was taken."""
+    """1 where the token took the expert, [t, experts], in the dtype of `like`."""
     return torch.zeros_like(like).scatter(1, chosen, 1.0)

@@ -1,23 +1,27 @@
-"""Optimizers of `torch.optim` by name, gradient clipping, and the refusal of non-finite gradients."""
+"""The update: learning-rate schedule, gradient clipping, the optimizer, and skipped non-finite steps."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hone.engines.settings import OptimizerConfig
+from hone.engines.base import Ranks
+from hone.engines.parts import Weights
+from hone.engines.settings import EngineConfig, OptimizerConfig, ScheduleConfig
 from hone.registry import unknown
+from hone.types import Metric, Metrics
 
 # They exist in torch.optim, but not for an engine that gives each step one dense gradient per weight.
 _UNSUITABLE = {
     "LBFGS": "evaluates the loss several times in one step",
-    "SparseAdam": "wants sparse gradients",
+    "SparseAdam": "needs sparse gradients",
 }
-
 
 # They do not work element by element, so an update of a part is not a part of the update.
 _WHOLE = {
@@ -25,17 +29,101 @@ _WHOLE = {
     "Muon": "orthogonalises a whole matrix",
 }
 
+# Of bitsandbytes. The state of a weight with at least 4096 values is 8-bit codes and a float32 scale per 256 codes.
+EIGHT_BIT = ("AdEMAMix8bit", "Adam8bit", "AdamW8bit", "Lion8bit")
+_WHOLE |= dict.fromkeys(EIGHT_BIT, "quantises its state in blocks of 256 values of a whole weight")
+
+
+class Update:
+    """The optimizer steps of one engine."""
+
+    optimizer: Optimizer
+
+    def __init__(self, config: EngineConfig, total_steps: int, in_parts: bool) -> None:
+        """`in_parts`: each rank holds parts of the weights. Raises ValueError naming the key of a wrong setting."""
+        self._config = config.optimizer
+        self._in_parts = in_parts
+        self._max_norm = config.max_grad_norm
+        self.schedule = Schedule(config.schedule, total_steps)
+        build_optimizer(self._config, {"trial": nn.Parameter(torch.zeros(1, 1))}, in_parts)  # before a model is loaded
+
+    def start(self, weights: Weights) -> None:
+        """Make the optimizer of an engine's weights."""
+        self.optimizer = build_optimizer(self._config, weights.masters, self._in_parts)
+        self.apply_schedule()
+
+    def step(self, weights: Weights, ranks: Ranks) -> Metrics:
+        """Clip and step; if the gradient norm is not finite, leave weights and optimizer as they are."""
+        weights.settle()
+        norm = weights.gradient_norm()
+        finite = math.isfinite(norm)
+        if finite:
+            if self._max_norm is not None and norm > self._max_norm:
+                _scale_gradients(weights.masters, self._max_norm / norm)
+            self.optimizer.step()
+            weights.publish()
+        weights.clear_gradients()
+        skipped = not finite and ranks.data_parallel_rank == 0  # counted once: the metrics of ranks are added up
+        metrics = {"train/lr": Metric.mean(self._lr), "train/skipped_steps": Metric.sum(float(skipped))}
+        return metrics | ({"train/grad_norm": Metric.mean(norm)} if finite else {})
+
+    def advance(self) -> None:
+        """Go on to the learning rate of the next step."""
+        self.schedule.step_count += 1
+        self.apply_schedule()
+
+    def apply_schedule(self) -> None:
+        """Set the optimizer's learning rate to that of the current step."""
+        self._lr = self._config.lr * self.schedule.factor(self.schedule.step_count)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._lr
+
+
+class Schedule:
+    """The learning rate of each optimizer step, as a factor of the peak, and the number of the current step.
+
+    Warm-up rises linearly: step s (from 0) of w has factor (s + 1) / w, so the first step already learns. After it,
+    with x from 0 (first step after the warm-up) to 1 (last step of the run):
+    constant 1; linear 1 - x (1 - min); cosine min + (1 - min) (1 + cos pi x) / 2; wsd 1, and over the last
+    `decay_fraction` of all steps linearly down to min. Steps beyond `total_steps` keep the last factor.
+    """
+
+    def __init__(self, config: ScheduleConfig, total_steps: int) -> None:
+        """Raises ValueError if the warm-up leaves no step for the rest."""
+        self.step_count = 0
+        self._name = config.name
+        self._warmup = config.warmup_steps
+        self._total = total_steps
+        # Read only where they matter: a setting that this schedule does not use counts as unread.
+        self._min = config.min_ratio if config.name != "constant" else 1.0
+        self._decay = max(1, round(config.decay_fraction * total_steps)) if config.name == "wsd" else 0
+        if self._name != "constant" and self._warmup >= total_steps:
+            raise ValueError(f"{config.key_of('warmup_steps')}={self._warmup} leaves nothing of {total_steps} steps")
+
+    def factor(self, step: int) -> float:
+        """The factor of optimizer step `step`, counted from 0."""
+        if step < self._warmup:
+            return (step + 1) / self._warmup
+        if self._name == "constant":
+            return 1.0
+        last = self._total - 1
+        start = last - self._decay if self._name == "wsd" else self._warmup
+        x = min(max(step - start, 0) / max(last - start, 1), 1.0)
+        if self._name == "cosine":
+            return self._min + (1 - self._min) * (1 + math.cos(math.pi * x)) / 2
+        return 1 - x * (1 - self._min)
+
 
 def build_optimizer(config: OptimizerConfig, weights: dict[str, Tensor], in_parts: bool = False) -> Optimizer:
-    """The optimizer over named weights: matrices with weight decay, vectors (biases, norms) without.
+    """Make the optimizer of named weights: matrices with weight decay, vectors (biases, norms) without.
 
     `in_parts`: the weights are this rank's parts of larger ones. Raises ValueError naming the key for an unknown
-    optimizer, one that cannot work on parts, an argument that it does not have or a value that it does not take.
+    optimizer, one that does not work on parts, or an argument or value that it does not take.
     """
-    cls = _find(config.name)
+    cls = _find(config.name, config.key_of("name"))
     if in_parts and config.name in _WHOLE:
         raise ValueError(
-            f"engine.optimizer.name: {config.name} {_WHOLE[config.name]}, and each rank has a part of it; choose AdamW"
+            f"{config.key_of('name')}: {config.name} {_WHOLE[config.name]}, and each rank holds a part; choose AdamW"
         )
     known = inspect.signature(cls).parameters
     arguments: dict[str, Any] = {"lr": config.lr, **config.options}
@@ -44,9 +132,10 @@ def build_optimizer(config: OptimizerConfig, weights: dict[str, Tensor], in_part
     for name in arguments:
         if name not in known:
             listed = [option for option in known if option not in ("params", "lr", "weight_decay")]
-            raise ValueError("engine.optimizer.options: " + unknown(f"argument of {cls.__name__}", name, listed))
+            raise ValueError(f"{config.key_of('options')}: " + unknown(f"argument of {cls.__name__}", name, listed))
     if config.weight_decay and "weight_decay" not in known:
-        raise ValueError(f"engine.optimizer.weight_decay={config.weight_decay}: {cls.__name__} has no weight decay")
+        key = config.key_of("weight_decay")
+        raise ValueError(f"{key}={config.weight_decay}: {cls.__name__} has no weight decay")
     if "fused" in known and not {"fused", "foreach"} & set(arguments) and _fused_works(weights):
         arguments["fused"] = True
     matrices = [w for w in weights.values() if w.dim() >= 2]
@@ -57,34 +146,37 @@ def build_optimizer(config: OptimizerConfig, weights: dict[str, Tensor], in_part
     try:
         optimizer: Optimizer = cls([group for group in groups if group["params"]], **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"engine.optimizer: {cls.__name__} refuses its arguments: {error}") from error
+        raise ValueError(f"{config.key_of('options')}: {cls.__name__} refuses its arguments: {error}") from error
     return optimizer
 
 
-def _find(name: str) -> type[Optimizer]:
+def _find(name: str, key: str) -> type[Optimizer]:
     classes = {
         key: value
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     }
     if name in _UNSUITABLE:
-        raise ValueError(f"engine.optimizer.name: {name} {_UNSUITABLE[name]}; choose another")
+        raise ValueError(f"{key}: {name} {_UNSUITABLE[name]}; choose another")
+    if name in EIGHT_BIT:
+        return _find_eight_bit(name, key)
     if name not in classes:
-        raise ValueError(
-            "engine.optimizer.name: " + unknown("optimizer", name, sorted(set(classes) - set(_UNSUITABLE)))
-        )
+        known = sorted({*classes, *EIGHT_BIT} - set(_UNSUITABLE))
+        raise ValueError(f"{key}: " + unknown("optimizer", name, known))
     return classes[name]
+
+
+def _find_eight_bit(name: str, key: str) -> type[Optimizer]:
+    try:
+        found: type[Optimizer] = getattr(importlib.import_module("bitsandbytes").optim, name)
+    except ImportError as error:
+        raise ValueError(f"{key}: {name} needs the package bitsandbytes: pip install 'bitsandbytes>=0.50'") from error
+    return found
 
 
 def _fused_works(weights: dict[str, Tensor]) -> bool:
     return all(w.is_floating_point() and w.device.type in ("cpu", "cuda") for w in weights.values())
 
 
-def gradient_norm(weights: dict[str, Tensor]) -> float:
-    """The 2-norm of all gradients together, accumulated in float32 at least; 0 if there are none."""
-    grads = [w.grad for w in weights.values() if w.grad is not None]
-    return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
-
-
-def scale_gradients(weights: dict[str, Tensor], factor: float) -> None:
+def _scale_gradients(weights: dict[str, Tensor], factor: float) -> None:
     torch._foreach_mul_([w.grad for w in weights.values() if w.grad is not None], factor)

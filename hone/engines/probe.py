@@ -1,7 +1,7 @@
-"""Trying a model out before training: does this architecture do what the engine assumes of every architecture?
+"""Checks at start-up that a model behaves as the engine assumes.
 
-Packed attention and the chunked head take the place of parts of a transformers model. Rather than trust a list of
-architectures, eleven tokens are run through the model at start-up, and one that behaves otherwise is refused.
+Packed attention and the chunked head replace parts of a transformers model. Instead of keeping a list of supported
+architectures, the engine runs eleven tokens through the model and refuses it if the results differ.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from hone.engines.logprobs import Head
-from hone.models.attention import Packing, packed
+from hone.models.attention.packed import Packing, packed
 from hone.models.errors import ModelError
-from hone.models.vision import RowImages, hidden_states, patch_values, positions_of, sees_images
+from hone.models.vision.model import RowImages, hidden_states, patch_values, positions_of, sees_images
 
 _SHARED, _OWN = 3, (2, 3)  # two sequences with 3 tokens in common, then 2 and 3 of their own
 
 
 @torch.no_grad()
 def check_body(body: Any, name: str) -> Tensor:
-    """Refuse a body whose packed sequences see each other, or later tokens. Returns the hidden states of the probe.
+    """Raise ModelError if packed sequences see each other or later tokens. Returns the hidden states of the probe.
 
-    Raises ModelError. State-space and linear-attention layers carry their state across packed sequences, for example.
+    State-space and linear-attention layers, for example, carry their state across packed sequences.
     """
     tokens, positions = _probe(body)
     first = _states(body, tokens, positions, _whole(tokens.device), name)
@@ -33,19 +33,39 @@ def check_body(body: Any, name: str) -> Tensor:
     second[:cut], second[-1] = other[:cut], other[-1]
     changed = _states(body, second, positions, _whole(tokens.device), name)
     kept = slice(cut, -1)  # neither the neighbour nor the last token may change these
-    _compare(first[kept], changed[kept], name, "with tokens of another sequence, or with later ones")
+    _compare(first[kept], changed[kept], name, "if another sequence or later tokens change")
     row = torch.cat([torch.arange(cut), torch.arange(cut + _SHARED, len(tokens))]).to(tokens.device)
     ends = torch.tensor([0, _SHARED, cut, len(row)], device=tokens.device)
     shared = _states(body, tokens[row], positions[row], Packing.of(ends, [None, 0, 0]), name)
-    _compare(first[row], shared, name, "where two sequences share their first tokens")
+    _compare(first[row], shared, name, "if two sequences share their first tokens")
     return first
 
 
 @torch.no_grad()
-def check_images(body: Any, name: str) -> None:
-    """Refuse a body that makes something else of an image than hone does; of text only, there is nothing to check.
+def check_training(body: Any, name: str) -> None:
+    """Raise ModelError if a body without dropout gives other results in training mode: some noise is still on.
 
-    Its own forward, given the patches and the positions of its own `get_rope_index`, is what counts. Raises ModelError.
+    Disable an adapter first, because its dropout stays on.
+    """
+    tokens, positions = _probe(body)
+    evaluated = _states(body, tokens, positions, _whole(tokens.device), name)
+    body.train()
+    trained = _states(body, tokens, positions, _whole(tokens.device), name)
+    body.eval()
+    gap, scale = (evaluated - trained).abs().max(), evaluated.abs().max()
+    if not bool(gap <= _tolerance(evaluated) * scale):
+        raise ModelError(
+            f"{name} computes differently in training: hidden states change by {float(gap):.3g} (of "
+            f"{float(scale):.3g}) with model.use.dropout: 0; set model.use.dropout: config to train with "
+            "the noise of its own config"
+        )
+
+
+@torch.no_grad()
+def check_images(body: Any, name: str) -> None:
+    """Raise ModelError if hone's forward of an image differs from the model's own; skip models of text only.
+
+    The model's own forward gets the patches and the positions from its own `get_rope_index`.
     """
     if not sees_images(body.config):
         return
@@ -58,7 +78,7 @@ def check_images(body: Any, name: str) -> None:
     theirs, _ = body.get_rope_index(tokens[None], mm_token_type_ids=is_image, image_grid_thw=grids)
     ours = positions_of(len(tokens), [(2, grid)], merge)[0].to(device)
     if not torch.equal(theirs[:, 0].T, ours):
-        raise ModelError(f"{name} counts the positions of an image otherwise than hone knows")
+        raise ModelError(f"{name} cannot be trained with images: its position ids of an image are not those of hone")
     patches = torch.linspace(-1, 1, 6 * merge**2 * patch_values(config), device=device).sin().view(6 * merge**2, -1)
     whole = Packing.of(torch.tensor([0, len(tokens)], device=device))
     at = is_image[0].nonzero()[:, 0]
@@ -74,29 +94,29 @@ def check_images(body: Any, name: str) -> None:
     gap, scale = (own - found).abs().max(), own.abs().max()
     if not bool(gap <= _tolerance(own) * scale):
         raise ModelError(
-            f"{name} shows its images to the language model otherwise than hone knows of: hidden states differ by "
+            f"{name} cannot be trained with images: hidden states of hone's forward and of its own differ by "
             f"{float(gap):.3g} (of {float(scale):.3g})"
         )
 
 
 @torch.no_grad()
 def check_head(model: Any, hidden: Tensor, name: str) -> None:
-    """Refuse a model whose logits are not those of `Head` on its body's hidden states. Raises ModelError."""
+    """Raise ModelError if the model's logits differ from `Head` applied to its body's hidden states."""
     tokens, positions = _probe(model)
     with packed(_whole(hidden.device)):
-        # `forward`, for a sharded model must not be entered twice, and this runs inside of it
+        # not `model(...)`: this runs inside the call of a sharded model, which must not be entered twice
         logits = model.forward(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
     gap = (Head.of(model).logits(hidden) - logits).abs().max()
     scale = logits.abs().max().float()
     if not bool(gap <= _tolerance(hidden) * scale):
         raise ModelError(
-            f"{name} does more to its logits than hone knows of (scale, soft-capping): they differ by {float(gap):.3g} "
-            f"(of {float(scale):.3g}) from head(hidden states)"
+            f"{name} is not supported: its logits differ by {float(gap):.3g} (of {float(scale):.3g}) from head(hidden "
+            "states), so it changes them in a way that hone does not know (scale, soft-capping)"
         )
 
 
 def try_body(body: Any) -> None:
-    """Run the two sequences through a body that `check_body` has found fit."""
+    """Run the two probe sequences through a body that passed `check_body`."""
     tokens, positions = _probe(body)
     _states(body, tokens, positions, _whole(tokens.device), "the model")
 
@@ -130,11 +150,11 @@ def _states(body: Any, tokens: Tensor, positions: Tensor, packing: Packing, name
         raise ModelError(f"{name} cannot be trained on packed sequences: {error}") from error
     states = getattr(output, "last_hidden_state", None)
     if not isinstance(states, Tensor) or not bool(states.isfinite().all()):
-        raise ModelError(f"{name} gives no finite hidden states; are its weights sound?")
+        raise ModelError(f"{name}: hidden states are not finite; check its weights")
     result: Tensor = states[0]
     return result
 
 
 def _tolerance(states: Tensor) -> float:
-    """Relative: rounding differs a little where experts are computed in other groups."""
+    """Relative tolerance: rounding differs a little when experts are computed in other groups."""
     return 0.05 if states.dtype == torch.bfloat16 else 1e-3

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hone.engines.base import BaseEngine, EngineSpec
-from hone.registry import CannotLoad, UnknownName, resolve, unknown
+from hone.registry import CannotLoad, Registry, UnknownName, resolve, unknown
+
+if TYPE_CHECKING:  # settings are read without torch
+    from hone.engines.base import BaseEngine, EngineSpec
 
 ANY = "*"
 DEVICE_VARIABLE = "HONE_ENGINE_DEVICE"
@@ -18,7 +20,7 @@ Key = tuple[str, str, str, str]
 
 
 class EnginePlatform(Protocol):
-    """What an engine has to know of the platform it runs on."""
+    """The facts about a platform that choose an engine."""
 
     @property
     def device(self) -> str:
@@ -26,7 +28,7 @@ class EnginePlatform(Protocol):
 
     @property
     def vendor(self) -> str:
-        """Who makes it: cpu, nvidia, amd ..."""
+        """Vendor: generic, nvidia, amd ..."""
 
 
 class _EngineRegistry:
@@ -37,6 +39,7 @@ class _EngineRegistry:
 
     def __init__(self) -> None:
         self._entries: dict[Key, Any] = {}
+        self.backends = Registry("engine backend")  # name -> its first class, and the settings that only it has
 
     def register(
         self,
@@ -46,8 +49,13 @@ class _EngineRegistry:
         device: str = ANY,
         vendor: str = ANY,
         target: str | None = None,
+        settings: str | Any = "hone.engines.settings:BackendSettings",
     ) -> Callable[[C], C]:
-        """Register `target` ("module:class"), or the class that this decorates. A key is registered once."""
+        """Register `target` ("module:class"), or the class that this decorates. A key is registered once.
+
+        `settings` is the class of the backend's own settings, a `BackendSettings`; the first registration of a
+        backend decides.
+        """
         types = [model_type] if isinstance(model_type, str) else list(model_type)
 
         def add(cls: C | str) -> Any:
@@ -56,6 +64,8 @@ class _EngineRegistry:
                 if key in self._entries:
                     raise ValueError(f"engine {_show(key)} is already registered as {self._entries[key]!r}")
                 self._entries[key] = cls
+            if backend not in self.backends:
+                self.backends.register(backend, cls, settings)
             return cls
 
         if target is not None:
@@ -76,7 +86,7 @@ class _EngineRegistry:
         """The engine that `spec` asks for on `platform`; the two environment variables override the platform."""
         device = os.environ.get(DEVICE_VARIABLE) or platform.device
         vendor = os.environ.get(VENDOR_VARIABLE) or platform.vendor
-        cls: Any = self.find(spec.model_type, spec.engine.backend, device, vendor)
+        cls: Any = self.find(spec.model_type, spec.engine.backend.name, device, vendor)
         engine: BaseEngine = cls(spec, device)
         return engine
 
@@ -98,9 +108,8 @@ class _EngineRegistry:
             raise CannotLoad(f"engine {_show(key)} ({target}) cannot be loaded: {error}") from error
 
     def _explain(self, model_type: str, backend: str, device: str, vendor: str) -> str:
-        backends = sorted({key[1] for key in self._entries})
-        if backend not in backends:
-            return "engine.backend: " + unknown("engine backend", backend, backends)
+        if backend not in self.backends:
+            return unknown("engine backend", backend, list(self.backends))
         there = "; ".join(_show(key) for key in self)
         return f"no engine for {_show((model_type, backend, device, vendor))} (there is: {there})"
 
@@ -111,5 +120,14 @@ def _show(key: Key) -> str:
 
 EngineRegistry = _EngineRegistry()
 EngineRegistry.register(
-    model_type=("language_model", "value_model"), backend="fsdp2", target="hone.engines.fsdp2:Fsdp2Engine"
+    model_type=("language_model", "value_model"),
+    backend="fsdp2",
+    target="hone.engines.fsdp2.engine:Fsdp2Engine",
+    settings="hone.engines.fsdp2.settings:Fsdp2Settings",
+)
+EngineRegistry.register(
+    model_type=("language_model", "value_model"),
+    backend="megatron",
+    target="hone.engines.megatron.engine:MegatronEngine",
+    settings="hone.engines.megatron.settings:MegatronSettings",
 )

@@ -1,11 +1,37 @@
-"""Environments: what a policy talks to, and the loop that plays episodes."""
+"""Environments: what a policy talks to, and the loop that runs episodes.
+
+In reading order: `base` (the contract), `chat` (one question, one answer), `episode` (runs episodes), `runners` (which
+runner a run file names), `settings`, `text_codec` (messages to tokens, completions to text), `tool_calls` (parsers),
+`tools` (episodes with tools), `functions` (Python functions as tools). `agents/` turns the roles round: a program calls
+the policy.
+"""
 
 from hone.registry import Entry, Registry
 
+_SETTINGS = "hone.envs.settings:EnvSettings"  # of an environment that has none of its own
 ENVS = Registry(
     "environment",
     {
-        "agent": Entry("hone.envs.agent:load_program", "hone.envs.settings:AgentSettings"),
-        "chat": "hone.envs.chat:ChatEnv",
+        "chat": Entry("hone.envs.chat:ChatEnv", "hone.config:Choice"),
+        "tools": Entry("hone.envs.tools:ToolEnv", "hone.envs.settings:ToolsSettings"),
     },
+    settings=_SETTINGS,
 )
+"""Classes of environments; an `EpisodeRunner` runs their episodes."""
+
+EPISODES = Registry(
+    "environment",
+    {"agent": Entry("hone.envs.agents.runner:AgentRunner", "hone.envs.settings:AgentSettings")},
+    base=ENVS,
+    settings=_SETTINGS,
+)
+"""The values of `episode.env`: an environment, or `agent`, whose runner lets an agent program lead the episode."""
+
+_PARSERS = ("hermes", "llama3", "mistral", "pythonic", "qwen3_coder")
+PARSERS = Registry(
+    "tool-call parser",
+    {**{name: f"hone.envs.tool_calls:{name}" for name in _PARSERS}, "none": "hone.envs.tool_calls:no_calls"},
+)
+"""Functions that find tool calls in generated text (`hone.envs.tool_calls.ParseFn`)."""
+
+__all__ = ["ENVS", "EPISODES", "PARSERS"]

@@ -1,43 +1,161 @@
-"""The contract of an environment: one object per episode, asked to start, then to answer each completion.
+"""The interface of an environment. Each episode has its own object, which starts it and responds to each completion.
 
-An environment never sees a model: it is handed completions as text and token ids, and answers with messages. The
-episode loop (`hone.envs.episode`) owns the tokens, which are append-only.
+An environment never sees a model: it gets completions as text, tool calls and token ids, and responds with messages.
+The episode loop (`hone.envs.episode`) keeps the tokens, which are append-only.
+
+Who caused a failure decides what it becomes. The policy (a broken call, arguments that make a tool slow): a message to
+read, or an episode that ends `truncated`. The infrastructure (a lost server or sandbox): an exception, which becomes
+`env_failed`, never a reward of 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from hone.types import Completion, Message, Prompt, Status
+from hone.data.chat_template import Tools
+from hone.envs.settings import EpisodeConfig
+from hone.envs.tool_calls import Said
+from hone.types import Called, Completion, Message, Metric, Prompt, Status
+
+
+class ToolLost(RuntimeError):
+    """A server, process or sandbox that a tool needs is gone: the episode is `env_failed`, whatever the policy did."""
+
+
+class Language(Protocol):
+    """Conversion between messages and tokens (`hone.data.rendering.Renderer` implements it)."""
+
+    tokenizer: Any
+
+    def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]: ...
+
+    def render_continuation(
+        self, ids: Sequence[int], messages: Sequence[Message], tools: Tools = ()
+    ) -> tuple[int, ...]: ...
+
+    def renders_tools(self, messages: Sequence[Message], tools: Tools) -> bool: ...
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str: ...
+
+    def shorten(self, text: str, max_tokens: int) -> str: ...
+
+    @property
+    def end_token_ids(self) -> frozenset[int]: ...
+
+    @property
+    def template(self) -> str: ...
+
+
+class BadArguments(ValueError):
+    """The arguments of a call do not fit its tool's schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the policy reads first: messages, rendered with the tools, or else `token_ids` as they are."""
+
+    messages: tuple[Message, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    tools: Tools = ()  # JSON schemas, for the chat template
+    anchor: str = ""  # the state in which the first turn begins; see `TurnSpan`
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment says to one completion: more messages to read, or that the episode is over."""
+    """An environment's response to one completion: more messages, or the end of the episode."""
 
     done: bool
     messages: tuple[Message, ...] = ()  # appended after the completion, rendered without re-encoding it
-    status: Status = Status.OK  # ENV_FAILED: a tool or sandbox broke; the trajectory is then not trained on
+    status: Status = Status.OK  # TRUNCATED ends the episode; ENV_FAILED: it is not trained on
     error: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    reward: float | None = None  # of the turn that the completion was
+    anchor: str = ""  # the state in which the next turn begins
+    answer: str | None = None  # what the rewards judge; None: everything that the policy wrote
+    calls: tuple[Called, ...] = ()  # the tool calls of this turn
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # recorded as rollout/<name>
 
 
 class Env(Protocol):
-    """One episode, used once. An exception raised by either method is an environment failure, never a reward of 0."""
+    """One episode, used once. An exception in a method is an environment failure, never a reward of 0."""
 
-    async def start(self) -> tuple[int, ...]:
-        """The first observation as token ids: the rendered prompt."""
+    async def start(self) -> Start:
+        """Return what the policy reads first."""
 
-    async def step(self, completion: Completion, text: str) -> StepResult:
-        """Answer one completion, whose decoded text is given beside its ids."""
+    async def step(self, said: Said, completion: Completion) -> StepResult:
+        """Respond to one completion; `said` is its text, with thoughts and tool calls apart."""
 
     async def close(self) -> None:
-        """Release what the episode held (sandbox, connections); called exactly once, also after a failure."""
+        """Release the episode's resources (sandbox, connections). Called exactly once, also after a failure."""
 
 
 class EnvFactory(Protocol):
-    """Makes the environment of one sample of one prompt."""
+    """Creates the environment for one sample of one prompt; `settings.env` are the environment's own."""
 
-    def __call__(self, prompt: Prompt, sample: int) -> Env: ...
+    def __call__(self, prompt: Prompt, sample: int, settings: EpisodeConfig) -> Env: ...
+
+
+def is_single_turn(make_env: EnvFactory) -> bool:
+    """Whether each episode has one completion, so that `episode.max_turns` is unused.
+
+    A class says so by `single_turn = True`; a class that extends it does not inherit that.
+    """
+    return bool(vars(make_env).get("single_turn"))
+
+
+class Shared(Protocol):
+    """What the episodes of a run share: loaded tools, running servers. It creates their environments.
+
+    An environment class that has `for_run(settings) -> Shared` is asked once, before any episode.
+    """
+
+    def __call__(self, prompt: Prompt, sample: int, settings: EpisodeConfig) -> Env: ...
+
+    async def close(self) -> None:
+        """End what was started. Called once, after the last episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool call gave."""
+
+    text: str  # what the policy reads
+    failed: bool = False  # the call did not do what it was for; the policy reads why
+    done: bool = False  # the episode ends with this call
+    reward: float | None = None  # of the turn; several calls of a turn add up
+    anchor: str = ""  # the state after the call
+
+
+class Tool(Protocol):
+    """A function that the policy may call."""
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        """Its JSON schema, as chat templates take it: {"type": "function", "function": {"name": ...}}."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of one call."""
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run one call. Raises `BadArguments`, or `ToolLost` if its infrastructure is gone.
+
+        Any other exception is the call's error, which the policy reads.
+        """
+
+
+__all__ = [
+    "BadArguments",
+    "Called",
+    "Env",
+    "EnvFactory",
+    "Language",
+    "Shared",
+    "Start",
+    "StepResult",
+    "Tool",
+    "ToolLost",
+    "ToolResult",
+    "is_single_turn",
+]

@@ -1,21 +1,25 @@
-"""The plain environment: one question, one answer, judged by the reward afterwards."""
+"""The default environment: one question, one answer; the reward scores it afterwards."""
 
 from __future__ import annotations
 
-from hone.envs.base import StepResult
+from hone.envs.base import Start, StepResult
+from hone.envs.settings import EpisodeConfig
+from hone.envs.tool_calls import Said
 from hone.types import Completion, Prompt
 
 
 class ChatEnv:
-    """Single turn: the first completion ends the episode."""
+    """A single turn: the first completion ends the episode."""
 
-    def __init__(self, prompt: Prompt, sample: int) -> None:
+    single_turn = True
+
+    def __init__(self, prompt: Prompt, sample: int, settings: EpisodeConfig) -> None:
         self._prompt = prompt
 
-    async def start(self) -> tuple[int, ...]:
-        return self._prompt.token_ids
+    async def start(self) -> Start:
+        return Start(token_ids=self._prompt.token_ids)
 
-    async def step(self, completion: Completion, text: str) -> StepResult:
+    async def step(self, said: Said, completion: Completion) -> StepResult:
         return StepResult(done=True)
 
     async def close(self) -> None:

@@ -1,13 +1,14 @@
-"""Plays episodes: environments on one side, a `GenerateFn` on the other, trajectories out.
+"""Run episodes: an environment and a `GenerateFn` take turns, and the result is a trajectory.
 
     prompt --(n samples)--> run_episode: env.start -> [generate -> env.step -> append]* -> Trajectory
                                                      all samples of a prompt done -> score(group) -> TrajectoryGroup
 
-A play with `greedy` adds one more episode to each prompt, decoded greedily and scored as a group of its own.
-`EpisodeRunner.run` submits every sample of every prompt at once, in order, on one event loop. It waits for them with
-the deadline `timeout_s` of each; a late episode is cancelled and marked `engine_failed` (it was waiting for tokens) or
-`env_failed` (it was waiting for the environment). Seeds come from (run seed, step, draw, sample, turn), so results do
-not depend on scheduling.
+`Play.greedy` adds one greedily decoded episode per prompt, which is scored as a group of its own.
+`EpisodeRunner.run` starts every sample of every prompt at once, in order, on one event loop. Each episode has the
+deadline `timeout_s`, whose clock stands still while a request waits for a seat at the rollout; a late one is cancelled
+and marked `engine_failed` (it was waiting for tokens) or `env_failed` (it was waiting for the environment). Seeds
+depend only on (run seed, step, draw, sample, turn), so results do not depend on scheduling. Tokens are only appended.
+Who is blamed for what ends an episode: `hone.envs.base`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from hone.data.chat_template import Tools
 from hone.data.routes import Routes, joined_routes
-from hone.envs.base import Env, EnvFactory, StepResult
+from hone.deadline import Deadline
+from hone.envs.base import Env, EnvFactory, StepResult, is_single_turn
 from hone.envs.settings import EpisodeConfig
+from hone.envs.text_codec import TextCodec
+from hone.envs.tool_calls import Said
 from hone.types import (
     Completion,
     GenerateFn,
-    Message,
+    Metrics,
     Prompt,
     PromptTooLong,
     SamplingParams,
@@ -33,19 +39,18 @@ from hone.types import (
     StopReason,
     Trajectory,
     TrajectoryGroup,
+    TurnSpan,
+    merge_metrics,
 )
 
 LOG = logging.getLogger(__name__)
 
 ScoreFn = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
-DecodeFn = Callable[[Sequence[int]], str]
 R = TypeVar("R")
-ContinueFn = Callable[[tuple[int, ...], Sequence[Message]], Sequence[int]]
-"""`(ids so far, new messages) -> ids to append`; never re-encodes what is already there."""
 
 
 def request_seed(run_seed: int, step: int, draw: int, sample: int, turn: int) -> int:
-    """A 63-bit seed for one request, the same whenever and wherever the request runs.
+    """A 63-bit seed for one request, independent of when and where the request runs.
 
     >>> request_seed(0, 1, 2, 3, 0) == request_seed(0, 1, 2, 3, 0) != request_seed(0, 1, 2, 4, 0)
     True
@@ -56,7 +61,7 @@ def request_seed(run_seed: int, step: int, draw: int, sample: int, turn: int) ->
 
 @dataclass(slots=True)
 class _Record:
-    """A trajectory while it grows: four lists of one length, only ever appended to."""
+    """A trajectory in progress: four append-only lists of equal length."""
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
@@ -65,7 +70,11 @@ class _Record:
     routes: Routes | None = None
     prompt_length: int = 0
     response: str = ""
-    turns: int = 0
+    answer: str | None = None  # what the environment gives the rewards to judge
+    spans: list[TurnSpan] = field(default_factory=list)
+    anchor: str = ""
+    tools: Tools = ()
+    metrics: Metrics = field(default_factory=dict)
     stop_reason: StopReason = StopReason.STOP
     waiting_for: str = "the environment"
 
@@ -76,22 +85,31 @@ class _Record:
         self.versions += [-1] * len(ids)
 
     def sampled(self, completion: Completion, text: str) -> None:
+        start = len(self.token_ids)
+        self.spans.append(TurnSpan(start, start + len(completion.token_ids), anchor=self.anchor))
         self.token_ids += completion.token_ids
         self.loss_mask += [1] * len(completion.token_ids)
         self.logprobs += completion.logprobs
         self.versions += completion.weight_versions
-        self.routes = joined_routes(self.routes, completion.routed_experts)
+        if completion.routed_experts is not None:
+            self.routes = joined_routes(self.routes, completion.routed_experts)
         self.response += text
-        self.turns += 1
         self.stop_reason = completion.stop_reason
 
-    def refused(self, prompt: Prompt, sample: int, error: ValueError) -> Trajectory:
-        """The engine does not serve the next turn: the end of a conversation that outgrew it, or a failure."""
+    def stepped(self, result: StepResult) -> None:
+        """Note what the environment said of the last turn."""
+        self.spans[-1] = replace(self.spans[-1], reward=result.reward, calls=result.calls)
+        self.anchor = result.anchor
+        self.answer = self.answer if result.answer is None else result.answer
+        self.metrics = merge_metrics(self.metrics, dict(result.metrics))
+
+    def refused(self, prompt: Prompt, error: ValueError) -> tuple[Status, str]:
+        """How the trajectory ends when the engine refuses a request: truncated if it was too long, else a failure."""
         message = f"{prompt.prompt_id}: {error}"
-        if not (self.turns and isinstance(error, PromptTooLong)):
-            return self.finish(prompt, sample, Status.ENGINE_FAILED, message)
+        if not (self.spans and isinstance(error, PromptTooLong)):
+            return Status.ENGINE_FAILED, message
         self.stop_reason = StopReason.LENGTH
-        return self.finish(prompt, sample, Status.TRUNCATED, message)
+        return Status.TRUNCATED, message
 
     def finish(self, prompt: Prompt, sample: int, status: Status, error: str = "") -> Trajectory:
         return Trajectory(
@@ -102,59 +120,54 @@ class _Record:
             loss_mask=tuple(self.loss_mask),
             rollout_logprobs=tuple(self.logprobs),
             weight_versions=tuple(self.versions),
-            response=self.response,
+            response=self.response if self.answer is None else self.answer,
             stop_reason=self.stop_reason,
             status=status,
             error=error,
             episode=sample,
-            turns=self.turns,
+            spans=tuple(self.spans),
+            metrics=self.metrics,
             images=prompt.images,
             routed_experts=self.routes,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Speech:
-    """How an episode turns tokens into text and messages into tokens."""
-
-    decode: DecodeFn
-    continue_with: ContinueFn
-
-
-@dataclass(frozen=True, slots=True)
 class Play:
-    """What all episodes of one step share: who samples, and how."""
+    """What all episodes of one step share: the engine and the sampling parameters."""
 
     generate: GenerateFn
     sampling: SamplingParams
     seed: int  # of the run
     samples: int  # per prompt
     step: int = 0
-    greedy: bool = False  # play one greedy episode beside the samples: `TrajectoryGroup.greedy`
+    greedy: bool = False  # also run one greedy episode per prompt: `TrajectoryGroup.greedy`
 
     def at(self, step: int) -> Play:
-        """The same play at another step: other seeds."""
+        """The same play for another step, which has other seeds."""
         return replace(self, step=step)
 
     @property
     def greedily(self) -> Play:
-        """The same play, decoded greedily."""
+        """The same play with greedy decoding."""
         return replace(self, sampling=replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0))
 
 
 class EpisodeRunner:
-    """Runs groups of episodes to their end, and scores each group as soon as it is complete."""
+    """Runs groups of episodes, and scores each group as soon as it is complete."""
 
-    def __init__(self, config: EpisodeConfig, make_env: EnvFactory, speech: Speech) -> None:
+    def __init__(self, config: EpisodeConfig, make_env: EnvFactory, codec: TextCodec) -> None:
+        self._config = config
         self._make_env = make_env
-        self._speech = speech
-        self._max_turns = config.max_turns
+        self._codec = codec
+        self._max_turns = 1 if is_single_turn(make_env) else config.max_turns
         self._timeout_s = config.timeout_s
+        self._limits = config.limits
 
     async def run(self, prompts: Sequence[Prompt], play: Play, score: ScoreFn) -> list[TrajectoryGroup]:
-        """The groups of `prompts`, in their order, each with `play.samples` trajectories and their rewards.
+        """Run all episodes; return one group per prompt, in order, with `play.samples` scored trajectories each.
 
-        Raises what the rollout engine or the scoring raised, as soon as the first of them does.
+        An error of the rollout engine or of the scoring is raised at once.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -172,64 +185,88 @@ class EpisodeRunner:
         samples, greedy = TrajectoryGroup(prompt, played[: play.samples]), played[play.samples :]
         if not greedy:
             return await score(samples)
-        # A group of its own: a reward that compares the members of a group must not see it among them.
+        # A separate group: a reward that compares the members of a group must not see the greedy answer.
         scored, alone = await asyncio.gather(score(samples), score(TrajectoryGroup(prompt, greedy)))
         return replace(scored, greedy=alone.trajectories[0])
 
     async def _run_one(self, prompt: Prompt, sample: int, play: Play) -> Trajectory:
+        """Play one episode, and again after a failure of its environment while `retries` lasts."""
+        for _ in range(self._limits.retries):
+            played = await self._try_one(prompt, sample, play)
+            if played.status is not Status.ENV_FAILED:
+                return played
+        return await self._try_one(prompt, sample, play)
+
+    async def _try_one(self, prompt: Prompt, sample: int, play: Play) -> Trajectory:
         record = _Record()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with Deadline(self._timeout_s) as deadline:
                 return await self._play(prompt, sample, play, record)
         except TimeoutError:
             status = Status.ENGINE_FAILED if record.waiting_for == "the rollout engine" else Status.ENV_FAILED
-            message = f"{prompt.prompt_id}: no end after {self._timeout_s:g} s; waited for {record.waiting_for}"
-            return record.finish(prompt, sample, status, message)
+            message = f"{prompt.prompt_id}: not finished after {self._timeout_s:g} s, waiting for {record.waiting_for}"
+            late = record.finish(prompt, sample, status, message)
+            return late.with_(unfinished_tokens=deadline.unfinished_tokens)
 
     async def _play(self, prompt: Prompt, sample: int, play: Play, record: _Record) -> Trajectory:
-        env = self._make_env(prompt, sample)
+        env = self._make_env(prompt, sample, self._config)
         try:
-            first, failure = await _attempt(env.start())
-            if first is None:
+            start, failure = await _attempt(env.start())
+            if start is None:
                 return record.finish(prompt, sample, Status.ENV_FAILED, failure)
+            first = self._codec.opening(start) if start.messages else start.token_ids
             record.observe(first)
             record.prompt_length = len(first)
-            return await self._turns(env, prompt, sample, play, record)
+            record.anchor = start.anchor
+            record.tools = start.tools
+            return record.finish(prompt, sample, *await self._turns(env, prompt, sample, play, record))
         finally:
             _, failure = await _attempt(env.close())
-            if failure:  # what was played stands; a sandbox that leaks should be heard of
+            if failure:  # the trajectory is kept; a sandbox that leaks is reported
                 LOG.warning("%s: the environment did not close: %s", prompt.prompt_id, failure)
 
-    async def _turns(self, env: Env, prompt: Prompt, sample: int, play: Play, record: _Record) -> Trajectory:
-        budget = play.sampling.max_tokens
+    async def _turns(self, env: Env, prompt: Prompt, sample: int, play: Play, record: _Record) -> tuple[Status, str]:
+        """Take turns until the episode ends; return its status and error."""
+        limits, budget = self._limits, play.sampling.max_tokens
         for turn in range(self._max_turns):
-            try:
-                completion = await self._generate(prompt, sample, turn, play, record, budget)
-            except ValueError as error:  # cannot be served, such as a prompt beyond the context: the others can
-                return record.refused(prompt, sample, error)
-            budget -= len(completion.token_ids)
-            text = self._speech.decode(completion.token_ids)
-            record.sampled(completion, text)
-            if completion.stop_reason is StopReason.ABORTED:
-                return record.finish(prompt, sample, Status.ENGINE_FAILED, "aborted by the rollout engine")
-            result, failure = await _attempt(env.step(completion, text))
-            if result is None:
-                return record.finish(prompt, sample, Status.ENV_FAILED, failure)
-            if result.done or completion.stop_reason is StopReason.LENGTH:
-                return record.finish(prompt, sample, *_ending(result, completion))
-            record.observe(self._speech.continue_with(tuple(record.token_ids), result.messages))
-            if budget <= 0:
+            left = min(budget, (limits.max_episode_tokens or math.inf) - len(record.token_ids))
+            if left < 1:
                 break
-        return record.finish(prompt, sample, Status.TRUNCATED)
+            room = int(min(left, limits.max_turn_tokens or left))
+            try:
+                completion = await self._generate(prompt, sample, turn, play, record, room)
+            except ValueError as error:  # this request cannot be served (a prompt beyond the context); others can
+                return record.refused(prompt, error)
+            sampled = len(completion.token_ids)
+            budget -= sampled
+            text = self._codec.decode(completion.token_ids)
+            record.sampled(completion, text)
+            plain = not record.tools and "think>" not in text
+            said = Said(text) if plain else self._codec.said(completion, text, record.tools)
+            if completion.stop_reason is StopReason.ABORTED:
+                return Status.ENGINE_FAILED, "aborted by the rollout engine"
+            result, failure = await _attempt(env.step(said, completion))
+            if result is None:
+                return Status.ENV_FAILED, failure
+            record.stepped(result)
+            full = completion.stop_reason is StopReason.LENGTH and (sampled < room or room == left)
+            if result.done or full or result.status is not Status.OK:
+                return _ending(result, completion)
+            if not result.messages:
+                return Status.ENV_FAILED, "the environment is not done, but has no message for the policy"
+            if turn + 1 < self._max_turns and budget > 0:
+                longest = limits.max_observation_tokens
+                record.observe(self._codec.continuation(record.token_ids, result.messages, record.tools, longest))
+        return Status.TRUNCATED, ""
 
     async def _generate(
-        self, prompt: Prompt, sample: int, turn: int, play: Play, record: _Record, budget: int
+        self, prompt: Prompt, sample: int, turn: int, play: Play, record: _Record, room: int
     ) -> Completion:
         seed = request_seed(play.seed, play.step, prompt.draw, sample, turn)
-        sampling = replace(play.sampling, seed=seed, max_tokens=budget)
+        sampling = replace(play.sampling, seed=seed, max_tokens=room)
         record.waiting_for = "the rollout engine"
-        request, shown = f"{play.step}/{prompt.draw}/{sample}/{turn}", (prompt.images,) if prompt.images else ()
-        completion = await play.generate(request, tuple(record.token_ids), sampling, *shown)
+        request, images = f"{play.step}/{prompt.draw}/{sample}/{turn}", (prompt.images,) if prompt.images else ()
+        completion = await play.generate(request, tuple(record.token_ids), sampling, *images)
         record.waiting_for = "the environment"
         return completion
 
@@ -243,7 +280,7 @@ def _ending(result: StepResult, completion: Completion) -> tuple[Status, str]:
 
 
 async def _attempt(call: Awaitable[R]) -> tuple[R | None, str]:
-    """The result of a call into an environment, or why it failed: foreign code may raise anything."""
+    """Call an environment; return its result, or the reason of its failure: foreign code may raise anything."""
     try:
         return await call, ""
     except Exception as error:  # noqa: BLE001  reported as the trajectory's status and error
@@ -251,6 +288,6 @@ async def _attempt(call: Awaitable[R]) -> tuple[R | None, str]:
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception of nested groups: the one that a person can do something about."""
+    """The first exception in nested groups, which is the useful one for a person."""
     first = failures.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -2,32 +2,78 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from hone.config import Choice, Config, FromRegistry, setting
-from hone.envs import ENVS
+from hone.envs import EPISODES
+
+
+class EnvSettings(Choice):
+    """Base class of an environment's settings: the limits of an episode beyond `max_turns` and the deadlines."""
+
+    max_turn_tokens: int | None = setting(
+        None,
+        "longest completion of one turn, which is then cut off; null: what is left of the episode",
+        unit="tokens",
+        ge=1,
+    )
+    max_observation_tokens: int = setting(
+        8192, "longest response of the environment to one turn; a longer text is cut", unit="tokens", ge=1
+    )
+    max_episode_tokens: int | None = setting(
+        None, "longest conversation with its prompt; null: the engine's context", unit="tokens", ge=1
+    )
+    max_calls_per_turn: int = setting(16, "tool calls of one turn; those after them are refused", unit="calls", ge=1)
+    max_bad_calls: int = setting(4, "the episode ends with this many broken or unknown calls", unit="calls", ge=1)
+    retries: int = setting(
+        0, "how often an episode is played again after a failure of its environment", unit="episodes", ge=0
+    )
+
+
+class ToolCallSettings(EnvSettings):
+    """Base class of the settings of environments with tools."""
+
+    tool_timeout_s: float = setting(30.0, "deadline of one tool call, which the policy then reads", unit="s", gt=0)
+    parser: str = setting("auto", "how tool calls are found in text; auto: by the chat template (hone list parsers)")
+
+
+class ToolsSettings(ToolCallSettings):
+    """Tools that are Python functions."""
+
+    name: str = setting("tools", "Python functions as tools")
+    tools: str | list[str] = setting(
+        meaning="file.py:Class (its public methods), file.py:function, file.py (functions with @tool), or several"
+    )
+    options: dict[str, Any] = setting(meaning="keyword arguments of the classes' constructors", factory=dict)
 
 
 class AgentSettings(Choice):
-    """An agent program that talks to the policy over the OpenAI protocol, and knows nothing else of hone."""
+    """An agent program that calls the policy through the OpenAI protocol; it needs nothing else of hone."""
 
-    name: str = setting("agent", "an agent program at the endpoint")
+    name: str = setting("agent", "an agent program that uses the endpoint")
     program: str = setting(meaning="async function (base_url, api_key, prompt): file.py:name or package.module:name")
     client_sampling: bool = setting(
         False,
-        "whether temperature, top_p ... of the agent's requests count; else rollout.sampling does, as training needs",
+        "use temperature, top_p ... of the agent's requests instead of rollout.sampling, which training needs",
     )
     adapters: dict[str, str] = setting(
-        meaning="folders of LoRA adapters by name, which the requests may name as their model: an opponent, say",
+        meaning="name -> folder of a LoRA adapter that requests may name as their model, such as an opponent",
         factory=dict,
     )
 
 
 class EpisodeConfig(Config):
-    """How one prompt is played out."""
+    """How the episodes of a prompt run."""
 
-    env: Annotated[Choice, FromRegistry(ENVS)] = setting(
-        meaning="the environment an episode runs in", factory=lambda: Choice(name="chat")
+    env: Annotated[Choice, FromRegistry(EPISODES)] = setting(
+        meaning="the environment of an episode", factory=lambda: Choice(name="chat")
     )
-    max_turns: int = setting(8, "completions in one episode at most", unit="turns", ge=1)
-    timeout_s: float = setting(600.0, "deadline of one episode, its wait for a rollout slot included", unit="s", gt=0)
+    max_turns: int = setting(8, "maximum number of completions in one episode", unit="turns", ge=1)
+    timeout_s: float = setting(
+        600.0, "deadline of one episode, without its waits for a seat at the rollout", unit="s", gt=0
+    )
+
+    @property
+    def limits(self) -> EnvSettings:
+        """The limits that the environment's settings have, or the defaults."""
+        return self.env if isinstance(self.env, EnvSettings) else EnvSettings(name=self.env.name)

@@ -1,4 +1,4 @@
-"""Building a model on the spot: an architecture of transformers, with sizes of one's own and random weights."""
+"""Build a model from a transformers architecture with given sizes and random weights."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hone.models.attention import PACKED
+from hone.models.attention.packed import PACKED
 from hone.models.errors import ModelError
 from hone.models.settings import BuildConfig
 from hone.models.tokenizer import SPECIAL_TOKENS
-from hone.models.vision import attention_names, auto_class
-from hone.models.vision_building import BUILT, vision_language_config
+from hone.models.vision.building import BUILT, vision_language_config
+from hone.models.vision.model import attention_names, auto_class
 from hone.registry import unknown
 
-# Our words -> the words that transformers' configs use; the first one that a config has is set.
+# Our name -> names in transformers' configs; the first one that a config has is set.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "n_embd"),
     "layers": ("num_hidden_layers", "n_layer"),
@@ -32,7 +32,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def build_config(build: BuildConfig) -> PreTrainedConfig:
-    """The transformers config of a model to build. Raises ModelError for an unknown architecture or option."""
+    """The transformers config of the model. Raises ModelError for an unknown architecture or option."""
     if build.vision is not None or build.architecture in BUILT:
         return vision_language_config(build)
     architectures = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
@@ -68,14 +68,14 @@ def _sizes(build: BuildConfig, fields: set[str]) -> dict[str, Any]:
             values[theirs] = value
         elif name in build.model_fields_set:
             raise ModelError(
-                f"model.build.{name}={getattr(build, name)} has no counterpart in architecture {build.architecture!r}; "
-                "choose another architecture, or leave it unset"
+                f"model.build.{name}={getattr(build, name)} does not exist in architecture {build.architecture!r}; "
+                "remove it, or choose another architecture"
             )
     return values
 
 
 def build_model(build: BuildConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with random weights that depend on the sizes and the seed only; the caller's generators are untouched."""
+    """A model whose random weights depend only on sizes and seed. Does not use the caller's random generators."""
     config = build_config(build)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(build.seed)

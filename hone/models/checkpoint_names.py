@@ -1,7 +1,7 @@
-"""Weights under the names and in the shapes of a model's files, from those of its state dict.
+"""Give weights of a state dict the names and shapes that the model's files have.
 
-transformers keeps some weights otherwise than their files do: the experts of a mixture are one tensor for each layer
-there, and many in the files. What reads files (vLLM, SGLang) is given what files have.
+transformers stores some weights differently from the files: it fuses the experts of a layer into one tensor, and the
+files have one per expert. vLLM and SGLang load the layout of the files, so they are sent that layout.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from hone.models.vision import auto_class
+from hone.models.vision.model import auto_class
 
 Named = tuple[str, Tensor]
 
 
 def as_in_files(config: Any, weights: Iterable[Named]) -> Iterator[Named]:
-    """`weights` of the model with this transformers config, layer by layer; most architectures' pass as they are."""
+    """Yield `weights` in the layout of the files, layer by layer; for most architectures they are unchanged."""
     try:
         with torch.device("meta"):
             model = auto_class(config.model_type).from_config(config)
-    except ValueError:  # not an architecture of transformers: nothing there keeps its weights otherwise
+    except ValueError:  # not a transformers architecture, so nothing is converted
         yield from weights
         return
     mapping = get_model_conversion_mapping(model, add_legacy=False)
-    if all(isinstance(change, PrefixChange) for change in mapping):  # which `revert_weight_conversion` leaves out too
+    if all(
+        isinstance(change, PrefixChange) for change in mapping
+    ):  # `revert_weight_conversion` does not change these either
         yield from weights
         return
     for layer in by_layer(weights):
@@ -36,8 +38,8 @@ def as_in_files(config: Any, weights: Iterable[Named]) -> Iterator[Named]:
 
 
 def by_layer(weights: Iterable[Named], at_least_bytes: int = 0) -> Iterator[dict[str, Tensor]]:
-    """Neighbouring weights together, at least so many bytes; those of a layer are never divided, for some formats fuse
-    them."""
+    """Group neighbouring weights into at least `at_least_bytes`. A layer is never divided, because some formats fuse
+    its weights."""
     chunk: dict[str, Tensor] = {}
     held, layer = 0, ""
     for name, tensor in weights:

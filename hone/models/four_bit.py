@@ -1,13 +1,13 @@
-"""Linear layers whose frozen weights are held in 4 bits (QLoRA, arXiv 2305.14314), by bitsandbytes.
+"""Linear layers with frozen weights in 4 bits (QLoRA, arXiv 2305.14314), with bitsandbytes.
 
     weight [out, in] --blocks of 64: absmax, 16 levels--> 4 bits each --absmax in 8 bits (double)--> 4.13 bits each
                                                              |
-    forward, backward <--made plain for the moment-----------'
+    forward, backward <--dequantised for each call-----------'
 
-bitsandbytes (0.50) has the formats, and kernels that read and write them; the layer is this file's. `Linear4bit` there
-packs the weights anew for CPUs with bfloat16 instructions as soon as it is only asked, and computes in bfloat16 from
-then on: what a model says would not be what it is trained on. Its kernel for CPUs makes wrong weights of rows that are
-no multiple of a block long, so it is shown one long row.
+The formats and their kernels come from bitsandbytes (0.50); the layer is defined here. Its `Linear4bit` repacks the
+weights at the first forward on a CPU with bfloat16 instructions and computes in bfloat16 from then on, so generation
+and training would use different values. Its CPU kernel dequantises wrongly if the row length is not a multiple of a
+block, so it gets the weight as one long row.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from hone.registry import unknown
 
 KEY = "lora.quantise"
 _BLOCK = 64  # weights that share one absmax
-_PENDING = "quant_storage"  # an attribute of bitsandbytes' parameters
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # misses a kernel that is not used here
+_PENDING = "quant_storage"  # attribute of bitsandbytes' parameters
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it warns about an unused kernel
 
 
 class FourBitLinear(nn.Linear):
-    """A frozen linear layer in 4 bits; `weight` is what they stand for, made anew each time it is asked for.
+    """A frozen linear layer in 4 bits. Reading `weight` dequantises it each time.
 
-    In the state dict, `weight` is the packed bits [out * in / 2, 1]: see `plain_weights`.
+    The state dict has the packed bits [out * in / 2, 1] as `weight`; see `plain_weights`.
     """
 
     packed: Tensor  # uint8, two weights each
-    absmax: Tensor  # of each block: float32, or (double) uint8
-    _layout: Any  # bitsandbytes' QuantState, of which the numbers and not the tensors are used
-    _stored: torch.dtype  # what the weight was read in, and is computed in
+    absmax: Tensor  # per block: float32, or uint8 (double quantisation)
+    _layout: Any  # bitsandbytes' QuantState; its numbers are used, not its tensors
+    _stored: torch.dtype  # dtype of the file and of the computation
 
     @classmethod
     def take_over(cls, layer: nn.Module, packed: Tensor, state: Any) -> None:
-        """Turn a linear layer into this one, in place, so that whatever holds it still does."""
+        """Turn a linear layer into a 4-bit one in place, so that references to it stay valid."""
         layer._parameters.pop("weight", None)
         layer.__dict__.pop("quant_state", None)
         layer.__class__ = cls
@@ -62,7 +62,7 @@ class FourBitLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """[out, in], in the precision in which it was read; a new tensor."""
+        """The dequantised weight [out, in] in the dtype of its file; a new tensor."""
         tools = _bitsandbytes().functional
         layout, absmax = self._layout, self.absmax
         if layout["double"]:
@@ -86,7 +86,7 @@ class FourBitLinear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
     def bytes(self) -> int:
-        """What the weight takes."""
+        """Bytes of the weight in memory."""
         return sum(one.numel() * one.element_size() for one in self._buffers.values() if one is not None)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -95,7 +95,7 @@ class FourBitLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T of which nothing is kept but the 4 bits: backward makes the weight plain once more."""
+    """x @ weight.T that keeps only the 4 bits: the backward dequantises the weight again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FourBitLinear) -> Tensor:
@@ -108,7 +108,7 @@ class _Product(torch.autograd.Function):
 
 
 def plain_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Entries of the model's state dict, those in 4 bits as what they stand for; one of them is plain at a time."""
+    """Entries of the model's state dict, with 4-bit weights dequantised one at a time."""
     layers = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, FourBitLinear)}
     for name, tensor in weights:
         yield name, layers[name].weight if name in layers else tensor
@@ -118,10 +118,10 @@ def plain_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> It
 
 
 def reading_options(empty: Any, config: FourBitConfig, name: str) -> dict[str, Any]:
-    """What `from_pretrained` is told to have each weight in 4 bits as soon as it is read; then call `finish`.
+    """Options of `from_pretrained` that quantise each weight as soon as it is read; call `finish` afterwards.
 
-    `empty` is the same model without weights, `name` is for errors. On the CPU, so that whoever reads these files gets
-    the same bits. Raises ModelError without bitsandbytes, and for a model that has no such layers.
+    `empty` is the same model without weights; `name` is for errors. Quantisation runs on the CPU, so that every reader
+    of the files gets the same bits. Raises ModelError without bitsandbytes, and for a model without such layers.
     """
     _bitsandbytes()
     chosen = {path for path, _ in chosen_layers(empty, config, name)}
@@ -136,10 +136,10 @@ def reading_options(empty: Any, config: FourBitConfig, name: str) -> dict[str, A
 
 
 def finish(model: Any) -> None:
-    """Give a model that was read with `reading_options` the layers of this file."""
+    """Replace the 4-bit layers of a model that was read with `reading_options` by `FourBitLinear`."""
     for layer in [one for one in model.modules() if isinstance(one, _bitsandbytes().nn.Linear4bit)]:
         FourBitLinear.take_over(layer, layer.weight.data, layer.weight.quant_state)
-    model.hf_quantizer.remove_quantization_config(model)  # it is not saved so, and moves as any model does
+    model.hf_quantizer.remove_quantization_config(model)  # else transformers saves it in 4 bits and forbids to move it
     for name in ("is_loaded_in_4bit", "is_4bit_serializable"):
         model.__dict__.pop(name, None)
     for part in model.modules():
@@ -148,7 +148,7 @@ def finish(model: Any) -> None:
 
 
 def quantise(model: Any, config: FourBitConfig, name: str) -> None:
-    """The same for a model that has its weights already."""
+    """Quantise a model that already has its weights."""
     tools = _bitsandbytes().functional
     for _, layer in chosen_layers(model, config, name):
         packed, state = tools.quantize_4bit(
@@ -158,7 +158,7 @@ def quantise(model: Any, config: FourBitConfig, name: str) -> None:
 
 
 def chosen_layers(model: Any, config: FourBitConfig, name: str) -> list[tuple[str, nn.Linear]]:
-    """Linear layers but the head and what `config.skip` names. Raises ModelError for a name that nothing has."""
+    """Linear layers but the head and those in `config.skip`. Raises ModelError for a name that no layer has."""
     head = model.get_output_embeddings()
     linear = [(path, one) for path, one in model.named_modules() if type(one) is nn.Linear and one is not head]
     for skipped in config.skip:
@@ -167,23 +167,23 @@ def chosen_layers(model: Any, config: FourBitConfig, name: str) -> list[tuple[st
             raise ModelError(f"{KEY}.skip or modules_to_save: " + unknown(f"layer of {name}", skipped, known))
     chosen = [(path, one) for path, one in linear if not any(has(path, skipped) for skipped in config.skip)]
     if not chosen:
-        raise ModelError(f"{KEY}: {name} has no linear layer (torch.nn.Linear) that could be held in 4 bits")
+        raise ModelError(f"{KEY}: {name} has no linear layer (torch.nn.Linear) to quantise")
     return chosen
 
 
 def has(path: str, name: str) -> bool:
-    """Whether `name` is one of the names, or a run of names, that a path is made of."""
+    """Whether the dotted `path` contains `name`, which may be several names joined by dots."""
     return f".{name}." in f".{path}."
 
 
 def still_empty(model: nn.Module) -> set[nn.Parameter]:
-    """Weights that will be in 4 bits when they are read: nothing that `fully_shard` could cut."""
+    """Weights that will be quantised when they are read; `fully_shard` cannot shard them."""
     return {weight for weight in model.parameters() if hasattr(weight, _PENDING)}
 
 
 @contextmanager
 def seen_as_plain(model: nn.Module) -> Iterator[None]:
-    """While layers are empty, PEFT has to take them for plain ones: it would copy what has no values yet (for DoRA)."""
+    """Make empty layers look plain to PEFT, which would copy values that are not there yet (for DoRA)."""
     layers = [one for one in model.modules() if hasattr(one._parameters.get("weight"), _PENDING)]
     before: list[tuple[type[nn.Module], Any]] = [(type(one), one._parameters["weight"]) for one in layers]
     for layer, (_, weight) in zip(layers, before, strict=True):
@@ -206,4 +206,4 @@ def _bitsandbytes() -> Any:
     try:
         return importlib.import_module("bitsandbytes")
     except ImportError as error:
-        raise ModelError(f"{KEY} needs the package bitsandbytes; it comes with hone-rl[qlora]") from error
+        raise ModelError(f"{KEY} needs the package bitsandbytes: pip install 'hone-rl[qlora]'") from error

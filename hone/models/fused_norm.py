@@ -1,8 +1,8 @@
-"""A faster RMS norm on CPUs, put in the place of transformers' own.
+"""A faster RMS norm for CPUs, which replaces transformers' own.
 
-transformers (5.16 to 5.19) writes the norm as six elementwise operations, whose backward is eleven passes over memory;
-in a small model on a CPU that is an eighth of a training step. The same formula as one autograd function is half of it.
-Only a norm whose source is the one below is replaced, so another formula (Gemma's 1 + weight, say) is left alone.
+transformers (5.16 to 5.19) computes the norm with six elementwise operations, whose backward is eleven passes over
+memory: an eighth of a training step of a small model on a CPU. The same formula as one autograd function takes half of
+that. Only a norm with exactly the source below is replaced; other formulas, such as Gemma's 1 + weight, stay.
 Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/llama/modeling_llama.py
 """
 
@@ -27,7 +27,7 @@ def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace the forward of each RMS norm of the usual formula, on this model only; returns how many there were."""
+    """Replace the forward of every RMS norm with the usual formula in this model; return their number."""
     norms = [module for module in model.modules() if _is_usual(type(module))]
     for norm in norms:
         norm.forward = types.MethodType(_forward, norm)
@@ -41,7 +41,9 @@ def _is_usual(cls: type[nn.Module]) -> bool:
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
-    if hidden_states.dtype == torch.float64:  # only for tests of exactness, and those want transformers' own
+    if (
+        hidden_states.dtype == torch.float64
+    ):  # only exactness tests use float64, and they compare with transformers' own
         return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
     out: Tensor = _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
     return out

@@ -1,4 +1,4 @@
-"""Loading Hugging Face models for training: packed attention, every weight accounted for."""
+"""Loading of Hugging Face models for training, with packed attention; a missing or unexpected weight is an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
@@ -16,25 +16,27 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from hone.models.attention import PACKED
+from hone.models.attention.packed import PACKED
 from hone.models.building import build_model
+from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
 from hone.models.four_bit import finish, quantise, reading_options
 from hone.models.quantised import loading_options, method_of, refuse_leftovers
+from hone.models.rotary import fix_rotary
 from hone.models.settings import FourBitConfig, ModelConfig
 from hone.models.source import check_source, locate
 from hone.models.transformers_patches import ShardFn, shard_while_loading
-from hone.models.value_head import SCORE, VALUE_HEAD_FILE, read_value_head
-from hone.models.vision import FAMILIES, attention_names, auto_class, freeze_tower
+from hone.models.value_head import SCORE, VALUE_HEAD_FILE, read_value_head, values_of
+from hone.models.vision.model import FAMILIES, attention_names, auto_class, freeze_tower
 from hone.registry import unknown
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class ValueModel(nn.Module):
-    """The body of a language model with one number per token instead of logits.
+    """Body of a language model with a head of one number per token instead of logits.
 
-    The head starts at zero: before training, every value is 0 and advantages are plain returns.
+    The head starts at zero, so before training every value is 0 and advantages are plain returns.
     """
 
     def __init__(self, body: PreTrainedModel, head_dtype: torch.dtype | None = None) -> None:
@@ -45,12 +47,11 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.score.weight)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R], in float32 at least: values are compared with returns, not with each other."""
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        return (hidden.to(wide) @ self.score.weight.to(wide).T)[:, 0]
+        """Values of hidden states, [R, hidden] -> [R], in float32 at least."""
+        return values_of(self.score.weight, hidden)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """The body in the Hugging Face format (for `AutoModel`), and the head beside it."""
+        """Save the body in the Hugging Face format (for `AutoModel`), and the head in the same folder."""
         self.body.save_pretrained(folder)
         save_file({SCORE: self.score.weight.detach().contiguous()}, Path(folder) / VALUE_HEAD_FILE)
 
@@ -58,12 +59,11 @@ class ValueModel(nn.Module):
 def load_language_model(
     model: ModelConfig, shard: ShardFn | None = None, four_bit: FourBitConfig | None = None
 ) -> PreTrainedModel:
-    """A causal language model in `model.dtype` on the CPU, with packed attention.
+    """Load a causal language model in `model.dtype` on the CPU, with packed attention.
 
-    With `shard`, the model is sharded while it is empty, and then only this rank's shards are read from its files; a
-    model that is built on the spot is built whole first. With `four_bit`, linear layers are held so, each from when it
-    is read. Raises ModelError naming the folder and what is wrong: missing, no config.json, unknown or quantised
-    architecture, code of its own, weights missing.
+    `shard` shards the empty model, so that only this rank's shards are read from its files; a model from `model.build`
+    is built whole first. `four_bit` quantises each linear layer as it is read. Raises ModelError naming the folder and
+    the problem: missing folder, config.json or weights, unknown architecture or quantisation, untrusted code.
     """
     if model.build is not None:
         built = _as_used(build_model(model.build, DTYPES[model.dtype]), model)
@@ -78,10 +78,10 @@ def load_value_model(
     head_dtype: torch.dtype | None = None,
     four_bit: FourBitConfig | None = None,
 ) -> ValueModel:
-    """A value model: the body of the language model at `model.path`, and the head that lies there (see `value_head`).
+    """Load a value model: the body of the language model at `model.path`, and its head if there is one (`value_head`).
 
-    `shard` and `four_bit` are as in `load_language_model`, for the body; the head is small and whole, in the body's
-    precision or `head_dtype`.
+    `shard` and `four_bit` act on the body as in `load_language_model`; the head stays whole, in the body's precision
+    or `head_dtype`.
     """
     if model.build is not None:
         body = _as_used(cast(PreTrainedModel, build_model(model.build, DTYPES[model.dtype]).base_model), model)
@@ -94,22 +94,51 @@ def load_value_model(
     return value_model
 
 
+def load_head(model: ModelConfig) -> PreTrainedModel:
+    """Load a language model's output layer only; all other weights are on the meta device.
+
+    Loads the whole model if its files lack that layer under its name (a model from `model.build`, or quantised).
+    """
+    if model.build is not None or method_of(check_model_source(model)):
+        return load_language_model(model)
+    empty = _empty(auto_class(str(check_model_source(model).get("model_type"))), model)
+    layer = cast(nn.Module, empty.get_output_embeddings())  # type: ignore[no-untyped-call]
+    named = list(empty.named_parameters(remove_duplicate=False))
+    for key, parameter in list(layer.named_parameters()):
+        found = _read_first(folder_of(model), [name for name, one in named if one is parameter])
+        if found is None:
+            return load_language_model(model)
+        setattr(layer, key, nn.Parameter(found.to(DTYPES[model.dtype]), requires_grad=False))
+    return empty
+
+
+def _read_first(folder: Path, names: list[str]) -> Tensor | None:
+    """Read the first of these tensors found in the safetensors files; tied weights are stored under one name."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                if name in file.keys():  # noqa: SIM118  not a mapping
+                    tensor: Tensor = file.get_tensor(name)
+                    return tensor
+    return None
+
+
 def has_value_head(model: ModelConfig) -> bool:
-    """Whether a head lies beside the body, so that it is a critic or reward model, and not a language model."""
+    """Whether the folder has a value head, so that the model is a critic or reward model."""
     return read_value_head(folder_of(model), check_model_source(model)) is not None
 
 
 def folder_of(model: ModelConfig, weights: bool = True) -> Path:
-    """The folder with the files of the model at `model.path`, brought here first if it is on a hub."""
+    """The local folder with the model's files; downloads them first if `model.path` is on a hub."""
     assert model.path is not None
     return locate(model.path, "model.path", model.revision, weights=weights).folder
 
 
 def check_model_source(model: ModelConfig) -> dict[str, Any]:
-    """The content of a model's config.json, if hone can train such a model. Raises ModelError if not."""
+    """Read a model's config.json. Raises ModelError if hone cannot train such a model."""
     assert model.path is not None
     config = check_source(model.path, "model.path", "config.json", model.trust_remote_code, model.revision)
-    loading_options(config, model.path, sharded=False)  # refuses what cannot be dequantised
+    loading_options(config, model.path, sharded=False)  # raises ModelError if hone cannot dequantise it
     kind = config.get("model_type")
     known = [*(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING), *FAMILIES]
     if kind not in known and not (model.trust_remote_code and config.get("auto_map")):
@@ -119,14 +148,16 @@ def check_model_source(model: ModelConfig) -> dict[str, Any]:
 
 
 def _as_used(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
-    """The model with what `model.vision` asks of it."""
-    if model.vision is not None and model.vision.freeze_tower:
+    """Apply `model.use` to a loaded model."""
+    fix_rotary(loaded, model.used.context, model.path or f"architecture {loaded.config.model_type!r}")
+    set_dropout(loaded, model.used.dropout)
+    if model.used.vision is not None and model.used.vision.freeze_tower:
         freeze_tower(loaded)
     return loaded
 
 
 def _finished(built: PreTrainedModel, shard: ShardFn | None, four_bit: FourBitConfig | None) -> PreTrainedModel:
-    """A model that was built whole, as it is held."""
+    """Quantise and shard a model that was built whole."""
     if four_bit is not None:
         quantise(built, four_bit, f"architecture {built.config.model_type!r}")
     if shard is not None:
@@ -165,15 +196,27 @@ def _from_pretrained(
     refuse_leftovers(report["unexpected_keys"], str(model.path))
     if quantised:
         result._weight_conversions = None  # type: ignore[assignment]  # or saving would quantise again
-        if dtype != torch.bfloat16:  # which is what transformers dequantises to
+        if dtype != torch.bfloat16:  # transformers dequantises to bfloat16
             result.to(dtype)  # type: ignore[arg-type]
     if four_bit is not None:
         finish(result)
     return result
 
 
+def empty_model(model: ModelConfig, is_value_model: bool) -> PreTrainedModel | ValueModel:
+    """Build the model at `model.path` without weights, on the meta device: its names, shapes and config.
+
+    Raises ModelError if its files are quantised.
+    """
+    if not is_value_model:
+        return _empty(auto_class(str(check_model_source(model).get("model_type"))), model)
+    body = _empty(AutoModel, model)
+    with torch.device("meta"):
+        return ValueModel(body)
+
+
 def _empty(cls: Any, model: ModelConfig) -> PreTrainedModel:
-    """The model of the same files without weights. Raises ModelError for one that is quantised already."""
+    """Build the model without weights, on the meta device. Raises ModelError if its files are quantised."""
     if method := method_of(check_model_source(model)):
         raise ModelError(
             f"model.path {model.path!r} is quantised ({method}) already; a run's own model is dequantised into the run "
@@ -187,7 +230,7 @@ def _empty(cls: Any, model: ModelConfig) -> PreTrainedModel:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """transformers draws bars even for a few tensors, across whatever display the run has."""
+    """Turn off transformers' progress bars, which would overwrite the run's display."""
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

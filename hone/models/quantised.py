@@ -1,7 +1,6 @@
-"""Quantised checkpoints: those that transformers can turn back into plain weights are, the others are refused.
+"""Quantised checkpoints: dequantise those that transformers can dequantise, and refuse the others.
 
-A checkpoint says in its config.json how it is quantised. What was rounded stays rounded: training goes on from the
-values that the quantised weights stand for.
+config.json names the method. Dequantising does not undo the rounding: training starts from the dequantised values.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LEFTOVERS = ("_scale_inv", ".weight_scale", "_scales", "_blocks", ".qweight", "
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """How the checkpoint with this config.json is quantised; empty if it is not."""
+    """The quantisation method of the checkpoint with this config.json; empty if it is not quantised."""
     quantised = config.get("quantization_config") or {}
     if not quantised:
         return ""
@@ -30,31 +29,31 @@ def method_of(config: Mapping[str, Any]) -> str:
 
 
 def loading_options(config: Mapping[str, Any], path: str, sharded: bool) -> dict[str, Any]:
-    """What `from_pretrained` is told beside the usual, so that plain weights come out.
+    """Extra options of `from_pretrained` that dequantise the weights.
 
-    Raises ModelError for a checkpoint whose weights cannot be had back, or not shard by shard.
+    Raises ModelError for a checkpoint that cannot be dequantised, or not while it is read shard by shard.
     """
     method = method_of(config)
     if not method:
         return {}
     if method not in DEQUANTISED:
         raise ModelError(
-            f"model.path {path!r} is quantised ({method}), and such weights cannot be trained; name the checkpoint "
-            f"that it was made from (of quantised ones, {' and '.join(DEQUANTISED)} are dequantised)"
+            f"model.path {path!r} is quantised ({method}), and such weights cannot be trained; use the checkpoint "
+            f"that was quantised (hone dequantises only {' and '.join(DEQUANTISED)})"
         )
     if sharded:
         raise ModelError(
-            f"model.path {path!r} is quantised ({method}) and cannot be read shard by shard; a run's own model is "
-            "dequantised into the run folder first: start there, or name its <run.dir>/model here"
+            f"model.path {path!r} is quantised ({method}) and cannot be read shard by shard; a run dequantises its own "
+            "model into the run folder first: use <run.dir>/model of such a run here"
         )
     return {"quantization_config": DEQUANTISED[method](dequantize=True)}
 
 
 def refuse_leftovers(names: Iterable[str], path: str) -> None:
-    """Raise ModelError if weights that nothing took in are parts of quantised ones: the others are then not plain."""
+    """Raise ModelError if unused weights of the files belong to a quantisation that config.json does not name."""
     found = sorted(name for name in names if name.endswith(_LEFTOVERS))
     if found:
         raise ModelError(
-            f"model.path {path!r} has parts of quantised weights ({found[0]}, {len(found)} in all), and its "
-            "config.json does not say how they are quantised"
+            f"model.path {path!r} has quantised weights ({found[0]}, {len(found)} in total), but config.json names no "
+            "quantisation method; use the checkpoint that was quantised"
         )

@@ -1,18 +1,19 @@
-"""Which experts each token goes to, in any transformers mixture of experts: watched, and replayed.
+"""Record and replay the experts of each token, in any transformers mixture of experts.
 
     routers = Routers.find(model)                     # once: its routers, in the order of the layers
-    routing = Routing(routers, given)                 # for one forward; `given` [t, layers, top_k] is replayed
+    routing = Routing(routers, given)                 # for one forward; replays `given` [t, layers, top_k]
     with watched(routing):
         model(...)  --each router--> scores --top-k: here--> weights of the chosen experts --> experts
     routing.choices()                                 # [t, layers, top_k]
 
-Inside `watched`, the one call of `topk` by which a router chooses is taken over: its indices are the given ones, its
-values are gathered there. All that follows (normalisation, scaling, gating) is the model's own, so replayed weights are
-those that the router gives the replayed experts now, and gradients flow to them as ever. No architecture is named:
-what a router does is seen from the calls that it makes, and `Routers.check` refuses one that chooses in another way.
+Inside `watched`, the router's call of `torch.topk` is patched: it returns the given indices and the values at these
+indices. The model's own code does the rest (normalisation, scaling, gating), so replayed experts get the weights that
+the router gives them now, with gradients. This works for every architecture whose routers call `topk` once;
+`Routers.check` refuses others.
 
 Replay of recorded routes: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
-Routers" (https://arxiv.org/abs/2510.11370); Zheng et al. 2025 (https://arxiv.org/abs/2507.18071) of the old policy's.
+Routers" (https://arxiv.org/abs/2510.11370); Zheng et al. 2025 (https://arxiv.org/abs/2507.18071), which replays the old
+policy's.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from hone.models.attention import checkpoint_contexts as packed_contexts
+from hone.models.attention.packed import checkpoint_contexts as packed_contexts
 from hone.models.errors import ModelError
 
-ROUTES = "routed_experts"  # of Batch.extras and ModelOutput.extras: [T, layers, top_k] int16
-UNKNOWN = -1  # in place of an expert's number: the router is to choose for this token itself
+ROUTES = "routed_experts"  # field of Batch and key in ModelOutput.extras: [T, layers, top_k] int16
+UNKNOWN = -1  # instead of an expert's number: the router chooses for this token itself
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")  # in transformers' configs
 
 _TOP_K = {torch.topk, torch.Tensor.topk}
@@ -43,14 +44,14 @@ _SOFTMAX = {torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax}
 
 
 def expert_count(config: Any) -> int:
-    """How many experts each mixture of a model has, by its transformers config; 0 for a dense model."""
+    """Experts per mixture layer, from the transformers config; 0 for a dense model."""
     text = config.get_text_config()
     found = [getattr(text, name, None) for name in COUNTS]
     return max((count for count in found if isinstance(count, int) and count > 1), default=0)
 
 
 def mixture_layers(config: Any) -> tuple[int, ...]:
-    """Which layers of a model are mixtures with a router that can be found, by its transformers config."""
+    """Indices of the mixture layers whose router can be found, from the transformers config."""
     empty: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model = empty.from_config(copy.deepcopy(config))
@@ -60,7 +61,7 @@ def mixture_layers(config: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """The routers of a model, and what they choose from; every mixture of it has as many experts."""
+    """The routers of a model. All its mixtures have the same number of experts."""
 
     layers: int
     experts: int
@@ -68,16 +69,16 @@ class Routers:
 
     @classmethod
     def find(cls, model: nn.Module) -> Routers | None:
-        """The routers of a model, made watchable in place; None if none can be found. Again is fine.
+        """Find the routers of a model and patch their forwards; None if there are none. May be called again.
 
-        After sharding, for that replaces the forwards of modules too. Raises ModelError if they differ in size.
+        Call it after sharding, which also replaces forwards. Raises ModelError if the routers differ in size.
         """
         found = [module for module in model.modules() if _is_router(module)]
         sizes = {(int(module.num_experts), int(module.top_k)) for module in found}  # type: ignore[arg-type]
         if not found:
             return None
         if len(sizes) > 1:
-            raise ModelError(f"its mixtures differ in (experts, experts per token): {sorted(sizes)}")
+            raise ModelError(f"its mixtures should have equal (experts, experts per token), found {sorted(sizes)}")
         for layer, module in enumerate(found):
             if not getattr(module.forward, "_hone_watched", False):
                 module.forward = _watched_forward(module.forward, layer, module)
@@ -85,7 +86,7 @@ class Routers:
         return cls(len(found), experts, top_k)
 
     def check(self, run: Callable[[], Any], name: str) -> None:
-        """Refuse routers that do not choose as they are taken to: `run` sends at least two tokens through the model.
+        """Check that the routers use `topk` as expected; `run` sends at least two tokens through the model.
 
         Raises ModelError.
         """
@@ -94,23 +95,23 @@ class Routers:
             run()
         if len(own.chosen) != self.layers:
             silent = self.layers - len(own.chosen)
-            raise ModelError(f"{name}: {silent} of its {self.layers} routers choose experts by other means than topk")
+            raise ModelError(f"{name}: {silent} of its {self.layers} routers do not choose experts with topk")
         others = (own.choices() + 1) % self.experts  # another choice of as many distinct experts
         replayed = Routing(self, others)
         with torch.no_grad(), watched(replayed):
             run()
         if not torch.equal(replayed.choices(), others):
-            raise ModelError(f"{name}: its routers do not take over the experts that they are given")
+            raise ModelError(f"{name}: its routers ignore replayed experts")
 
 
 @dataclass(slots=True)
 class Routing:
-    """What the routers do in one forward over t tokens: what they are given, and what they have chosen."""
+    """The routers' choices in one forward over t tokens: given ones and recorded ones."""
 
     routers: Routers
-    given: Tensor | None = None  # [t, layers, top_k] experts to choose; a token with UNKNOWN chooses itself
+    given: Tensor | None = None  # [t, layers, top_k] experts to replay; UNKNOWN: the router chooses
     chosen: dict[int, Tensor] = field(default_factory=dict)  # layer -> [t, top_k] int64
-    logits: dict[int, tuple[Tensor, bool]] = field(default_factory=dict)  # layer -> [t, experts], and if by sigmoid
+    logits: dict[int, tuple[Tensor, bool]] = field(default_factory=dict)  # layer -> [t, experts], by sigmoid?
     replaced: dict[int, Tensor] = field(default_factory=dict)  # layer -> [t] choices that were not the router's own
 
     def given_to(self, layer: int) -> Tensor | None:
@@ -118,16 +119,16 @@ class Routing:
 
     def saw(self, layer: int, choice: _Choice) -> None:
         if choice.chosen is None or choice.own is None or choice.logits is None:
-            return  # `Routers.check` notices
+            return  # `Routers.check` reports it
         self.chosen[layer] = choice.chosen
         if self.given is not None:
             self.replaced[layer] = (choice.chosen[:, :, None] != choice.own[:, None]).all(-1).sum(-1)
-        self.logits[layer] = choice.logits, choice.by_sigmoid  # as they are: the layer may be computed again
+        self.logits[layer] = choice.logits, choice.by_sigmoid  # unchanged: the layer may be recomputed
 
     def scored(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each layer the router's logits and each expert's share, which sum to 1; both [t, experts], with gradient.
+        """The router's logits and the experts' shares of each layer, both [t, experts], with gradient.
 
-        The share is the softmax, or, of a router that takes sigmoids, these over their sum.
+        Shares sum to 1: the softmax of the logits, or for sigmoid routers the sigmoids divided by their sum.
         """
         found = []
         for layer in range(self.routers.layers):
@@ -143,7 +144,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """The same forward computed again, in backward: the same choices, whatever the scores have become by rounding."""
+    """Routing of a recomputed forward in the backward pass: repeats the choices, even if rounding changed scores."""
 
     first: Routing
 
@@ -151,7 +152,7 @@ class _Again:
         return self.first.chosen.get(layer)
 
     def saw(self, layer: int, choice: _Choice) -> None:
-        """Nothing is recorded twice."""
+        """Do nothing: the first forward recorded it."""
 
 
 _CURRENT: ContextVar[Routing | _Again | None] = ContextVar("hone_routing")
@@ -159,7 +160,7 @@ _CURRENT: ContextVar[Routing | _Again | None] = ContextVar("hone_routing")
 
 @contextmanager
 def watched(routing: Routing | _Again | None) -> Iterator[None]:
-    """Routers of models called inside tell `routing` what they choose, and choose what it gives; None: nobody."""
+    """Inside this context, routers record their choices in `routing` and replay its given ones; None: no effect."""
     token = _CURRENT.set(routing)
     try:
         yield
@@ -168,7 +169,7 @@ def watched(routing: Routing | _Again | None) -> Iterator[None]:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The `context_fn` for `torch.utils.checkpoint`: recomputation sees the forward's packing, and its routes."""
+    """The `context_fn` of `torch.utils.checkpoint`: recomputation uses the forward's packing and routes."""
     first, again = packed_contexts()
     routing = _CURRENT.get(None)
     return first, _both(again, watched(_Again(routing) if isinstance(routing, Routing) else routing))
@@ -203,7 +204,7 @@ def _watched_forward(forward: Callable[..., Any], layer: int, module: Any) -> Ca
 
 
 class _Choice(TorchFunctionMode):
-    """One router's forward: which logits it scores, how, and which experts it takes."""
+    """Records one router's forward: its logits, their scoring function, and the chosen experts."""
 
     def __init__(self, experts: int, top_k: int, given: Tensor | None) -> None:
         super().__init__()
@@ -212,7 +213,7 @@ class _Choice(TorchFunctionMode):
         self._given = given
         self.logits: Tensor | None = None
         self.by_sigmoid = False
-        self.own: Tensor | None = None  # [t, top_k] what the router would have chosen
+        self.own: Tensor | None = None  # [t, top_k] the router's own choice
         self.chosen: Tensor | None = None
 
     def __torch_function__(
@@ -228,7 +229,7 @@ class _Choice(TorchFunctionMode):
         return function(*arguments, **named)
 
     def _choose(self, function: Any, values: Tensor, rest: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The router's topk: over experts, or over groups of experts that it may choose from afterwards."""
+        """Handle a call of topk: over experts, or over groups of experts, which comes first in some routers."""
         count = rest[0] if rest else named.get("k")
         if values.shape[-1] == self._experts and count == self._top_k:
             self.own = function(values.detach(), *rest, **named)[1]
@@ -237,7 +238,7 @@ class _Choice(TorchFunctionMode):
                 self.chosen = torch.where(self._given[:, :1] == UNKNOWN, self.own, self._given)
             if self.logits is None:
                 self.logits = values
-            # gathered even where nothing is replayed: a recomputation, which replays, then saves the same tensors
+            # gather even without replay: a recomputation, which replays, then saves the same tensors
             return torch.return_types.topk((values.gather(-1, self.chosen), self.chosen))
         if self._given is not None and self._experts % values.shape[-1] == 0:
             group = self._given.clamp(min=0) // (self._experts // values.shape[-1])

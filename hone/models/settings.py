@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from hone.config import Config, setting
 
@@ -13,7 +14,7 @@ DType = Literal["float32", "bfloat16", "float64"]
 
 
 class VisionBuildConfig(Config):
-    """The vision tower of a model made on the spot, and how its images are cut into patches."""
+    """The vision tower of a built model, and the size of its patches."""
 
     hidden_size: int = setting(64, "width of the tower", ge=1)
     layers: int = setting(2, "number of blocks", ge=1)
@@ -38,7 +39,7 @@ class VisionBuildConfig(Config):
 
 
 class VisionConfig(Config):
-    """How a model that sees images is used."""
+    """Use of a vision model."""
 
     freeze_tower: bool = setting(False, "train the language model only; the vision tower stays as it is")
     min_pixels: int | None = setting(None, "smaller images are scaled up; null: as the model's processor", ge=1)
@@ -46,7 +47,7 @@ class VisionConfig(Config):
 
 
 class BuildConfig(Config):
-    """A model made on the spot with random weights, and a tokenizer of single characters."""
+    """A model built with random weights, and a tokenizer of single characters."""
 
     architecture: str = setting("qwen3", "model type as transformers names it: qwen3, llama, qwen3_moe ...")
     hidden_size: int = setting(128, "width of the residual stream", ge=1)
@@ -81,6 +82,22 @@ class FourBitConfig(Config):
     skip: tuple[str, ...] = setting((), "layers that stay as they are, by names in their paths (o_proj, layers.0)")
 
 
+class UseConfig(Config):
+    """Options of a model that override or extend its config.json."""
+
+    context: int | None = setting(
+        None,
+        "longest sequence of the run, by which longrope and dynamic rotary positions choose their frequencies; null: "
+        "the length before scaling",
+        unit="tokens",
+        ge=1,
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] | Literal["config"] = setting(
+        0.0, "share of activations and attention weights dropped in training; config: as the model's config says"
+    )
+    vision: VisionConfig | None = setting(None, "how images are used, for a model that sees them")
+
+
 class ModelConfig(Config):
     """A causal language model in the Hugging Face format: exactly one of `path` and `build`."""
 
@@ -90,7 +107,7 @@ class ModelConfig(Config):
     tokenizer: str | None = setting(None, "folder or hub name of the tokenizer; null: the model's own")
     trust_remote_code: bool = setting(False, "run Python code that comes with the model")
     dtype: DType = setting("float32", "of the stored weights, which the optimizer updates")
-    vision: VisionConfig | None = setting(None, "how images are used, for a model that sees them")
+    use: UseConfig | None = setting(None, "how the model is used, beyond what its config says")
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -98,3 +115,12 @@ class ModelConfig(Config):
             found = "neither" if self.path is None else "both"
             raise ValueError(f"exactly one of path and build should be set, found {found}")
         return self
+
+    @property
+    def used(self) -> UseConfig:
+        """The settings `use`, or their defaults."""
+        return self.use or UseConfig()
+
+    def at(self, folder: str | Path) -> ModelConfig:
+        """The same settings with the weights in another folder."""
+        return ModelConfig(path=str(folder), dtype=self.dtype, use=self.use)

@@ -1,4 +1,4 @@
-"""Tokenizers: a model's own, or one of single characters for models that are built on the spot."""
+"""Tokenizers: a model's own, or a character tokenizer for models that hone builds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 ROLES = ("system", "user", "assistant", "tool")
 SPECIAL_TOKENS = (PAD, BOS, EOS, UNKNOWN, *(f"<{role}>" for role in ROLES))
 IMAGE = "<|image_pad|>"
-VISION_TOKENS = ("<|vision_start|>", IMAGE, "<|vision_end|>", "<|video_pad|>")  # after the others, if images are seen
+VISION_TOKENS = ("<|vision_start|>", IMAGE, "<|vision_end|>", "<|video_pad|>")  # the last ids, for models with images
 
-# Each message is its role's token and its text; what the assistant says ends with <eos>. Rendering one more message
-# only ever appends, so a conversation never has to be encoded again.
+# A message is its role's token and its text; assistant messages end with <eos>. Another message only appends tokens, so
+# a conversation never has to be re-encoded.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<' + message['role'] + '>' }}"
     "{% if message['content'] is string %}{{ message['content'] }}"
@@ -35,9 +35,9 @@ CHAT_TEMPLATE = (
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model: its own, the one that `tokenizer` names, or one built from the alphabet.
+    """Load the tokenizer of a model: its own, the one named by `tokenizer`, or one built from the alphabet.
 
-    Raises ModelError naming the key and what is wrong with it.
+    Raises ModelError with the key and the reason.
     """
     source = model.tokenizer or model.path
     if source is None:
@@ -58,9 +58,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def build_tokenizer(build: BuildConfig) -> PreTrainedTokenizerFast:
-    """One token for each character of the alphabet, the special tokens before them, and a chat template.
+    """Build a tokenizer: special tokens, then one token per character of the alphabet, and a chat template.
 
-    Encoding adds nothing to the text; other characters become <unk>. Raises ModelError for an unusable alphabet.
+    Encoding adds no special tokens; other characters become <unk>. Raises ModelError for an unusable alphabet.
     """
     repeated = sorted({c for c in build.characters if build.characters.count(c) > 1})
     if not build.characters or repeated:
@@ -86,7 +86,7 @@ def build_tokenizer(build: BuildConfig) -> PreTrainedTokenizerFast:
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
-    """SHA-256 of the token of each id: equal for two tokenizers whose ids mean the same."""
+    """SHA-256 of the token of each id: equal for tokenizers whose ids mean the same tokens."""
     listed = sorted((number, token) for token, number in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 

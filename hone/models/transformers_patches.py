@@ -1,4 +1,4 @@
-"""Patches on transformers (5.16 to 5.19), each with what it is for and when it can go."""
+"""Patches on transformers (5.16 to 5.19), each with its purpose and when it can be removed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ ShardFn = Callable[[Any], None]
 
 @contextmanager
 def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
-    """Within the block, `from_pretrained(**yielded)` shards with our function; then each rank reads its shards only.
+    """Within the block, `from_pretrained(**yielded)` shards with `shard`, and each rank reads only its shards.
 
-    transformers calls `maybe_distribute_model` on the empty model, and its loader reads for each DTensor the part that
-    this rank holds; but the meshes that can be asked for there have no replicas and no sequence dimension. This can go
-    when `from_pretrained` takes a model that is sharded already, or a function that shards it.
+    transformers calls `maybe_distribute_model` on the empty model, and its loader reads only this rank's part of each
+    DTensor. But its own meshes have no replica and no sequence dimension. Remove this when `from_pretrained` accepts a
+    sharded model, or a function that shards it.
     Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/distributed/mixin.py
     """
 
-    def prepare(cls: type[Any], config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
+    def prepare(cls: type[Any], config: Any, device_mesh: Any = None, device_map: Any = None) -> tuple[Any, Any, None]:
         return config, device_map, None
 
     def distribute(cls: type[Any], model: Any, config: Any, mesh: Any) -> Any:
         shard(model)
-        model.config.distributed_config = None  # its meshes are not transformers' to know
+        model.config.distributed_config = None  # transformers must not use its own meshes
         return model
 
     names = ("prepare_distribute_model", "maybe_distribute_model")

@@ -1,7 +1,7 @@
-"""Value heads on the disk: hone's own file beside a body, or transformers' sequence classification with one label.
+"""Files of value heads: hone's own file next to the model, or a transformers sequence classifier with one label.
 
-value_head.safetensors     score.weight [1, hidden]; the value at a token is that of everything before it
-*ForSequenceClassification score.weight among the weights; the score of a text is that of its last token, read too
+value_head.safetensors     score.weight [1, hidden]; the value at a token is that of the text before it
+*ForSequenceClassification score.weight among the weights; the score of a text is taken after its last token
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ SCORE = "score.weight"
 _CLASSIFIER = "ForSequenceClassification"
 
 
+def values_of(head: Tensor, hidden: Tensor) -> Tensor:
+    """Values of hidden states with a head [1, hidden]: [R, hidden] -> [R], in float32 at least."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return (hidden.to(wide) @ head.to(wide).T)[:, 0]
+
+
 def is_classifier(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of transformers' sequence classification (most published reward models)."""
+    """Whether config.json describes a transformers sequence classifier (most published reward models)."""
     return any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ())
 
 
 def read_value_head(folder: Path, config: dict[str, Any]) -> Tensor | None:
-    """The head [1, hidden] that lies in a model's folder, or None.
+    """Read the head [1, hidden] from a model's folder; None if it has none.
 
     Raises ModelError for a classifier of several classes, or one whose head is not a single matrix `score.weight`.
     """
@@ -41,12 +47,12 @@ def read_value_head(folder: Path, config: dict[str, Any]) -> Tensor | None:
     if head is None:
         raise ModelError(f"{folder} is a sequence classifier without {SCORE!r}; hone reads heads of that name only")
     if head.shape[0] != 1:
-        raise ModelError(f"{folder} tells {head.shape[0]} classes apart; a value or reward model has one number")
+        raise ModelError(f"{folder} has {head.shape[0]} classes; a value or reward model has one output")
     return head
 
 
 def check_classifier(folder: Path) -> None:
-    """Raise ModelError if transformers has no sequence classifier, with one `score`, of this folder's architecture."""
+    """Raise ModelError if transformers has no sequence classifier with a `score` head for this architecture."""
     _empty_classifier(AutoConfig.from_pretrained(folder, num_labels=1))
 
 
@@ -58,18 +64,18 @@ def _empty_classifier(config: Any) -> Any:
         kind = config.model_type
         raise ModelError(f"transformers has no sequence classifier of the architecture {kind!r}") from error
     if SCORE not in dict(empty.named_parameters()):
-        raise ModelError(f"{type(empty).__name__} of transformers has its head elsewhere than in {SCORE!r}")
+        raise ModelError(f"{type(empty).__name__} of transformers has no head named {SCORE!r}")
     return empty
 
 
 def to_classifier(folder: Path, pad_token_id: int) -> None:
-    """Turn an export of a value model, in place, into transformers' sequence classification with one label.
+    """Convert an exported value model, in place, to a transformers sequence classifier with one label.
 
-    The score of a text is then the value of the token that would follow it. Raises ModelError for an architecture that
-    transformers has no such classifier of.
+    The score of a text is then the value at the next token. Raises ModelError if transformers has no such classifier
+    for the architecture.
     """
     config = AutoConfig.from_pretrained(folder, num_labels=1)
-    config.pad_token_id = pad_token_id  # by which it finds the last token of each text of a batch
+    config.pad_token_id = pad_token_id  # transformers finds the last token of each text with it
     empty = _empty_classifier(config)
     prefix = f"{empty.base_model_prefix}."
     head = load_file(folder / VALUE_HEAD_FILE)[SCORE]

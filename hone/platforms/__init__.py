@@ -1,7 +1,7 @@
-"""Platforms: what kind of device this process runs on, and how it is spoken to.
+"""Platforms: the kind of device that this process runs on.
 
-`hone.platforms.base` has the contract (`PlatformBase`), the decorator that registers a new one (`PlatformRegistry`)
-and the choice (`current_platform`).
+Read `base`: the interface (`PlatformBase`), the decorator that registers a new platform (`PlatformRegistry`) and the
+choice of one (`current_platform`). `cpu` and `cuda` (NVIDIA, ROCm) implement it.
 """
 
 from __future__ import annotations

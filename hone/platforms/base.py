@@ -28,6 +28,7 @@ from hone.platforms import PLATFORMS
 from hone.registry import CannotLoad, load_plugins, unknown
 
 PLATFORM_VARIABLE = "HONE_PLATFORM"
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class MemoryFacts:
     free: int  # for anybody
     allocated: int  # by this process, in tensors
     reserved: int  # by this process, caches included
-    peak: int  # most that was allocated since `reset_peak_memory`
+    peak: int  # most that was allocated so far
 
 
 class PlatformBase(ABC):
@@ -82,12 +83,16 @@ class PlatformBase(ABC):
         """What the maker calls the device."""
         return str(self._module.get_device_name(index))
 
+    def why_bfloat16_is_slow(self) -> str:
+        """Empty if the devices multiply bfloat16 natively, else what they lack: then float32 is faster."""
+        return ""
+
     def synchronize(self) -> None:
         """Wait until everything queued on the current device is done."""
         self._module.synchronize()
 
     def new_stream(self) -> Any:
-        """A queue of work beside the default one; None where the platform has only one."""
+        """An additional queue of work (stream); None where the platform has only one."""
         return self._module.Stream()
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
@@ -96,7 +101,7 @@ class PlatformBase(ABC):
         return context
 
     def collectives(self) -> str:
-        """What `torch.distributed` is started with: gloo for CPU memory, this platform's backend for its devices."""
+        """Backends of `torch.distributed`: gloo for CPU memory, this platform's own for its devices."""
         if self.device == "cpu":
             return self.collectives_backend
         return f"cpu:gloo,{self.device}:{self.collectives_backend}"
@@ -113,9 +118,6 @@ class PlatformBase(ABC):
             reserved=int(self._module.memory_reserved(index)),
             peak=int(self._module.max_memory_allocated(index)),
         )
-
-    def reset_peak_memory(self, index: int = 0) -> None:
-        self._module.reset_peak_memory_stats(index)
 
     def empty_cache(self) -> None:
         """Give cached, unused device memory back to the system."""
@@ -247,6 +249,23 @@ def _named(
     also = [f"{other}: {reason or 'available'}" for other, reason in reasons.items() if other != name]
     broken = [f"plug-in {plugin} failed: {reason}" for plugin, reason in plugins.items() if reason]
     raise ConfigError(f"{PLATFORM_VARIABLE}={name}: {problem}; {'; '.join([*also, *broken])}")
+
+
+def compute_dtype(chosen: str, platform: PlatformBase) -> str:
+    """The dtype that a setting `compute_dtype` stands for: `auto` is bfloat16 where multiplied natively, else float32.
+
+    Each process resolves `auto` on its own machine; a rank that chooses another dtype than its driver refuses to start.
+    """
+    if chosen != AUTO:
+        return chosen
+    return "float32" if platform.why_bfloat16_is_slow() else "bfloat16"
+
+
+def why_compute_dtype(chosen: str, platform: PlatformBase) -> str:
+    """Why a setting `compute_dtype` stands for what it does on the platform, for a person."""
+    if chosen != AUTO:
+        return "as set"
+    return f"auto: {platform.why_bfloat16_is_slow() or f'{platform.name} multiplies bfloat16 natively here'}"
 
 
 def current_platform() -> PlatformBase:

@@ -6,7 +6,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from hone.platforms.host_memory import give_back
 MEMINFO = Path("/proc/meminfo")
 STATM = Path("/proc/self/statm")
 CGROUP = Path("/sys/fs/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
+NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # flags; the last is ARM's
 
 
 class CpuPlatform(PlatformBase):
@@ -49,6 +51,9 @@ class CpuPlatform(PlatformBase):
     def device_name(self, index: int = 0) -> str:
         return f"{_model()}, {os.cpu_count()} cores"
 
+    def why_bfloat16_is_slow(self) -> str:
+        return lacking_bfloat16(_flags())
+
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
 
@@ -63,9 +68,6 @@ class CpuPlatform(PlatformBase):
         total, free = _machine_memory()
         resident = _resident()
         return MemoryFacts(total=total, free=free, allocated=resident, reserved=resident, peak=_peak_resident())
-
-    def reset_peak_memory(self, index: int = 0) -> None:
-        """The system keeps the peak of a process's whole life: it cannot be reset."""
 
     def empty_cache(self) -> None:
         """torch keeps no cache of CPU memory, but the C library does: glibc keeps most of what a load has freed."""
@@ -87,11 +89,25 @@ class CpuPlatform(PlatformBase):
         return {"OMP_NUM_THREADS": "1"}
 
 
+def lacking_bfloat16(flags: Collection[str]) -> str:
+    """What a processor with these flags of /proc/cpuinfo lacks to multiply bfloat16; empty if it can."""
+    if NATIVE_BFLOAT16.isdisjoint(flags):
+        return "this processor has neither AVX512-BF16 nor AMX, so torch emulates bfloat16"
+    return ""
+
+
 def _model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return _of_processor("model name") or platform.processor() or platform.machine()
+
+
+def _flags() -> list[str]:
+    return (_of_processor("flags") or _of_processor("Features")).split()  # x86; ARM
+
+
+def _of_processor(field: str) -> str:
+    """What /proc/cpuinfo says of the first processor; empty if it says nothing."""
+    lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines() if CPUINFO.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 def _machine_memory() -> tuple[int, int]:

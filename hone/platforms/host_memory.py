@@ -1,7 +1,7 @@
-"""What the C library does with host memory that is freed. Only glibc has these settings; elsewhere nothing happens.
+"""Control what the C library does with freed host memory. Only glibc has these settings; elsewhere nothing changes.
 
-A step on ten million tokens makes and drops hundreds of arrays of 80 MB. By itself glibc asks the system for each and
-gives it back at once, and the system clears every page of it again: half of a driver's time.
+A step on ten million tokens allocates and frees hundreds of arrays of 80 MB. By default glibc returns each to the
+system at once, and the system has to clear every page again, which took half of the driver's time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _LARGEST = (1 << 31) - 1  # bytes; an int
 
 
 def keep_freed() -> None:
-    """Have this process use memory again that it has freed, also for arrays of up to 1 GiB.
+    """Make this process reuse freed memory, for arrays of up to 1 GiB too.
 
-    It may then hold as much as it ever needed at once, until `give_back`. A glibc that refuses changes nothing.
+    The process then holds its peak of memory until `give_back`. If glibc refuses, nothing changes.
     """
     if (library := _glibc()) is not None:
         library.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
@@ -25,7 +25,7 @@ def keep_freed() -> None:
 
 
 def give_back() -> None:
-    """Give everything that was freed back to the system."""
+    """Return all freed memory to the system."""
     if (library := _glibc()) is not None:
         library.malloc_trim(0)
 

@@ -1,6 +1,7 @@
-"""Rewards: what an answer is worth, judged in processes of their own, each call with a deadline.
+"""Rewards: score answers with functions in worker processes, or with reward models. Each call has a deadline.
 
-`REWARDS` names the built-in reward functions; `hone.rewards.rubric.Rubric` scores groups of trajectories with them.
+Read `base` (what a reward function is), `rubric` (weighs components, scores groups), `pool` (the worker processes).
+`REWARDS` names the built-in reward functions.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What a reward function is, how one is loaded, and what counts as a value.
+"""Reward functions: their signature, how they are loaded, and which return values are valid.
 
     fn(response, ground_truth, row, **options) -> float | {"reward": float, "<sub-component>": float, ...}
 
-`response` is the decoded text of the trajectory, `ground_truth` and `row` are those of its prompt. The function may be
-`async`. Anything but a finite number (or a dict of them with the key "reward") is a failure of the reward, never a 0.
+`response` is the decoded text of the trajectory; `ground_truth` and `row` come from its prompt. `hone.rewards.binding`
+says which other parameters are understood. The function may be `async`. Any return value but a finite number (or a dict
+of them with the key "reward") is a failed reward, never a 0.
 
-This file is imported by the worker processes: it and what it imports stay free of torch, transformers and pydantic.
+The worker processes import this file, so it imports neither torch, transformers nor pydantic, directly or indirectly.
 """
 
 from __future__ import annotations
@@ -22,35 +23,37 @@ from typing import Any
 
 from hone.registry import load_plugins, resolve
 from hone.rewards import REWARDS
+from hone.rewards.binding import Binding, CannotBind, bind
 
 Value = float | Mapping[str, float]
 RewardFn = Callable[..., Value | Awaitable[Value]]
 
-VALUE = "reward"  # the key of a returned dict that holds the component's own value
+VALUE = "reward"  # key of the component's own value in a returned dict
 LONGEST_ERROR = 2000  # characters of an error text that are kept
 
 
 class BadReward(ValueError):
-    """A reward function that cannot be loaded, or that does not take the options it was given."""
+    """A reward function cannot be loaded, or does not accept its options."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedReward:
-    """A component ready to be called: its function bound to its options."""
+    """A component that is ready to be called: a function and its options."""
 
     name: str
     function: RewardFn
     options: Mapping[str, Any]
-    concurrent: bool  # a coroutine function: many of its calls may wait at once
+    concurrent: bool  # a coroutine function: several calls may wait at once
+    binding: Binding
 
     def call(self, response: str, ground_truth: Any, row: Mapping[str, Any]) -> Any:
-        return self.function(response, ground_truth, row, **self.options)
+        return self.binding.call(self.function, (response, ground_truth, row), self.options)
 
 
 def load_reward(name: str, reference: str, options: Mapping[str, Any]) -> LoadedReward:
-    """Import a reward function and check that it takes `options`.
+    """Import a reward function and check that it accepts `options`.
 
-    Raises BadReward with one sentence that names the component, the reference and the reason.
+    Raises BadReward with the component, the reference and the reason.
     """
     try:
         function = _find(reference)
@@ -58,9 +61,15 @@ def load_reward(name: str, reference: str, options: Mapping[str, Any]) -> Loaded
         raise BadReward(f"reward component {name!r}: {reference!r} cannot be loaded: {describe(error)}") from error
     if not callable(function):
         raise BadReward(f"reward component {name!r}: {reference!r} is a {type(function).__name__}, not a function")
-    _check_options(name, function, options)
+    try:
+        binding = bind(function, options)
+    except CannotBind as error:
+        raise BadReward(f"reward component {name!r}: {error}") from error
+    hints = _hints(function)
+    for key, value in options.items():
+        _check_option(name, key, value, hints.get(key))
     concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    return LoadedReward(name, function, dict(options), concurrent)
+    return LoadedReward(name, function, dict(options), concurrent, binding)
 
 
 def _find(reference: str) -> Any:
@@ -71,33 +80,15 @@ def _find(reference: str) -> Any:
     return REWARDS.get(reference)
 
 
-def _check_options(name: str, function: Any, options: Mapping[str, Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # built in C, without a signature: the first call will tell
-    try:
-        signature.bind("", None, {}, **options)
-    except TypeError as error:
-        taken = ", ".join(list(signature.parameters)[3:]) or "none"
-        raise BadReward(
-            f"reward component {name!r}: the function is called as (response, ground_truth, row, **options), "
-            f"options {dict(options)}, and this does not fit: {error} (its options: {taken})"
-        ) from error
-    hints = _hints(function)
-    for key, value in options.items():
-        _check_option(name, key, value, hints.get(key))
-
-
 def _hints(function: Any) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function)
     except (NameError, TypeError):
-        return {}  # annotations that cannot be evaluated only cost the early check
+        return {}  # without annotations that can be evaluated, there is no early check
 
 
 def _check_option(name: str, key: str, value: Any, hint: Any) -> None:
-    """A wrong option fails at start-up, not on every call: literals and plain types are checked."""
+    """Check an option against its annotation (literals and plain types), so that it fails at start-up."""
     where = f"reward component {name!r}: option {key}"
     if typing.get_origin(hint) is typing.Literal:
         known = typing.get_args(hint)
@@ -112,9 +103,9 @@ def _check_option(name: str, key: str, value: Any, hint: Any) -> None:
 
 
 def judge(returned: Any) -> tuple[float, dict[str, float]]:
-    """What a function returned, as (value, sub-components).
+    """Convert a function's return value to (value, sub-components).
 
-    Raises TypeError or ValueError if it is not a finite number or a dict of them that has the key "reward".
+    Raises TypeError or ValueError if it is not a finite number, or a dict of them with the key "reward".
 
     >>> judge(True), judge({"reward": 0.5, "format": 1})
     ((1.0, {}), (0.5, {'format': 1.0}))
@@ -131,7 +122,7 @@ def judge(returned: Any) -> tuple[float, dict[str, float]]:
 
 def _number(value: Any, what: str) -> float:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # a scalar of numpy or torch
+        value = value.item()  # a numpy or torch scalar
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{what} is {value!r:.80} ({type(value).__name__}); expected a number")
     if not math.isfinite(value):
@@ -140,7 +131,7 @@ def _number(value: Any, what: str) -> float:
 
 
 def describe(error: BaseException) -> str:
-    """An exception as one line: type, message, and the line of code that raised it."""
+    """An exception on one line: type, message, and the line of code that raised it."""
     try:
         message = " ".join(str(error).split())
     except Exception:  # noqa: BLE001  an exception whose own text fails is still to be named

@@ -1,4 +1,4 @@
-"""Exact match: the answer is the ground truth, after the normalisation that is asked for."""
+"""Exact match: compare the answer with the ground truth, after optional normalisation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def exact_match(
     ignore_punctuation: bool = False,
     collapse_spaces: bool = False,
 ) -> float:
-    """1.0 if the response equals the ground truth (or one of a list of them), else 0.0. Outer spaces never count.
+    """1.0 if the response equals the ground truth (or one of a list of them), else 0.0. Outer spaces are ignored.
 
-    `tag`: only what stands between the last <tag> and </tag> is the answer; without such a pair it is wrong.
+    `tag`: the answer is the text between the last <tag> and </tag>; a response without them scores 0.0.
 
     >>> exact_match("So: <answer>The  Moon</answer>", "the moon", {}, "answer", ignore_case=True, collapse_spaces=True)
     1.0

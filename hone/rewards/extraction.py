@@ -1,4 +1,4 @@
-"""Finding the answer inside a response."""
+"""Find the answer in a response."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ MARKER = "####"
 # A run of digits, commas and points, with its sign: a '-' after a word, a digit or a closing bracket is a minus.
 _RUN = re.compile(r"(?P<sign>(?<![\w)\]}.%])[-+])?(?P<run>(?:(?<![.\w])\.)?(?<![0-9])[0-9][0-9.,]*)")
 _NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]*\.?[0-9]+")
-_GOES_ON = re.compile(r"\s*[-+*/^:=]\s*[0-9]")  # "3/4", "5 + 3 = 8": an expression that begins with a number
+_GOES_ON = re.compile(r"\s*[-+*/^:=]\s*[0-9]")  # an expression that begins with a number: "3/4", "5 + 3 = 8"
 _TEX = str.maketrans({"−": "-", "$": None, "\\": None})
 
 
 def between_tags(text: str, tag: str) -> str | None:
-    """What stands between the last `<tag>` and the `</tag>` after it; None without such a pair.
+    """The text between the last `<tag>` and the next `</tag>`; None if there is no such pair.
 
     >>> between_tags("<a>1</a> no: <a>2</a>", "a")
     '2'
@@ -25,7 +25,7 @@ def between_tags(text: str, tag: str) -> str | None:
 
 
 def marked_number(text: str) -> Decimal | None:
-    """The number right after the last '####' that has one on its line, as in GSM8K's solutions.
+    """The number after the last '####' that is followed by a number on its line, as in GSM8K's solutions.
 
     >>> marked_number("18 - 6 = 12 dollars\\n#### $1,012.50 in all"), marked_number("the answer is 12")
     (Decimal('1012.50'), None)
@@ -39,7 +39,7 @@ def marked_number(text: str) -> Decimal | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in the text, whatever surrounds it; of an enumeration without spaces, its last member.
+    """The last number in the text, whatever surrounds it; in a list without spaces, its last member.
 
     >>> last_number("from -3 to 1,000, so 4."), last_number("1,2,3"), last_number("none")
     (Decimal('4'), Decimal('3'), None)
@@ -54,7 +54,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def _plain(text: str) -> str:
-    """Without the dollar signs and backslashes of money and TeX, and with TeX's thousands comma as a plain one."""
+    """Remove dollar signs and backslashes, and replace TeX's thousands comma with a plain one."""
     return text.replace("{,}", ",").translate(_TEX)
 
 

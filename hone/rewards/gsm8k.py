@@ -12,11 +12,11 @@ from hone.rewards.extraction import MARKER, last_number, marked_number
 def gsm8k(
     response: str, ground_truth: Any, row: Mapping[str, Any], extraction: Literal["strict", "flexible"] = "flexible"
 ) -> float:
-    """1.0 if the response ends at the right number, else 0.0.
+    """1.0 if the response ends with the right number, else 0.0.
 
-    `strict` reads the number after the last '####' and nothing else; `flexible` falls back to the last number of the
-    text. Numbers are compared as decimals: 1,000 equals $1000.00. The ground truth is a number, or a solution that
-    ends with '#### number' as in the data set (https://github.com/openai/grade-school-math).
+    `strict` reads only the number after the last '####'; `flexible` falls back to the last number in the text. Numbers
+    are compared as decimals: 1,000 equals $1000.00. The ground truth is a number, or a solution that ends with
+    '#### number', as in the data set (https://github.com/openai/grade-school-math).
 
     >>> gsm8k("It is 72 clips.", "48+24=72\\n#### 72", {}), gsm8k("It is 72 clips.", 72, {}, extraction="strict")
     (1.0, 0.0)
@@ -33,5 +33,5 @@ def _expected(ground_truth: Any) -> Decimal:
     marked = text if MARKER in text else f"{MARKER} {text}"
     number = marked_number(marked)
     if number is None or isinstance(ground_truth, bool):
-        raise ValueError(f"the ground truth {text[-80:]!r} is neither a number nor a solution with '#### number'")
+        raise ValueError(f"the ground truth should be a number or a solution with '#### number', found {text[-80:]!r}")
     return number

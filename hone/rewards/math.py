@@ -1,4 +1,4 @@
-"""Mathematical equivalence, judged by the math-verify package (https://github.com/huggingface/Math-Verify)."""
+"""Mathematical equivalence, checked with the math-verify package (https://github.com/huggingface/Math-Verify)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from math_verify import parse, verify
 
-# Its own timeouts score a late comparison as wrong; ours is a deadline of the process, so theirs are off, and the
-# warning about that is not news.
+# math-verify's own timeouts would score a late comparison as wrong, so they are off (and the warning about that is
+# silenced). The deadline of the reward process replaces them.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
 logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 
@@ -20,7 +20,7 @@ DELIMITERS = ("$", "\\(", "\\[", "\\boxed", "\\begin")
 def math(response: str, ground_truth: Any, row: Mapping[str, Any]) -> float:
     """1.0 if the response's final answer equals the ground truth mathematically, else 0.0.
 
-    The answer of a response is what math-verify extracts: the last boxed expression, else the last formula or number.
+    The answer is what math-verify extracts: the last boxed expression, else the last formula or number.
     The ground truth is a number, or text: LaTeX with or without `$` or `\\boxed`, or a plain expression.
     """
     return float(verify(_expected(str(ground_truth)), _parse(response), timeout_seconds=None, raise_on_error=True))
@@ -31,7 +31,7 @@ def _expected(text: str) -> list[Any]:
     marked = text if any(delimiter in text for delimiter in DELIMITERS) else f"${text}$"
     parsed = _parse(marked)
     if not parsed:
-        raise ValueError(f"the ground truth {text[:80]!r} holds no mathematical expression")
+        raise ValueError(f"the ground truth should contain a mathematical expression, found {text[:80]!r}")
     return parsed
 
 

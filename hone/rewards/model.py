@@ -1,9 +1,9 @@
-"""Reward models as a rubric sees them: answers in, scores out, wherever the model is.
+"""Reward models for a rubric: it passes answers and gets scores, wherever the model runs.
 
-    Rubric --Answer--> served: a process of its own, asked answer by answer and batched there (deadline, restart)
-                   \\-> colocated: in this process, asked once for everything that was collected
+    Rubric --Answer--> served: a separate process that gets answers one by one and batches them (deadline, restart)
+                   \\-> colocated: in this process, called once with all collected answers
 
-This file knows no torch: a trainer places the models (`hone.trainers.reward_models`) and hands them to the rubric.
+This file imports no torch. The trainer places the models (`hone.trainers.reward_models`) and passes them to the rubric.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.rewards.frames import encode_value
+from hone.processes.frames import encode_value
 from hone.rewards.pool import Hosting, Outcome, RewardPool
 from hone.types import Message, Prompt, Trajectory
 
-START_TIMEOUT_S = 1800.0  # reading the weights of a large model from a slow disk
+START_TIMEOUT_S = 1800.0  # for reading the weights of a large model from a slow disk
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a reward model scores: the tokens as they were sampled, and the text for one with another vocabulary."""
+    """What a reward model scores: the sampled tokens, and the text for a model with another vocabulary."""
 
     token_ids: tuple[int, ...]  # prompt and response
     prompt_length: int
-    messages: tuple[Message, ...]  # of the prompt
+    messages: tuple[Message, ...]  # the prompt's
     response: str
     turns: int
 
@@ -35,7 +35,7 @@ class Answer:
         return cls(one.token_ids, one.prompt_length, prompt.messages, one.response, one.turns)
 
     def encode(self) -> str:
-        """As JSON. Raises TypeError for messages that JSON cannot carry."""
+        """Encode as JSON. Raises TypeError for messages that are not JSON."""
         return encode_value([self.token_ids, self.prompt_length, self.messages, self.response, self.turns])
 
     @classmethod
@@ -45,23 +45,23 @@ class Answer:
 
 
 ScoreAnswers = Callable[[Sequence[Answer]], list[Outcome]]
-"""Scores of answers, in order; what cannot be scored has an error and no value."""
+"""Scores answers, in order; an answer that cannot be scored gets an error instead of a value."""
 
 
 class ServedRewardModel:
-    """A reward model in a process of its own, which is given as many waiting answers at once as fit its forward."""
+    """A reward model in its own process, which scores as many waiting answers at once as fit one forward."""
 
     def __init__(self, hosting: Hosting) -> None:
-        """`hosting` has the model as its one component."""
+        """`hosting` has one component: the model."""
         (self._name,) = hosting.components
         self._pool = RewardPool(hosting)
 
     def start(self) -> None:
-        """Start the process and wait until it has loaded the model. Raises ConfigError if it cannot be loaded."""
+        """Start the process and wait until it has loaded the model. Raises ConfigError if that fails."""
         self._pool.start()
 
     def submit(self, answer: Answer) -> Future[Outcome]:
-        """Ask for one score; raises TypeError for messages that cannot be sent. The future never waits without end."""
+        """Request one score. Raises TypeError for messages that cannot be sent. The future always resolves in time."""
         return self._pool.submit_item(self._name, answer.encode(), len(answer.token_ids))
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class ServedRewardModel:
 
 @dataclass(frozen=True, slots=True)
 class RewardModels:
-    """The reward models that a run's components name, by component, as the trainer placed them."""
+    """The reward models of a run by component name, as the trainer placed them."""
 
     served: Mapping[str, ServedRewardModel] = field(default_factory=dict)
     colocated: Mapping[str, ScoreAnswers] = field(default_factory=dict)

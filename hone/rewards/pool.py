@@ -1,46 +1,49 @@
 """Processes that run reward functions or a reward model, and the deadline of every call.
 
-    submit --> waiting jobs, by component --take a batch--> thread 0 <--frames--> worker process 0
-                                       \\----------------> thread 1 <--frames--> worker process 1
+    submit --> waiting jobs, by component --take a batch--> thread 0 <--frames--> process 0
+                                       \\----------------> thread 1 <--frames--> process 1
 
-Each thread owns one process, and the process has one batch at a time. A plain function's items run one after another,
-so the first unanswered item is the one that is running: its deadline starts with the answer before it, and it is to
-blame if the process dies; what was behind it goes back to the front of the queue. A coroutine function's items (and a
-reward model's) run together, so each has the deadline of the batch; if the process dies under several, each is run
-again alone.
-A killed or dead process is replaced before the next batch.
+Each thread owns one process (`hone.processes.request_process`), and a process has one batch at a time. A plain function
+scores the items of a batch one after another. The first item without a reply is the running one: its deadline starts
+with the reply before it, and it fails if the process dies; the items behind it go back to the front of the queue. A
+coroutine function (and a reward model) scores the items together, so each has the deadline of the batch; if the process
+dies with several of them, each is run again alone. A killed or dead process is replaced before the next batch.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hone.config import ConfigError
-from hone.rewards.frames import encode, encode_value, frame
-from hone.rewards.process import MODULE, WorkerDied, WorkerProcess
+from hone.processes.frames import BrokenFrame, encode_value
+from hone.processes.request_process import ChildLost, ChildSpec, RequestProcess
+from hone.processes.restarts import Restarts
 from hone.rewards.settings import RewardConfig
 
 LOG = logging.getLogger("hone.rewards")
 START_TIMEOUT_S = 120.0  # importing the reward functions, on a busy machine
-RESTARTS = 3  # attempts to replace a process before its thread gives up
-LARGEST_BATCH = 64
-GRACE_S = 2.0  # a worker ends late coroutines itself; this much later its event loop is taken to be blocked
+MODULE = "hone.rewards.worker"
+FAILED_STARTS, WINDOW_S = 2, 600.0  # a process whose start fails more often is not replaced
+LARGEST_BATCH, LARGEST_BATCH_CHARACTERS = 64, 32 << 20
+GRACE_S = 2.0  # a process ends late coroutines itself; after this long its event loop counts as blocked
 
 
 class PoolClosed(RuntimeError):
-    """The pool was closed, or lost all its processes, with this call unanswered."""
+    """The pool was closed or lost all its processes before this call had a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one call: a value with sub-components, or an error (`late`: no answer before the deadline)."""
+    """The result of one call: a value with sub-components, or an error (`late`: no reply before the deadline)."""
 
     value: float = 0.0  # meaningful only without an error
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -53,22 +56,30 @@ class Outcome:
 class Hosting:
     """What the processes of a pool run, and how many of them there are."""
 
-    components: Mapping[str, Mapping[str, Any]]  # name -> what a process is told of it; `timeout_s` is the deadline
+    components: Mapping[str, Mapping[str, Any]]  # name -> what a process needs to load it, and `timeout_s`
     workers: int
     module: str = MODULE
     environment: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = START_TIMEOUT_S
-    budget: int | None = None  # cost of a batch at most; None: the processes share the queue evenly
+    budget: int | None = None  # largest cost of a batch; None: the processes share the queue evenly
+    log: Path | None = None  # process 0 writes what it prints to `<log>-0.log`
+
+    def child(self, index: int) -> ChildSpec:
+        """Process number `index`: one thread unless asked otherwise, and sets of strings in the same order in all."""
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        log = self.log and self.log.with_name(f"{self.log.name}-{index}.log")
+        variables = {"OMP_NUM_THREADS": threads, "PYTHONHASHSEED": "0", **self.environment}
+        return ChildSpec("reward process", self.module, variables, log)
 
 
-def functions(config: RewardConfig) -> Hosting:
-    """The components that are functions, in processes that they share."""
+def functions(config: RewardConfig, logs: Path | None = None) -> Hosting:
+    """The components that are functions, in processes that they share; `logs`: folder of what they print."""
     components = {
         name: {"reward": part.reward, "options": dict(part.options), "timeout_s": part.timeout_s}
         for name, part in config.components.items()
         if part.model is None
     }
-    return Hosting(components, config.workers)
+    return Hosting(components, config.workers if components else 0, log=logs and logs / "functions")
 
 
 @dataclass(slots=True)
@@ -90,11 +101,14 @@ class RewardPool:
         self._workers = hosting.workers
         self._waiting: dict[str, deque[_Job]] = {name: deque() for name in self._components}
         self._concurrent: frozenset[str] = frozenset()
+        self.needs_ground_truth: tuple[str, ...] = ()  # components whose function must have one; known after `start`
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._processes: dict[int, WorkerProcess] = {}
+        self._processes: dict[int, RequestProcess] = {}
+        self._failed_starts = [Restarts(FAILED_STARTS, WINDOW_S) for _ in range(hosting.workers)]
         self._serving = hosting.workers
-        self._closed = ""  # why no call will be answered any more
+        self._closed = ""  # why no call gets a result any more
+        self._closing = threading.Event()
         self._submitted = 0
         self.restarts = 0
 
@@ -117,11 +131,11 @@ class RewardPool:
             raise
 
     def submit(self, component: str, response: str, case: str) -> Future[Outcome]:
-        """Ask for one value; `case` is `encode_case(ground_truth, row)`. The future never waits without end."""
+        """Ask for one value; `case` is `encode_case(ground_truth, row)`. The future always ends."""
         return self.submit_item(component, f"[{encode_value(response)}, {case}]", 1)
 
     def submit_item(self, component: str, item: str, cost: int) -> Future[Outcome]:
-        """Ask for one value of what `item` (JSON) holds; a batch of several costs no more than the pool's budget."""
+        """Ask for one value of `item` (JSON); a batch of several items costs no more than the pool's budget."""
         future: Future[Outcome] = Future()
         with self._changed:
             if self._closed or not self._threads:
@@ -133,20 +147,20 @@ class RewardPool:
         return future
 
     def close(self) -> None:
-        """End all processes; calls that are still unanswered raise PoolClosed."""
+        """End all processes; calls without a result raise PoolClosed."""
         self._give_up("the reward processes were closed")
         for process in list(self._processes.values()):
-            process.stop()  # its thread sees the end of the output, and cleans up
+            process.stop()  # its thread sees the end of the socket, and cleans up
         for thread in self._threads:
             thread.join(START_TIMEOUT_S)
 
     # ---------------------------------------------------------------------------------- the thread of one process
 
     def _serve(self, index: int, ready: Future[None]) -> None:
-        """Consumes batches; waits for jobs (woken by `submit` and `close`) and for its process (deadline per item)."""
+        """Take batches until the pool closes; waits for jobs (`submit`, `close` wake it) and replies (deadlines)."""
         try:
             self._launch(index)
-        except Exception as error:  # noqa: BLE001  raised where it is waited for, in `start`
+        except Exception as error:  # noqa: BLE001  `start` raises it
             ready.set_exception(error)
             return
         ready.set_result(None)
@@ -154,7 +168,7 @@ class RewardPool:
             while batch := self._take():
                 if not self._run(self._processes[index], batch):
                     self._replace(index)
-        except Exception as error:  # noqa: BLE001  whatever ends this thread, nobody may be left waiting for it
+        except Exception as error:  # noqa: BLE001  callers must not wait for a thread that ended
             self._lost(error)
         finally:
             self._kill(index)
@@ -162,35 +176,32 @@ class RewardPool:
     def _launch(self, index: int) -> None:
         """Start process `index` and wait until it has imported the functions."""
         hosting = self._hosting
-        process = WorkerProcess(hosting.module, hosting.environment)
+        process = RequestProcess(hosting.child(index))
         self._processes[index] = process
         try:
-            process.send(encode({"components": self._components}))
-            messages = process.receive(hosting.start_timeout_s)
-            if not messages:
-                raise WorkerDied(
-                    f"a reward process had not loaded {', '.join(self._components)} after {hosting.start_timeout_s:g} s"
-                )
-            if "error" in messages[0]:
-                raise ConfigError(messages[0]["error"])
-            self._concurrent = frozenset(messages[0]["concurrent"])
+            loaded = process.hello({"components": self._components}, hosting.start_timeout_s)
+            if "error" in loaded:
+                raise ConfigError(loaded["error"])
+            self._concurrent = frozenset(loaded["concurrent"])
+            self.needs_ground_truth = tuple(loaded.get("needs_ground_truth", ()))
         except BaseException:
             self._kill(index)
             raise
 
     def _replace(self, index: int) -> None:
         self._kill(index)
-        for attempt in range(1, RESTARTS + 1):
-            if self._closed:
-                return
+        failed = self._failed_starts[index]
+        while not self._closed:
             self.restarts += 1
             try:
                 self._launch(index)
+                failed.worked()
                 return
-            except (ConfigError, OSError, WorkerDied) as error:
-                LOG.warning("reward process %d could not be replaced (attempt %d): %s", index, attempt, error)
-                if attempt == RESTARTS:
+            except (ConfigError, OSError, ChildLost) as error:
+                LOG.warning("reward process %d could not be replaced: %s", index, error)
+                if not failed.take():
                     raise
+                self._closing.wait(failed.pause_s)
 
     def _kill(self, index: int) -> None:
         process = self._processes.pop(index, None)
@@ -198,7 +209,7 @@ class RewardPool:
             process.kill()
 
     def _lost(self, error: Exception) -> None:
-        """One thread less; with the last one, every call is answered with the reason."""
+        """Note that a thread has ended; when the last one has, every call fails with the reason."""
         with self._changed:
             self._serving -= 1
             last = self._serving == 0
@@ -209,6 +220,7 @@ class RewardPool:
     def _give_up(self, reason: str) -> None:
         with self._changed:
             self._closed = self._closed or reason
+            self._closing.set()
             left = [job for jobs in self._waiting.values() for job in jobs]
             for jobs in self._waiting.values():
                 jobs.clear()
@@ -223,7 +235,7 @@ class RewardPool:
     # ------------------------------------------------------------------------------------------------ one batch
 
     def _take(self) -> list[_Job]:
-        """The next batch, of the component that waits longest; empty when the pool is closed."""
+        """The next batch, of the component whose job has waited longest; empty when the pool is closed."""
         with self._changed:
             while not self._closed:
                 jobs = min((j for j in self._waiting.values() if j), key=lambda j: j[0].order, default=None)
@@ -235,42 +247,50 @@ class RewardPool:
         return []
 
     def _cut(self, jobs: deque[_Job]) -> list[_Job]:
-        """A share of the queue, so that several processes end together; cancelled calls fall out."""
+        """A share of the queue, so that all processes end at about the same time; cancelled calls are dropped."""
         shares = self._workers if jobs[0].component in self._concurrent else 2 * self._workers
         budget = self._hosting.budget
         size = max(1, min(LARGEST_BATCH, -(-len(jobs) // shares))) if budget is None else len(jobs)
         size = 1 if jobs[0].alone else size
         batch: list[_Job] = []
-        cost = 0
+        cost = characters = 0
         while jobs and len(batch) < size and (not batch or not jobs[0].alone):
             if batch and budget is not None and cost + jobs[0].cost > budget:
+                break
+            if batch and characters + len(jobs[0].item) > LARGEST_BATCH_CHARACTERS:
                 break
             job = jobs.popleft()
             if job.future.running() or job.future.set_running_or_notify_cancel():
                 batch.append(job)
                 cost += job.cost
+                characters += len(job.item)
         return batch
 
-    def _run(self, process: WorkerProcess, batch: Sequence[_Job]) -> bool:
-        """Answer every job of the batch, or put it back. False: the process must be replaced."""
+    def _run(self, process: RequestProcess, batch: Sequence[_Job]) -> bool:
+        """Give every job of the batch a result, or put it back. False: the process must be replaced."""
         component = batch[0].component
         timeout_s: float = self._components[component]["timeout_s"]
         together = component in self._concurrent
         left = dict(enumerate(batch))
         try:
             items = ", ".join(job.item for job in batch)
-            process.send(frame(f'{{"component": {encode_value(component)}, "items": [{items}]}}'))
+            process.request(f'{{"component": {encode_value(component)}, "items": [{items}]}}')
             deadline = time.monotonic() + timeout_s + (GRACE_S if together else 0.0)
             while left:
-                messages = process.receive(deadline - time.monotonic())
-                if not messages:
+                replies = process.replies(deadline)
+                if not replies:
                     self._blame_late(left, timeout_s, together)
                     return False
-                for message in messages:
-                    left.pop(message["item"]).future.set_result(_outcome(message, timeout_s))
+                for reply in replies:
+                    index, outcome = _outcome(reply, timeout_s)
+                    if index in left:
+                        left.pop(index).future.set_result(outcome)
                 if not together:
                     deadline = time.monotonic() + timeout_s
-        except WorkerDied as death:
+        except BrokenFrame as error:  # the batch is one item that is too long
+            for job in left.values():
+                job.future.set_result(Outcome(error=str(error)))
+        except ChildLost as death:
             self._blame_death(left, str(death), together)
             return False
         except Exception:
@@ -306,7 +326,7 @@ class RewardPool:
 
 
 def encode_case(ground_truth: Any, row: Mapping[str, Any]) -> str:
-    """What an answer is judged against, encoded once for all answers to one prompt.
+    """Ground truth and row as JSON, encoded once for all answers to one prompt.
 
     Raises TypeError naming the column that cannot be sent to a process.
     """
@@ -319,13 +339,18 @@ def encode_case(ground_truth: Any, row: Mapping[str, Any]) -> str:
     return f"{encode_value(ground_truth)}, {{{', '.join(columns)}}}"
 
 
-def _outcome(message: Mapping[str, Any], timeout_s: float) -> Outcome:
-    seconds = float(message["seconds"])
-    if message.get("late"):
-        return _late(timeout_s)
-    if "error" in message:
-        return Outcome(error=message["error"], seconds=seconds)
-    return Outcome(value=message["value"], parts=message["parts"], seconds=seconds)
+def _outcome(reply: Mapping[str, Any], timeout_s: float) -> tuple[int, Outcome]:
+    """Number of the item and its outcome. Raises ChildLost for a reply that lacks something."""
+    try:
+        index, seconds = int(reply["item"]), float(reply["seconds"])
+        if reply.get("late"):
+            return index, _late(timeout_s)
+        if "error" in reply:
+            return index, Outcome(error=str(reply["error"]), seconds=seconds)
+        parts = {str(name): float(value) for name, value in reply["parts"].items()}
+        return index, Outcome(float(reply["value"]), parts, seconds=seconds)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ChildLost(f"the reward process broke the protocol: {error!r} in {reply!s:.200}") from error
 
 
 def _late(timeout_s: float) -> Outcome:

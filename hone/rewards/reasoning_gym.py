@@ -1,4 +1,4 @@
-"""Reasoning Gym: a generated problem judged by its own task's verifier (https://github.com/open-thought/reasoning-gym)."""
+"""Reasoning Gym: score an answer with its task's verifier (https://github.com/open-thought/reasoning-gym)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hone.data.reasoning_gym_patches import load_package
+from hone.data.sources.reasoning_gym_patches import load_package
 from hone.registry import unknown
 from hone.rewards.extraction import between_tags
 
 PACKAGE = load_package()
 
 
-def reasoning_gym(response: str, ground_truth: Any, row: Mapping[str, Any], tag: str = "") -> float:
-    """The score that the task's verifier gives the answer, usually 0.0 or 1.0; some tasks give part marks.
+def reasoning_gym(response: str, row: Mapping[str, Any], tag: str = "") -> float:
+    """The score of the answer by the task's verifier, usually 0.0 or 1.0; some tasks give partial scores.
 
-    The row holds `task` and `entry`, as the data source `reasoning_gym` makes them, or is an entry itself (`question`,
-    `answer`, `metadata` with `source_dataset`). `tag`: only what stands between the last <tag> and </tag> is the
-    answer; without such a pair the verifier is given no answer.
+    The row has `task` and `entry`, as the data source `reasoning_gym` writes them, or is an entry itself (`question`,
+    `answer`, `metadata` with `source_dataset`). `tag`: the answer is the text between the last <tag> and </tag>;
+    without them the verifier gets no answer.
     """
     task, entry = _problem(row)
     answer = between_tags(response, tag) if tag else response
@@ -32,8 +32,8 @@ def _problem(row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     task = row.get("task") or (metadata.get("source_dataset") if isinstance(metadata, Mapping) else None)
     if not isinstance(task, str) or "answer" not in entry:
         raise ValueError(
-            "the row holds no problem of Reasoning Gym: expected columns 'task' and 'entry', or those of an entry "
-            f"('question', 'answer', 'metadata' with 'source_dataset'); it has: {', '.join(row)}"
+            "the row is not a Reasoning Gym problem: expected columns 'task' and 'entry', or 'question', 'answer' and "
+            f"'metadata' with 'source_dataset'; found {', '.join(row)}"
         )
     return task, entry
 

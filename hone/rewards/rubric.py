@@ -1,9 +1,11 @@
-"""A rubric: the reward of a trajectory as the weighted sum of named components, functions and reward models.
+"""A rubric: the reward of a trajectory is the weighted sum of named components (functions and reward models).
 
-    score(group)      functions and served reward models, while others are still being played
-    complete(groups)  colocated reward models, for everything that was collected at once
+Rewards that the environment gave for turns are added, as the component `environment`.
 
-Between the two the reward of a trajectory is NaN, which nothing trains on.
+    score(group)      functions and served reward models, while other episodes are still running
+    complete(groups)  colocated reward models, once for everything that was collected
+
+Between the two calls the reward of a trajectory is NaN, so that nothing can train on it.
 """
 
 from __future__ import annotations
@@ -15,44 +17,62 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hone.config import ConfigError
 from hone.rewards.model import Answer, RewardModels
 from hone.rewards.pool import Outcome, RewardPool, encode_case, functions
-from hone.rewards.settings import RewardConfig
+from hone.rewards.settings import ENVIRONMENT, RewardConfig
 from hone.types import Metric, Metrics, Prompt, Status, Trajectory, TrajectoryGroup, merge_metrics
 
 NO_MODELS = RewardModels()
 
 
 class Rubric:
-    """Scores groups. A component that fails makes its trajectory `reward_failed`; the run goes on.
+    """Scores groups. If a component fails, its trajectory becomes `reward_failed` and the run continues.
 
-    `start`, `score` and `close` may be awaited on different event loops: the processes belong to threads of the pool.
+    `start`, `score` and `close` may run on different event loops, because the pool's threads own the processes.
     """
 
-    def __init__(self, config: RewardConfig, models: RewardModels = NO_MODELS) -> None:
-        """Raises ConfigError for a component whose reward model was not placed."""
+    def __init__(self, config: RewardConfig, models: RewardModels = NO_MODELS, logs: Path | None = None) -> None:
+        """`logs`: folder for what the functions print.
+
+        Raises ConfigError for a component whose reward model is not in `models`.
+        """
         self._weights = {name: part.weight for name, part in config.components.items()}
-        hosting = functions(config)
+        hosting = functions(config, logs)
         self._functions = tuple(hosting.components)
         self._pool = RewardPool(hosting) if self._functions else None
         self._served = models.served
         self._colocated = models.colocated
         missing = sorted(self._weights.keys() - {*self._functions, *self._served, *self._colocated})
         if missing:
-            raise ConfigError(f"reward.components.{missing[0]}.model: there are no reward models in this command")
+            raise ConfigError(f"reward.components.{missing[0]}.model: this command runs reward functions only")
         self._lock = threading.Lock()
         self._metrics: Metrics = {}
         self._restarts_told = 0
 
     async def start(self) -> None:
-        """Start the processes. Raises ConfigError if a reward cannot be loaded or does not take its options."""
+        """Start the processes. Raises ConfigError if a reward cannot be loaded or does not accept its options."""
         await asyncio.gather(*(asyncio.to_thread(one.start) for one in self._processes))
 
+    def check(self, prompts: Sequence[Prompt], key: str) -> None:
+        """Raise ConfigError for the first prompt without the ground truth that a function needs. Call it after `start`.
+
+        `key` is where the settings of the prompts' data stand in the run file.
+        """
+        needing = self._pool.needs_ground_truth if self._pool is not None else ()
+        without = next((prompt for prompt in prompts if prompt.ground_truth is None), None)
+        if needing and without is not None:
+            raise ConfigError(
+                f"reward.components.{needing[0]}: its function needs ground_truth, but prompt {without.prompt_id} has "
+                f"none (columns: {', '.join(without.row) or 'no others'}); set {key}.columns.ground_truth to the "
+                f"column that has it, or {key}.ground_truth_template"
+            )
+
     async def score(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """The group with reward and components filled in; trajectories that had already failed are left as they are.
+        """Return the group with rewards and components; trajectories that had already failed are unchanged.
 
         With colocated reward models the rewards are NaN until `complete`.
         """
@@ -67,7 +87,7 @@ class Rubric:
         return TrajectoryGroup(group.prompt, tuple(scored))
 
     def complete(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups with the scores of the colocated reward models added; all their answers are scored together."""
+        """Add the scores of the colocated reward models, which score the answers of all groups together."""
         if not self._colocated:
             return list(groups)
         members = [_members(group) for group in groups]
@@ -89,7 +109,7 @@ class Rubric:
         ]
 
     async def close(self) -> None:
-        """End the processes; scores still awaited raise PoolClosed."""
+        """End the processes; scores that are still awaited raise PoolClosed."""
         await asyncio.gather(*(asyncio.to_thread(one.close) for one in self._processes))
 
     def metrics(self) -> Metrics:
@@ -105,7 +125,7 @@ class Rubric:
 
     @property
     def _processes(self) -> list[Any]:
-        """Everything that runs in processes: the pool of the functions, and each served model's."""
+        """All pools of processes: that of the functions, and one per served model."""
         return [*([self._pool] if self._pool is not None else []), *self._served.values()]
 
     async def _score_one(self, prompt: Prompt, trajectory: Trajectory, case: str) -> Trajectory:
@@ -130,7 +150,7 @@ class Rubric:
         return self._judged(trajectory, dict(zip(futures, answers, strict=True)))
 
     def _judged(self, trajectory: Trajectory, outcomes: Mapping[str, Outcome]) -> Trajectory:
-        """The trajectory with these outcomes, counted once nothing is missing any more."""
+        """The trajectory with these outcomes; it is counted when its last outcome is there."""
         judged = self._combine(trajectory, outcomes)
         if judged.status is Status.REWARD_FAILED:
             self._note({"reward/failed": Metric.sum(1)})
@@ -143,8 +163,13 @@ class Rubric:
         fresh = flatten({name: outcome for name, outcome in outcomes.items() if not outcome.error})
         components = {**trajectory.components, **fresh}
         if not errors and not self._weights.keys() <= components.keys():
-            return trajectory.with_(reward=math.nan, components=components)  # a colocated model has yet to be asked
+            return trajectory.with_(reward=math.nan, components=components)  # a colocated model has not scored it yet
         reward = math.nan if errors else sum(weight * components[name] for name, weight in self._weights.items())
+        if any(span.reward is not None for span in trajectory.spans):
+            components[ENVIRONMENT] = trajectory.turn_reward
+            reward += trajectory.turn_reward
+        elif not self._weights:
+            errors = ["reward.components is empty, and the environment gave no reward"]
         if not errors and not math.isfinite(reward):
             errors = [f"the weighted sum of the components is {reward}"]
         if errors:
@@ -182,6 +207,6 @@ def _fail(trajectory: Trajectory, error: str) -> Trajectory:
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    """The row of the data set; what rendering took out of it is put back under its usual name."""
+    """The row of the data set, with the columns that rendering removed."""
     known = {"messages": prompt.messages, "data_source": prompt.data_source, "prompt_id": prompt.prompt_id}
     return {**known, **prompt.row}

@@ -1,4 +1,4 @@
-"""Settings of rewards: named components, each a function or a reward model with a weight and a deadline."""
+"""Settings of rewards: named components. Each is a function or a reward model, with a weight and a deadline."""
 
 from __future__ import annotations
 
@@ -10,38 +10,43 @@ from hone.config import Config, setting
 from hone.registry import load_plugins, unknown
 from hone.rewards import REWARDS
 
+ENVIRONMENT = "environment"  # the component of the rewards that an environment gives for turns
+
 
 class RewardModelConfig(Config):
     """A reward model: a value model with its head and tokenizer, as `hone reward-model` exports it."""
 
-    path: str = setting(meaning="folder of the value model")
+    path: str = setting(meaning="folder of the reward model")
     place: Literal["colocated", "process"] = setting(
-        "colocated", "in the trainer, asked for each collected batch at once; or a process of its own, asked meanwhile"
+        "colocated", "in the trainer, which scores whole batches; or its own process, which scores during generation"
     )
-    max_tokens_per_batch: int = setting(16384, "hard cap of one forward; longer answers fail", unit="tokens", ge=1)
-    compute_dtype: Literal["bfloat16", "float32", "float64"] = setting("bfloat16", "of its weights and its forward")
+    max_tokens_per_batch: int = setting(16384, "hard cap per forward; a longer answer fails", unit="tokens", ge=1)
+    compute_dtype: Literal["auto", "bfloat16", "float32", "float64"] = setting(
+        "auto", "dtype of weights and forward; auto: bfloat16 where the device multiplies it natively, else float32"
+    )
+    context: int | None = setting(None, "longest answer with its prompt, as model.use.context", unit="tokens", ge=1)
     aggregation: Literal["last", "mean", "min"] | None = setting(
-        None, "process reward model: how the scores of the steps become one; null: one score for the whole answer"
+        None, "process reward model: how the scores of the steps are combined; null: one score for the whole answer"
     )
-    step_separator: str = setting("\n", "process reward model: what stands between two steps", min_length=1)
+    step_separator: str = setting("\n", "process reward model: the text between two steps", min_length=1)
     environment: dict[str, str] = setting(
-        factory=dict, meaning="variables of the process, such as CUDA_VISIBLE_DEVICES"
+        factory=dict, meaning="environment variables of the process, such as CUDA_VISIBLE_DEVICES"
     )
 
     @model_validator(mode="after")
     def _environment_is_a_process_s(self) -> RewardModelConfig:
         if self.environment and self.place != "process":
-            raise ValueError("environment is that of a process of its own: set place: process, or remove it")
+            raise ValueError("environment needs a process of its own: set place: process, or remove environment")
         return self
 
 
 class RewardComponent(Config):
-    """One reward and what its value counts for: exactly one of `reward` (a function) and `model`."""
+    """One reward and its weight: exactly one of `reward` (a function) and `model`."""
 
     reward: str | None = setting(None, "a registered reward, 'package.module:function' or 'path/to/file.py:function'")
     model: RewardModelConfig | None = setting(None, "a reward model that scores the answer's tokens")
-    weight: float = setting(1.0, "factor of the value in the reward; 0: measured and logged, not rewarded")
-    timeout_s: float = setting(30.0, "deadline of one call; a later answer is a failure, not a 0", unit="s", gt=0)
+    weight: float = setting(1.0, "factor of the value in the reward; 0: only logged")
+    timeout_s: float = setting(30.0, "deadline of one call; a late call is a failure, not a 0", unit="s", gt=0)
     options: dict[str, Any] = setting(meaning="keyword arguments of the function", factory=dict)
 
     @model_validator(mode="after")
@@ -50,7 +55,7 @@ class RewardComponent(Config):
             found = "neither" if self.reward is None else "both"
             raise ValueError(f"exactly one of reward and model should be set, found {found}")
         if self.model is not None and self.options:
-            raise ValueError("options are arguments of a function; the settings of a reward model stand under model")
+            raise ValueError("options are arguments of a function; write the settings of a reward model under model")
         return self
 
     @field_validator("reward")
@@ -68,13 +73,22 @@ class RewardComponent(Config):
 class RewardConfig(Config):
     """The reward of a trajectory: the weighted sum of its components."""
 
-    components: dict[str, RewardComponent] = setting(meaning="name of the component -> its function", min_length=1)
+    components: dict[str, RewardComponent] = setting(
+        meaning="component name -> function or reward model; {} if the environment gives the rewards"
+    )
     workers: int = setting(2, "processes that run the reward functions", ge=1)
+    max_failed_fraction: float = setting(
+        0.2, "a run ends if more of the answers of three steps in a row could not be scored", ge=0, le=1
+    )
 
     @field_validator("components")
     @classmethod
     def _plain_names(cls, value: dict[str, RewardComponent]) -> dict[str, RewardComponent]:
         for name in value:
             if not name or "/" in name:
-                raise ValueError(f"component name {name!r} should be non-empty and without '/' (for sub-components)")
+                raise ValueError(
+                    f"component name {name!r} should not be empty or contain '/', which separates sub-components"
+                )
+        if ENVIRONMENT in value:
+            raise ValueError(f"component name {ENVIRONMENT!r} is that of the rewards of turns; choose another name")
         return value

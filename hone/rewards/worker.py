@@ -1,116 +1,81 @@
-"""The process that runs reward functions: `python -m hone.rewards.worker PARENT_PID`, spoken to by `hone.rewards.pool`.
+"""The process that runs reward functions for `hone.rewards.pool`, which starts it.
 
-    stdin --frames--> listener thread --queue--> main thread: call, judge, answer --frames--> stdout (a private copy)
+    hello    {"components": {name: {"reward", "options", "timeout_s"}}}   --> {"concurrent": [name, ...],
+                                                                               "needs_ground_truth": ...} or {"error"}
+    request  {"component": name, "items": [[response, ground_truth, row], ...]}
+    reply    {"item": i, "value", "parts", "seconds"}  or  {"item": i, "error", "late", "seconds"}    as each is done
 
-The functions run in the main thread (some libraries need signals), plain ones one after another in the order of the
-batch, coroutine functions of a batch together on one event loop. Standard output is redirected to standard error
-before any foreign code runs, so printing cannot disturb the protocol. The process ends when its input does, and is
-killed by the kernel when its parent dies, even in the middle of a call.
+Functions run in the main thread, because some libraries need signals: plain ones one after another in the order of the
+batch, coroutine functions of a batch together on one event loop. A process may hold half of the machine's memory: a
+function that wants more fails alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import os
-import queue
 import random
-import signal
+import resource
 import sys
-import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from hone.processes.frames import Frame
+from hone.processes.request_loop import RequestLoop
 from hone.rewards.base import BadReward, LoadedReward, describe, judge, load_reward
-from hone.rewards.frames import FrameBuffer, encode, write_all
-
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serve until the parent closes the pipe or is gone."""
-    sink, messages = connect()
+    """Serve until hone closes the socket or is gone."""
+    loop = RequestLoop()
+    limit_memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+    requests = loop.requests()
     with asyncio.Runner() as runner:
-        worker = RewardWorker(sink, runner)
-        if worker.load(next(messages)["components"]):
-            for batch in messages:
-                worker.serve(batch)
-
-
-def connect() -> tuple[int, Iterator[dict[str, Any]]]:
-    """Where answers are written, and the messages as they come; the process ends with its parent and with its input."""
-    die_with_parent(int(sys.argv[1]))
-    source, sink = _claim_pipes()
-    inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(source, inbox), daemon=True).start()
-    return sink, _messages(inbox)
-
-
-def _messages(inbox: queue.SimpleQueue[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    while True:
-        yield inbox.get()
-
-
-def die_with_parent(parent: int) -> None:
-    """SIGKILL at the parent's death: a call that holds the interpreter would not see the end of the input."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before we asked
-
-
-def _claim_pipes() -> tuple[int, int]:
-    """Private copies of stdin and stdout; the public ones become nothing and stderr."""
-    source, sink = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return source, sink
-
-
-def _listen(source: int, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
-    buffer = FrameBuffer()
-    while data := os.read(source, 1 << 20):
-        for message in buffer.feed(data):
-            inbox.put(message)
-    os._exit(0)
+        worker = RewardWorker(loop, runner)
+        if worker.load(next(requests).body["components"]):
+            for request in requests:
+                worker.serve(request)
 
 
 class RewardWorker:
-    """The loaded components of one process, and the way back to hone."""
+    """The loaded components of one process."""
 
-    def __init__(self, sink: int, runner: asyncio.Runner) -> None:
-        self._sink = sink
+    def __init__(self, loop: RequestLoop, runner: asyncio.Runner) -> None:
+        self._loop = loop
         self._runner = runner
         self._rewards: dict[str, LoadedReward] = {}
         self._timeouts: dict[str, float] = {}
 
     def load(self, components: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Import every component's function; tell hone that we are ready, or why not."""
+        """Import every component's function; reply whether that worked."""
         try:
             for name, spec in components.items():
                 self._rewards[name] = load_reward(name, spec["reward"], spec["options"])
                 self._timeouts[name] = spec["timeout_s"]
         except BadReward as error:
-            self._answer({"error": str(error)})
+            self._loop.loaded({"error": str(error)})
             return False
-        self._answer({"ready": True, "concurrent": [r.name for r in self._rewards.values() if r.concurrent]})
+        rewards = self._rewards.values()
+        self._loop.loaded({
+            "concurrent": [one.name for one in rewards if one.concurrent],
+            "needs_ground_truth": [one.name for one in rewards if one.binding.needs_ground_truth],
+        })  # fmt: skip
         return True
 
-    def serve(self, batch: Mapping[str, Any]) -> None:
-        """Answer every item of one batch."""
-        reward = self._rewards[batch["component"]]
+    def serve(self, request: Frame) -> None:
+        """Reply to every item of one batch."""
+        reward, items = self._rewards[request.body["component"]], request.body["items"]
         if reward.concurrent:
-            self._runner.run(self._serve_together(reward, batch["items"]))
+            self._runner.run(self._serve_together(reward, request.batch, items))
             return
-        for index, item in enumerate(batch["items"]):
-            self._serve_one(reward, index, item)
+        for index, item in enumerate(items):
+            answer = self._call(reward, item)
+            self._loop.reply(request.batch, {"item": index, **answer})
 
-    def _serve_one(self, reward: LoadedReward, index: int, item: list[Any]) -> None:
+    def _call(self, reward: LoadedReward, item: list[Any]) -> dict[str, Any]:
         _seed(item[0])
         began = time.perf_counter()
         try:
@@ -120,14 +85,14 @@ class RewardWorker:
             answer = _verdict(returned)
         except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code: reported, never scored
             answer = {"error": describe(error)}
-        self._answer({"item": index, **answer, "seconds": time.perf_counter() - began})
+        return {**answer, "seconds": time.perf_counter() - began}
 
-    async def _serve_together(self, reward: LoadedReward, items: list[list[Any]]) -> None:
+    async def _serve_together(self, reward: LoadedReward, batch: int, items: list[list[Any]]) -> None:
         async with asyncio.TaskGroup() as tasks:
             for index, item in enumerate(items):
-                tasks.create_task(self._serve_waiting(reward, index, item))
+                tasks.create_task(self._serve_waiting(reward, batch, index, item))
 
-    async def _serve_waiting(self, reward: LoadedReward, index: int, item: list[Any]) -> None:
+    async def _serve_waiting(self, reward: LoadedReward, batch: int, index: int, item: list[Any]) -> None:
         began = time.perf_counter()
         deadline = asyncio.timeout(self._timeouts[reward.name])
         try:
@@ -136,10 +101,7 @@ class RewardWorker:
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as above
             late = deadline.expired()
             answer = {"error": "" if late else describe(error), "late": late}
-        self._answer({"item": index, **answer, "seconds": time.perf_counter() - began})
-
-    def _answer(self, message: Mapping[str, Any]) -> None:
-        write_all(self._sink, encode(message))
+        self._loop.reply(batch, {"item": index, **answer, "seconds": time.perf_counter() - began})
 
 
 async def _wait(awaitable: Any) -> Any:
@@ -151,8 +113,18 @@ def _verdict(returned: Any) -> dict[str, Any]:
     return {"value": value, "parts": parts}
 
 
+def limit_memory(most_bytes: int) -> None:
+    """Let allocations of this process fail beyond `most_bytes`, so that the kernel does not kill the trainer instead.
+
+    Address space that is only reserved (CUDA reserves more than there is) does not count.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
 def _seed(response: str) -> None:
-    """The same answer draws the same random numbers in whatever process, and after whatever calls, it is judged."""
+    """Seed the random numbers by the answer, so that they do not depend on the process and on earlier calls."""
     seed = zlib.crc32(response.encode("utf-8", "surrogatepass"))
     random.seed(seed)
     if "numpy" in sys.modules:

@@ -1,6 +1,8 @@
-"""Rollout engines: they continue token ids and say with which weights and how probable each token was.
+"""Rollout engines: they continue token ids, and return log-probs and the weight version of each token.
 
-`ROLLOUT_ENGINES` names them; `base.RolloutEngine` is what each of them can do. This file imports no torch.
+In reading order: `base` (the contracts), `settings`, `router` and `replicas` (several engines behind one `generate`),
+`admission` (checks before a request is taken), `adapters` (LoRA), `images`; `builtin/` is an engine of its own,
+`servers/` has adapters of engines in other processes. This file imports no torch.
 """
 
 from hone.registry import Registry
@@ -8,9 +10,9 @@ from hone.registry import Registry
 ROLLOUT_ENGINES = Registry(
     "rollout engine",
     {
-        "builtin": "hone.rollout.builtin:BuiltinEngine",
-        "vllm": "hone.rollout.vllm:VllmServer",
-        "sglang": "hone.rollout.sglang:SglangServer",
+        "builtin": "hone.rollout.builtin.engine:BuiltinEngine",
+        "vllm": "hone.rollout.servers.vllm:VllmServer",
+        "sglang": "hone.rollout.servers.sglang:SglangServer",
     },
 )
 

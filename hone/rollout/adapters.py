@@ -1,11 +1,11 @@
-"""LoRA adapters as a rollout engine is given them: what their tensors mean, and how they are merged into weights.
+"""LoRA adapters in PEFT's format: how an engine reads their tensors and merges them into its weights.
 
     tensors, config --read_adapter--> a Delta for each weight, all checked
-    base W (kept aside) --W + scaling * B A--> what is served        LoRA (arXiv 2106.09685); rsLoRA (2312.03732)
+    base W (kept aside) --W + scaling * B A--> merged weights        LoRA (arXiv 2106.09685); rsLoRA (2312.03732)
                         --m * (W + scaling * B A) / |W + scaling * B A|-->                    DoRA (2402.09353)
 
-Tensors come under the names of PEFT's files, with PEFT's `adapter_config.json`. What would be understood wrongly is
-refused: an adapter of another kind, a tensor that belongs to no weight, a matrix without its partner.
+Tensors come under the names of PEFT's files, with PEFT's `adapter_config.json`. An adapter of another
+kind, a tensor that belongs to no weight and a matrix without its partner are errors.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ OTHER_KINDS = (  # entries of PEFT's configuration that change what the matrices
 
 @dataclass(frozen=True, slots=True)
 class AdapterKind:
-    """What decides whether a rollout engine can take an adapter as it is; known before the first one is trained."""
+    """The properties that decide whether an engine can load an adapter; known before the first one is trained."""
 
     rank: int  # the largest of its matrices
     dora: bool = False
     experts: bool = False  # on weights of all experts together (PEFT: target_parameters)
-    whole_modules: bool = False  # with modules that are trained whole beside it (PEFT: modules_to_save)
+    whole_modules: bool = False  # with modules that are trained whole (PEFT: modules_to_save)
     model: str = ""  # transformers' `model_type` of what it is on
     modules: frozenset[str] = frozenset()  # last parts of the names of the layers that it is on; empty: not known
 
@@ -78,7 +78,7 @@ class AdapterKind:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """A folder as PEFT writes it."""
+    """A folder with an adapter, as PEFT writes it."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -112,13 +112,13 @@ def unfit_for_merging(kind: AdapterKind) -> str:
 
 def check_adapter(name: str, known: Mapping[str, Any]) -> None:
     """Raise ValueError for an adapter that is not served."""
-    if name and name not in known:
+    if name not in known:
         raise ValueError(unknown("adapter", name, list(known)) if known else f"no adapter {name!r} is served here")
 
 
 @dataclass(slots=True)
 class Delta:
-    """What an adapter says of one weight."""
+    """The change of one weight by an adapter."""
 
     scaling: float
     transposed: bool  # the weight is stored [in, out]
@@ -137,15 +137,15 @@ class Delta:
 
 
 class MergedAdapter:
-    """Puts one adapter after another onto weights that it changes in place; of what one touches, the base is kept."""
+    """Merges one adapter at a time into weights, in place, and keeps a copy of the base of each changed weight."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        """`weights` is the storage that is served, under Hugging Face names."""
+        """`weights`: the engine's weights under Hugging Face names, which are changed in place."""
         self._weights = weights
         self._base: dict[str, Tensor] = {}
 
     def put(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-        """Serve base and adapter. Raises ValueError, with nothing changed, for one that does not fit the weights."""
+        """Merge an adapter. Raises ValueError, with nothing changed, if it does not fit the weights."""
         shapes = {name: tuple(weight.shape) for name, weight in self._weights.items()}
         deltas, whole = read_adapter(tensors, config, shapes)
         touched = deltas.keys() | whole.keys()
@@ -160,17 +160,17 @@ class MergedAdapter:
             self._weights[name].copy_(tensor)
 
     def forget(self) -> None:
-        """The weights are whole new ones: what was kept of others means nothing."""
+        """Drop the kept base: the weights were replaced as a whole."""
         self._base.clear()
 
     def take_out(self) -> None:
-        """Serve the base alone."""
+        """Restore the base."""
         for name, tensor in self._base.items():
             self._weights[name].copy_(tensor)
         self._base.clear()
 
     def _refuse_tied(self, touched: Any) -> None:
-        """An adapter on one of two names of the same storage would be served under the other name too."""
+        """Refuse an adapter on a weight that shares its storage with another name: it would change both."""
         owners: dict[int, str] = {}
         for name, tensor in self._weights.items():
             owner = owners.setdefault(tensor.data_ptr(), name)
@@ -184,7 +184,7 @@ class MergedAdapter:
 def read_adapter(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, Delta], dict[str, Tensor]]:
-    """What an adapter does to each weight, and the weights that it replaces, by the names of the weights.
+    """Read an adapter: the delta of each weight, and the weights that it replaces, by the names of the weights.
 
     `shapes` are those of the model's weights. Raises ValueError for an adapter that does not fit them.
     """
@@ -245,7 +245,7 @@ def refuse_other_kinds(config: Mapping[str, Any]) -> None:
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    """The module that a tensor of an adapter belongs to, and which part of it it is; None: the whole weight."""
+    """The module that an adapter's tensor belongs to, and which part of the adapter it is; None: a whole weight."""
     if not name.startswith(PREFIX):
         raise ValueError(f"the adapter's {name!r} is not named as PEFT does: it should begin with {PREFIX!r}")
     plain = name.removeprefix(PREFIX)
@@ -258,7 +258,7 @@ def _split(name: str) -> tuple[str, str | None]:
 
 
 def _scaling(config: Mapping[str, Any], module: str) -> float:
-    """What B A is multiplied with: alpha / r, or alpha / sqrt(r) of rsLoRA; patterns as PEFT reads them."""
+    """Factor of B A: alpha / r, or alpha / sqrt(r) for rsLoRA; rank and alpha patterns are matched as in PEFT."""
     rank = _of_pattern(config.get("rank_pattern"), module, config["r"])
     alpha = _of_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank

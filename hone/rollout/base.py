@@ -1,8 +1,8 @@
 """The contract of a rollout engine: tokens in; tokens, log-probs and the weight version of each token out.
 
-Two kinds of engine keep it. One in the trainer's process (the built-in engine) is given weights as a stream,
-`update_weights`. One in a process of its own (vLLM, SGLang, the built-in engine as a server) is held by a
-`ServerAdapter`; it is offered weights, `receive_weights`, and takes them from a channel.
+There are two kinds of engine. A `RolloutEngine` runs in the trainer's process (the built-in engine) and gets weights as
+a stream (`update_weights`). A `ServerAdapter` stands for a server in another process (vLLM, SGLang, the built-in engine
+as a server), which receives weights over a transport (`receive_weights`).
 """
 
 from __future__ import annotations
@@ -15,31 +15,40 @@ from typing import Any, Literal, Protocol
 import torch
 
 from hone.rollout.adapters import AdapterFiles, AdapterKind
-from hone.rollout.host import Host, LocalHost
+from hone.rollout.servers.host import Host, LocalHost
 from hone.rollout.settings import RolloutConfig
 from hone.types import Completion, Image, Metrics, SamplingParams
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of requests that run when an engine pauses. `abort`: they end now with the tokens they have; `wait`:
-`pause` returns when they are done; `keep`: they stand still until `resume`. New requests wait for `resume` in all."""
+"""What happens to running requests when an engine pauses. `abort`: they end now with the tokens they have; `wait`:
+`pause` returns when they are done; `keep`: they stand still until `resume`. New requests always wait for `resume`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """The tensors that an engine in this process serves after an update; the weight sync digests them."""
+
+    replica: str
+    version: int
+    tensors: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightReceipt:
-    """A replica's proof of what it serves after a weight sync: the digest of the weights it now holds."""
+    """A server's proof of what it serves after a weight sync: the digest of the weights it now holds."""
 
     replica: str
     version: int
-    digest: str  # of (name, dtype, shape, bytes) of every weight as stored; see hone.models.digest
+    digest: str  # of (name, dtype, shape, bytes) of every weight as stored; see hone.weights.digests.digest
     tensors: int
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """How likely an engine finds the tokens of a sequence, each given those before it, at temperature 1.
+    """Log-prob of each token of a sequence given the earlier ones, at temperature 1.
 
-    All tuples have the length of the sequence; the first entry speaks of a token that nothing precedes: 0.0, and empty.
+    All tuples have the length of the sequence; the first entry is 0.0 or empty, as nothing precedes the first token.
     """
 
     logprobs: tuple[float, ...]
@@ -48,11 +57,11 @@ class Scored:
 
 
 class ReplicaLost(RuntimeError):
-    """A replica's process died, or does not answer any more: its requests can be sent to another."""
+    """A replica's process died or its connection broke: its requests can be sent to another replica."""
 
 
 class Generating(Protocol):
-    """What every engine does. All coroutines run on one event loop."""
+    """The verbs of every engine. All coroutines run on one event loop."""
 
     @property
     def weight_version(self) -> int: ...
@@ -60,7 +69,7 @@ class Generating(Protocol):
     async def generate(
         self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
     ) -> Completion:
-        """Continue `token_ids`, whose first placeholders are those of `images`.
+        """Continue `token_ids`; `images` fill its image placeholders in order.
 
         Raises ValueError for a request that cannot be served (too long, empty), ReplicaLost if the engine died on the
         way, RuntimeError if it fails or has no weights.
@@ -94,12 +103,12 @@ class Generating(Protocol):
 class RolloutEngine(Generating, Protocol):
     """One replica that generates in the trainer's process."""
 
-    async def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightReceipt:
+    async def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], version: int) -> LoadedWeights:
         """Replace every weight; KV and prefix caches of older versions are dropped before the next token."""
 
     async def update_adapter(
         self, stream: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any], version: int
-    ) -> WeightReceipt:
+    ) -> LoadedWeights:
         """Serve the base weights with a LoRA adapter (PEFT's names and configuration), in place of the one before."""
 
     def expected_weights(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -108,9 +117,9 @@ class RolloutEngine(Generating, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """All that a server adapter is constructed from: `ROLLOUT_ENGINES.get(backend)(spec)`.
+    """Everything a server adapter is constructed from: `ROLLOUT_ENGINES.get(backend)(spec)`.
 
-    Constructing reads the settings and starts nothing; `start` does.
+    The constructor reads the settings; `start` starts the server.
     """
 
     settings: RolloutConfig
@@ -121,12 +130,14 @@ class ServerSpec:
     token: str = field(repr=False)  # the run's; for the environment variable HONE_TOKEN of the server, nothing else
     tokenizer: str = ""  # folder or hub name; empty: the model's own
     trust_remote_code: bool = False
-    frozen: bool = False  # it serves the weights in the model's folder from its start, and no sync brings others
-    adapter: AdapterKind | None = None  # of the LoRA adapter that the policy is, sent beside its base; None: none
-    adapters: Mapping[str, AdapterFiles] = field(default_factory=dict)  # others, served beside the policy by name
+    context: int | None = None  # `model.use.context`; servers of other projects find theirs in the engine's options
+    frozen: bool = False  # it serves the weights of the model's folder; there is no weight sync
+    keep_cache: bool = False  # running requests go on with the KV of older weights after an update
+    adapter: AdapterKind | None = None  # of the policy's LoRA adapter, sent without its base; None: it has none
+    adapters: Mapping[str, AdapterFiles] = field(default_factory=dict)  # more adapters, by name; requests name one
     devices: tuple[int, ...] = ()  # indices of the accelerators that this replica may use; empty: all that are seen
     environment: Mapping[str, str] = field(default_factory=dict)  # further variables, from the platform
-    routed_layers: tuple[int, ...] = ()  # layers whose experts completions have to tell of each token; empty: none
+    routed_layers: tuple[int, ...] = ()  # layers whose experts are returned for each token; empty: none
     host: Host = field(default_factory=LocalHost, repr=False)  # the machine that it runs on
 
     @property
@@ -135,9 +146,9 @@ class ServerSpec:
 
 
 class ServerAdapter(Generating, Protocol):
-    """One replica in a process of its own, seen from the trainer's process.
+    """One replica in a process of its own, as the trainer's process uses it.
 
-    It is a `Replica` of `hone.weights` too (name, ranks, pause, receive_weights, resume, stop). Its coroutines raise
+    It is also a `Replica` of `hone.weights` (name, ranks, pause, receive_weights, resume, stop). Its coroutines raise
     ReplicaLost when the process died or its connection broke, so that the router can send the request elsewhere.
     """
 
@@ -145,19 +156,19 @@ class ServerAdapter(Generating, Protocol):
 
     @property
     def ranks(self) -> int:
-        """Processes of it that receive weights (tensor parallel size)."""
+        """Number of its processes that receive weights (tensor parallel size)."""
 
     @property
     def positional_seed(self) -> bool:
         """Whether a token's random number depends on the request's seed and the token's position alone.
 
-        Then a request that is sent again with its first tokens goes on as if it had never stopped. An engine whose
-        random stream begins anew with each request gets another seed for the rest, drawn from the first.
+        If so, a request that is resent with its first tokens continues as if it had never stopped. Otherwise the
+        engine's random stream restarts with each request, and the router derives another seed for the rest.
         """
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating-point dtype in which it stores weights: what it is sent is cast to it first."""
+        """Floating-point dtype in which it stores weights; weights are cast to it before they are sent."""
 
     @property
     def alive(self) -> bool:
@@ -169,17 +180,23 @@ class ServerAdapter(Generating, Protocol):
         A server that has just started serves nothing (version -1) before it received weights.
         """
 
+    async def beat(self) -> int | None:
+        """Wait for a sign of life; returns the tokens computed so far, None if unknown or while none may be computed.
+
+        Raises ReplicaLost, TimeoutError or RuntimeError without one, OutOfDescriptors if this process cannot ask.
+        """
+
     async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
-        """How likely it finds the tokens of a sequence, and the `top_k` most likely ones at each place.
+        """Log-probs of the tokens of a sequence, and the `top_k` most likely tokens at each place.
 
         Raises as `generate` does.
         """
 
     async def receive_weights(self, offer: Mapping[str, Any]) -> list[WeightReceipt]:
-        """Let the server take in the weights that a sender offers; one receipt per worker of it."""
+        """Have the server receive the weights of an offer; returns one receipt per worker."""
 
     async def stop(self, reason: str) -> None:
-        """Serve nothing more (version -1) until whole weights were received: what it has is unknown or partly new."""
+        """Serve nothing more (version -1) until whole weights were received: its weights are unknown or mixed."""
 
     async def close(self) -> None:
         """End the server with everything it started; again is fine."""
@@ -187,6 +204,7 @@ class ServerAdapter(Generating, Protocol):
 
 __all__ = [
     "Generating",
+    "LoadedWeights",
     "PauseMode",
     "ReplicaLost",
     "RolloutEngine",

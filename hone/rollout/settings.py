@@ -1,19 +1,21 @@
-"""Settings of rollouts: which engine generates, how much at once, and how tokens are sampled. No torch in here."""
+"""Settings of rollouts: engine, capacity and sampling. Does not import torch."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from hone.config import Config, setting
 from hone.registry import load_plugins, unknown
 from hone.rollout import ROLLOUT_ENGINES
 from hone.types import SamplingParams
 
+CONTROLS = 16  # connections to one server beside those of `requests_per_replica`
+
 
 class SamplingConfig(Config):
-    """How completions are sampled: temperature, then top-k, then top-p, then min-p, each over what the last left."""
+    """Sampling of completions: temperature, top-k, top-p, min-p, in this order, each on what the last one kept."""
 
     max_response_tokens: int = setting(512, "longest completion", unit="tokens", ge=1)
     temperature: float = setting(1.0, "divides the logits; 0 takes the likeliest token (greedy)", ge=0)
@@ -29,8 +31,17 @@ class SamplingConfig(Config):
             raise ValueError("a stop string should not be empty: it would end every completion at once")
         return stop
 
+    @model_validator(mode="after")
+    def _greedy_has_no_filter(self) -> SamplingConfig:
+        if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
+            raise ValueError(
+                "temperature is 0 (greedy), so top_k, top_p and min_p have no effect; set temperature above 0, or "
+                "remove them"
+            )
+        return self
+
     def params(self, seed: int) -> SamplingParams:
-        """What one request asks of an engine; `seed` is the request's own."""
+        """Return the sampling parameters of one request; `seed` is the request's own."""
         return SamplingParams(
             max_tokens=self.max_response_tokens,
             temperature=self.temperature,
@@ -46,19 +57,19 @@ class BuiltinSettings(Config):
     """The built-in engine: continuous batching over the Hugging Face model classes."""
 
     process: Literal["inside", "separate"] = setting(
-        "inside", "inside: in the trainer's process; separate: a server process, reached as vLLM is"
+        "inside", "inside: in the trainer's process; separate: in a server process, like vLLM"
     )
-    slots: int = setting(256, "sequences decoded together at most; further requests wait", unit="sequences", ge=1)
+    slots: int = setting(256, "most sequences decoded together; other requests wait", unit="sequences", ge=1)
     max_sequence_tokens: int | None = setting(
         None, "longest prompt plus completion; null: the model's context, within kv_cache_tokens", unit="tokens", ge=2
     )
     kv_cache_tokens: int = setting(
-        262_144, "size of the KV cache at most: sequences in it times the longest one's room", unit="tokens", ge=64
+        262_144, "largest size of the KV cache: number of sequences x room of the longest", unit="tokens", ge=64
     )
-    prefill_tokens: int = setting(8192, "prompt tokens in one forward, except for a longer prompt", unit="tokens", ge=1)
+    prefill_tokens: int = setting(8192, "prompt tokens per forward; a longer prompt goes alone", unit="tokens", ge=1)
     share_prompts: bool = setting(True, "compute the KV of identical prompts once and copy it")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
-        "auto", "of weights and KV cache; auto: the dtype of the model that the engine is built from"
+        "auto", "dtype of weights and KV cache; auto: that of the model that the engine is built from"
     )
     execution: Literal["auto", "fused", "generic"] = setting(
         "auto", "fused: the decoder written for Llama, Mistral, Qwen2 and Qwen3; generic: transformers' own forward"
@@ -66,27 +77,29 @@ class BuiltinSettings(Config):
 
 
 class RolloutConfig(Config):
-    """The rollout side of a run: which engine generates, where, and how it samples."""
+    """The rollout of a run: which engine generates, where, and how it samples."""
 
     backend: str = setting("builtin", "the engine that generates: builtin, vllm, sglang, or a plug-in's")
-    builtin: BuiltinSettings = setting(meaning="the built-in engine; others leave it alone", factory=BuiltinSettings)
+    builtin: BuiltinSettings = setting(meaning="settings of the built-in engine only", factory=BuiltinSettings)
     engine: dict[str, Any] = setting(
-        meaning="options of a server's engine by its own names, such as enforce_eager; it refuses unknown ones itself",
+        meaning="options of vLLM or SGLang under their own names, such as enforce_eager; they refuse unknown ones",
         factory=dict,
     )
-    python: str = setting("", "interpreter that has the server's engine; default: .venv-<backend>/bin/python, if there")
+    python: str = setting("", "Python of the engine's environment; default: .venv-<backend>/bin/python, if there")
     replicas: int = setting(1, "servers that share the requests", ge=1)
     tensor_parallel: int = setting(1, "devices that one server spreads its model over", unit="devices", ge=1)
     start_timeout_s: float = setting(600.0, "deadline for a server to be ready", unit="s", gt=0)
     request_timeout_s: float = setting(600.0, "deadline of one request to a server", unit="s", gt=0)
     requests_per_replica: int = setting(
-        512, "requests that one of several replicas, or a server, has at a time; others wait in order", ge=1
+        512, "requests that a server, or one of several replicas, gets at a time; others wait in order", ge=1
     )
-    max_restarts: int = setting(3, "how often a dead server is started again in one run", ge=0)
+    max_restarts: int = setting(
+        3, "restarts of one server within an hour, or failed starts in a row, before hone gives it up", ge=0
+    )
     sleep_while_training: Literal["auto", "none", "level_1", "level_2"] = setting(
         "auto",
-        "what the rollout gives back before training: its KV cache (1), weights too (2); auto: none on a CPU or on "
-        "devices of its own, else 1 inside the trainer's process or where LoRA adapters are sent by themselves, else 2",
+        "memory freed before training: the KV cache (level_1), weights too (level_2); auto: none on "
+        "a CPU or on devices of its own, else level_1 in the trainer's process or with separate adapters, else level_2",
     )
     sampling: SamplingConfig = setting(meaning="how training completions are sampled", factory=SamplingConfig)
 

@@ -1,4 +1,4 @@
-"""Where workers run: the same worker classes in this process and its peers, or as actors on many machines."""
+"""Runtimes: run the same worker classes in this process (`local`), or as actors on many machines (`ray`)."""
 
 from hone.registry import Entry, Registry
 

@@ -1,8 +1,8 @@
-"""The contract of a worker group: one call, made on every rank of a role.
+"""The interface of a worker group: one call runs on every rank of a role.
 
-One rule for arguments: a `Batch` is split over the data-parallel ranks, balanced by tokens; everything else goes to
-every rank as it is. One rule for results: tensors come back in the batch's own order, `Metrics` are merged by their
-reducers, anything else is taken from the first output rank.
+Arguments: a `Batch` is split over the data-parallel ranks, balanced by cost; everything else goes to every rank
+unchanged. Results: tensors are returned in the order of the batch, `Metrics` are merged by their reducers, and anything
+else is taken from the first output rank.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ class WorkerGroup(Protocol):
     role: str
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Run `method` on every rank; a failure names role, rank and method, and keeps the cause."""
+        """Run `method` on every rank. An error names role, rank and method, and keeps the cause."""
 
     def close(self) -> None: ...
 
 
 class Call(Protocol):
-    """A question to a guest that is on its way."""
+    """A running call of a remote actor."""
 
     def done(self) -> bool:
-        """Whether `answer` has something to say; asking takes no time."""
+        """Whether `answer` will return without waiting."""
 
     def answer(self) -> Any:
-        """The answer. Raises GuestLost if guest or machine has ended, RuntimeError for what the guest raised."""
+        """The result. Raises ActorLost if the actor or its machine ended, RuntimeError if its object raised."""
 
 
-class Guest(Protocol):
-    """An object in a process of its own on some machine of the cluster; all its methods are coroutines."""
+class RemoteActor(Protocol):
+    """An object in its own process on a machine of the cluster; its methods are coroutines."""
 
     @property
     def address(self) -> str:
-        """Its machine's, in the cluster."""
+        """The address of its machine in the cluster."""
 
     def begin(self, method: str, *arguments: Any) -> Call:
-        """Call a method, and wait for nothing."""
+        """Start a call of a method without waiting for its result."""
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Call a method; raises as `Call.answer` does, and TimeoutError."""
+        """Call a method and wait. Raises the errors of `Call.answer`, and TimeoutError."""
 
     def leave(self) -> None:
-        """End its process."""
+        """End the actor's process."""
 
 
-class Seat(Protocol):
-    """Devices on one machine of the cluster that a server may use: reserved for it, or shared with ranks."""
+class ServerDevices(Protocol):
+    """The devices of one rollout server, on one machine of the cluster: reserved for it, or shared with ranks."""
 
     @property
     def is_here(self) -> bool:
@@ -68,24 +68,24 @@ class Seat(Protocol):
     def driver(self) -> str:
         """The address of the driver's machine."""
 
-    async def open(self, guest: Any, *arguments: Any) -> Guest:
-        """Start a process there that hosts a `guest(number of accelerators, *arguments)`, and sees only those.
+    async def start_actor(self, hosted: Any, *arguments: Any) -> RemoteActor:
+        """Start a process there that creates `hosted(number of accelerators, *arguments)` and sees only these devices.
 
-        The process gets the driver's working folder and variables as ranks do. Raises GuestLost if there is no room
-        (any more), RuntimeError for what the guest raised.
+        The process gets the driver's working folder and variables, as ranks do. Raises ActorLost if no machine has the
+        devices free, RuntimeError if the constructor raised.
         """
 
 
-class GuestLost(RuntimeError):
-    """A guest, or the machine it was on, has ended; or there is none that could be one."""
+class ActorLost(RuntimeError):
+    """A remote actor or its machine has ended, or no machine could start one."""
 
 
 class RankLost(RuntimeError):
-    """A collective did not end, because another rank did; the message names who waited, and for what."""
+    """A collective failed because another rank ended; the message names the rank that waited and its call."""
 
 
 class Stalled(RuntimeError):
-    """Nothing moved on for longer than `runtime.stall_timeout_s`; what every thread was doing has been printed."""
+    """The run made no progress for `runtime.stall_timeout_s`; the stacks of all threads have been printed."""
 
 
 class WorkerFailed(RuntimeError):

@@ -1,21 +1,18 @@
 """The local runtime: this process hosts one rank of each role; under torchrun, its peers host the others.
 
 every rank: call(method, batch) --> its part of the batch --> its worker --> results of all ranks, merged
-
-While the first rank leads (`hone.runtime.lead`), its calls are told to the others, which make them too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hone.data.packing import select
 from hone.runtime import ranks
-from hone.runtime.base import PhaseFn, Seat
-from hone.runtime.lead import enrol, leader
+from hone.runtime.base import PhaseFn, ServerDevices
 from hone.runtime.settings import RuntimeConfig
-from hone.runtime.split import encode, merge, split_groups
+from hone.runtime.split import encode, merge, split_batch, whole_groups_for
 from hone.types import Batch
 
 PHASES = {
@@ -24,11 +21,11 @@ PHASES = {
     "checkpoint_written": "save_checkpoint",
     **dict.fromkeys(("base_weights", "adapter", "adapter_config"), "weights"),
 }
-"""What a verb is called in the timings; any other verb goes by its own name."""
+"""Method -> its name in the timings; other methods keep their name."""
 
 
 class Spread(Protocol):
-    """What a worker says of its place among the ranks of its role."""
+    """A worker's position among the ranks of its role."""
 
     @property
     def data_parallel_rank(self) -> int: ...
@@ -41,49 +38,44 @@ class Spread(Protocol):
 
 
 class LocalWorkerGroup:
-    """Calls its one worker directly; alone, nothing is split and nothing is copied.
+    """Calls this process's worker directly. With one rank, nothing is split or copied.
 
-    The worker's own exception is the clearest error there is, so it is passed on as it is: the process ends with it,
-    and the other ranks' collectives with `RankLost`.
+    An exception of the worker is passed on unchanged, because it is the clearest error. This process ends with it, and
+    the other ranks' collectives raise `RankLost`.
     """
 
     def __init__(self, role: str, worker: Any, phase: PhaseFn) -> None:
         self.role = role
         self._worker = worker
         self._phase = phase
+        self._alone = ranks.ranks() == 1
 
     @classmethod
     def place(cls, role: str, worker_class: Any, spec: Any, runtime: RuntimeConfig, phase: PhaseFn) -> LocalWorkerGroup:
-        """Make this process's worker of a role. Its own errors pass through."""
-        group = cls(role, worker_class(spec), phase)
-        enrol(group)
-        return group
+        """Create this process's worker of a role. Its errors pass through."""
+        return cls(role, worker_class(spec), phase)
 
     @classmethod
-    def seats(cls, role: str, beside: str, count: int, devices: int, runtime: RuntimeConfig) -> Sequence[Seat]:
-        """Servers are started on this machine."""
+    def server_devices(
+        cls, role: str, colocated_with: str, count: int, devices: int, runtime: RuntimeConfig
+    ) -> Sequence[ServerDevices]:
+        """None: servers are started on this machine."""
         return ()
 
     def call(self, method: str, *arguments: Any) -> Any:
         with self._phase(PHASES.get(method, method)):
-            if ranks.ranks() == 1:
+            if self._alone:
                 return getattr(self._worker, method)(*arguments)
-            lead = leader()
-            if lead is None:
-                return self._call_all(method, arguments)
-            with lead.calling(self.role, method, arguments):
-                result = self._call_all(method, arguments)
-                return lead.whole(result) if isinstance(result, Iterator) else result
-
-    def _call_all(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        with ranks.answered(f"in {method} of role {self.role}"):
-            return self._call_part(self._worker, method, arguments)
+            with ranks.answered(f"in {method} of role {self.role}"):
+                return self._call_part(self._worker, method, arguments)
 
     def _call_part(self, worker: Spread, method: str, arguments: tuple[Any, ...]) -> Any:
         """Run a method on this rank's part of the batch among its arguments, if there is one."""
         batch = next((one for one in arguments if isinstance(one, Batch)), None)
-        parts = split_groups(batch, worker.data_parallel_size) if batch is not None else None
-        if parts is not None:
+        parts = None
+        if batch is not None:
+            length = getattr(worker, "equal_cost_length", None)
+            parts = split_batch(batch, worker.data_parallel_size, whole_groups_for(arguments), length)
             own = parts[worker.data_parallel_rank]
             arguments = tuple(select(one, own) if isinstance(one, Batch) else one for one in arguments)
         result = getattr(worker, method)(*arguments)

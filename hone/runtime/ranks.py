@@ -1,11 +1,11 @@
-"""The processes of a run that torchrun started: each runs the same trainer, and they meet in collectives.
+"""The ranks of a supervised run under torchrun: all run the same trainer and communicate in collectives.
 
     torchrun --nproc-per-node 4 -m hone sft run.yaml
-        rank 0..3: same settings, same samples --> each its part of every batch --> same metrics, same next step
+        rank 0..3: same settings, same samples --> its part of every batch --> same metrics, same next step
         rank 0 also: writes the run folder, runs the trackers
 
-Without torchrun there is one rank, and everything here does nothing. Nothing is pickled: what ranks tell each other is
-bytes. Every wait ends after `runtime.collective_timeout_s`, or at once when another rank's process ends.
+Without torchrun there is one rank, and everything here does nothing. Ranks exchange bytes, never pickled objects. Every
+wait ends after `runtime.collective_timeout_s`, or at once when another rank's process ends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from hone.config import ConfigError
 from hone.platforms.base import current_platform
 from hone.runtime.base import RankLost
 
@@ -48,7 +49,7 @@ def _joined() -> bool:
 
 
 def join(timeout_s: float) -> None:
-    """Meet the other ranks that torchrun started, on the platform's collectives; without torchrun, do nothing."""
+    """Join the process group of torchrun, with the platform's collectives; without torchrun, do nothing."""
     if ranks() == 1 or _joined():
         return
     platform = current_platform()
@@ -57,15 +58,26 @@ def join(timeout_s: float) -> None:
     dist.init_process_group(platform.collectives(), timeout=timedelta(seconds=timeout_s))
 
 
+def require_one(command: str) -> None:
+    """Raise ConfigError, with the line to type instead, if torchrun started several ranks of a run that generates."""
+    if ranks() > 1:
+        nodes = ranks() // local_ranks()
+        line = f"{command} RUN.yaml runtime.backend=ray runtime.backend.devices={local_ranks()}"
+        line += f" runtime.backend.nodes={nodes}" if nodes > 1 else ""
+        raise ConfigError(
+            f"{command} under torchrun: runs that generate use several devices by Ray; type `{line}` without torchrun"
+        )
+
+
 def meet() -> None:
-    """Until every rank is here."""
+    """Wait until every rank has called this."""
     if _joined():
         with answered("waiting for all ranks"):
             dist.barrier()
 
 
 def agree(value: int) -> int:
-    """The largest of all ranks' values."""
+    """The maximum of all ranks' values."""
     if not _joined():
         return value
     largest = torch.tensor(value)
@@ -75,7 +87,7 @@ def agree(value: int) -> int:
 
 
 def first_alone(work: Callable[[], R]) -> R:
-    """Run `work` on rank 0, then on the others: for work that leaves on disk what they then find there."""
+    """Run `work` on rank 0, then on the others, which find its files on disk."""
     if is_first():
         result = work()
         meet()
@@ -85,7 +97,7 @@ def first_alone(work: Callable[[], R]) -> R:
 
 
 def exchange(payload: bytes) -> list[bytes]:
-    """Every rank's bytes, by rank."""
+    """Gather every rank's bytes, in rank order."""
     own = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks())]
     dist.all_gather(sizes, torch.tensor([len(payload)]))
@@ -97,26 +109,9 @@ def exchange(payload: bytes) -> list[bytes]:
     return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
 
-def tell(payload: bytes) -> None:
-    """The first rank's bytes for all others, which `hear` them."""
-    dist.broadcast(torch.tensor([len(payload)]), 0)
-    if payload:
-        dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0)
-
-
-def hear() -> bytes:
-    """What the first rank tells."""
-    size = torch.zeros(1, dtype=torch.int64)
-    dist.broadcast(size, 0)
-    told = torch.empty(int(size), dtype=torch.uint8)
-    if len(told):
-        dist.broadcast(told, 0)
-    return told.numpy().tobytes()
-
-
 @contextmanager
 def answered(what: str) -> Iterator[None]:
-    """Turn the failure of a collective into one sentence that says who waited, and for what.
+    """Replace a collective's error by one that says which rank waited, and for what.
 
     Raises RankLost. Other errors of the block pass through.
     """
@@ -127,10 +122,10 @@ def answered(what: str) -> Iterator[None]:
             raise
         raise RankLost(
             f"rank {rank()} of {ranks()} gave up {what}: another rank has ended, or did not answer within "
-            "runtime.collective_timeout_s; the first rank that failed has said why"
+            "runtime.collective_timeout_s; see the error of the first rank that failed"
         ) from error
 
 
 def _is_collective(error: RuntimeError) -> bool:
-    """gloo raises plain RuntimeErrors, in the words of its own source files."""
+    """Whether gloo raised it: gloo raises plain RuntimeErrors that name its source files."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)

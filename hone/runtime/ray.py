@@ -1,13 +1,13 @@
 """The Ray runtime: one driver, and an actor for each rank. The cluster itself is in `ray_cluster`.
 
     driver (trainer, rollout's front, run folder)
-      |  ResourcePool: placement group, one RankHost actor per rank; roles share the run's pool, or have their own
+      |  ResourcePool: placement group, one RankProcess actor per rank; roles share the run's pool, or have their own
       '- RayWorkerGroup("actor").call("train_batch", batch, loss)
              batch tensors --put once--> object store --views--> rank 0, 1, ...: its part --> worker
              answers of the output ranks <--merged by type--
 
-A call is given to every rank at once and waited for with a deadline: a rank that fails, or whose process is lost, ends
-the call with its name; if nothing ends for `stall_timeout_s`, every rank's phase and Python stack are shown first.
+Every rank gets a call at the same time, and the driver waits with a deadline. If a rank fails or its process is lost,
+the error names it. If no rank answers for `stall_timeout_s`, every rank's phase and Python stack are printed first.
 """
 
 from __future__ import annotations
@@ -34,25 +34,35 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hone.config import ConfigError
 from hone.models.errors import ModelError
 from hone.platforms.base import PlatformBase, current_platform
-from hone.runtime.base import PhaseFn, RankLost, Seat, WorkerFailed
-from hone.runtime.host import Answer, Facts, Failure, Place, RankHost, Setup, last_lines, note_reads, own_logs
+from hone.runtime.base import PhaseFn, RankLost, ServerDevices, WorkerFailed
+from hone.runtime.batch_plan import Arrays, Distant, Piece, plan, plan_tensors, to_array, to_tensor
 from hone.runtime.local import PHASES
-from hone.runtime.parcel import Arrays, Distant, Piece, plan, to_array, to_tensor
+from hone.runtime.rank_process import (
+    Answer,
+    Facts,
+    Failure,
+    RankPosition,
+    RankProcess,
+    Setup,
+    last_lines,
+    note_reads,
+    own_logs,
+)
 from hone.runtime.ray_cluster import (
     ASK_S,
-    RankPlace,
+    RankDevices,
     Shape,
     address_of,
     connect,
     nodes_of,
     passed_on,
     reserve,
-    reserved_seats,
-    shared_seats,
+    reserved_devices,
+    shared_devices,
     why_lost,
 )
 from hone.runtime.settings import RaySettings, RuntimeConfig
-from hone.runtime.split import merge_tensors, split_groups
+from hone.runtime.split import merge_tensors, split_batch, whole_groups_for
 from hone.runtime.watchdog import progress
 from hone.types import Batch, Metric, ModelOutput, merge_metrics
 
@@ -64,13 +74,13 @@ GRACE_S = (
 LOOK_S = 1.0  # how often a wait is interrupted to look at the clock
 MAKING = "making "
 INPUT_ERRORS: Mapping[str, type[Exception]] = {one.__name__: one for one in (ConfigError, ModelError)}
-"""What a worker raises for input that a person can mend: it is raised here as it was there."""
+"""Errors of a worker that the user can fix; the driver raises them unchanged."""
 MAKING_ERRORS: Mapping[str, type[Exception]] = {**INPUT_ERRORS, "ValueError": ValueError}
-"""The same of a worker's construction, whose ValueErrors are about its settings."""
+"""The same during a worker's construction, where a ValueError is about its settings."""
 
 
-class _Actor(RankHost):
-    """A rank's process as Ray runs it."""
+class _Actor(RankProcess):
+    """A rank's process as a Ray actor."""
 
     def facts(self) -> Facts:
         context = ray.get_runtime_context()
@@ -87,14 +97,14 @@ class _Actor(RankHost):
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """One actor, and what it said of itself."""
+    """One actor and its facts."""
 
     actor: Any
     facts: Facts
 
 
 class ResourcePool:
-    """Devices, one process on each. Closed when nothing refers to it any more, or when a rank is lost."""
+    """Devices with one process each. Closed when nothing refers to it any more, or when a rank is lost."""
 
     def __init__(self, shape: Shape, settings: RaySettings, runtime: RuntimeConfig) -> None:
         """Raises ConfigError if the cluster lacks the devices, WorkerFailed if a rank cannot be set up."""
@@ -104,7 +114,7 @@ class ResourcePool:
         self._start_s = settings.start_timeout_s
         self._stall_s = runtime.stall_timeout_s
         self.size = shape.nodes * shape.devices
-        self._order = threading.Lock()  # every rank has to get calls in the same order: they meet in each
+        self._order = threading.Lock()  # every rank must get calls in the same order, because each has collectives
         connect(settings)
         self._ranks: list[_Rank] = []
         platform = current_platform()
@@ -138,21 +148,21 @@ class ResourcePool:
             collective_timeout_s=deadline,
         )
         here = self.shape.devices
-        places = [Place(rank, self.size, rank % here, here, 0) for rank in range(self.size)]
+        places = [RankPosition(rank, self.size, rank % here, here, 0) for rank in range(self.size)]
         calls = [
             one.actor.join.remote(place, setup, address, port) for one, place in zip(self._ranks, places, strict=True)
         ]
         self.wait(calls, "join", "pool", self._start_s + deadline)
 
-    def places(self) -> list[RankPlace]:
-        """Where the ranks are."""
+    def devices_of_ranks(self) -> list[RankDevices]:
+        """The machine and accelerators of each rank."""
         kind = current_platform().ray_resource
-        return [RankPlace(one.facts.node_id, one.facts.accelerators.get(kind, ())) for one in self._ranks]
+        return [RankDevices(one.facts.node_id, one.facts.accelerators.get(kind, ())) for one in self._ranks]
 
     # ------------------------------------------------------------------------------------------------------- calls
 
     def everywhere(self, call: Callable[[int, Any], Any], phase: str, role: str) -> list[Any]:
-        """Make one call on every rank, and wait for all. `call` is given rank and actor, and gives Ray's reference.
+        """Make one call on every rank, and wait for all. `call(rank, actor)` returns Ray's reference.
 
         Raises WorkerFailed, naming role, rank, node and phase; the pool is closed then.
         """
@@ -165,7 +175,7 @@ class ResourcePool:
             return [call(rank, one.actor) for rank, one in enumerate(self._ranks)]
 
     def wait(self, calls: Sequence[Any], phase: str, role: str, timeout_s: float = 0.0) -> list[Any]:
-        """What each rank answered; `timeout_s` is the longest wait without one, by default `stall_timeout_s`."""
+        """The answers of all ranks. `timeout_s`: longest time without an answer, by default `stall_timeout_s`."""
         timeout_s = timeout_s or self._stall_s
         answers: dict[int, Any] = {}
         waiting = {call: rank for rank, call in enumerate(calls)}
@@ -239,13 +249,13 @@ class ResourcePool:
         )
 
     def _break(self, reason: str, cause: BaseException | None) -> NoReturn:
-        """End every rank: those that are left may wait for the one that failed."""
+        """End every rank, because the others may be waiting for the one that failed."""
         self.broken = reason
         self.close()
         raise WorkerFailed(reason) from cause
 
     def close(self) -> None:
-        """End every rank's process and give the devices back; again is fine."""
+        """End every rank's process and release the devices. May be called again."""
         self.broken = self.broken or "its pool was closed"
         self._finalizer()
 
@@ -275,7 +285,7 @@ def _end(group: Any, actors: Sequence[Any]) -> None:
 
 
 def _on_node(node_id: str, work: Callable[[], R]) -> R | None:
-    """The result of some work on another machine of the cluster; None if that machine does not answer."""
+    """Run `work` on another machine of the cluster; None if that machine does not answer."""
     if node_id in ("", ray.get_runtime_context().get_node_id()):
         return work()
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -320,7 +330,7 @@ def _shape(role: str, settings: RaySettings) -> Shape:
 
 
 class Shelf:
-    """Tensors in Ray's object store, put there once for as long as the driver holds them: a batch only grows."""
+    """Tensors in Ray's object store; each is put there once and kept while the driver holds it."""
 
     def __init__(self) -> None:
         self._placed: Any = WeakTensorKeyDictionary()
@@ -340,16 +350,19 @@ _shelf = Shelf()
 class RayWorkerGroup:
     """The ranks of one role, as actors. See `hone.runtime.base.WorkerGroup`."""
 
-    def __init__(self, role: str, pool: ResourcePool, data_parallel_size: int, spec: Any, phase: PhaseFn) -> None:
+    def __init__(
+        self, role: str, pool: ResourcePool, shape: tuple[int, float | None], spec: Any, phase: PhaseFn
+    ) -> None:
+        """`shape` is the data-parallel size and the length at which attention costs as much as everything else."""
         self.role = role
         self._pool = pool
-        self._parts = data_parallel_size
+        self._parts, self._equal_cost_length = shape
         self._spec = spec
         self._phase = phase
 
     @classmethod
     def place(cls, role: str, worker_class: Any, spec: Any, runtime: RuntimeConfig, phase: PhaseFn) -> RayWorkerGroup:
-        """Make a role's workers on the run's pool.
+        """Create the workers of a role on its pool.
 
         Raises the worker's own ConfigError, ModelError or ValueError; WorkerFailed for anything else.
         """
@@ -358,11 +371,13 @@ class RayWorkerGroup:
         made = pool.everywhere(
             lambda _, actor: actor.place.remote(role, worker_class, spec, seed), f"{MAKING}{role}", role
         )
-        return cls(role, pool, made[0][1], spec, phase)
+        return cls(role, pool, made[0][1:], spec, phase)
 
     @classmethod
-    def seats(cls, role: str, beside: str, count: int, devices: int, runtime: RuntimeConfig) -> Sequence[Seat]:
-        """Where servers of a role go: into the pool that names it, else on the devices of the role `beside`.
+    def server_devices(
+        cls, role: str, colocated_with: str, count: int, devices: int, runtime: RuntimeConfig
+    ) -> Sequence[ServerDevices]:
+        """Where servers of a role go: into the pool that names it, else on the devices of `colocated_with`.
 
         None, if these are all on the driver's machine: then servers are started there. Raises ConfigError.
         """
@@ -370,19 +385,19 @@ class RayWorkerGroup:
         assert isinstance(settings, RaySettings)
         shape = _shape(role, settings)
         if shape.name:
-            return reserved_seats(shape, settings, count, devices)
+            return reserved_devices(shape, settings, count, devices)
         if address_of(settings) == "local":
             return ()
-        pool = _pool(beside, runtime)
-        places, here = pool.places(), ray.get_runtime_context().get_node_id()
-        if all(one.node == here for one in places):
+        pool = _pool(colocated_with, runtime)
+        owned, here = pool.devices_of_ranks(), ray.get_runtime_context().get_node_id()
+        if all(one.node == here for one in owned):
             return ()
-        return shared_seats(pool, places, settings.start_timeout_s, count, devices)
+        return shared_devices(pool, owned, settings.start_timeout_s, count, devices)
 
     def call(self, method: str, *arguments: Any) -> Any:
         with self._phase(PHASES.get(method, method)):
             batch = next((one for one in arguments if isinstance(one, Batch)), None)
-            parts = self._split(batch)
+            parts = self._split(batch, whole_groups_for(arguments))
             planned, references = self._plan(arguments, parts)
             answers: list[Answer] = self._pool.everywhere(
                 lambda _, actor: actor.run.remote(self.role, method, planned, *references), method, self.role
@@ -393,17 +408,22 @@ class RayWorkerGroup:
             return self._stream()
         return _merge([answer for answer in answers if answer.of_output_rank], parts, batch)
 
-    def _split(self, batch: Batch | None) -> list[list[int]] | None:
-        return None if batch is None else split_groups(batch, self._parts)
+    def _split(self, batch: Batch | None, whole_groups: bool) -> list[list[int]] | None:
+        if batch is None:
+            return None
+        return split_batch(batch, self._parts, whole_groups, self._equal_cost_length)
 
     def _plan(self, arguments: tuple[Any, ...], parts: list[list[int]] | None) -> tuple[tuple[Any, ...], list[Any]]:
-        """The arguments with each batch replaced by its plan, and references to the batches' arrays."""
+        """The arguments with each batch and each dict of tensors replaced by its plan, and references to the arrays."""
         planned: list[Any] = []
         references: list[Any] = []
         for one in arguments:
             if isinstance(one, Batch):
                 assert parts is not None
                 one, needed = plan(one, parts, _shelf.put)
+                references += needed
+            elif isinstance(one, dict) and all(isinstance(value, Tensor) for value in one.values()):
+                one, needed = plan_tensors(one, _shelf.put)
                 references += needed
             planned.append(one)
         return tuple(planned), references
@@ -428,7 +448,7 @@ class RayWorkerGroup:
         note_reads(self._spec, self._pool.everywhere(lambda _, a: a.reads.remote(self.role), "reads", self.role)[0])
 
     def close(self) -> None:
-        """The role's ranks end with the pool, when no role uses it."""
+        """Release the pool; its ranks end when no role uses it."""
 
 
 def _merge(answers: Sequence[Answer], parts: list[list[int]] | None, batch: Batch | None) -> Any:
@@ -445,7 +465,7 @@ def _merge(answers: Sequence[Answer], parts: list[list[int]] | None, batch: Batc
 def _with_staying(
     output: ModelOutput, answers: Sequence[Answer], parts: list[list[int]] | None, batch: Batch | None
 ) -> ModelOutput:
-    """The output with a stand-in for each of the values that stay with the ranks."""
+    """The output with a `Distant` for each value that stays with the ranks."""
     assert parts is not None
     assert batch is not None
     found: dict[str, Any] = {}

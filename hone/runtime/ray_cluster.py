@@ -1,10 +1,10 @@
-"""The Ray cluster itself: joined or started, devices of it reserved, and guests on them beside the ranks.
+"""The Ray cluster: join or start it, reserve devices, and start the actors of rollout servers.
 
-    RaySeat: devices on one machine --open--> RayGuest: an actor there that hosts one object
+    RayDevices: devices on one machine --open--> RayActor: an actor there that hosts one object
         of a pool of its own     reserved in a placement group; after the loss of a machine, wherever the pool has room
         shared with ranks        reserved by these already: the same machine, the same devices, nothing more
 
-A guest lives until it is told to leave; Ray ends it when the driver is gone.
+An actor lives until `leave`; Ray ends it when the driver ends.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from hone.config import ConfigError
 from hone.platforms.base import PlatformBase, current_platform
-from hone.runtime.base import GuestLost
-from hone.runtime.ray_patches import LOOPBACK, on_loopback
+from hone.runtime.base import ActorLost
+from hone.runtime.ray_patches import LOOPBACK, forget_token, on_loopback, own_token
 from hone.runtime.settings import RaySettings
 
-SHARE_OF_CPU = 0.001  # what a rank or server on the CPU reserves: they may outnumber cores, no bundle may be empty
-PASSED_ON = ("HONE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")  # environment variables of the driver that others get too
-GLANCE_S = 0.05  # between two looks at whether a guest has answered
-AGAIN_S = 0.5  # before a guest is sent out again
-ASK_S = 5.0  # how long an answer that is there may take to come
+SHARE_OF_CPU = 0.001  # CPU share of a rank or server: there may be more than cores, and no bundle may be empty
+PASSED_ON = ("HONE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")  # environment variables that the driver passes on
+GLANCE_S = 0.05  # between checks for an actor's answer
+AGAIN_S = 0.5  # before a new attempt to start an actor
+ASK_S = 5.0  # time limit for fetching a finished answer
 
 
 def address_of(settings: RaySettings) -> str:
-    """The cluster's address; `local` for one that is started on this machine and has no other."""
+    """The cluster's address; `local`: start a cluster on this machine."""
     several = max([settings.nodes, *(pool.nodes for pool in settings.pools.values())]) > 1
     return settings.address or ("auto" if several else "local")
 
 
 def connect(settings: RaySettings) -> None:
-    """Join the cluster that the settings name, or start one on this machine; again is fine.
+    """Join the cluster of the settings, or start one on this machine. May be called again.
 
     Raises ConfigError if there is no cluster at the address.
     """
@@ -57,6 +57,7 @@ def connect(settings: RaySettings) -> None:
     if address != "local":
         host = address.rpartition(":")[0]
         here = {"_node_ip_address": host} if host.startswith("127.") else {}  # else Ray asks the machine for its own
+        forget_token()  # of an earlier cluster of this process
         try:
             with on_loopback():
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", **here)
@@ -66,7 +67,7 @@ def connect(settings: RaySettings) -> None:
                 "run `ray start` on every machine first"
             ) from error
         return
-    with on_loopback():
+    with on_loopback(), own_token():
         ray.init(
             address="local",
             include_dashboard=False,
@@ -78,7 +79,7 @@ def connect(settings: RaySettings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Which devices a pool has; the pool of all roles that have none of their own bears no name."""
+    """The devices of a pool. The run's pool, for roles without their own, has no name."""
 
     name: str
     nodes: int
@@ -86,7 +87,7 @@ class Shape:
 
     @property
     def key(self) -> str:
-        """Where it is set."""
+        """The key in the run file."""
         return f"runtime.backend.pools.{self.name}" if self.name else "runtime.backend"
 
     @property
@@ -95,12 +96,12 @@ class Shape:
 
 
 def passed_on() -> dict[str, str]:
-    """The environment that processes elsewhere get from the driver."""
+    """The driver's environment variables that processes on other machines get."""
     return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
 
 
 def demand(platform: PlatformBase, devices: int) -> dict[str, float]:
-    """What so many devices are in Ray's words."""
+    """Ray's resources for this number of devices."""
     return {platform.ray_resource: devices * (SHARE_OF_CPU if platform.device == "cpu" else 1)}
 
 
@@ -118,9 +119,8 @@ def reserve(shape: Shape, platform: PlatformBase, start_s: float) -> Any:
         free = {kind: ray.available_resources().get(kind, 0)}
         alive = sum(bool(node["Alive"]) for node in ray.nodes())
         raise ConfigError(
-            f"{shape.key}: {shape.nodes} node(s) with {shape.devices} free device(s) each were not to be had "
-            f"within start_timeout_s={start_s:g}; the cluster has {alive} node(s) and {there}, of which "
-            f"{free} are free"
+            f"{shape.key}: the cluster did not have {shape.nodes} node(s) with {shape.devices} free device(s) each "
+            f"within start_timeout_s={start_s:g}; it has {alive} node(s) and {there}, of which {free} are free"
         )
     return group
 
@@ -138,16 +138,21 @@ def why_lost(error: RayError) -> str:
     return " ".join(filter(None, told.groups())) if told else "its process or its machine has ended"
 
 
-# ------------------------------------------------------------------------------------------------------------ guests
+# ------------------------------------------------------------------------------------- actors of rollout servers
 
 
-class _Room:
-    """A process beside the ranks. An asynchronous actor: its guest's coroutines run on one event loop."""
+class _HostedObject:
+    """An asynchronous Ray actor, whose object's coroutines run on one event loop."""
 
     async def enter(
-        self, folder: Path, environment: Mapping[str, str], devices: Sequence[str], guest: Any, arguments: Sequence[Any]
+        self,
+        folder: Path,
+        environment: Mapping[str, str],
+        devices: Sequence[str],
+        hosted: Any,
+        arguments: Sequence[Any],
     ) -> tuple[str, str]:
-        """Make the guest, which is `guest(number of its devices, *arguments)`; gives the machine's address and id."""
+        """Create the object, `hosted(number of its devices, *arguments)`; return the machine's address and id."""
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not on {socket.gethostname()}: all machines have to see the run")
         os.chdir(folder)
@@ -156,39 +161,39 @@ class _Room:
         devices = devices or context.get_accelerator_ids().get(platform.ray_resource, ())
         if devices and platform.visible_devices_variable:
             os.environ[platform.visible_devices_variable] = ",".join(devices)
-        self._guest = guest(len(devices), *arguments)
+        self._hosted = hosted(len(devices), *arguments)
         return ray.util.get_node_ip_address(), context.get_node_id()
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        return await getattr(self._guest, method)(*arguments)
+        return await getattr(self._hosted, method)(*arguments)
 
 
 class RayCall:
-    """A question to a guest that is on its way."""
+    """See `hone.runtime.base.Call`."""
 
     def __init__(self, reference: Any) -> None:
         self._reference = reference
 
     def done(self) -> bool:
-        """Whether `answer` has something to say; asking takes no time."""
+        """Whether `answer` will return without waiting."""
         return not ray.is_initialized() or bool(ray.wait([self._reference], timeout=0)[0])
 
     def answer(self) -> Any:
-        """The answer. Raises GuestLost if guest or machine has ended, RuntimeError for what the guest raised."""
+        """The result. Raises ActorLost if the actor or its machine ended, RuntimeError if its object raised."""
         if not ray.is_initialized():
-            raise GuestLost("the cluster was left")
+            raise ActorLost("the cluster was left")
         try:
             return ray.get(self._reference, timeout=ASK_S)
         except RayTaskError as error:
             raise RuntimeError(f"{type(error.cause).__name__}: {error.cause}") from error
         except RayActorError as error:
-            raise GuestLost(why_lost(error)) from error
+            raise ActorLost(why_lost(error)) from error
         except RayError as error:
-            raise GuestLost(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+            raise ActorLost(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-class RayGuest:
-    """See `hone.runtime.base.Guest`."""
+class RayActor:
+    """See `hone.runtime.base.RemoteActor`."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -196,14 +201,14 @@ class RayGuest:
 
     def begin(self, method: str, *arguments: Any) -> RayCall:
         if not ray.is_initialized():
-            raise GuestLost("the cluster was left")
+            raise ActorLost("the cluster was left")
         return RayCall(self._actor.ask.remote(method, *arguments))
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         return await _answer(self.begin(method, *arguments), timeout_s)
 
     async def enter(self, arguments: Sequence[Any], timeout_s: float) -> str:
-        """Wait until the guest is there; gives the id of its machine."""
+        """Wait until the object exists; return the id of the actor's machine."""
         self.address, node = await _answer(RayCall(self._actor.enter.remote(*arguments)), timeout_s)
         return str(node)
 
@@ -222,7 +227,7 @@ async def _answer(call: RayCall, timeout_s: float) -> Any:
 
 
 class Reservation:
-    """A placement group for guests; given back when no seat refers to it any more."""
+    """A placement group for rollout servers; removed when nothing refers to it any more."""
 
     def __init__(self, shape: Shape, settings: RaySettings) -> None:
         connect(settings)
@@ -235,8 +240,8 @@ def _give_back(group: Any) -> None:
         remove_placement_group(group)
 
 
-class RaySeat:
-    """See `hone.runtime.base.Seat`. It keeps what it lies on: a reservation, or the ranks whose devices it shares."""
+class RayDevices:
+    """See `hone.runtime.base.ServerDevices`. Holds a reference to the reservation or the ranks that own the devices."""
 
     is_shared: bool
 
@@ -250,22 +255,22 @@ class RaySeat:
     def is_here(self) -> bool:
         return self._node == ray.get_runtime_context().get_node_id()
 
-    async def open(self, guest: Any, *arguments: Any) -> RayGuest:
+    async def start_actor(self, hosted: Any, *arguments: Any) -> RayActor:
         deadline = time.monotonic() + self._start_s
         while True:
-            found = RayGuest(ray.remote(_Room).options(max_restarts=0, **self._options()).remote())
+            found = RayActor(ray.remote(_HostedObject).options(max_restarts=0, **self._options()).remote())
             try:
-                given = Path.cwd(), passed_on(), self._devices(), guest, arguments
+                given = Path.cwd(), passed_on(), self._devices(), hosted, arguments
                 self._node = await found.enter(given, deadline - time.monotonic())
                 return found
-            except GuestLost:  # sent to a machine that has just been lost, which Ray did not know yet
+            except ActorLost:  # Ray sent it to a machine that was just lost
                 found.leave()
                 if time.monotonic() + AGAIN_S > deadline:
                     raise
                 await asyncio.sleep(AGAIN_S)
             except TimeoutError as error:
                 found.leave()
-                raise GuestLost(
+                raise ActorLost(
                     f"no machine of the cluster had room within runtime.backend.start_timeout_s={self._start_s:g}"
                 ) from error
             except BaseException:
@@ -273,17 +278,17 @@ class RaySeat:
                 raise
 
     def _options(self) -> dict[str, Any]:
-        """Where Ray has to start the actor, and what that reserves."""
+        """Ray's options for the actor: its machine and resources."""
         where = NodeAffinitySchedulingStrategy(self._node, soft=False)
         return {"num_cpus": 0, "scheduling_strategy": where}
 
     def _devices(self) -> Sequence[str]:
-        """The accelerators to be used, by Ray's names; empty: those that are reserved with the actor."""
+        """Ray's names of the accelerators to use; empty: those reserved with the actor."""
         return ()
 
 
-class SharedSeat(RaySeat):
-    """On devices that ranks of the run have."""
+class SharedDevices(RayDevices):
+    """Devices that ranks of the run also use."""
 
     is_shared = True
 
@@ -295,9 +300,8 @@ class SharedSeat(RaySeat):
         return self._shared
 
 
-class ReservedSeat(RaySeat):
-    """On devices of a pool. While its machine lives it stays there; then it takes any place that is free in the pool,
-    also on a machine that Ray has put in the place of the lost one."""
+class ReservedDevices(RayDevices):
+    """Devices of a pool, on one machine while it lives; then on any machine of the pool with free devices."""
 
     is_shared = False
 
@@ -317,35 +321,37 @@ class ReservedSeat(RaySeat):
         return {**found, "scheduling_strategy": where, **({"resources": others} if others else {})}
 
 
-def reserved_seats(shape: Shape, settings: RaySettings, count: int, devices: int) -> list[RaySeat]:
-    """`count` seats of so many devices each, in a pool of their own, spread over its machines.
+def reserved_devices(shape: Shape, settings: RaySettings, count: int, devices: int) -> list[RayDevices]:
+    """Reserve a pool and divide it among `count` servers of `devices` devices each, spread over its machines.
 
-    Raises ConfigError if the pool is too small for them, or not to be had.
+    Raises ConfigError if the pool is too small, or the cluster does not have it.
     """
     room = shape.nodes * (shape.devices // devices)
     if count > room:
         raise ConfigError(
             f"{shape.key}: {shape.nodes} node(s) with {shape.devices} device(s) each have room for {room} server(s) "
-            f"of {devices} device(s), and there are {count}; set nodes and devices to more, or rollout.replicas to less"
+            f"of {devices} device(s), but there are {count}; increase nodes or devices, or decrease rollout.replicas"
         )
     owner = Reservation(shape, settings)
     bundles = list(nodes_of(owner.group).items())
     chosen = [bundles[number % len(bundles)] for number in range(count)]
-    return [ReservedSeat(owner, node, settings.start_timeout_s, devices, bundle) for bundle, node in chosen]
+    return [ReservedDevices(owner, node, settings.start_timeout_s, devices, bundle) for bundle, node in chosen]
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a rank is: its machine's id, and Ray's names of its accelerators."""
+class RankDevices:
+    """A rank's machine id, and Ray's names of its accelerators."""
 
     node: str
     accelerators: tuple[str, ...]
 
 
-def shared_seats(owner: Any, ranks: Sequence[RankPlace], start_s: float, count: int, devices: int) -> list[RaySeat]:
-    """`count` seats of so many devices each on those of the ranks, from machine to machine and round again.
+def shared_devices(
+    owner: Any, ranks: Sequence[RankDevices], start_s: float, count: int, devices: int
+) -> list[RayDevices]:
+    """Divide the devices of the ranks among `count` servers of `devices` devices each, from machine to machine.
 
-    Raises ConfigError if no machine has so many.
+    Raises ConfigError if a machine has fewer.
     """
     machines = dict.fromkeys(rank.node for rank in ranks)
     places: list[list[tuple[str, tuple[str, ...]]]] = []
@@ -361,4 +367,4 @@ def shared_seats(owner: Any, ranks: Sequence[RankPlace], start_s: float, count: 
     rounds = max(len(one) for one in places)
     order = [one[number] for number in range(rounds) for one in places if number < len(one)]
     chosen = [order[number % len(order)] for number in range(count)]
-    return [SharedSeat(owner, node, start_s, part) for node, part in chosen]
+    return [SharedDevices(owner, node, start_s, part) for node, part in chosen]

@@ -1,20 +1,23 @@
-"""Ray as it is released, made to do what hone needs. Patches go by name, so that only `ray.py` imports Ray."""
+"""Patches on Ray. They import its modules by name, so that only `ray.py` imports Ray."""
 
 from __future__ import annotations
 
 import importlib
+import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 LOOPBACK = "127.0.0.1"
+TOKEN, MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"  # environment variables
 
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Within the block, `ray.init(_node_ip_address="127.0.0.1")` starts a cluster that listens on loopback alone.
+    """Within the block, `ray.init(_node_ip_address="127.0.0.1")` starts a cluster that listens only on loopback.
 
-    Ray's servers bind to loopback when that is the node's address, but `ray.init` first replaces it with an address
-    that other machines reach, and then every one of its processes listens on all interfaces.
+    Ray's servers bind to loopback if that is the node's address, but `ray.init` first replaces it with an address that
+    other machines can reach, and then all its processes listen on all interfaces.
     https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/_private/services.py (`resolve_ip_for_localhost`)
     """
     services = importlib.import_module("ray._private.services")
@@ -24,3 +27,27 @@ def on_loopback() -> Iterator[None]:
         yield
     finally:
         services.resolve_ip_for_localhost = original
+
+
+@contextmanager
+def own_token() -> Iterator[None]:
+    """Within the block, `ray.init` starts a cluster with a new token that only its processes know.
+
+    Else Ray writes one token for all clusters of the user into `~/.ray/auth_token`, which every user can read.
+    A token or a mode that the user has chosen is kept.
+    https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/_private/authentication/authentication_token_setup.py
+    """
+    forget_token()
+    chosen = any(name in os.environ for name in (TOKEN, f"{TOKEN}_PATH")) or os.environ.get(MODE) == "disabled"
+    if not chosen:
+        os.environ[TOKEN] = secrets.token_hex(32)
+    try:
+        yield
+    finally:
+        if not chosen:
+            del os.environ[TOKEN]
+
+
+def forget_token() -> None:
+    """Read the token anew when the next cluster is joined."""
+    importlib.import_module("ray._raylet").AuthenticationTokenLoader.instance().reset_cache()

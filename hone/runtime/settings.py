@@ -1,4 +1,4 @@
-"""Settings of where workers run."""
+"""Settings of the runtime: where workers run."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hone.runtime import RUNTIMES
 
 
 class PoolSettings(Config):
-    """Devices that only some roles use."""
+    """Devices that only the named roles use."""
 
     devices: int = setting(1, "ranks on each node, one for each device; on CPUs, one process each", ge=1)
     nodes: int = setting(1, "machines of the cluster that ranks are placed on", ge=1)
-    roles: list[str] | None = setting(None, "who is placed on it; default: the role that bears the pool's name")
+    roles: list[str] | None = setting(None, "roles that run on it; default: the role with the pool's name")
 
     _placed: set[str] = PrivateAttr(default_factory=set)
 
     def members(self, name: str) -> Collection[str]:
-        """The roles of the pool that bears the name; asking is not using: `roles` is used by being placed."""
+        """The roles of the pool `name`. Reading `roles` here does not count as using it; `take` does."""
         roles: list[str] | None = self.__dict__["roles"]
         return [name] if roles is None else roles
 
     def take(self, name: str, role: str) -> None:
-        """Note that a role lies here. What is set counts as used once every role has come: a name that no role of the
-        run has stays an error.
+        """Record that `role` runs on this pool. `roles` counts as read once all its roles were taken, so that a role
+        that the run does not have stays an error.
         """
         self._placed.add(role)
         if self._placed >= set(self.members(name)):
@@ -35,21 +35,23 @@ class PoolSettings(Config):
 
 
 class RaySettings(Choice):
-    """Ranks as actors of a Ray cluster, called by one driver."""
+    """Ray: one driver, and an actor for each rank."""
 
     name: str = "ray"
     devices: int = setting(1, "ranks on each node, one for each device; on CPUs, one process each", ge=1)
     nodes: int = setting(1, "machines of the cluster that ranks are placed on", ge=1)
     address: str = setting(
-        "", "the cluster: host:port, auto (found on this machine), local (started here); empty: local with one node"
+        "", "cluster: host:port, auto (find it on this machine), local (start it here); empty: local if nodes is 1"
     )
     pools: dict[str, PoolSettings] = setting(
-        meaning="devices of their own for some roles, by any name; all other roles share the run's", factory=dict
+        meaning="pool name -> devices for some roles only; all other roles share the run's devices", factory=dict
     )
     start_timeout_s: float = setting(
-        120.0, "longest wait for devices, for the ranks to start, and for a rollout server's place", unit="s", gt=0
+        120.0, "longest wait for devices, for the start of the ranks, and for room for a rollout server", unit="s", gt=0
     )
-    bucket_mib: int = setting(256, "weights on their way from the ranks at a time; two are held", unit="MiB", ge=1)
+    bucket_mib: int = setting(
+        256, "size of one bucket of weights from the ranks; two exist at a time", unit="MiB", ge=1
+    )
 
     @model_validator(mode="after")
     def _one_pool_for_a_role(self) -> RaySettings:
@@ -57,23 +59,23 @@ class RaySettings(Choice):
         for name, pool in self.pools.items():
             for role in pool.members(name):
                 if role in owners:
-                    raise ValueError(f"pools {owners[role]} and {name} both name the role {role!r}; it can lie on one")
+                    raise ValueError(f"pools {owners[role]} and {name} both name the role {role!r}; remove it from one")
                 owners[role] = name
         return self
 
 
 class RuntimeConfig(Config):
-    """Who hosts the workers, and with what."""
+    """Where workers run, and with which limits."""
 
     backend: Annotated[Choice, FromRegistry(RUNTIMES)] = setting(
-        meaning="what places the workers: local is this process, ray is a cluster", factory=lambda: Choice(name="local")
+        meaning="where workers run: local (this process) or ray (a cluster)", factory=lambda: Choice(name="local")
     )
     threads: int = setting(0, "CPU threads of a worker; 0: all cores that this process may use", ge=0)
     collective_timeout_s: float = setting(1800.0, "longest wait of one rank for the others", unit="s", gt=0)
     stall_timeout_s: float = setting(
         1800.0,
-        "longest time without progress: no phase, call or answer ends; then all stacks are shown and the run ends",
+        "longest time in which no phase, call or answer ends; then the run prints all stacks and ends",
         unit="s",
         gt=0,
     )
-    deterministic: bool = setting(False, "only deterministic GPU kernels: bit-equal resume at a cost in speed")
+    deterministic: bool = setting(False, "use only deterministic GPU kernels: bit-equal resume, but slower")

@@ -1,4 +1,8 @@
-"""The one rule for arguments and results: a batch is split over data-parallel ranks, results are merged by type."""
+"""Splits a batch over data-parallel ranks, and merges their results by type.
+
+`encode` and `merge` are for ranks under torchrun, which exchange results as bytes in a collective. Under Ray results
+come as arrays through the object store (`batch_plan.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,36 +11,53 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hone.data.packing import balanced_parts, restore
+from hone.data.packing import balanced, groups_of, restore, sequence_costs
 from hone.types import Batch, Metric, Metrics, ModelOutput, Reducer, merge_metrics
 
 _TENSORS, _METRICS = b"T", b"M"
 _FIELDS = ("logprobs", "entropy", "values")
 
 
-def split_groups(batch: Batch, parts: int) -> list[list[int]]:
-    """`parts` lists of sequences, near equal in tokens; a group (`batch.group_index`) is never divided.
+SLACK = 1.05  # how much busier than after a cut by sequences the busiest rank may be, to keep groups together
 
-    With fewer groups than parts, some lists are empty.
+
+def split_batch(
+    batch: Batch, parts: int, whole_groups: bool = False, equal_cost_length: float | None = None
+) -> list[list[int]]:
+    """`parts` lists of sequences of near-equal cost; `equal_cost_length` is that of `hone.data.packing`.
+
+    The answers to one prompt share its tokens when they are in one micro-batch, so groups (`batch.group_index`) stay
+    together as long as no rank gets more than `SLACK` of what a cut by sequences would give the busiest. Otherwise
+    each group is halved, again and again. With `whole_groups`, for losses that compare the members of a group, groups
+    are never divided. Some lists are empty if there are fewer pieces than parts.
     """
-    members: dict[int, list[int]] = {}
-    for sequence, group in enumerate(batch.group_index.tolist()):
-        members.setdefault(group, []).append(sequence)
-    groups = list(members.values())
-    if len(groups) <= parts:
-        return [*groups, *([] for _ in range(parts - len(groups)))]
-    lengths = batch.lengths
-    sizes = torch.stack([lengths[group].sum() for group in groups])
-    of_groups = batch.with_(cu_seqlens=torch.nn.functional.pad(sizes.cumsum(0), (1, 0)))
-    return [sorted(i for group in part for i in groups[group]) for part in balanced_parts(of_groups, parts)]
+    costs = sequence_costs(batch, equal_cost_length)
+    pieces = groups_of(batch)
+    most = SLACK * _busiest(balanced(costs, parts), costs)
+    while True:
+        dealt = balanced([sum(costs[i] for i in piece) for piece in pieces], parts)
+        found = [sorted(i for number in part for i in pieces[number]) for part in dealt]
+        if whole_groups or _busiest(found, costs) <= most or len(pieces) == batch.num_sequences:
+            return found
+        middles = [(len(piece) + 1) // 2 for piece in pieces]
+        halves = [part for at, piece in zip(middles, pieces, strict=True) for part in (piece[:at], piece[at:])]
+        pieces = [half for half in halves if half]
+
+
+def whole_groups_for(arguments: Sequence[Any]) -> bool:
+    """Whether a call has a loss among its arguments that compares the members of a group."""
+    return any(getattr(one, "whole_groups", False) for one in arguments)
+
+
+def _busiest(parts: Sequence[Sequence[int]], costs: Sequence[float]) -> float:
+    return max(sum(costs[i] for i in part) for part in parts)
 
 
 def encode(result: Any) -> bytes | None:
-    """A result that ranks have to merge, as bytes; None for one that they do not (it is the same on all of them)."""
+    """Encode a result that the ranks merge; None for a result that is the same on all ranks."""
     if isinstance(result, ModelOutput):
         return _TENSORS + save({name: one.detach().cpu().contiguous() for name, one in tensors_of(result).items()})
     if isinstance(result, dict) and all(isinstance(value, Metric) for value in result.values()):
@@ -45,7 +66,7 @@ def encode(result: Any) -> bytes | None:
 
 
 def merge(results: Sequence[bytes], parts: Sequence[Sequence[int]] | None, batch: Batch | None) -> Any:
-    """One result from those of the data-parallel ranks, in their order; `parts` says who had which sequences."""
+    """Merge the results of the data-parallel ranks, in rank order; `parts` has each rank's sequences."""
     if results[0][:1] == _METRICS:
         return merge_metrics(*(_metrics(one) for one in results))
     return merge_tensors([load(one[1:]) for one in results], parts, batch)

@@ -1,12 +1,12 @@
-"""Ends a run in which nothing moves on: in this process, which under torchrun is one rank of several.
+"""End a run that makes no progress. Each process has its own watchdog.
 
     main thread      phase begins -- phase ends -- an answer arrives -- ........ nothing ........ Stalled
                           |              |                |                                          ^
-    watchdog thread   `progress()`: the time of the last sign of life; too long ago: stacks, then signal
+    watchdog thread   `progress()` records the time; if it is too long ago: print stacks, send a signal
 
-A main thread in Python's own code, or in a system call, is ended by an exception, so that servers are stopped and the
-error reaches the user. One that hangs inside a library (a collective) does not see it: then the process is ended. The
-Ray runtime watches its ranks itself, and tells the driver's watchdog that it does.
+A main thread in Python code or in a system call gets an exception, so that servers are stopped and the user sees the
+error. A main thread that hangs inside a library (a collective) does not get it; then the process is ended. The Ray
+runtime watches its ranks itself and reports progress to the driver's watchdog.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from types import FrameType, TracebackType
 from hone.runtime import ranks
 from hone.runtime.base import Stalled
 
-GRACE_S = 10.0  # how long the main thread may take to see that it is to end
-LOOKS = 20  # looks at the clock within the timeout
+GRACE_S = 10.0  # how long the main thread may take to raise the exception
+LOOKS = 20  # checks of the clock within the timeout
 EXIT_STALLED = 1
 SIGNAL = signal.SIGUSR1
 
@@ -32,16 +32,16 @@ _active: Watchdog | None = None
 
 
 def progress() -> None:
-    """Say that the run of this process goes on: an answer has come, a wait that has a deadline of its own goes on."""
+    """Report progress: an answer arrived, or a wait with its own deadline continues."""
     if _active is not None:
         _active.note()
 
 
 class Watchdog:
-    """A context: while it is open, a run without progress for `timeout_s` ends with its stacks printed.
+    """A context that prints all stacks and ends the run if there is no progress for `timeout_s`.
 
-    Raises Stalled in the main thread. Where that does not see it within `GRACE_S`, or the context was not entered by
-    the main thread, the process ends with code `EXIT_STALLED`.
+    Raises Stalled in the main thread. If the main thread does not raise it within `GRACE_S`, or did not enter the
+    context itself, the process ends with code `EXIT_STALLED`.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -49,12 +49,12 @@ class Watchdog:
         self._phase = "start"
         self._since = self._last = time.monotonic()
         self._over = threading.Event()
-        self._seen = threading.Event()  # the main thread has been told
-        self._ending = threading.Lock()  # no signal may come once the handler is gone: unhandled, it ends the process
+        self._seen = threading.Event()  # the main thread has raised
+        self._ending = threading.Lock()  # no signal after the handler is removed: unhandled, it ends the process
         self._handler: object = None
 
     def begins(self, phase: str) -> None:
-        """A phase begins; empty: none is left."""
+        """A phase begins; empty: no phase is running."""
         self._phase = phase or "between phases"
         self._since = self._last = time.monotonic()
 
@@ -64,7 +64,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         global _active
         if _active is not None:
-            raise RuntimeError("a run of this process is watched already")
+            raise RuntimeError("this process already has a watchdog; close it first")
         _active = self
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(SIGNAL, self._raise)
@@ -80,7 +80,7 @@ class Watchdog:
         with self._ending:
             self._over.set()
         if self._handler is not None:
-            signal.signal(SIGNAL, self._handler)  # type: ignore[arg-type]  # what `signal.signal` gave
+            signal.signal(SIGNAL, self._handler)  # type: ignore[arg-type]  # the previous handler
 
     def _watch(self) -> None:
         while not self._over.wait(min(self._timeout_s / LOOKS, 1.0)):
@@ -97,7 +97,7 @@ class Watchdog:
             if not self._seen.wait(GRACE_S):
                 _say("it does not answer, so its process is ended")
                 os._exit(EXIT_STALLED)
-            self.note()  # what is left, closing and saving, has the same time
+            self.note()  # closing and saving get the same time
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         self._seen.set()

@@ -1,7 +1,8 @@
-"""Tracking: what a run leaves behind (metrics, rollouts, a page to read them on) and what it shows while it works.
+"""Tracking: a run's record (metrics, rollouts, a report page) and its live display.
 
-`hone.tracking.hub.Tracking` fans out to the trackers a run file names. This file imports nothing heavy: it only says
-where each tracker is.
+Read `base` (what a tracker is), `hub` (`Tracking` sends everything to the trackers of the run file), `rollouts` (the
+lines of rollouts.jsonl), `metrics` (timing), `names` (headline metrics), `trackers/`, `report/`. This file only names
+where each tracker is and imports none of them.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from hone.registry import Entry, Registry
 TRACKERS = Registry(
     "tracker",
     {
-        "console": Entry("hone.tracking.console:ConsoleTracker"),
-        "jsonl": Entry("hone.tracking.jsonl:JsonlTracker"),
-        "tensorboard": Entry("hone.tracking.tensorboard:TensorBoardTracker"),
-        "wandb": Entry("hone.tracking.wandb:WandbTracker", "hone.tracking.settings:WandbSettings"),
-        "mlflow": Entry("hone.tracking.mlflow:MlflowTracker", "hone.tracking.settings:MlflowSettings"),
-        "trackio": Entry("hone.tracking.trackio:TrackioTracker", "hone.tracking.settings:TrackioSettings"),
+        "console": Entry("hone.tracking.trackers.console:ConsoleTracker"),
+        "jsonl": Entry("hone.tracking.trackers.jsonl:JsonlTracker"),
+        "tensorboard": Entry(
+            "hone.tracking.trackers.tensorboard:TensorBoardTracker", "hone.tracking.settings:TensorBoardSettings"
+        ),
+        "wandb": Entry("hone.tracking.trackers.wandb:WandbTracker", "hone.tracking.settings:WandbSettings"),
+        "mlflow": Entry("hone.tracking.trackers.mlflow:MlflowTracker", "hone.tracking.settings:MlflowSettings"),
+        "trackio": Entry("hone.tracking.trackers.trackio:TrackioTracker", "hone.tracking.settings:TrackioSettings"),
     },
 )

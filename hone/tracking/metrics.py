@@ -1,13 +1,13 @@
-"""Where the time of a step goes: phases that do not overlap and that add up to the step.
+"""Measure the time of a step by phases, which do not overlap and add up to the step.
 
     with timer.step():                      perf/step_s      the whole step
         with timer.phase("generate"): ...   perf/generate_s  model work (WORK): generate, forward, backward, reward
-        with timer.phase("pack"): ...       perf/pack_s      any other name is the driver's own time
-                                            perf/driver_s    the step minus its model work: pack, and what nobody timed
-    with timer.phase("evaluate"): ...       perf/evaluate_s  outside a step: timed, in no step's total
+        with timer.phase("pack"): ...       perf/pack_s      any other name: time of the driver
+                                            perf/driver_s    the step minus its model work: pack, all that is not timed
+    with timer.phase("evaluate"): ...       perf/evaluate_s  outside a step: timed, but not part of a step
 
-Inside a phase another may begin: the outer clock stands still meanwhile, so that nothing counts twice. All metrics with
-a wall-clock time in them are `perf/` metrics, so everything else of a deterministic run is the same each time.
+A phase may begin inside another one; the outer clock stops meanwhile, so nothing counts twice. All metrics that depend
+on wall-clock time are `perf/` metrics, so all others are equal in two runs of a deterministic run file.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from contextlib import contextmanager
 
 from hone.types import Metric, Metrics
 
-WORK = ("generate", "reward", "forward", "backward")
-"""The phases that are the point of a step; the rest of it is driver overhead."""
+WORK = ("generate", "trainer_wait", "reward", "forward", "backward")
+"""Phases of model work, or of waiting for it; the rest of a step is driver overhead."""
 
 
 class Timer:
-    """Times one step after another on one thread.
+    """Times one step after another in one thread.
 
-    `on_phase` is told the name of the phase that runs (empty: none), for a live display. `clock` is for tests.
+    `on_phase` is called with the name of the running phase (empty: none), for a live display. `clock` is for tests.
     """
 
     def __init__(
         self, on_phase: Callable[[str], None] | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._on_phase = on_phase or (lambda name: None)
+        self._on_phase = [] if on_phase is None else [on_phase]
         self._clock = clock
         self._running: list[str] = []  # phases that have begun and not ended, outermost first
-        self._since = 0.0  # when the innermost of them last got the clock
+        self._since = 0.0  # when the clock of the innermost phase last started
         self._spent: dict[str, float] = {}  # seconds per phase since the last `take`
         self._outside: dict[str, float] = {}  # the same for phases outside a step
         self._step_started: float | None = None
         self._step_s = 0.0
 
-    def shown_by(self, on_phase: Callable[[str], None]) -> None:
-        """Tell the phases from now on to a live display."""
-        self._on_phase = on_phase
+    def shown_by(self, *on_phase: Callable[[str], None]) -> None:
+        """Call each of `on_phase` for each phase from now on."""
+        self._on_phase = list(on_phase)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -58,27 +58,31 @@ class Timer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge the time of the block to `perf/<name>_s`."""
+        """Count the time of the block in `perf/<name>_s`."""
         self._charge()
         self._running.append(name)
-        self._on_phase(name)
+        self._show(name)
         try:
             yield
         finally:
             self._charge()
             self._running.pop()
-            self._on_phase(self._running[-1] if self._running else "")
+            self._show(self._running[-1] if self._running else "")
+
+    def _show(self, phase: str) -> None:
+        for show in self._on_phase:
+            show(phase)
 
     def move(self, seconds: float, name: str) -> None:
-        """Say that `seconds` of the current phase so far belong to `name`.
+        """Move `seconds` of the current phase's time to the phase `name`, at most as much as the current phase has.
 
-        For work that happened inside a call which the driver cannot look into: rewards that were computed while the
-        last answers were still being generated. No more is moved than the current phase has.
+        For work inside a call that the driver cannot time: rewards that were computed while the last answers were
+        still being generated.
         """
         if not self._running:
-            raise RuntimeError(f"move({seconds}, {name!r}) outside of a phase: there is no time to move")
+            raise RuntimeError(f"move({seconds}, {name!r}) was called outside a phase; call it inside one")
         if self._step_started is None:
-            return  # outside a step the outermost phase pays for everything
+            return  # outside a step all time counts for the outermost phase
         self._charge()
         book = self._book()
         current = self._charged()
@@ -87,10 +91,10 @@ class Timer:
         book[name] = book.get(name, 0.0) + seconds
 
     def take(self, tokens: float | None = None) -> Metrics:
-        """The timings since the last call, as `perf/` metrics; then start anew.
+        """Return the timings since the last call as `perf/` metrics, and reset them.
 
-        `tokens`: how many the step processed (prompt and response, each once), for `perf/tokens_per_s`.
-        Means over ranks or steps are weighted so that fractions and rates stay exact.
+        `tokens`: prompt and response tokens of the step, each counted once, for `perf/tokens_per_s`. Means over ranks
+        or steps are weighted, so that fractions and rates stay exact.
         """
         outside = {f"{name}_outside" if name in self._spent else name: s for name, s in self._outside.items()}
         metrics = {f"perf/{name}_s": Metric.mean(seconds) for name, seconds in {**self._spent, **outside}.items()}
@@ -116,5 +120,5 @@ class Timer:
         self._since = now
 
     def _charged(self) -> str:
-        """The phase that pays: in a step the innermost, else the outermost (generating for `evaluate` is that)."""
+        """The phase whose time runs: in a step the innermost, else the outermost, such as `evaluate`."""
         return self._running[-1] if self._step_started is not None else self._running[0]

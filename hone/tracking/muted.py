@@ -1,4 +1,4 @@
-"""Tracking of the ranks that do not write: of several processes of one run, the first keeps the record."""
+"""Tracking on ranks other than the first, which alone writes the record."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from hone.types import TrajectoryGroup
 
 
 class MutedTracking(Tracking):
-    """Takes everything and writes nothing; the settings are read, so that they count as read on every rank."""
+    """Accepts every call and writes nothing. It reads the settings, so that they count as read on every rank."""
 
     def begin(self, step: int) -> None:
-        """No tracker is started."""
+        """Start no tracker."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The first rank logs the same."""
+        """Do nothing: the first rank logs it."""
 
     def rollouts(
         self, step: int, groups: Sequence[TrajectoryGroup], trainer_logprobs: TrainerLogprobs | None = None
     ) -> None:
-        """The first rank writes the same."""
+        """Do nothing: the first rank writes it."""
 
     def evaluated(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
-        """The first rank writes the same."""
+        """Do nothing: the first rank writes it."""
 
     def message(self, text: str) -> None:
-        """The first rank says the same."""
+        """Do nothing: the first rank shows it."""

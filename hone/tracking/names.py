@@ -1,51 +1,81 @@
-"""Which metrics are a run's headlines: the first of each list that a run has is what people are shown.
+"""Headlines: the metrics that the console and the report show first.
 
-Metrics are free to have any name in the namespaces; these are the ones the console and the report know by meaning.
+Each has one meaning. Figures of training and figures of held-out sets are never shown under one name: a held-out figure
+is named by its set, and stands with the step that it was measured at.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+Better = Literal["higher", "lower", ""]
+"""Which direction of a metric is an improvement; empty: neither, as with a policy loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A figure that people ask for, and the metric names it goes by (regular expressions, best first)."""
+    """A metric that is shown first, under a title of its own."""
 
     title: str
-    names: tuple[str, ...]
+    metric: str
     form: str = "{:.3f}"
-
-    def find(self, metrics: Iterable[str]) -> str | None:
-        """The metric that answers for this headline among `metrics`, or None."""
-        names = sorted(metrics)
-        for pattern in self.names:
-            for name in names:
-                if re.fullmatch(pattern, name):
-                    return name
-        return None
+    better: Better = ""
 
     def show(self, value: float) -> str:
         return self.form.format(value)
 
 
+_POLICY_LOSS = "train/policy_loss"
+
 HEADLINES = (
-    Headline("reward", ("reward/mean",)),
-    Headline("exact match", (r"eval/.+/exact_match", "reward/exact_match", r"eval/[^/]+/(accuracy|gsm8k|math|reward)")),
-    Headline("loss", (r"eval/[^/]+/loss", "train/loss"), "{:.4f}"),
-    Headline("response length", ("rollout/response_length",), "{:.1f}"),
-    Headline("tokens/s", ("perf/tokens_per_s",), "{:,.0f}"),
-    Headline("step time", ("perf/step_s",), "{:.2f} s"),
+    Headline("reward", "reward/mean", better="higher"),
+    Headline("policy loss", _POLICY_LOSS, "{:.4f}"),
+    Headline("loss", "train/loss", "{:.4f}", "lower"),
+    Headline("pair accuracy", "train/preference_accuracy", better="higher"),
+    Headline("response length", "rollout/response_length", "{:.1f}"),
+    Headline("tokens/s", "perf/tokens_per_s", "{:,.0f}"),
+    Headline("step time", "perf/step_s", "{:.2f} s"),
+)
+"""Headlines of training."""
+
+_OF_SETS = (  # the last part of `eval/<set>/<figure>`; a set shows the first that it has
+    Headline("exact match", "exact_match", better="higher"),
+    Headline("accuracy", "accuracy", better="higher"),
+    Headline("loss", "loss", "{:.4f}", "lower"),
+    Headline("reward", "reward", better="higher"),
 )
 
 
+def training_headlines(metrics: Iterable[str]) -> list[Headline]:
+    """The headlines of training that a run has. A policy's run shows its policy loss, not the sum with other losses."""
+    names = set(metrics)
+    hidden = {"train/loss"} if _POLICY_LOSS in names else set()
+    return [headline for headline in HEADLINES if headline.metric in names - hidden]
+
+
+def held_out_headlines(metrics: Iterable[str]) -> list[Headline]:
+    """One headline for each held-out set of a run.
+
+    >>> [one.title for one in held_out_headlines(["eval/test/reward", "eval/test/exact_match"])]
+    ['test exact match']
+    """
+    names = set(metrics)
+    sets = sorted({name.split("/")[1] for name in names if name.startswith("eval/") and name.count("/") >= 2})
+    found: list[Headline] = []
+    for one in sets:
+        figure = next((figure for figure in _OF_SETS if f"eval/{one}/{figure.metric}" in names), None)
+        if figure is not None:
+            name = f"eval/{one}/{figure.metric}"
+            found.append(Headline(f"{one} {figure.title}", name, figure.form, figure.better))
+    return found
+
+
 def headlines(values: Mapping[str, float]) -> dict[str, str]:
-    """Title -> text of every headline that `values` has.
+    """Title -> formatted value of every headline of training in `values`.
 
     >>> headlines({"reward/mean": 0.25, "perf/tokens_per_s": 1234.5})
     {'reward': '0.250', 'tokens/s': '1,234'}
     """
-    found = ((headline, headline.find(values)) for headline in HEADLINES)
-    return {headline.title: headline.show(values[name]) for headline, name in found if name is not None}
+    return {one.title: one.show(values[one.metric]) for one in training_headlines(values)}

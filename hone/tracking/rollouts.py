@@ -1,28 +1,29 @@
-"""Trajectories as lines for people: what was asked, answered and rewarded, token by token.
+"""Write trajectories as lines of `rollouts.jsonl`: prompt, response and reward, token by token.
 
-Which of a step's trajectories are kept depends on nothing but their number, so two equal runs keep the same ones.
+The choice of a step's trajectories depends on the step and their number only, so two equal runs keep the same ones.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from hone.types import Trajectory, TrajectoryGroup
+from hone.types import FAILED, Trajectory, TrajectoryGroup
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text: a tokenizer's `decode`, special tokens shown."""
+"""Token ids -> text: a tokenizer's `decode` that keeps special tokens."""
 
 TrainerLogprobs = Mapping[tuple[int, int], Sequence[float]]
-"""(group, trajectory within the group) -> the trainer's log-prob of every token, aligned with `token_ids`."""
+"""(group, trajectory in the group) -> the trainer's log-prob of every token, aligned with `token_ids`."""
 
-_DIGITS = 7  # log-probs are float32 sums: more digits would be noise, and they are most of the file
+_DIGITS = 7  # log-probs are float32 sums; more digits would be noise, and they take most of the file
 
 
 class TokenTexts:
-    """The text of single tokens, decoded once per run: a tokenizer call per token and step would cost real time."""
+    """The text of single tokens. Each is decoded once per run, because tokenizer calls are slow."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -35,12 +36,12 @@ class TokenTexts:
         return [self._known[token_id] for token_id in token_ids]
 
     def joined(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens that belong together: a character may be spread over several of them."""
+        """Decode tokens together: one character may span several tokens."""
         return self._decode(list(token_ids))
 
 
 def spread(total: int, keep: int) -> list[int]:
-    """`keep` positions spread evenly over `range(total)`, first and last included.
+    """Choose `keep` positions spread evenly over `range(total)`, with the first and the last.
 
     >>> spread(9, 3)
     [0, 4, 8]
@@ -52,21 +53,38 @@ def spread(total: int, keep: int) -> list[int]:
     return [round(i * (total - 1) / (keep - 1)) for i in range(keep)]
 
 
-def places_to_keep(groups: Sequence[TrajectoryGroup], keep: int | None) -> list[tuple[int, int]]:
-    """(group, trajectory within the group) of `keep` trajectories of a step, in their order; None: all of them."""
-    places = [(i, j) for i, group in enumerate(groups) for j in range(len(group.trajectories))]
-    return places if keep is None else [places[position] for position in spread(len(places), keep)]
+def places_to_keep(groups: Sequence[TrajectoryGroup], keep: int | None, step: int = 0) -> list[tuple[int, int]]:
+    """(group, trajectory in the group) of about `keep` trajectories of a step, in order; None: all of them.
+
+    Whole groups are kept, other ones in each step, because an answer says little without the others to its prompt; if
+    one group is more than `keep`, a part of it. The first answer that failed is always among them.
+    """
+    every = [(i, j) for i, group in enumerate(groups) for j in range(len(group.trajectories))]
+    if keep is None or keep >= len(every):
+        return every
+    if keep == 0 or not every:
+        return []
+    size = max(len(group.trajectories) for group in groups)
+    if keep < size:
+        chosen = step % len(groups)
+        places = {(chosen, j) for j in spread(len(groups[chosen].trajectories), keep)}
+    else:
+        whole = {(step + i) % len(groups) for i in spread(len(groups), keep // size)}
+        places = {place for place in every if place[0] in whole}
+    failed = next((place for place in every if groups[place[0]].trajectories[place[1]].status in FAILED), None)
+    return sorted(places | ({failed} if failed is not None else set()))
 
 
 def rollout_record(
     group: TrajectoryGroup, position: int, texts: TokenTexts, trainer_logprobs: Sequence[float] | None = None
 ) -> dict[str, Any]:
-    """One line of `rollouts.jsonl`, without the step and the evaluation set (null: training) that it begins with.
+    """One line of `rollouts.jsonl`; the caller prepends the step and the evaluation set (null: training).
 
-    Lists that speak of tokens (`token_ids`, `tokens`, `rollout_logprobs`, `logprob_gap`) cover everything after the
-    prompt; log-probs are null on tokens that the policy did not sample. `logprob_gap` is trainer minus rollout, and
-    null as a whole where the trainer computed none. A trajectory that failed has reward null: it was not scored.
-    `weight_versions` is run-length: [version, number of sampled tokens].
+    Lists per token (`token_ids`, `tokens`, `rollout_logprobs`, `logprob_gap`) cover everything after the prompt.
+    Log-probs are null for tokens that the policy did not sample. `logprob_gap` is trainer minus rollout, or null if the
+    trainer computed no log-probs. A failed trajectory was not scored: its reward is null. `weight_versions` is
+    run-length encoded: [version, number of sampled tokens]. `conversation` has what was said, called and read in each
+    turn, if there are several turns or calls.
     """
     trajectory = group.trajectories[position]
     start = trajectory.prompt_length
@@ -86,6 +104,7 @@ def rollout_record(
         "ground_truth": group.prompt.ground_truth,
         "response_length": trajectory.response_length,
         "turns": trajectory.turns,
+        "conversation": _conversation(trajectory, texts),
         "weight_versions": _spans(trajectory),
         "prompt_token_ids": list(prompt_ids),
         "token_ids": list(token_ids),
@@ -93,6 +112,23 @@ def rollout_record(
         "rollout_logprobs": _where(sampled, trajectory.rollout_logprobs[start:]),
         "logprob_gap": _gap(trajectory, sampled, trainer_logprobs),
     }
+
+
+def _conversation(one: Trajectory, texts: TokenTexts) -> list[dict[str, Any]]:
+    """What the policy said in each turn, what it called, and what it read then; a single turn is the response."""
+    if len(one.spans) < 2 and not any(span.calls for span in one.spans):
+        return []
+    ends = [*(span.start for span in one.spans[1:]), len(one.token_ids)]
+    return [
+        {
+            "said": texts.joined(one.token_ids[span.start : span.end]),
+            "calls": [asdict(call) for call in span.calls],
+            "read": texts.joined(one.token_ids[span.end : end]),
+            "reward": span.reward,
+            "anchor": span.anchor,
+        }
+        for span, end in zip(one.spans, ends, strict=True)
+    ]
 
 
 def _spans(trajectory: Trajectory) -> list[list[int]]:

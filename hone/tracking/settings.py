@@ -1,4 +1,4 @@
-"""Settings of tracking: which trackers a run writes to, and how much of what was generated is kept."""
+"""Settings of tracking: the trackers of a run, and how many rollouts it keeps."""
 
 from __future__ import annotations
 
@@ -10,15 +10,27 @@ from hone.config import Choice, Config, FromRegistry, SerializeAsAny, setting
 from hone.tracking import TRACKERS
 
 
-class WandbSettings(Choice):
-    """Weights & Biases. Credentials, host and offline mode come from its own environment variables."""
+class TrackerSettings(Choice):
+    """A tracker of another library, which runs in a thread of its own."""
+
+    timeout_s: float = setting(30.0, "if it does not answer for this long, it is switched off", unit="s", gt=0)
+
+
+class TensorBoardSettings(TrackerSettings):
+    """TensorBoard. It writes to the folder `tensorboard` of the run."""
+
+    name: str = "tensorboard"
+
+
+class WandbSettings(TrackerSettings):
+    """Weights & Biases. Set credentials, host and offline mode with its environment variables."""
 
     name: str = "wandb"
     project: str = setting("hone", "W&B project", min_length=1)
     entity: str | None = setting(None, "W&B user or team; empty: the account's default")
 
 
-class MlflowSettings(Choice):
+class MlflowSettings(TrackerSettings):
     """MLflow."""
 
     name: str = "mlflow"
@@ -26,12 +38,12 @@ class MlflowSettings(Choice):
     experiment: str = setting("hone", "MLflow experiment; created if it does not exist", min_length=1)
 
 
-class TrackioSettings(Choice):
-    """trackio. It keeps runs where `TRACKIO_DIR` says, or in its cache folder."""
+class TrackioSettings(TrackerSettings):
+    """trackio. It stores runs in `TRACKIO_DIR`, or in its cache folder."""
 
     name: str = "trackio"
     project: str = setting("hone", "trackio project", min_length=1)
-    space: str | None = setting(None, "Hugging Face Space to send the run to; empty: stays on this machine")
+    space: str | None = setting(None, "Hugging Face Space that receives the run; empty: the run stays on this machine")
 
 
 def _default_trackers() -> tuple[Choice, ...]:
@@ -42,14 +54,11 @@ class TrackingConfig(Config):
     """Where metrics and rollouts go."""
 
     trackers: Annotated[tuple[SerializeAsAny[Choice], ...], FromRegistry(TRACKERS)] = setting(
-        meaning="where metrics go; jsonl is the record that the report and a resumed run are built on",
+        meaning="destinations of metrics; the report and a resumed run read the files of jsonl",
         factory=_default_trackers,
     )
     rollouts_per_step: Annotated[int, Field(ge=0)] | Literal["all"] = setting(
-        16, "how many trajectories of each step are written to rollouts.jsonl, spread evenly over the step; or 'all'"
-    )
-    timeout_s: float = setting(
-        30.0, "a tracker of another library that takes longer than this is reported and switched off", unit="s", gt=0
+        16, "trajectories per step that are written to rollouts.jsonl, whole groups where they fit; or 'all'"
     )
 
     @field_validator("trackers")
@@ -58,5 +67,5 @@ class TrackingConfig(Config):
         names = [tracker.name for tracker in trackers]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"{', '.join(twice)} is named more than once")
+            raise ValueError(f"{', '.join(twice)} is listed more than once; remove the duplicate")
         return trackers

@@ -1,8 +1,7 @@
-"""Weight sync: named tensors from a trainer to rollout replicas, in buckets, proven by digest.
+"""Weight sync: send named tensors from a trainer to rollout replicas in buckets, and compare checksums.
 
-`TRANSPORTS` names the ways they can travel to another process (each a `CheckpointEngine`); `base` holds the contract,
-`sync` drives it from the trainer, `door` is what a rollout server's process opens. Inside one process nothing travels:
-`local`. This file imports no torch.
+Read `base` (the interface), `sync` (drives it in the trainer), `delivery` (receives in a rollout server), `transports/`
+(`TRANSPORTS` names them), `digests/` (checksums). `in_process` copies within one process. This file imports no torch.
 """
 
 from hone.registry import Entry, Registry
@@ -10,13 +9,15 @@ from hone.registry import Entry, Registry
 TRANSPORTS = Registry(
     "weight transport",
     {
-        "collective": Entry("hone.weights.collective:CollectiveEngine", "hone.weights.settings:CollectiveSettings"),
-        "delta": Entry("hone.weights.delta:DeltaEngine", "hone.weights.settings:DeltaSettings"),
-        "disk": Entry("hone.weights.disk:DiskEngine", "hone.weights.settings:DiskSettings"),
-        "ipc": "hone.weights.ipc:IpcEngine",
+        "collective": Entry(
+            "hone.weights.transports.collective:CollectiveEngine", "hone.weights.settings:CollectiveSettings"
+        ),
+        "delta": Entry("hone.weights.transports.delta:DeltaEngine", "hone.weights.settings:DeltaSettings"),
+        "disk": Entry("hone.weights.transports.disk:DiskEngine", "hone.weights.settings:DiskSettings"),
+        "ipc": "hone.weights.transports.ipc:IpcEngine",
     },
 )
 LOOPBACK = "127.0.0.1"
-ANCHOR_EVERY = 20  # syncs of `delta`, of which one sends everything
+ANCHOR_EVERY = 20  # syncs of `delta`; one in this many sends everything
 
 __all__ = ["ANCHOR_EVERY", "LOOPBACK", "TRANSPORTS"]

@@ -2,15 +2,15 @@
 
     trainer's process                                             a replica's process (one per rank)
     CheckpointEngineManager.sync (hone/weights/sync.py)
-      engine.build_topology, prepare --Offer--> replica.receive_weights(offer) --> door.receive(offer, rank, token)
+      engine.build_topology, prepare --Offer--> replica.receive_weights(offer) --> delivery.receive(offer, rank, token)
       engine.init_process_group  <---------- token proven by both sides ---------> WeightReceiver.init_process_group
       engine.send_weights        ============== buckets, acknowledged ===========> for name, tensor in delivery: load
       verify(sent, receipts)     <------------------ Receipt per rank ------------ digest of what was taken in
 
-`weights` knows neither side: it moves `(name, tensor)` from a source to a sink. A sync that is not acknowledged by
-every replica, with the sender's digest and the version asked for, is an error: the step does not start.
+`weights` imports neither side: it moves `(name, tensor)` from a source to a sink. Every replica must acknowledge the
+version and the sender's checksum; otherwise the sync is an error and the step does not start.
 
-A rollout server imports this file, `door`, and its transport in an environment of its own: they need torch, numpy,
+A rollout server imports this file, `delivery`, and its transport in an environment of its own: they need torch, numpy,
 pyzmq and xxhash, nothing else.
 """
 
@@ -23,24 +23,27 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from hone.models.digest import Method, WeightDigest
-from hone.models.packed import Packed
+from hone.weights.digests.digest import Method, WeightDigest
+from hone.weights.digests.packed import Packed
 
 NamedTensor = tuple[str, torch.Tensor]
 NamedTensors = Iterable[NamedTensor]
 
 FORMAT = 2  # of an Offer; a server of another release refuses instead of guessing
+PATIENCE = 1 / 3  # of the deadline of a sync: how long one silent replica may hold up the others
 
 
 class WeightSyncError(RuntimeError):
     """A replica does not serve the weights it was sent; the message names the replica and what differs.
 
-    `replicas` has the names of those that failed; the others serve the new version.
+    `replicas` has the names of those that failed; the others serve the new version. `silent` has those of them that
+    did not even confirm that they stopped: their owner has to kill them.
     """
 
-    def __init__(self, message: str, replicas: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, replicas: Sequence[str] = (), silent: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.replicas = tuple(replicas)
+        self.silent = tuple(silent)
 
 
 # -------------------------------------------------------------------------------------------------- what is sent
@@ -64,7 +67,7 @@ Payload = Full | Adapter
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a replica is told before the weights come. It travels as JSON and never holds the token."""
+    """Message that announces the weights to a replica. It travels as JSON and never contains the token."""
 
     transport: str
     version: int
@@ -74,7 +77,7 @@ class Offer:
     replica: str = ""  # whom this copy is for
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values only: what `Replica.receive_weights` is given."""
+        """Convert to JSON values, for `Replica.receive_weights`."""
         payload: dict[str, Any] = {"kind": "full"}
         if isinstance(self.payload, Adapter):
             payload = {"kind": "adapter", "name": self.payload.name, "config": dict(self.payload.config)}
@@ -90,7 +93,7 @@ class Offer:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Offer:
-        """The offer that was sent. Raises WeightSyncError for what is not one, naming the field."""
+        """Read an offer from JSON. Raises WeightSyncError with the field that is wrong."""
         if given.get("format") != FORMAT:
             raise WeightSyncError(f"an offer of format {given.get('format')!r}; this release of hone reads {FORMAT}")
         kinds = {"transport": str, "version": int, "payload": Mapping, "timeout_s": int | float, "address": Mapping}
@@ -121,7 +124,7 @@ def _payload(given: Mapping[str, Any]) -> Payload:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What left the trainer in one sync."""
+    """What the trainer sent in one sync."""
 
     version: int
     digest: str
@@ -135,13 +138,13 @@ class Sent:
 
 
 class CheckpointEngine(ABC):
-    """The trainer's side of one transport. Calls come in the order they are written here, once per sync.
+    """The trainer's side of one transport. Calls come in the order of the methods here, once per sync.
 
-    `receiver` gives the other side of the same transport; a server's process opens it through `hone.weights.door`.
+    `receiver` gives the other side of the same transport; a server's process opens it through `hone.weights.delivery`.
     """
 
-    transport: ClassVar[str]  # its name in TRANSPORTS
-    all_or_none: bool = False  # whether everybody misses the weights when one receiver is lost in the middle
+    transport: ClassVar[str]  # name in TRANSPORTS
+    all_or_none: bool = False  # whether all receivers fail if one is lost during the sync
 
     def __init__(self, bucket_bytes: int, timeout_s: float, token: str) -> None:
         """`bucket_bytes` is the size of one of two buckets; `timeout_s` the deadline of one sync, in seconds."""
@@ -151,7 +154,7 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def build_topology(self, ranks: Mapping[str, int]) -> None:
-        """Say who receives this sync: replica -> number of its ranks. Replicas may come and go between syncs."""
+        """Set the receivers of this sync: replica -> number of its ranks. They may differ between syncs."""
 
     @abstractmethod
     def prepare(self, version: int, payload: Payload) -> Offer:
@@ -159,25 +162,25 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     async def init_process_group(self) -> None:
-        """Meet every receiver: returns when each rank has come or was dropped. Both sides prove the token."""
+        """Connect to every receiver; return when each rank has connected or was dropped. Both sides prove the token."""
 
     @abstractmethod
     async def send_weights(self, weights: NamedTensors, version: int) -> Sent:
         """Send every tensor once, in buckets. `weights` is consumed to its end even if every receiver is lost.
 
-        Returns when each receiver has said that it has everything, or is lost (`Sent.lost`, with the reason).
+        Returns when each receiver has confirmed everything or is lost (`Sent.lost`, with the reason).
         Raises ValueError for a name that comes twice.
         """
 
     def drop(self, replica: str, reason: str) -> None:  # noqa: B027  a transport without waits has nothing to do
-        """Wait no longer for a replica: it is known, from elsewhere, to be gone. Callable at any time."""
+        """Stop waiting for a replica that is known to be gone. Callable at any time."""
 
     @abstractmethod
     async def finalize(self) -> None:
-        """End this sync: close its addresses. What is worth keeping for the next one (buffers) may stay."""
+        """End this sync: close its addresses. Buffers may stay for the next one."""
 
     async def close(self) -> None:
-        """End for good: give everything back. Called once, also after failures."""
+        """Free everything. Called once, also after failures."""
         await self.finalize()
 
     @classmethod
@@ -187,7 +190,7 @@ class CheckpointEngine(ABC):
 
 
 class Arrival(NamedTuple):
-    """Some tensors that came together."""
+    """Tensors that arrived together."""
 
     tensors: Iterable[NamedTensor]
     count: int
@@ -196,14 +199,14 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """What a receiver's process does with the tensors that come."""
+    """How a receiver's process handles arriving tensors."""
 
-    digest: WeightDigest | None = None  # takes in each, before it is handed over
-    copy: bool = False  # each owns its memory; else it is valid only until the next are asked for
-    targets: Mapping[str, torch.Tensor] = field(default_factory=dict)  # see `hone.weights.door.receive`
+    digest: WeightDigest | None = None  # updated with each tensor before it is handed over
+    copy: bool = False  # each owns its memory; else it is valid until the next call only
+    targets: Mapping[str, torch.Tensor] = field(default_factory=dict)  # see `hone.weights.delivery.receive`
 
     def take(self, packed: Packed) -> Arrival:
-        """Hand over tensors that lie where they may stay."""
+        """Hand over tensors in place."""
         if self.digest is not None:
             self.digest.add_packed(packed.data, packed.entries)
         return Arrival(packed, len(packed.entries), packed.size)
@@ -216,12 +219,12 @@ class WeightReceiver(ABC):
         self.offer = offer
         self.rank = rank
         self.expected = ""  # the sender's digest, known when the stream has ended
-        self.holds = ""  # what this process still has of an earlier sync; told to the sender
+        self.holds = ""  # what this process has from an earlier sync; sent to the sender
         self._token = token
 
     @property
     def method(self) -> Method:
-        """Of the digest, by the memory through which weights come; known when the sender has been met."""
+        """The checksum's method, chosen by the memory in which weights arrive; known once the sender is connected."""
         return "bytes"
 
     @abstractmethod
@@ -230,16 +233,16 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def stream(self, intake: Intake) -> Iterator[Arrival]:
-        """Every tensor once, some together.
+        """Yield every tensor once, some together.
 
-        Raises WeightSyncError when the sender dies, stays silent past the deadline, or sends what makes no sense.
+        Raises WeightSyncError when the sender dies, is silent past the deadline, or sends invalid data.
         """
 
     @abstractmethod
     def finalize(self, failure: str = "", digest: str = "") -> None:
-        """Tell the sender how it ended and leave; a sender that is gone is no error.
+        """Report the result to the sender and disconnect; a sender that is gone is no error.
 
-        `failure` empty: everything is taken in; `digest` is of what was received.
+        `failure` empty: everything was received; `digest`: the checksum of what was received.
         """
 
 
@@ -257,6 +260,17 @@ class Receipt(Protocol):
     def digest(self) -> str: ...
 
 
+class LoadedWeights(Protocol):
+    """The tensors that a rollout engine in this process serves after a sync (`hone.rollout.base.LoadedWeights`)."""
+
+    @property
+    def replica(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+
 class Replica(Protocol):
     """A rollout engine in another process, as the manager of the sync sees it. All on one event loop."""
 
@@ -271,10 +285,10 @@ class Replica(Protocol):
         """Stop sampling: `abort` ends running requests, `wait` lets them end, `keep` freezes them."""
 
     async def receive_weights(self, offer: Mapping[str, Any]) -> Sequence[Receipt]:
-        """Have every rank receive what `offer` announces, drop the caches of older weights, and say what is served."""
+        """Make every rank receive what `offer` announces, drop caches of older weights, and return the receipts."""
 
     async def resume(self) -> None:
-        """Sample again. Only called after a proven sync."""
+        """Sample again. Called only after a proven sync."""
 
     async def stop(self, reason: str) -> None:
         """Serve nothing more: its weights are unknown or partly new. Its owner restarts it, or it gets a whole sync."""

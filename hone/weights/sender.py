@@ -1,4 +1,4 @@
-"""The trainer's side of the transport that a run file describes."""
+"""Create the trainer's side of the transport in the run file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ DEFAULT = "ipc"
 
 
 def make_sender(config: WeightSyncConfig, token: str) -> CheckpointEngine:
-    """Raises ConfigError for a host or folder that is not to be had here."""
+    """Create the sender. Raises ConfigError for a host or folder that this machine cannot use."""
     chosen = config.transport
     options: dict[str, Any] = {}
     if isinstance(chosen, DiskSettings):
         options = {"folder": _made(chosen.folder)} if chosen.folder else {}
     elif isinstance(chosen, DeltaSettings) and chosen.over != CollectiveSettings().name:
         options = {"over": chosen.over, "anchor_every": chosen.anchor_every}
-    elif chosen is not None:  # also a plug-in's: what its settings say is what its class takes
+    elif chosen is not None:  # of a plug-in too: its settings are the arguments of its class
         options = {key: getattr(chosen, key) for key in type(chosen).model_fields if key != "name"}
     if "host" in options:
         _listen(options["host"])
@@ -32,7 +32,7 @@ def make_sender(config: WeightSyncConfig, token: str) -> CheckpointEngine:
 
 
 def _listen(host: str) -> None:
-    """Raises ConfigError if this machine cannot."""
+    """Raises ConfigError if this machine cannot listen on `host`."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -46,7 +46,7 @@ def _made(folder: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"weights.transport.folder: {folder!r} cannot be made ({error})") from error
+        raise ConfigError(f"weights.transport.folder: {folder!r} cannot be created ({error})") from error
     return path
 
 

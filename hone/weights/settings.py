@@ -1,4 +1,4 @@
-"""Settings of the weight sync: by which way weights travel, and how their arrival is proven. No torch in here."""
+"""Settings of the weight sync: its transport, and how the result is verified. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from hone.weights import ANCHOR_EVERY, LOOPBACK, TRANSPORTS
 
 
 class CollectiveSettings(Choice):
-    """Broadcasts in a process group of its own."""
+    """Broadcasts in a separate process group."""
 
     name: str = "collective"
     host: str = setting(
         LOOPBACK,
-        "address of the trainer's machine, or its name, on which it listens; loopback becomes its address in the Ray "
-        "cluster where servers are on other machines",
+        "address or name on which the trainer listens; if servers run on other machines, loopback is replaced by the "
+        "trainer's address in the Ray cluster",
     )
 
 
 class DiskSettings(Choice):
-    """Files in a folder that both sides see."""
+    """Files in a folder that both sides can read."""
 
     name: str = "disk"
-    folder: str = setting("", "where the files go; empty: the temporary folder")
+    folder: str = setting("", "folder for the files; empty: the temporary folder")
 
 
 class DeltaSettings(Choice):
-    """What changed since the last sync, over another transport."""
+    """Sends only changed elements, over another transport."""
 
     name: str = "delta"
     over: Literal["collective", "ipc"] = setting("collective", "transport that carries the changes")
-    host: str = setting(LOOPBACK, "as for collective, which is the only one that listens at an address")
-    anchor_every: int = setting(ANCHOR_EVERY, "syncs, of which one sends everything", ge=1)
+    host: str = setting(LOOPBACK, "as for collective; ipc does not use it")
+    anchor_every: int = setting(ANCHOR_EVERY, "one in this many syncs sends everything", ge=1)
 
 
 class WeightSyncConfig(Config):
-    """How the trainer's weights reach the rollout."""
+    """How the trainer sends its weights to the rollout."""
 
     transport: Annotated[SerializeAsAny[Choice] | None, FromRegistry(TRANSPORTS)] = setting(
         None,
-        "way they travel to servers (collective, delta, disk, ipc); default: ipc, and collective where some servers "
-        "are on other machines. Inside one process they are copied",
+        "how weights reach servers (collective, delta, disk, ipc); default: ipc, or collective if some servers are on "
+        "other machines. The built-in engine in the trainer's process copies them",
     )
     bucket_mib: int = setting(256, "size of one bucket; two of them exist at a time", unit="MiB", ge=1)
     verify: Literal["digest", "probe"] = setting(
-        "digest", "proof after each sync: digest of every tensor; probe: log-probs of a prompt on both sides too"
+        "digest", "check after each sync: a digest of all tensors; probe: also the log-probs of a prompt on both sides"
     )
     timeout_s: float = setting(600.0, "deadline of one sync", unit="s", gt=0)

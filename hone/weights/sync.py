@@ -1,13 +1,14 @@
-"""Drives one weight sync after another: pause, send and receive at the same time, prove, resume.
+"""Run weight syncs: pause the replicas, send and receive at the same time, verify, resume.
 
     sync(weights, version)
       pause every replica --> engine.prepare --offer--> replica.receive_weights   (a task each) --.
                                     |                                                             |-> verify --> resume
                               engine.send_weights                                  (one task) ----'
-      a replica whose task fails is dropped by the engine, stopped, and named in the WeightSyncError;
-      the others finish, are proven and resume.
+      if a replica's task fails, the engine drops it, it is stopped, and the WeightSyncError names it;
+      the others finish, are verified and resume.
 
-One deadline covers it all. Nothing here knows a transport or a server.
+One deadline covers the whole sync; a replica that is waited for and silent for a third of it (`PATIENCE`) is lost
+earlier, so that the others can finish. This file is independent of transports and servers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from hone.types import Metric, Metrics
 from hone.weights.base import (
+    PATIENCE,
     CheckpointEngine,
     Full,
     NamedTensors,
@@ -31,34 +33,34 @@ from hone.weights.base import (
     verify,
 )
 
-REASON_TIMEOUT_S = 2.0  # what a replica that the channel has lost may take to say why
-STOP_TIMEOUT_S = 10.0  # a replica that cannot even be told to stop is its owner's to kill
+REASON_TIMEOUT_S = 10.0  # time for a replica that the channel lost to report its reason
+STOP_TIMEOUT_S = 10.0  # after this its owner has to kill the replica (`WeightSyncError.silent`)
 
 
 class CheckpointEngineManager:
-    """The replicas of a run and the transport that feeds them."""
+    """Syncs the replicas of a run through one transport."""
 
     def __init__(self, engine: CheckpointEngine, pause_mode: str = "keep") -> None:
-        """`pause_mode`: what `Replica.pause` is told before each sync (abort, wait, keep)."""
+        """`pause_mode` is the argument of `Replica.pause` before each sync: abort, wait or keep."""
         self._engine = engine
         self._pause_mode = pause_mode
         self._replicas: dict[str, Replica] = {}
         self._versions: dict[str, int] = {}
 
     def add_replica(self, replica: Replica) -> None:
-        """Take a replica in: it receives from the next sync on. Raises ValueError for a name that is there."""
+        """Add a replica, which receives from the next sync on. Raises ValueError if the name is taken."""
         if replica.name in self._replicas:
-            raise ValueError(f"replica {replica.name} is already there")
+            raise ValueError(f"replica {replica.name} was already added; use another name")
         self._replicas[replica.name] = replica
 
     def remove_replica(self, name: str) -> None:
-        """Let a replica go; unknown names are no error, since a failed sync removes replicas too."""
+        """Remove a replica. An unknown name is no error, because a failed sync removes replicas too."""
         self._replicas.pop(name, None)
         self._versions.pop(name, None)
 
     @property
     def versions(self) -> Mapping[str, int | None]:
-        """Replica -> the version that it has proven to serve; None before its first sync."""
+        """Replica -> the version that it verifiably serves; None before its first sync."""
         return {name: self._versions.get(name) for name in self._replicas}
 
     async def sync(
@@ -69,14 +71,14 @@ class CheckpointEngineManager:
         only: Sequence[str] | None = None,
         resume: bool = True,
     ) -> Metrics:
-        """Send `weights` as `version` to every replica (or to those in `only`: one that was restarted), and prove it.
+        """Send `weights` as `version` to every replica, or to those in `only` (such as a restarted one), and verify.
 
-        Without `resume` they stay paused: base weights that an adapter follows are nothing to sample from.
-        Raises WeightSyncError, whose `replicas` are stopped and removed; all others serve `version` by then.
+        Without `resume` the replicas stay paused, for base weights that are followed by an adapter. Raises
+        WeightSyncError; the replicas that it names are stopped and removed, and all others serve `version`.
         """
         chosen = {name: self._replicas[name] for name in (self._replicas if only is None else only)}
         if not chosen:
-            raise WeightSyncError(f"no replica is there to receive weight version {version}")
+            raise WeightSyncError(f"there is no replica to receive weight version {version}")
         failed: dict[str, str] = {}
         started = time.perf_counter()
         try:
@@ -109,7 +111,7 @@ class CheckpointEngineManager:
         payload: Payload,
         failed: dict[str, str],
     ) -> Sent:
-        """Pause, send, receive, verify; who fails is put into `failed` with the reason."""
+        """Pause, send, receive, verify; put each replica that fails into `failed`, with the reason."""
         await self._each(chosen, failed, {n: r.pause(self._pause_mode) for n, r in chosen.items()}, "pause")
         receiving = {name: replica for name, replica in chosen.items() if name not in failed}
         if not receiving:
@@ -130,7 +132,9 @@ class CheckpointEngineManager:
                 await self._engine.init_process_group()
                 sent = await self._engine.send_weights(weights, version)
                 if lost := [task for task in tasks if task.get_name().rpartition(": ")[2] in sent.lost]:
-                    await asyncio.wait(lost, timeout=REASON_TIMEOUT_S)  # its own reason says more than the channel's
+                    await asyncio.wait(
+                        lost, timeout=REASON_TIMEOUT_S
+                    )  # its own reason is more precise than the channel's
                 for name, reason in sent.lost.items():
                     failed.setdefault(name, reason)
                 await asyncio.gather(*(task for task in tasks if task.get_name().rpartition(": ")[2] not in failed))
@@ -155,7 +159,7 @@ class CheckpointEngineManager:
     async def _receive(
         self, replica: Replica, offer: Offer, receipts: dict[str, Sequence[Receipt]], failed: dict[str, str]
     ) -> None:
-        """One replica's side; a failure reaches the sender at once, so that it does not wait for the deadline."""
+        """Run one replica's side; report a failure to the sender at once, so that it does not wait for the deadline."""
         try:
             receipts[replica.name] = await replica.receive_weights(offer.for_replica(replica.name).to_json())
         except Exception as error:  # noqa: BLE001  whatever a server's client raises, this replica has failed
@@ -169,38 +173,43 @@ class CheckpointEngineManager:
         calls: Mapping[str, Coroutine[Any, Any, None]],
         what: str,
     ) -> None:
-        """Make one call per replica at the same time; who raises or is late has failed."""
+        """Make one call per replica, concurrently; a replica that raises or is late has failed."""
+        limit_s = self._engine.timeout_s * PATIENCE
 
         async def one(name: str, call: Coroutine[Any, Any, None]) -> None:
             try:
-                async with asyncio.timeout(self._engine.timeout_s):
+                async with asyncio.timeout(limit_s):
                     await call
             except TimeoutError:
-                failed[name] = f"it did not {what} within {self._engine.timeout_s:g} s"
+                failed[name] = f"it did not {what} within {limit_s:g} s"
             except Exception as error:  # noqa: BLE001  see _receive
                 failed[name] = f"it did not {what}: {type(error).__name__}: {error}"
 
         await asyncio.gather(*(one(name, call) for name, call in calls.items()))
 
-    async def _stop(self, chosen: Mapping[str, Replica], failed: Mapping[str, str]) -> list[str]:
-        """Stop and remove every failed replica; what could not be told so is returned as text."""
-        unheard: dict[str, str] = {}
-        for name, reason in failed.items():
+    async def _stop(self, chosen: Mapping[str, Replica], failed: Mapping[str, str]) -> dict[str, str]:
+        """Stop and remove every failed replica, all at once; returns those that could not be stopped, and why."""
+        silent: dict[str, str] = {}
+
+        async def stop(name: str, reason: str) -> None:
             self.remove_replica(name)
             try:
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await chosen[name].stop(reason)
             except Exception as error:  # noqa: BLE001  see _receive; the sync's own error is raised by the caller
-                unheard[name] = f"{type(error).__name__}: {error}"
-        return [f"{name} could not be stopped ({reason})" for name, reason in unheard.items()]
+                silent[name] = f"{type(error).__name__}: {error}".rstrip(": ")
+
+        await asyncio.gather(*(stop(name, reason) for name, reason in failed.items()))
+        return silent
 
     async def _give_up(self, chosen: Mapping[str, Replica], failed: Mapping[str, str], version: int) -> None:
-        unheard = await self._stop(chosen, failed)
+        silent = await self._stop(chosen, failed)
         reasons = [f"replica {name}: {reason}" for name, reason in failed.items()]
+        reasons += [f"{name} could not be stopped ({reason})" for name, reason in silent.items()]
         raise WeightSyncError(
-            f"weight version {version} is not served by {len(failed)} of {len(chosen)} replicas: "
-            + "; ".join([*reasons, *unheard]),
+            f"weight version {version} is not served by {len(failed)} of {len(chosen)} replicas: {'; '.join(reasons)}",
             list(failed),
+            list(silent),
         )
 
 

@@ -1,0 +1,6 @@
+"""Join engines, rollout, weights and runtime.
+
+`train` (hosts a training engine on each rank), `rollout` (starts rollout engines and servers), `publication` (sends
+the trainer's weights to them), `probe` (compares log-probs after a sync), `teacher` (scores with a rollout engine),
+`cluster_hosts` (machines of a Ray cluster for servers), `inside/` (code that runs inside server processes).
+"""

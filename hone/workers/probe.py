@@ -1,14 +1,13 @@
-"""`weights.verify: probe`: after a sync, both sides say how probable the same tokens are, and must agree.
+"""`weights.verify: probe`: after a sync, compare the log-probs that trainer and replicas give to the same tokens.
 
     every replica: 72 fixed prompt tokens -> 8 sampled tokens and their log-probs
     the trainer:   log-probs of the same tokens, by its own forward           |difference| <= tolerance, or no step
 
-A digest proves which bytes a replica holds; this proves that it computes with them: a stale output head, an old cache
-or a wrong layout on load changes log-probs by 0.4 and more. Rounding alone changes them by less than the tolerances:
-4e-6 was measured between two engines in float32, 0.07 in bfloat16.
+A checksum proves which bytes a replica holds; the probe proves that it computes with them. A stale output head, an old
+cache or a wrong layout changes log-probs by 0.4 and more, rounding by less than the tolerances: 4e-6 was measured
+between two engines in float32, 0.07 in bfloat16.
 
-The prompt is the same each time and fills whole blocks of a prefix cache (of 16 or 32 tokens), so that KV of older
-weights would be found there.
+The prompt is always the same and fills whole blocks of a prefix cache (16 or 32 tokens), to detect KV of old weights.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from hone.types import Batch, Completion, Metric, Metrics, ModelOutput, Sampling
 from hone.weights.base import WeightSyncError
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
-"""Largest difference of one token's log-prob, by the coarser dtype of the two sides."""
+"""Largest allowed difference of one token's log-prob, by the less precise dtype of the two sides."""
 PROMPT_TOKENS, SAMPLED_TOKENS = 72, 8
 
 LostFn = Callable[[Any, str], None]
-"""Told of a replica that turned out to be dead, and why."""
+"""Function that gets a replica that turned out to be dead or to hang, and the reason."""
 
 
 class Probe:
     """One prompt for all syncs of a run."""
 
     def __init__(self, vocabulary: int, temperature: float, dtypes: Sequence[torch.dtype], context: int) -> None:
-        """`temperature` is that of the run's rollouts, at which the trainer's log-probs are too; `context` the longest
-        sequence, in tokens, that all engines take."""
+        """`temperature`: of the run's rollouts and the trainer's log-probs; `context`: the longest sequence, in tokens,
+        that all engines take."""
         length = max(1, min(PROMPT_TOKENS, context - SAMPLED_TOKENS))
         self.prompt = tuple((7919 * place + 11) % vocabulary for place in range(length))
         self.tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
@@ -45,14 +44,14 @@ class Probe:
     async def ask(
         self, replicas: Sequence[Any], version: int, lost: LostFn | None = None
     ) -> list[tuple[str, Completion]]:
-        """(replica, what it sampled) of each; one that died since the sync is told to `lost` and left out."""
+        """Return (replica, its sample) for each; one that died since the sync, or is late, goes to `lost` instead."""
         found = []
         for number, replica in enumerate(replicas):
             name = str(getattr(replica, "name", "") or getattr(replica, "replica", number))
             request = f"probe/{version}/{number}"
             try:
                 found.append((name, await replica.generate(request, self.prompt, self._sampling)))
-            except ReplicaLost as error:
+            except (ReplicaLost, TimeoutError) as error:
                 if lost is None:
                     raise
                 lost(replica, str(error))
@@ -61,8 +60,8 @@ class Probe:
     def compare(
         self, asked: Sequence[tuple[str, Completion]], infer: Callable[[Batch], ModelOutput], version: int
     ) -> Metrics:
-        """The largest difference. Raises WeightSyncError, naming replica and figures, if it is beyond the tolerance."""
-        if not asked:  # all have died: those that are started again prove themselves at the next sync
+        """Return the largest difference. Raises WeightSyncError, with replica and figures, if it is too large."""
+        if not asked:  # all died; restarted ones are probed at the next sync
             return {}
         mask = (0,) * len(self.prompt)
         samples = [Sample((*self.prompt, *one.token_ids), (*mask, *(1 for _ in one.token_ids))) for _, one in asked]

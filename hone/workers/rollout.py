@@ -1,20 +1,21 @@
-"""Starts the rollout that a run file names: an engine in this process, or servers behind a router.
+"""Start the rollout that a run file names: an engine in this process, or servers behind a router.
 
-    rollout.backend: builtin, process: inside  -> BuiltinEngine, weights copied (`LocalWay`); several behind a Router
-                              process: separate -> Router -> RemoteBuiltin x replicas         `ChannelWay`: buckets over
-    rollout.backend: vllm, sglang, a plug-in's  -> Router -> its adapter x replicas           `weights.transport`
+    backend builtin, process inside      BuiltinEngine here; several behind a Router     LocalPublisher copies weights
+            builtin, process separate    Router -> BuiltinServer x replicas              ServerPublisher sends them by
+            vllm, sglang, a plug-in's    Router -> its adapter x replicas                `weights.transport`
 
-This is the one place that knows the difference.
+Only this file knows the difference.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, GenerationConfig
@@ -22,53 +23,69 @@ from transformers import AutoConfig, GenerationConfig
 from hone.config import ConfigError, count_as_read
 from hone.engines.settings import LoraConfig
 from hone.models.loading import DTYPES, check_model_source, folder_of
+from hone.models.rotary import changing_rope
 from hone.models.routing import expert_count, mixture_layers
 from hone.models.settings import ModelConfig
 from hone.models.source import locate
-from hone.models.vision import FAMILIES
+from hone.models.vision.model import FAMILIES
 from hone.platforms.base import current_platform
+from hone.processes.child import ServerFailed
 from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.adapters import AdapterFiles, AdapterKind
 from hone.rollout.base import RolloutEngine, ServerAdapter, ServerSpec
-from hone.rollout.host import LocalHost
-from hone.rollout.remote import RemoteBuiltin
 from hone.rollout.router import Router
-from hone.rollout.server import ServerFailed
+from hone.rollout.servers.builtin import BuiltinServer
+from hone.rollout.servers.host import LocalHost
 from hone.rollout.settings import RolloutConfig
 from hone.runtime.base import PhaseFn
 from hone.runtime.settings import RuntimeConfig
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.handles import ADAPTER, AdapterRule, RolloutHandle, RolloutParts, RunFn
-from hone.workers.hosts import hosts_of, reaching
+from hone.workers.cluster_hosts import hosts_of, reaching
+from hone.workers.control import CONTROL
 from hone.workers.probe import Probe
-from hone.workers.weight_ways import ChannelWay, LocalWay
+from hone.workers.publication import (
+    ADAPTER,
+    AdapterRule,
+    Background,
+    LocalPublisher,
+    Loop,
+    RolloutHandle,
+    RolloutParts,
+    RunFn,
+    ServerPublisher,
+)
+
+NewWeights = Literal["finish", "recompute", "keep_cache"]
+"""What new weights do to answers that are being written. `finish`: a replica lets its answers end before it takes them;
+`recompute`: answers go on under them, with their KV computed again; `keep_cache`: with the old KV."""
 
 SERVERS = "servers"  # folder of the servers' logs in a run folder
-CONTEXT_OPTIONS = ("max_model_len", "context_length")  # how engines call the longest sequence
+CONTEXT_OPTIONS = ("max_model_len", "context_length")  # engines' options for the longest sequence
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """What a rollout is started from."""
+    """What is needed to start a rollout."""
 
     settings: RolloutConfig
     weights: WeightSyncConfig
     model: ModelConfig
-    compute_dtype: str  # the trainer's: an engine whose own dtype is `auto` generates in it, so both compute alike
+    compute_dtype: str  # the trainer's; engines with dtype `auto` use it too
     tokenizer: Any
-    folder: Path  # of the run; servers log into `<folder>/servers/`
+    folder: Path  # run folder; servers log into `<folder>/servers/`
     lora: LoraConfig | None = None  # the adapter that the policy trains; None: it trains all weights
     adapters: Mapping[str, str] = field(
         default_factory=dict
-    )  # served beside the policy: name -> folder in PEFT's format
+    )  # extra adapters to serve: name -> folder in PEFT's format
     trained: bool = True  # whether the policy's weights change
-    routed_experts: bool = False  # whether completions have to say which experts their tokens went to
-    runtime: RuntimeConfig | None = None  # whose machines servers are placed on; None: they start on this one
-    role: str = "rollout"  # by which a pool of the runtime names them
+    routed_experts: bool = False  # whether completions contain routed experts
+    runtime: RuntimeConfig | None = None  # its machines run the servers; None: this machine does
+    role: str = "rollout"  # name in the runtime's pools
+    new_weights: NewWeights | None = None  # what they do to answers being written; None: no answers are then
 
 
-def start_rollout(spec: RolloutSpec, run: RunFn, phase: PhaseFn) -> RolloutHandle:
-    """The rollout of a run, without weights: the first weight sync fills it. Close it to end its servers.
+def start_rollout(spec: RolloutSpec, loop: Loop, phase: PhaseFn) -> RolloutHandle:
+    """Start a run's rollout, without weights: the first weight sync fills it. Close it to end its servers.
 
     Raises ModelError for a model that cannot be used, ConfigError for settings that do not fit each other, and
     ServerFailed, with nothing left running, if a server does not start.
@@ -80,20 +97,26 @@ def start_rollout(spec: RolloutSpec, run: RunFn, phase: PhaseFn) -> RolloutHandl
     rule = _adapter_rule(spec, engine_class)
     if spec.adapters and spec.trained and rule is None:
         raise ConfigError(
-            f"adapters {', '.join(spec.adapters)} are made for weights that do not change: they are served beside a "
-            "policy whose own LoRA adapter travels by itself (actor.lora, with sync: adapter), or one not trained"
+            f"adapters {', '.join(spec.adapters)} need base weights that do not change, but this run sends all weights "
+            "after each step; train a LoRA adapter and send it separately (actor.lora.sync=adapter)"
         )
     if in_process and spec.settings.builtin.process == "inside":
-        return RolloutHandle(_inside(spec, engine_class, rule), run, phase)
+        if spec.new_weights is not None:
+            raise ConfigError(
+                "asynchrony.staleness is above 0, but the built-in engine runs inside the trainer, which cannot "
+                "generate and train at the same time; set rollout.builtin.process=separate"
+            )
+        return RolloutHandle(_inside(spec, engine_class, rule), loop, phase)
     if not in_process:
         count_as_read(spec.settings.builtin)
-    return RolloutHandle(_servers(spec, RemoteBuiltin if in_process else engine_class, run, rule, routed), run, phase)
+    parts = _servers(spec, BuiltinServer if in_process else engine_class, loop.run, rule, routed)
+    return RolloutHandle(parts, loop, phase)
 
 
 def _routed_layers(spec: RolloutSpec, engine_class: Any) -> tuple[int, ...]:
-    """The mixture layers of the model. Raises ConfigError if the rollout cannot say where its tokens went in them."""
+    """Return the model's mixture layers. Raises ConfigError if the rollout cannot return routed experts."""
     key = "actor.moe.routing_replay: rollout, but"
-    if not getattr(engine_class, "returns_routes", False):
+    if not getattr(engine_class, "returns_experts", False):
         raise ConfigError(
             f"{key} rollout.backend={spec.settings.backend} does not return the experts of its tokens; set old_logprobs"
         )
@@ -107,7 +130,7 @@ def _routed_layers(spec: RolloutSpec, engine_class: Any) -> tuple[int, ...]:
 
 
 def _adapter_rule(spec: RolloutSpec, engine_class: Any) -> AdapterRule | None:
-    """When the adapter travels by itself. Raises ConfigError if it should always, and the rollout cannot take it."""
+    """Decide when the adapter is sent separately. Raises ConfigError if it always must be but cannot."""
     if spec.lora is None or spec.lora.sync == "merged":
         return None
     unfit = getattr(engine_class, "unfit_for_adapter", lambda kind: "it takes whole weights only")
@@ -122,18 +145,18 @@ def _adapter_rule(spec: RolloutSpec, engine_class: Any) -> AdapterRule | None:
 
 
 def adapter_kind(lora: LoraConfig, model: str) -> AdapterKind:
-    """What can be known of the adapter before there is one, on a model of transformers' type `model`."""
+    """Describe the adapter before it exists, for a model of transformers' type `model`."""
     if lora.path is not None:
         return AdapterKind.of(AdapterFiles.at(lora.path).config, model)
-    twice = lora.init in ("pissa", "olora")  # its beginning travels with it
+    twice = lora.init in ("pissa", "olora")  # its initial value is sent with it
     whole = bool(lora.modules_to_save)
     return AdapterKind(2 * lora.rank if twice else lora.rank, lora.dora, whole_modules=whole, model=model)
 
 
 def adapter_files(folders: Mapping[str, str]) -> dict[str, AdapterFiles]:
-    """The adapters in these folders, by name. Raises ConfigError for one that is none, or whose name is taken."""
+    """Read the adapters in these folders, by name. Raises ConfigError for a folder without one, or a used name."""
     if ADAPTER in folders:
-        raise ConfigError(f"an adapter beside the policy is named {ADAPTER!r}, which is the policy's own name")
+        raise ConfigError(f"an adapter is named {ADAPTER!r}, which is the name of the policy's own; rename it")
     return {name: AdapterFiles.at(folder) for name, folder in folders.items()}
 
 
@@ -148,9 +171,9 @@ def _inside(spec: RolloutSpec, engine_class: Any, rule: AdapterRule | None) -> R
     ]
     engine = engines[0] if len(engines) == 1 else Router(engines, settings, spec.tokenizer)
     dtype = served_dtype(engines[0])
-    way = LocalWay(engines, spec.weights)
+    publisher = LocalPublisher(engines, spec.weights)
     level = _sleep_level(settings, level_auto=1)
-    return RolloutParts(engine, dtype, way, level, _probe(spec, dtype), rule)
+    return RolloutParts(engine, dtype, publisher, level, _probe(spec, dtype), rule)
 
 
 def _servers(
@@ -162,31 +185,67 @@ def _servers(
             f"rollout.backend = {spec.settings.backend}: its servers are sent text only, and {kind} sees images; use "
             "backend vllm, or builtin with rollout.builtin.process: inside"
         )
+    if spec.new_weights == "keep_cache" and not getattr(adapter, "keeps_cache", False):
+        raise ConfigError(
+            f"asynchrony.new_weights: keep_cache, but rollout.backend={spec.settings.backend} does not keep prefix "
+            "caches of two weight versions apart, so new prompts would use old KV; set recompute, or finish"
+        )
     token = secrets.token_hex(32)
     lora = adapter_kind(spec.lora, rule.model) if spec.lora is not None and rule is not None else None
     specs = [replace(one, adapter=lora, routed_layers=routed) for one in server_specs(spec, token)]
     replicas: list[ServerAdapter] = [adapter(one) for one in specs]
     router = Router(replicas, spec.settings, spec.tokenizer)
-    way = ChannelWay(router, reaching(spec.weights, [one.host for one in specs]), token)
+    publisher = ServerPublisher(router, reaching(spec.weights, [one.host for one in specs]), token)
     dtype = replicas[0].dtype
-    level_auto = 2 if rule is None else 1  # a base that stays is not sent again
+    level_auto = 2 if rule is None else 1  # level 1 keeps the base, which is not sent again
     level = _sleep_level(spec.settings, level_auto if any(one.host.is_shared for one in specs) else 0)
-    parts = RolloutParts(router, dtype, way, level, _probe(spec, dtype), rule)
+
+    numbers = itertools.count(spec.settings.replicas)
+
+    def another() -> ServerAdapter:
+        if any(one.host.machine for one in specs):
+            raise ConfigError("servers join on the machine of the trainer only, and this run has them on others")
+        number = next(numbers)
+        more = replace(spec, settings=spec.settings.model_copy(update={"replicas": number + 1}))
+        made: ServerAdapter = adapter(replace(server_specs(more, token)[number], adapter=lora, routed_layers=routed))
+        return made
+
+    background = None
+    if spec.new_weights is not None:
+        background = Background(spec.weights.timeout_s, another, spec.folder / CONTROL)
+    parts = RolloutParts(router, dtype, publisher, level, _probe(spec, dtype), rule, background)
+    if spec.new_weights is not None:
+        _check_asynchronous(parts)
     try:
         run(start_all(replicas))
     except BaseException:
         run(router.close())
-        run(way.close())
+        run(publisher.close())
         raise
     return parts
 
 
-def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
-    """What each server is constructed from; devices go round where there are fewer than servers need.
+def _check_asynchronous(parts: RolloutParts) -> None:
+    """Raise ConfigError for settings that need a trainer that waits while weights are sent."""
+    if parts.sleep_level:
+        raise ConfigError(
+            "asynchrony.staleness is above 0, but the rollout sleeps while the policy is trained; set "
+            "rollout.sleep_while_training=none"
+        )
+    if parts.probe is not None:
+        raise ConfigError(
+            "asynchrony.staleness is above 0, but weights.verify=probe compares with the trainer's model, which has "
+            "changed by then; set weights.verify=digest"
+        )
 
-    A server that the runtime places elsewhere is given its devices there.
+
+def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
+    """Build the spec of each server; if there are too few devices, servers share them.
+
+    A server that the runtime places on another machine gets its devices there.
     """
-    settings, model, platform = spec.settings, spec.model, current_platform()
+    model, platform = spec.model, current_platform()
+    settings = with_context(spec.settings, engine_config(model, spec.compute_dtype))
     folder, tokenizer = folder_of(model, weights=False), ""
     if model.tokenizer:
         tokenizer = str(locate(model.tokenizer, "model.tokenizer", weights=False).folder)
@@ -209,12 +268,14 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
             ServerSpec(
                 settings=settings,
                 model=str(folder),
+                context=model.used.context,
                 dtype=spec.compute_dtype,
                 number=number,
                 logs=logs,
                 token=token,
                 tokenizer=tokenizer,
                 trust_remote_code=model.trust_remote_code,
+                keep_cache=spec.new_weights == "keep_cache",
                 adapters=adapters,
                 devices=devices,
                 environment={} if is_placed else platform.rollout_environment(devices),
@@ -224,8 +285,33 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
     return found
 
 
+def with_context(settings: RolloutConfig, config: Any) -> RolloutConfig:
+    """Return the settings, with vLLM's `max_model_len` where it selects the rotary frequencies.
+
+    Raises ConfigError for a server that would use other frequencies than the trainer with `model.use.context`.
+    """
+    changing, kind = changing_rope(config), settings.backend
+    if changing is None or kind not in ("vllm", "sglang"):
+        return settings
+    rope, plain_length = changing
+    if kind == "sglang" or rope == "dynamic":
+        raise ConfigError(
+            f"rollout.backend: {kind} lays out rotary positions of the type {rope} otherwise than the trainer, which "
+            f"keeps one set of frequencies for the run; use rollout.backend: builtin{', or vllm' * (rope != 'dynamic')}"
+        )
+    longest = config.run_context or plain_length
+    given = settings.engine.get("max_model_len", longest)
+    if (given > plain_length) != (longest > plain_length):
+        raise ConfigError(
+            f"rollout.engine.max_model_len={given} and model.use.context={longest} lie on two sides of "
+            f"original_max_position_embeddings={plain_length}, so vLLM and the trainer would choose different rotary "
+            f"frequencies; set model.use.context={given}"
+        )
+    return settings.model_copy(update={"engine": {**settings.engine, "max_model_len": given}})
+
+
 async def start_all(replicas: Sequence[ServerAdapter]) -> None:
-    """Start all at the same time; the first failure ends the others."""
+    """Start all servers at once; after the first failure, end the others."""
     tasks = [asyncio.ensure_future(replica.start()) for replica in replicas]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)  # each start has a deadline
@@ -255,26 +341,28 @@ def _probe(spec: RolloutSpec, dtype: torch.dtype) -> Probe | None:
 
 
 def engine_config(model: ModelConfig, compute_dtype: str) -> Any:
-    """The model's transformers config, with the dtype to compute in and the ids that end a completion."""
+    """Return the model's transformers config with the compute dtype and the end-of-sequence ids."""
     folder = folder_of(model, weights=False)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     config.dtype = DTYPES[compute_dtype]
+    config.run_context = model.used.context
     config.eos_token_id = _end_ids(folder, config)
     return config
 
 
 def _end_ids(folder: Path, config: Any) -> Any:
-    """What ends a completion: the generation config's ids where the model has one (chat models list several there)."""
+    """Return the end-of-sequence ids of the generation config, if the model has one (chat models list several)."""
     try:
         generation = GenerationConfig.from_pretrained(folder)
-    except OSError:  # the model has no such file
+    except OSError:  # no generation config
         return config.get_text_config().eos_token_id
     return generation.eos_token_id if generation.eos_token_id is not None else config.get_text_config().eos_token_id
 
 
 def served_dtype(engine: RolloutEngine) -> torch.dtype:
-    """The floating-point dtype that the engine stores its weights in."""
-    return next(dtype for dtype, _ in engine.expected_weights().values() if dtype.is_floating_point)
+    """Return the floating-point dtype of the engine's weights."""
+    dtypes = [dtype for dtype, _ in engine.expected_weights().values() if dtype.is_floating_point]
+    return min(dtypes, key=lambda dtype: dtype.itemsize)  # some weights of a mixture stay in float32
 
 
 __all__ = ["RolloutSpec", "ServerFailed", "engine_config", "served_dtype", "server_specs", "start_rollout"]

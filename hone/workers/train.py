@@ -1,10 +1,14 @@
-"""Hosts one training engine, and gives it losses: the only place where algorithms and engines meet."""
+"""Training roles: a `TrainWorker` hosts the engine of one rank, a `TrainHandle` is the trainer's interface to them all.
+
+Algorithms and engines meet only here. A handle calls all workers of its `WorkerGroup`, in this process or by Ray.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +17,34 @@ import torch
 from hone.engines.base import BaseEngine
 from hone.engines.registry import EngineRegistry
 from hone.engines.settings import EngineConfig
+from hone.models.loading import check_model_source
 from hone.models.settings import ModelConfig
-from hone.platforms.base import current_platform
+from hone.platforms.base import compute_dtype, current_platform
+from hone.runtime.base import WorkerGroup
 from hone.types import Batch, LossFn, Metrics, ModelOutput
+
+RecordFn = Callable[[Metrics], None]
+BLEND_BYTES = 256 * 2**20  # of the policy's weights in one call of `blend`
+OWN_METRICS = ("critic", "process_reward")
+"""Roles whose training metrics are recorded under their own name instead of `train/`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSpec:
-    """What a train worker hosts: which model, as which model type, and how it is trained."""
+    """Model, model type and training settings of a train worker."""
 
     model: ModelConfig
     engine: EngineConfig
     model_type: str = "language_model"
-    temperature: float = 1.0  # of the rollouts: log-probs are those of the distribution that was sampled
+    temperature: float = 1.0  # of the rollout: log-probs are those of the distribution that it samples from
     total_steps: int = 0  # optimizer steps of the whole run, for the schedule; 0: a model that is never trained
-    reference: ModelConfig | None = None  # whose head "full_kl" needs here; its states come with the batch
+    driver_dtype: str = ""  # `compute_dtype` as the driver resolved it for the rollout; "": no driver
+    reference: ModelConfig | None = None  # for "full_kl": the engine loads its head, the batch has its hidden states
+    follows: bool = False  # never trained; `TrainHandle.follow` moves it towards the policy
 
     @property
     def replays_routes(self) -> bool:
-        """Whether it chooses the experts that a batch names, where it does; a model that is only asked does not."""
+        """Whether training replays the experts recorded in a batch; inference never does."""
         return self.total_steps > 0 and self.engine.routing_replay != "none"
 
 
@@ -39,6 +52,15 @@ class TrainWorker:
     """One rank of an actor, a critic or a reference model."""
 
     def __init__(self, spec: TrainSpec) -> None:
+        """Raises ValueError if `compute_dtype: auto` chooses another dtype on this rank than on the driver."""
+        mine = compute_dtype(spec.engine.compute_dtype, current_platform())
+        if spec.driver_dtype not in ("", mine):
+            key = spec.engine.key_of("compute_dtype")
+            raise ValueError(
+                f"{key}: auto chooses {mine} on a rank ({current_platform().device_name()}) and {spec.driver_dtype} on "
+                f"the machine that started the run; set {key}=bfloat16 or {key}=float32"
+            )
+        self._model = spec.model
         self.engine: BaseEngine = EngineRegistry.create(spec, current_platform())
 
     def initialize(self) -> None:
@@ -46,47 +68,52 @@ class TrainWorker:
         self.release_memory()
 
     def release_memory(self) -> None:
-        """Give what the allocator keeps for later back to the device, for another process that shares it."""
+        """Free the cached GPU memory of this process."""
         current_platform().empty_cache()
 
     @property
     def data_parallel_rank(self) -> int:
-        return self.engine.data_parallel_rank
+        return self.engine.ranks.data_parallel_rank
 
     @property
     def data_parallel_size(self) -> int:
-        return self.engine.data_parallel_size
+        return self.engine.ranks.data_parallel_size
+
+    @cached_property
+    def equal_cost_length(self) -> float | None:
+        """The sequence length at which attention costs as much as everything else; None: not known."""
+        return equal_cost_length(check_model_source(self._model)) if self._model.path is not None else None
 
     @property
     def is_output_rank(self) -> bool:
-        return self.engine.is_output_rank
+        return self.engine.ranks.is_output_rank
 
     def train_batch(self, batch: Batch, loss: LossFn) -> Metrics:
         """One optimizer step on a mini-batch that carries its `loss_weights`."""
-        with self.engine.train_mode():
-            return self.engine.train_batch(batch, loss)
+        return self.engine.train_batch(batch, loss)
 
     def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset(), adapter: bool = True) -> ModelOutput:
-        """Log-probs (language model) or values (value model) of every token, and what `needs` names; each [T].
+        """Log-probs (language model) or values (value model) of every token, and the outputs in `needs`; each [T].
 
-        Without `adapter`, those of a LoRA model's frozen weights alone: the policy before training.
+        With `adapter=False`, a LoRA model uses its frozen weights only: the policy before training.
         """
-        with self.engine.eval_mode(), nullcontext() if adapter else self.engine.disable_adapter():
+        with nullcontext() if adapter else self.engine.disable_adapter():
             return self.engine.infer_batch(batch, needs)
 
-    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, floating-point ones in `dtype`; an adapter is merged in."""
-        stream, _ = self.engine.get_per_tensor_param()
-        for name, tensor in stream:
-            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+    def weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream every weight in `dtype` under its Hugging Face name; adapters are merged.
+
+        Weights that the architecture keeps in float32 (router biases) stay in float32. None: in the trained precision.
+        """
+        return self.engine.get_per_tensor_param(dtype=dtype)[0]
 
     def base_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight without the adapter, floating-point ones in `dtype`: what the adapter is to be put on."""
+        """Stream every weight without the adapter; the rollout loads the adapter on top of them."""
         with self.engine.disable_adapter():
             yield from self.weights(dtype)
 
     def adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a LoRA adapter in `dtype`, under the names of PEFT's files. Raises ValueError without one."""
+        """Stream a LoRA adapter in `dtype` under PEFT's names. Raises ValueError without an adapter."""
         stream, _ = self.engine.get_per_tensor_param(adapter_only=True)
         for name, tensor in stream:
             yield name, tensor.to(dtype)
@@ -94,6 +121,10 @@ class TrainWorker:
     def adapter_config(self) -> dict[str, Any] | None:
         """PEFT's `adapter_config.json` of the model's LoRA adapter; None: it has no adapter."""
         return self.engine.adapter_config()
+
+    def blend(self, tensors: Mapping[str, torch.Tensor], mixup: float) -> None:
+        """Move some weights towards `tensors`: mixup * tensor + (1 - mixup) * weight."""
+        self.engine.blend(tensors, mixup)
 
     def save_checkpoint(self, folder: Path, wait: bool = True) -> None:
         self.engine.save_checkpoint(folder, wait)
@@ -109,3 +140,113 @@ class TrainWorker:
 
     def export_adapter(self, folder: Path) -> None:
         self.engine.export_adapter(folder)
+
+
+def without_routes(batch: Batch) -> Batch:
+    """Drop the recorded experts of a batch: they are most of its bytes, and only the actor uses them."""
+    return batch.with_(routed_experts=None)
+
+
+class TrainHandle:
+    """The trainer's interface to an actor, critic or reference model."""
+
+    def __init__(self, group: WorkerGroup, record: RecordFn, replays_routes: bool = False) -> None:
+        """`replays_routes`: also send the recorded experts of a batch (`TrainSpec.replays_routes`)."""
+        self.role = group.role
+        self._replays_routes = replays_routes
+        self.updates = 0  # how often its weights were changed
+        self._group = group
+        self._record = record
+
+    def initialize(self) -> None:
+        self._group.call("initialize")
+
+    def release_memory(self) -> None:
+        """Free the cached GPU memory of the workers, for a rollout on the same device."""
+        self._group.call("release_memory")
+
+    def train_batch(self, batch: Batch, loss: LossFn) -> None:
+        """Run one optimizer step and record its metrics; for `OWN_METRICS`, `train/` becomes the role's name."""
+        self.updates += 1
+        metrics: Metrics = self._group.call("train_batch", self._sent(batch), loss)
+        if self.role in OWN_METRICS:
+            metrics = {name.replace("train/", f"{self.role}/", 1): metric for name, metric in metrics.items()}
+        self._record(metrics)
+
+    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset(), adapter: bool = True) -> ModelOutput:
+        """Log-probs or values of every token, and the outputs in `needs`; each [T].
+
+        With `adapter=False`, a LoRA model uses its frozen weights only: the policy before training.
+        """
+        sent = self._sent(batch) if adapter else without_routes(batch)  # replay is for the trained weights only
+        output: ModelOutput = self._group.call("infer_batch", sent, needs, adapter)
+        return output
+
+    def _sent(self, batch: Batch) -> Batch:
+        return batch if self._replays_routes else without_routes(batch)
+
+    def weights(self, dtype: torch.dtype | None) -> Any:
+        """Stream every weight; see `TrainWorker.weights`."""
+        return self._group.call("weights", dtype)
+
+    def base_weights(self, dtype: torch.dtype) -> Any:
+        """Stream every weight without the LoRA adapter; training never changes them."""
+        return self._group.call("base_weights", dtype)
+
+    def adapter(self, dtype: torch.dtype) -> Any:
+        """Stream the LoRA adapter under PEFT's names."""
+        return self._group.call("adapter", dtype)
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """PEFT's configuration of the LoRA adapter, as JSON values; None: the model has none."""
+        config: dict[str, Any] | None = self._group.call("adapter_config")
+        return config
+
+    def follow(self, policy: TrainHandle, mixup: float) -> None:
+        """Move every weight towards the policy's: mixup * policy + (1 - mixup) * own. Needs `TrainSpec.follows`."""
+        self.updates += 1
+        chunk: dict[str, torch.Tensor] = {}
+        for name, tensor in policy.weights(None):
+            chunk[name] = tensor
+            if sum(one.nbytes for one in chunk.values()) >= BLEND_BYTES:
+                self._group.call("blend", chunk, mixup)
+                chunk = {}
+        self._group.call("blend", chunk, mixup)
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Copy the state to save; it is written into `folder` while training goes on."""
+        self._group.call("save_checkpoint", folder, False)
+
+    def checkpoint_written(self, wait: bool) -> bool:
+        """Whether the checkpoint is on disk; `wait`: wait until it is. Raises OSError if it cannot be written."""
+        written: bool = self._group.call("checkpoint_written", wait)
+        return written
+
+    def load_checkpoint(self, folder: Path) -> None:
+        self.updates += 1
+        self._group.call("load_checkpoint", folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the whole model to `folder`/export, and a LoRA adapter also to `folder`/adapter."""
+        self._group.call("export_hf", folder / "export")
+        if self.adapter_config() is not None:
+            self._group.call("export_adapter", folder / "adapter")
+
+
+def equal_cost_length(config: Mapping[str, Any]) -> float | None:
+    """The sequence length at which causal attention costs as many operations as everything else in a transformer.
+
+    Per token, each weight costs two operations, and causal attention over L tokens costs 2 L x heads x head size per
+    layer on average. `config` is the content of config.json; None if it lacks one of the sizes.
+    """
+    text: Mapping[str, Any] = config.get("text_config", config)
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    if not all(isinstance(text.get(name), int) for name in names):
+        return None
+    hidden, layers, heads, inner, vocabulary = (int(text[name]) for name in names)
+    head = text.get("head_dim") or hidden // heads
+    keys = text.get("num_key_value_heads") or heads
+    experts = text.get("num_experts_per_tok") or 1
+    mlp = 3 * hidden * (experts * (text.get("moe_intermediate_size") or inner) if experts > 1 else inner)
+    weights = layers * (2 * hidden * head * (heads + keys) + mlp) + hidden * vocabulary
+    return weights / (layers * heads * head)

@@ -1,4 +1,4 @@
-"""Two small tasks on six letters, reversing and sorting: each row says in `task` which one it is."""
+"""Two small tasks on six letters, reversing and sorting. The column `task` of a row names its task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HELD_OUT_SHARE = 8  # one string in eight
 def rows(
     seed: int, size: int, split: Literal["train", "held_out"], tasks: tuple[str, ...] = ("reverse",), length: int = 5
 ) -> Iterator[dict[str, Any]]:
-    """`size` rows; a string belongs to one split for good, so what is measured was never trained on."""
+    """Yield `size` rows. A string is always in the same split, so held-out strings are never trained on."""
     rng = random.Random(f"{seed}/{split}")
     made = 0
     while made < size:

@@ -1,4 +1,4 @@
-"""Letters to sort upward or downward; the other answer is in the other order, or has two neighbours exchanged."""
+"""Sort letters up or down. The rejected answer has the other order, or two neighbours swapped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LETTERS = "abcdefghij"
 
 
 def pairs(seed: int, size: int, length: int = 5) -> Iterator[dict[str, str]]:
-    """`size` comparisons such as "down decab": "edcba" is preferred to "abcde", or to "ecdba"."""
+    """Yield `size` comparisons such as "down decab": "edcba" is preferred to "abcde" or "ecdba"."""
     rng = random.Random(seed)
     for _ in range(size):
         word = rng.sample(LETTERS, k=length)
@@ -25,7 +25,7 @@ def pairs(seed: int, size: int, length: int = 5) -> Iterator[dict[str, str]]:
 
 
 def answers(seed: int, size: int, length: int = 5) -> Iterator[dict[str, Any]]:
-    """One answer of each comparison, good or bad."""
+    """Yield one answer of each comparison, good or bad."""
     rng = random.Random(seed)
     for row in pairs(seed, size, length):
         good = rng.random() < 0.5

@@ -1,4 +1,4 @@
-"""Reverse four letters, ended by the end token: a task on which answers have a length and held-out strings are new."""
+"""Reverse four letters, then the end token. Answers vary in length, and held-out strings are never trained on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELD_OUT_SHARE = 16  # one string in sixteen is never trained on
 
 
 def rows(seed: int, size: int, split: Literal["train", "held_out"]) -> Iterator[dict[str, str]]:
-    """`size` random strings of one split, each with its reverse as ground truth."""
+    """Yield `size` random strings of one split, with their reverse as ground truth."""
     rng = random.Random(seed)
     made = 0
     while made < size:
@@ -24,7 +24,7 @@ def rows(seed: int, size: int, split: Literal["train", "held_out"]) -> Iterator[
 
 
 def right_letters(response: str, ground_truth: Any, row: Mapping[str, Any]) -> float:
-    """The share of letters that are in their place; an answer of another length gets 0."""
+    """Return the share of letters at the right position; an answer of another length gets 0."""
     if len(response) != len(ground_truth):
         return 0.0
     return sum(a == b for a, b in zip(response, ground_truth, strict=True)) / len(ground_truth)

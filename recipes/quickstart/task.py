@@ -1,7 +1,7 @@
-"""Spell words backward: reasoning-gym's `spell_backward`, with the words divided into those to train on and the rest.
+"""Spell words backward: reasoning-gym's `spell_backward`, with separate words for training and evaluation.
 
-The package draws its words with replacement, so two seeds share words. Here each word belongs to one side for good:
-what is held out is never trained on, in the warm start or in RL.
+The package draws words with replacement, so two seeds share words. Here each word is always in the same split, so
+held-out words are never trained on, neither in the warm start nor in RL.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from hone.data.reasoning_gym_patches import load_package
+from hone.data.sources.reasoning_gym_patches import load_package
 
 TASK = "spell_backward"
 HELD_OUT_SHARE = 16  # one word in sixteen
@@ -19,7 +19,7 @@ HELD_OUT_SHARE = 16  # one word in sixteen
 def rows(
     seed: int, size: int, split: Literal["train", "held_out"], min_length: int, max_length: int
 ) -> Iterator[dict[str, Any]]:
-    """Problems of one split, each word once; `task` and `entry` are what the package's own verifier scores with."""
+    """Yield problems of one split, each word once. The package's verifier needs the columns `task` and `entry`."""
     words = {"min_word_len": min_length, "max_word_len": max_length}
     problems = load_package().create_dataset(TASK, seed=seed, size=20 * size, **words)
     seen: set[str] = set()

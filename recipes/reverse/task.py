@@ -1,4 +1,4 @@
-"""Reverse three characters: the smallest task on which exact match from random weights proves every sign and offset."""
+"""Reverse three characters: a small task that a model learns only if every sign and offset is right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ALPHABET = "abcdef"
 
 
 def rows(seed: int, size: int, length: int = 3, alphabet: str = ALPHABET) -> Iterator[dict[str, str]]:
-    """`size` random strings over six letters, each with its reverse as ground truth."""
+    """Yield `size` random strings of the alphabet, with their reverse as ground truth."""
     rng = random.Random(seed)
     for _ in range(size):
         text = "".join(rng.choices(alphabet, k=length))

@@ -1,4 +1,4 @@
-"""Answers to score: words sorted more or less well, and words sorted step by step, each step right or wrong."""
+"""Answers to score: sorted words with some errors, and words sorted step by step, each step right or wrong."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ LETTERS = "abcdefghij"
 
 
 def comparisons(seed: int, size: int, length: int = 5) -> Iterator[dict[str, Any]]:
-    """`size` rows such as "sort decab": of two attempts at it the one that is closer to the sorted word was chosen.
+    """Yield `size` rows such as "sort decab"; of two attempts, the one closer to the sorted word is chosen.
 
-    Attempts are as a policy makes them: letters in the wrong order, other letters, too many or too few. `margin` grows
+    Attempts have the errors of a policy: letters in the wrong order, wrong letters, too many or too few. `margin` grows
     with the difference.
     """
     rng = random.Random(seed)
@@ -30,7 +30,7 @@ def comparisons(seed: int, size: int, length: int = 5) -> Iterator[dict[str, Any
 
 
 def attempt(rng: random.Random, target: list[str]) -> list[str]:
-    """The word with some faults: none in one attempt of three, else up to three."""
+    """Return the word with some errors: none in one attempt of three, otherwise up to three."""
     found = list(target)
     for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
         at = rng.randrange(len(found))
@@ -48,13 +48,13 @@ def attempt(rng: random.Random, target: list[str]) -> list[str]:
 
 
 def faults(answer: list[str], target: list[str]) -> int:
-    """Places that do not have the letter they should, those that are missing or too many included."""
+    """Count the wrong positions, including missing and extra letters."""
     right = sum(a == b for a, b in zip(answer, target, strict=False))
     return max(len(answer), len(target)) - right
 
 
 def words(seed: int, size: int, length: int = 5) -> Iterator[dict[str, str]]:
-    """`size` prompts such as "sort decab", with the sorted letters."""
+    """Yield `size` prompts such as "sort decab", with the sorted letters."""
     rng = random.Random(seed)
     for _ in range(size):
         word = rng.sample(LETTERS, k=length)
@@ -62,9 +62,9 @@ def words(seed: int, size: int, length: int = 5) -> Iterator[dict[str, str]]:
 
 
 def selections(seed: int, size: int, length: int = 5) -> Iterator[dict[str, Any]]:
-    """`size` rows such as "sort decab": letter after letter is taken out of the word, which is to be the smallest left.
+    """Yield `size` rows such as "sort decab"; each step takes a letter out of the word, right if it is the smallest.
 
-    Each step is right or wrong by itself: after a wrong one, the next is judged by the letters that remain.
+    After a wrong step, the next one is compared with the letters that remain.
     """
     rng = random.Random(seed)
     for _ in range(size):

@@ -1,4 +1,4 @@
-"""Conversations of two turns: something is done to a word, then something else to the answer."""
+"""Conversations of two turns: reverse or sort a word, then the answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LETTERS = "abcdefghij"
 
 
 def rows(seed: int, size: int) -> Iterator[dict[str, Any]]:
-    """`size` conversations such as "reverse fade" -> "edaf", then "sort it" -> "adef"."""
+    """Yield `size` conversations such as "reverse fade" -> "edaf", then "sort it" -> "adef"."""
     rng = random.Random(seed)
     for _ in range(size):
         word = "".join(rng.choices(LETTERS, k=rng.randint(3, 6)))

@@ -7,7 +7,7 @@ import torch
 
 from hone.types import Batch
 
-PER_SEQUENCE = {"group_index", "episode_index", "rewards"}
+PER_SEQUENCE = {"group_index", "episode_index", "rewards", "outcomes", "teacher_index", "kto_baseline"}
 
 
 def build(masks, groups=None, episodes=None, dtype=torch.float64, **fields):
@@ -16,7 +16,7 @@ def build(masks, groups=None, episodes=None, dtype=torch.float64, **fields):
     total = int(lengths.sum())
     tensors = {}
     for name, value in fields.items():
-        if name in ("extras", "components"):
+        if name in ("extras", "sequence_extras", "components"):
             tensors[name] = {key: torch.as_tensor(inner) for key, inner in value.items()}
         else:
             tensors[name] = torch.as_tensor(value, dtype=dtype)
@@ -48,8 +48,8 @@ def take(batch, rows):
             continue
         if field.name == "extras":
             changes["extras"] = {key: inner[at] for key, inner in value.items()}
-        elif field.name == "components":
-            changes["components"] = {key: inner[rows] for key, inner in value.items()}
+        elif field.name in ("components", "sequence_extras"):
+            changes[field.name] = {key: inner[rows] for key, inner in value.items()}
         else:
             changes[field.name] = value[rows] if field.name in PER_SEQUENCE else value[at]
     return dataclasses.replace(batch, **changes)

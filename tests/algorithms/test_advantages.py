@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hone.algorithms import ADVANTAGES
-from hone.algorithms.process_reward_settings import PrimeSettings
+from hone.algorithms.process_reward.settings import PrimeSettings
 from hone.algorithms.settings import (
     GaeSettings,
     GdpoSettings,
@@ -192,7 +192,8 @@ def optimal_batch(batches, **more):
         [[0, 1, 0, 1], [0, 1, 1]],
         rewards=[1.0, 0.0],
         old_logprobs=[0, half, half, half, 0, more_sure, half],
-        extras={"sum_pi_squared": torch.tensor([0, 0.5, 0.5, 0.5, 0, 0.75, 0.5]).double(), **more},
+        sum_pi_squared=torch.tensor([0, 0.5, 0.5, 0.5, 0, 0.75, 0.5]).double(),
+        extras=more,
     )
 
 
@@ -261,7 +262,7 @@ def test_the_token_baseline_weighs_an_episode_once(batches, close):
         episodes=[0, 0, 1],
         rewards=[1.0, 1.0, 0.0],
         old_logprobs=[0, half] * 3,
-        extras={"sum_pi_squared": torch.full((6,), 0.5).double()},
+        sum_pi_squared=torch.full((6,), 0.5).double(),
     )
     close(estimate(batch, TirOptimalTokenBaselineSettings()).advantages, [0, 0.5, 0, 0.5, 0, -0.5])
 
@@ -279,8 +280,11 @@ ALL = [
 ]
 
 
+OF_TURNS = {"mt_grpo", "gigpo", "turn_gae"}  # test_turns.py: they need batches with turns
+
+
 def test_every_registered_estimator_is_in_these_tests():
-    assert {settings.name for settings in ALL} == set(ADVANTAGES)
+    assert {settings.name for settings in ALL} | OF_TURNS == set(ADVANTAGES)
 
 
 @pytest.mark.parametrize("settings", ALL, ids=lambda s: f"{s.name}-{getattr(s, 'scale_by', '')}".strip("-"))
@@ -299,7 +303,8 @@ def test_the_order_of_sequences_does_not_matter(batches, settings):
         values=draw(tokens),
         old_logprobs=-draw(tokens),
         components={"a": draw(6), "greedy_reward": draw(6)},
-        extras={"sum_pi_squared": draw(tokens), "process_rewards": draw(tokens)},
+        sum_pi_squared=draw(tokens),
+        process_rewards=draw(tokens),
     )
     order = [4, 0, 5, 3, 1, 2]
     expected = estimate(batch, settings)
@@ -319,7 +324,8 @@ def test_a_sequence_without_loss_tokens_gets_nothing_and_breaks_nothing(batches,
         values=[0.0] * 6,
         old_logprobs=[-0.5] * 6,
         components={"a": torch.tensor([1.0, 0, 0]), "greedy_reward": torch.zeros(3)},
-        extras={"sum_pi_squared": torch.full((6,), 0.5), "process_rewards": torch.full((6,), 0.5)},
+        sum_pi_squared=torch.full((6,), 0.5),
+        process_rewards=torch.full((6,), 0.5),
     )
     found = estimate(batch, settings).advantages
     assert torch.isfinite(found).all()
@@ -335,13 +341,13 @@ def test_estimators_declare_the_fields_that_they_need(batches, settings):
         "values": [0.0] * 4,
         "old_logprobs": [-0.5] * 4,
         "components": {"a": torch.tensor([1.0, 0.0]), "greedy_reward": torch.zeros(2)},
-        "extras": {"sum_pi_squared": torch.full((4,), 0.5), "process_rewards": torch.full((4,), 0.5)},
+        "sum_pi_squared": torch.full((4,), 0.5),
+        "process_rewards": torch.full((4,), 0.5),
     }
 
     def fields(names):
         chosen = {name: value for name, value in full.items() if name in names}
-        for mapping in ("components", "extras"):
-            chosen[mapping] = {k: v for k, v in full[mapping].items() if f"{mapping}.{k}" in names}
+        chosen["components"] = {k: v for k, v in full["components"].items() if f"components.{k}" in names}
         return chosen
 
     declared = settings.required_fields

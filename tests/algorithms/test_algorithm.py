@@ -1,4 +1,4 @@
-"""The trainer's door: what a run needs, what happens to a batch, and what survives a restart."""
+"""`Algorithm`: what a run needs, what happens to a batch, and what survives a restart."""
 
 import json
 import math
@@ -8,27 +8,27 @@ import torch
 
 from hone.algorithms import ADVANTAGES, POLICY_LOSSES
 from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.filtering.settings import DynamicSamplingSettings, OverlongSettings, ResampleSettings
 from hone.algorithms.objective import PolicyObjective, ValueObjective
 from hone.algorithms.presets import PRESETS
 from hone.algorithms.settings import (
     AdaptiveKlSettings,
     AlgorithmConfig,
     CorrectionSettings,
-    DynamicSamplingSettings,
     GaeSettings,
     GrpoSettings,
     GspoSettings,
     KlCovSettings,
     KlSettings,
     OptimalTokenBaselineSettings,
-    OverlongSettings,
     ReinforcePpSettings,
+    ReinforceSettings,
     RejectionSettings,
-    ResampleSettings,
     RlooSettings,
+    TopEntropySettings,
 )
 from hone.config import build
-from hone.types import ModelOutput, Prompt, StopReason, Trajectory, TrajectoryGroup
+from hone.types import ModelOutput, Prompt, Status, StopReason, Trajectory, TrajectoryGroup
 
 ADAPTIVE = AdaptiveKlSettings(target=0.01, horizon=20)
 IN_REWARD = KlSettings(where="in_reward", coef=0.1, kind="k1")
@@ -88,7 +88,7 @@ def test_required_fields_are_data():
     assert algorithm(advantage=GaeSettings()).required_fields == {"rewards", "values"}
     assert algorithm(correction=CorrectionSettings(old="rollout")).required_fields == {"rewards", "rollout_logprobs"}
     optimal = algorithm(advantage=OptimalTokenBaselineSettings())
-    assert optimal.required_fields == {"rewards", "old_logprobs", "extras.sum_pi_squared"}
+    assert optimal.required_fields == {"rewards", "old_logprobs", "sum_pi_squared"}
     assert optimal.infer_needs == {"sum_pi_squared"}
 
 
@@ -220,6 +220,21 @@ def test_resampled_trajectories_count_as_often_as_they_were_drawn(batch):
     assert weighed.advantages[4] != 0  # its advantage stays its own
 
 
+def test_what_is_drawn_depends_on_the_runs_seed_and_survives_a_restart(batches):
+    batch = batches.build([[0, 1]] * 40, rewards=[1.0] * 40)
+
+    def drawn(chosen):
+        return chosen.advantages(batch).sequence_extras["repeats"].tolist()
+
+    keys = AlgorithmConfig(resample=ResampleSettings())
+    first, again, other = (Algorithm(keys, 1, seed=seed) for seed in (1, 1, 2))
+    assert drawn(first) == drawn(again)
+    assert drawn(other) != drawn(Algorithm(keys, 1, seed=1))
+    resumed = Algorithm(keys, 1, seed=1)
+    resumed.load_state_dict(first.state_dict())
+    assert drawn(resumed) == drawn(first), "the second draw"
+
+
 def test_measure_says_what_is_known(batch):
     chosen = algorithm(2, advantage=GaeSettings(), kl=KlSettings(coef=0.1, kind="k1"))
     done = chosen.advantages(batch.with_(values=torch.tensor([0, 0.5, 1.0, 0, 0.0]).double()))
@@ -233,6 +248,45 @@ def test_measure_says_what_is_known(batch):
     assert "correction/kl" not in of_rollout.measure(of_rollout.advantages(batch)), "compared with itself it would be 0"
     nothing = algorithm().measure(batch.with_(old_logprobs=None))
     assert nothing == {}
+
+
+def test_the_tokens_of_the_highest_entropy_are_picked_over_the_whole_mini_batch(batch):
+    chosen = algorithm(loss=TopEntropySettings(share=0.34))  # 1 of 3 loss tokens
+    assert chosen.needs_old_logprobs
+    assert chosen.infer_needs == {"entropy"}
+    entropy = torch.tensor([9.0, 0.5, 2.0, 9.0, 1.0])
+    weighed = chosen.weigh(chosen.advantages(batch.with_(entropy=entropy)))
+    assert weighed.extras["selected"].tolist() == [False, False, True, False, False]
+    assert weighed.loss_weights.tolist() == pytest.approx([0, 1 / 3, 1 / 3, 0, 1 / 3]), "the denominators stay"
+    ties = batch.with_(entropy=torch.ones(5))
+    assert chosen.weigh(chosen.advantages(ties)).extras["selected"].tolist() == batch.loss_mask.tolist()
+
+
+def test_rejections_compare_the_current_policy_where_old_is_the_rollouts(batch, close):
+    """Ratios of the current policy to the rollout 1, 2 and 0.25; bounds 0.5 and 1.5."""
+    rule = RejectionSettings(low=0.5, high=1.5)
+    chosen = algorithm(8, correction=CorrectionSettings(old="rollout", rejections=[rule]), loss=ReinforceSettings())
+    assert not chosen.needs_old_logprobs
+    weighed = chosen.weigh(chosen.advantages(batch))
+    assert torch.equal(weighed.loss_mask, batch.loss_mask)
+    given = weighed.with_(advantages=torch.tensor([0, 1.0, 1.0, 0, -1.0]).double())
+    result = chosen.policy_objective()(ModelOutput(logprobs=batch.old_logprobs), given)
+    close(result.values, [0, 1.0, 0, 0, 0])
+    close(result.metrics["correction/masked"], [0, 0, 1, 0, 1])
+
+
+def test_off_policy_sequence_masking_keeps_answers_that_are_not_worse(batch, close):
+    """Mean log-ratios of the rollout to the current policy: -0.3466 and log 4 = 1.386; threshold 0.5."""
+    rule = RejectionSettings(level="sequence_mean", low=math.exp(-0.5), advantages="negative", policy="current")
+    chosen = algorithm(correction=CorrectionSettings(rejections=[rule]), loss=ReinforceSettings())
+    assert not chosen.needs_old_logprobs
+    for advantage, expected in ((-1.0, 0.0), (0.5, 0.75)):
+        given = batch.with_(advantages=torch.tensor([0, -1.0, -1.0, 0, advantage]).double())
+        result = chosen.policy_objective()(ModelOutput(logprobs=batch.old_logprobs), given)
+        close(result.values, [0, -1.0, -2.0, 0, expected])
+    before = algorithm(correction=CorrectionSettings(rejections=[rule.model_copy(update={"policy": "old"})]))
+    assert before.needs_old_logprobs
+    assert before.advantages(batch).loss_mask.tolist() == [False, True, True, False, False]
 
 
 def test_covariance_losses_pick_over_the_whole_mini_batch(batch):
@@ -253,7 +307,9 @@ def test_every_estimator_works_with_every_loss(batches, batch, advantage, loss):
     full = batch.with_(
         values=torch.zeros(5),
         components={"a": torch.tensor([1.0, 0.0]), "greedy_reward": torch.tensor([0.5, 0.5])},
-        extras={"sum_pi_squared": torch.full((5,), 0.5), "process_rewards": torch.full((5,), 0.5)},
+        entropy=5.0 - torch.arange(5.0),
+        sum_pi_squared=torch.full((5,), 0.5),
+        process_rewards=torch.full((5,), 0.5),
     )
     weighed = chosen.weigh(chosen.advantages(full))
     lp = torch.tensor([0, -1.1, -1.9, 0, -1.4], requires_grad=True)
@@ -290,12 +346,36 @@ def test_groups_are_shaped_and_kept():
     chosen = algorithm(
         limit=2, overlong=OverlongSettings(buffer_tokens=1), dynamic_sampling=DynamicSamplingSettings(max_draws=3)
     )
-    assert chosen.max_draws == 3
-    assert algorithm().max_draws == 1
-    kept, dropped = chosen.keep(chosen.shape([group(1.0, 0.0), group(1.0, 1.0)]))
+    assert chosen.groups.max_draws == 3
+    assert algorithm().groups.max_draws == 1
+    kept, dropped = chosen.groups.keep(chosen.groups.shape([group(1.0, 0.0), group(1.0, 1.0)]))
     assert [one.reward for one in kept[0].trajectories] == [0.0, -1.0]
     assert dropped[0].reason == "reward is 1 for all 2 trajectories"
-    assert algorithm(advantage=GrpoSettings()).shape([group(1.0)])[0].trajectories[0].reward == 1.0
+    assert algorithm(advantage=GrpoSettings()).groups.shape([group(1.0)])[0].trajectories[0].reward == 1.0
+
+
+def test_gdpo_needs_its_components_in_every_answer(batches):
+    weights = {"advantage": {"name": "gdpo", "weights": {"right": 1.0, "form": 0.5}}}
+    chosen = Algorithm(build(AlgorithmConfig, weights, "test"), 1)
+    nan = float("nan")
+    batch = batches.build([[0, 1], [0, 1]], components={"right": [1.0, 0.0], "form": [0.5, nan]}, rewards=[1.0, 0.0])
+    with pytest.raises(ValueError, match="'form' is missing in 1 of 2 sequences"):
+        chosen.advantages(batch)
+    answer = Trajectory(
+        "a/1", 0, (1, 2), 1, (0, 1), (0.0, 0.0), (-1, 0), "", StopReason.STOP, components={"right": 1.0}
+    )
+    with pytest.raises(ValueError, match="prompt a/1, sample 0: the reward has no component 'form'"):
+        chosen.groups.keep([TrajectoryGroup(Prompt("a/1", (1,), (), None, "a"), (answer,))])
+
+
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_a_lone_survivor_is_trained_on_only_by_estimators_without_group_baseline(name):
+    keys = {"weights": {"a": 1.0}} if name == "gdpo" else {}
+    chosen = algorithm(advantage=ADVANTAGES.settings(name)(**keys))
+    answer = Trajectory("a/1", 0, (1, 2), 1, (0, 1), (0.0, 0.0), (-1, 0), "", StopReason.STOP, components={"a": 1.0})
+    failed = answer.with_(sample=1, episode=1, status=Status.ENV_FAILED)
+    kept, _ = chosen.groups.keep([TrajectoryGroup(Prompt("a/1", (1,), (), None, "a"), (answer, failed))])
+    assert bool(kept) is (name in ("gae", "reinforce_pp", "remax", "turn_gae"))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import torch
 from pydantic import ValidationError
 
 from hone.algorithms import DISTILLATION_LOSSES
-from hone.algorithms.distillation import Distillation, DistillationObjective, distillation_rewards
-from hone.algorithms.distillation_settings import (
+from hone.algorithms.distillation.losses import Distillation, DistillationObjective, distillation_rewards
+from hone.algorithms.distillation.settings import (
     DistillationConfig,
     ForwardTopKSettings,
     ReverseTopKSettings,
@@ -21,7 +21,7 @@ from hone.types import ModelOutput
 
 
 def test_reverse_kl_from_sampled_tokens(batches, close):
-    batch = batches.build([[0, 1, 1]], extras={"teacher_logprobs": torch.tensor([9.0, -1.0, -2.0]).double()})
+    batch = batches.build([[0, 1, 1]], teacher_logprobs=torch.tensor([9.0, -1.0, -2.0]).double())
     lp = torch.tensor([0, -1.5, -1.0], dtype=torch.float64, requires_grad=True)
     result = DistillationObjective(SampledKlSettings(kind="k3+"))(ModelOutput(logprobs=lp), batch)
     close(result.values, [0, math.exp(0.5) - 1.5, math.exp(-1.0)])
@@ -31,7 +31,7 @@ def test_reverse_kl_from_sampled_tokens(batches, close):
 
 
 def test_the_default_has_the_value_of_k1_and_the_gradient_of_k2(batches, close):
-    batch = batches.build([[0, 1]], extras={"teacher_logprobs": torch.tensor([0.0, -1.0]).double()})
+    batch = batches.build([[0, 1]], teacher_logprobs=torch.tensor([0.0, -1.0]).double())
     lp = torch.tensor([0, -1.5], dtype=torch.float64, requires_grad=True)
     result = DistillationObjective(SampledKlSettings())(ModelOutput(logprobs=lp), batch)
     close(result.values, [0, -0.5])
@@ -42,7 +42,7 @@ def test_top_k_puts_the_rest_into_one_bin(batches, close):
     """Teacher 0.5, 0.25 (rest 0.25); student 0.25, 0.25 (rest 0.5)."""
     teacher = torch.tensor([[0.0, 0.0], [0.5, 0.25]]).double().log().clamp(min=-50)
     student = torch.tensor([[0.0, 0.0], [0.25, 0.25]]).double().log().clamp(min=-50)
-    batch = batches.build([[0, 1]], extras={"teacher_top_k_logprobs": teacher})
+    batch = batches.build([[0, 1]], teacher_top_k_logprobs=teacher)
     output = ModelOutput(extras={"logprobs_at": student})
     forward = DistillationObjective(ForwardTopKSettings())
     assert forward.needs == {"logprobs_at"}
@@ -73,9 +73,7 @@ def test_all_of_a_distribution_within_the_top_k_leaves_finite_gradients(name):
 
 
 def test_distillation_as_reward(batches, close):
-    batch = batches.build(
-        [[0, 1, 1]], old_logprobs=[0, -1.0, -2.0], extras={"teacher_logprobs": torch.tensor([9.0, -3.0, -1.0])}
-    )
+    batch = batches.build([[0, 1, 1]], old_logprobs=[0, -1.0, -2.0], teacher_logprobs=torch.tensor([9.0, -3.0, -1.0]))
     close(distillation_rewards(batch, coef=0.5), [0, -1.0, 0.5])
     close(distillation_rewards(batch.with_(token_rewards=torch.ones(3)), coef=0.5), [1.0, 0.0, 1.5])
     with pytest.raises(ValueError, match="old_logprobs"):
@@ -90,7 +88,7 @@ def judged(batches):
         rewards=[1.0, 0.0],
         advantages=[0, 0.5, 0.5, 0, -0.5],
         old_logprobs=[0, -1.0, -2.0, 0, -1.0],
-        extras={"teacher_logprobs": torch.tensor([9.0, -3.0, -1.0, 9.0, -1.0]).double()},
+        teacher_logprobs=torch.tensor([9.0, -3.0, -1.0, 9.0, -1.0]).double(),
     )
 
 
@@ -122,6 +120,15 @@ def test_in_the_loss_the_divergence_is_added_to_the_policys(judged, close):
     # -A lp = 1, 2, -1; and 0.5 k2 = 0.5 (0.5 * 4, 0.5 * 1, 0)
     close(result.values, [0, 2.0, 2.25, 0, -1.0])
     assert {"train/policy_loss", "train/distillation_loss", "train/teacher_kl"} <= set(result.metrics)
+
+
+def test_the_policys_maxima_are_kept_beside_a_teacher(judged):
+    part = Distillation(DistillationConfig(loss=SampledKlSettings(kind="k2")))
+    rollout = torch.tensor([0, -1.5, -2.0, 0, -1.25], dtype=torch.float64)
+    lp = torch.tensor([0, -1.0, -2.0, 0, -1.0], dtype=torch.float64)
+    batch = part.after_advantages(judged).with_(old_logprobs=None, rollout_logprobs=rollout)
+    result = part.objective(PolicyObjective(AlgorithmConfig()))(ModelOutput(logprobs=lp), batch)
+    assert result.largest["correction/max_abs_difference"].tolist() == [0, 0.5, 0, 0, 0.25]
 
 
 def test_the_teacher_alone_gives_the_task_no_gradient(judged):

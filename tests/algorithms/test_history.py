@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hone.algorithms.history import PromptHistory
-from hone.algorithms.settings import SkipZeroVarianceSettings
+from hone.algorithms.filtering.history import PromptHistory
+from hone.algorithms.filtering.settings import SkipZeroVarianceSettings
 
 FLAT_GOOD, FLAT_BAD, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
 

@@ -53,6 +53,7 @@ def steps(draw, batches):
         ref_logprobs=old + normal(scale=0.3),
         rollout_logprobs=old + normal(scale=0.1),
         advantages=normal(scale=2.0),
+        entropy=normal().abs(),
     )
     return batch, old + normal(scale=0.3), normal().abs()
 

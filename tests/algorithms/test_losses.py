@@ -21,6 +21,7 @@ from hone.algorithms.settings import (
     ReinforceSettings,
     SapoSettings,
     SftSettings,
+    TopEntropySettings,
 )
 
 
@@ -202,7 +203,18 @@ ALL = [
     KlCovSettings(),
     DroSettings(),
     GpgSettings(),
+    TopEntropySettings(),
 ]
+
+
+def test_top_entropy_is_another_loss_on_the_picked_tokens(close):
+    settings = TopEntropySettings(loss=ReinforceSettings())
+    picked = torch.tensor([True, False, True])
+    values, gradient, metrics = evaluate(settings, [1.0] * 3, [2.0, 3.0, -0.5], selected=picked)
+    close(values, [2.0, 0.0, -0.5])
+    close(gradient, [-2.0, 0.0, 0.5])
+    close(metrics["train/entropy_fraction"], [1, 0, 1])
+    close(metrics["train/policy_loss"], [2.0, 0.0, -0.5])
 
 
 def test_every_registered_loss_is_in_these_tests():
@@ -232,7 +244,7 @@ def test_importance_weights_multiply_and_masks_silence(settings, close):
 def test_at_ratio_1_the_gradient_is_that_of_the_policy_gradient(settings, close):
     """-A for every loss (sft: -1): all of them agree where the policy is the old one."""
     advantages = [1.0, -2.0, 0.5]
-    selected = torch.zeros(3, dtype=torch.bool)
+    selected = torch.full((3,), settings.name == "top_entropy")
     _, gradient, _ = evaluate(settings, [1.0] * 3, advantages, lengths=[1, 1, 1], selected=selected)
     close(gradient, [-1.0] * 3 if settings.name == "sft" else [-a for a in advantages])
 

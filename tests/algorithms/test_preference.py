@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.algorithms import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
-from hone.algorithms.preference import (
+from hone.algorithms.preference.losses import (
     Answers,
     Pairs,
     PreferenceObjective,
@@ -15,9 +15,11 @@ from hone.algorithms.preference import (
     kto_baseline,
     pair_rows,
 )
-from hone.algorithms.preference_settings import (
+from hone.algorithms.preference.settings import (
     BradleyTerrySettings,
     CdpoSettings,
+    ChosenSftSettings,
+    CombinedSettings,
     DpoSettings,
     HingeSettings,
     IpoSettings,
@@ -26,7 +28,9 @@ from hone.algorithms.preference_settings import (
     ProcessSettings,
     RobustSettings,
     SimpoSettings,
+    WeightedLoss,
 )
+from hone.config import ConfigError, build
 from hone.types import ModelOutput
 
 
@@ -58,6 +62,16 @@ ODDS = math.log(math.exp(-1.0) / (1 - math.exp(-1.0))) - math.log(math.exp(-1.5)
             [(-0.75 * math.log(sigmoid(s)) + 0.25 * math.log(sigmoid(-s))) / 0.5 for s in (1.5, -0.5)],
         ),
         (SimpoSettings(beta=2.0, margin=0.5), [-math.log(sigmoid(2 * 0.5 - 0.5)), -math.log(sigmoid(-2 * 0.5 - 0.5))]),
+        (ChosenSftSettings(), [1.0, 1.0]),
+        (
+            CombinedSettings(
+                parts=[
+                    WeightedLoss(loss=HingeSettings(beta=0.5), weight=2.0),
+                    WeightedLoss(loss=ChosenSftSettings(), weight=0.25),
+                ]
+            ),
+            [2 * 0.0 + 0.25, 2 * 1.5 + 0.25],
+        ),
         (OrpoSettings(beta=0.1), [1.0 - 0.1 * math.log(sigmoid(ODDS)), None]),
     ],
     ids=lambda value: getattr(value, "name", ""),
@@ -67,6 +81,52 @@ def test_losses_of_pairs(settings, expected, close):
     for value, number in zip(found, expected, strict=True):
         if number is not None:
             close(value, number)
+
+
+# log-ratios: chosen 1 and 0, rejected -2 and 1
+@pytest.mark.parametrize(
+    ("chosen", "margins"),
+    [
+        ({"f_divergence": "reverse_kl"}, [3.0, -1.0]),
+        ({"f_divergence": "forward_kl"}, [-math.exp(-1) + math.exp(2), -1 + math.exp(-1)]),
+        ({"f_divergence": "js"}, [math.log(sigmoid(1) / sigmoid(-2)), math.log(sigmoid(0) / sigmoid(1))]),
+        (
+            {"f_divergence": "alpha", "alpha": 0.5},
+            [-2 * math.exp(-0.5) + 2 * math.exp(1.0), -2.0 + 2 * math.exp(-0.5)],
+        ),
+    ],
+    ids=lambda value: value.get("f_divergence", "") if isinstance(value, dict) else "",
+)
+def test_divergences_change_the_margin(chosen, margins, close):
+    close(PAIRS.margin(DpoSettings(**chosen)), margins)
+    hinge = PREFERENCE_LOSSES.get("hinge")(PAIRS, HingeSettings(beta=0.1, **chosen))
+    close(hinge, [max(0, 1 - 0.1 * margin) for margin in margins])
+
+
+def test_an_answer_that_became_impossible_has_a_finite_loss():
+    far = Pairs(answers([-500.0], [0.0], [1]), answers([0.0], [-500.0], [1]))
+    for chosen in ({"f_divergence": "forward_kl"}, {"f_divergence": "alpha", "alpha": 3.0}):
+        assert torch.isfinite(PREFERENCE_LOSSES.get("dpo")(far, DpoSettings(**chosen))).all()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ({"name": "dpo", "f_divergence": "alpha"}, "alpha is set exactly when"),
+        ({"name": "dpo", "alpha": 0.5}, "alpha is set exactly when"),
+        ({"name": "dpo", "f_divergence": "alpha", "alpha": 1.0}, "which is reverse_kl"),
+        ({"name": "combined", "parts": [{"loss": "kto"}]}, "kto judges single answers"),
+        ({"name": "combined", "parts": []}, "at least 1"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(loss, message):
+    with pytest.raises(ConfigError, match=message):
+        build(PREFERENCE_LOSSES.settings(loss["name"]), loss, "run.yaml", "loss")
+
+
+def test_a_combined_loss_needs_the_reference_of_its_parts():
+    assert CombinedSettings().needs_reference
+    assert not CombinedSettings(parts=[WeightedLoss(loss=SimpoSettings())]).needs_reference
 
 
 def test_robust_is_dpo_once_flipped_labels_are_averaged(close):
@@ -100,7 +160,8 @@ def test_the_kto_baseline_is_never_negative(close):
 
 
 def test_every_registered_loss_is_in_these_tests():
-    assert set(PREFERENCE_LOSSES) == {"dpo", "ipo", "hinge", "cdpo", "robust", "simpo", "orpo", "kto"}
+    pairs = {"dpo", "ipo", "hinge", "cdpo", "robust", "simpo", "orpo", "sft", "combined"}
+    assert set(PREFERENCE_LOSSES) == {*pairs, "kto"}
     assert set(REWARD_MODEL_LOSSES) == {"bradley_terry", "process"}
     for registry in (PREFERENCE_LOSSES, REWARD_MODEL_LOSSES):
         assert all(registry.settings(name)().name == name for name in registry)
@@ -179,7 +240,7 @@ def test_kto_objective_judges_single_answers(packed, close):
     output = ModelOutput(logprobs=torch.tensor(LP, dtype=torch.float64))
     with pytest.raises(ValueError, match="kto_baseline"):
         objective(output, packed)
-    with_baseline = packed.with_(extras={"kto_baseline": torch.full((13,), 0.5).double()})
+    with_baseline = packed.with_(kto_baseline=torch.full((packed.num_sequences,), 0.5).double())
     # log-ratios -2 (bad), 0, 1 (good), 1 (bad)
     expected = [1 - sigmoid(1.25), 1 - sigmoid(-0.25), 1 - sigmoid(0.25), 1 - sigmoid(-0.25)]
     close(objective(output, with_baseline).values[[4, 6, 9, 12]], expected)
@@ -200,10 +261,10 @@ def test_bradley_terry_scores_the_last_loss_token(packed, close):
 
 
 def test_process_reward_model_is_judged_per_token(batches, close):
-    batch = batches.build([[0, 1, 0, 1]], extras={"labels": torch.tensor([0, 1.0, 0, 0.0])})
+    batch = batches.build([[0, 1, 0, 1]], labels=torch.tensor([0, 1.0, 0, 0.0]))
     objective = RewardModelObjective(ProcessSettings())
     result = objective(ModelOutput(values=torch.tensor([9.0, 2.0, 9.0, 1.0]).double()), batch)
     close(result.values, [0, -math.log(sigmoid(2.0)), 0, -math.log(sigmoid(-1.0))])
     close(result.metrics["train/preference_accuracy"][[1, 3]], [1, 0])
     with pytest.raises(ValueError, match="labels"):
-        objective(ModelOutput(values=torch.zeros(4)), batch.with_(extras={}))
+        objective(ModelOutput(values=torch.zeros(4)), batch.with_(labels=None))

@@ -7,13 +7,13 @@ import torch
 
 from hone.algorithms.advantages import rloo
 from hone.algorithms.algorithm import Algorithm
-from hone.algorithms.process_reward import (
+from hone.algorithms.process_reward.losses import (
     ProcessRewardObjective,
     implicit_rewards,
     measure_process_rewards,
     prime,
 )
-from hone.algorithms.process_reward_settings import PrimeSettings
+from hone.algorithms.process_reward.settings import PrimeSettings
 from hone.algorithms.settings import AlgorithmConfig, RlooSettings
 from hone.types import ModelOutput
 
@@ -28,7 +28,7 @@ def batch(batches):
     return batches.build(
         [[0, 1, 1], [0, 1], [0, 1, 0, 1]],
         rewards=[1.0, 0.0, 0.0],
-        extras={"process_rewards": tensor([0, 1.0, 3.0, 0, 1.0, 0, 2.0, 0, 4.0])},
+        process_rewards=tensor([0, 1.0, 3.0, 0, 1.0, 0, 2.0, 0, 4.0]),
     )
 
 
@@ -50,14 +50,14 @@ def test_prime_discounts_process_rewards_only(batch, close):
 
 
 def test_without_process_rewards_prime_is_rloo(batch):
-    silent = batch.with_(extras={"process_rewards": torch.zeros(9, dtype=torch.float64)})
+    silent = batch.with_(process_rewards=torch.zeros(9, dtype=torch.float64))
     expected = rloo(batch, RlooSettings()).advantages
     assert torch.equal(prime(silent, PrimeSettings()).advantages, expected)
     assert torch.equal(prime(batch, PrimeSettings(process_coef=0.0)).advantages, expected)
 
 
 def test_an_answer_of_its_own_has_no_baseline(batches, close):
-    batch = batches.build([[0, 1, 1]], rewards=[1.0], extras={"process_rewards": tensor([0, 0.25, 0.5])})
+    batch = batches.build([[0, 1, 1]], rewards=[1.0], process_rewards=tensor([0, 0.25, 0.5]))
     close(prime(batch, PrimeSettings()).advantages, [0, 1.75, 1.5])
 
 
@@ -67,7 +67,7 @@ def test_an_episode_counts_once_in_the_baseline(batches, close):
         [[0, 1], [0, 1], [0, 1]],
         episodes=[0, 0, 1],
         rewards=[0.0, 0.0, 0.0],
-        extras={"process_rewards": tensor([0, 1.0, 0, 3.0, 0, 5.0])},
+        process_rewards=tensor([0, 1.0, 0, 3.0, 0, 5.0]),
     )
     close(prime(batch, PrimeSettings()).advantages, [0, 1 - 5, 0, 3 - 5, 0, 5 - 2])
 
@@ -82,7 +82,7 @@ def test_the_model_learns_from_the_cross_entropy_of_summed_rewards(batches, clos
     batch = batches.build(
         [[0, 1, 1], [0, 1]],
         ref_logprobs=[0, -1.0, -1.0, 0, -2.0],
-        extras={"outcomes": tensor([1.0, 1.0, 1.0, 0.25, 0.25])},
+        outcomes=tensor([1.0, 0.25]),
     )
     lp = tensor([7.0, 0.0, 0.0, 7.0, -2.0]).requires_grad_()
     result = ProcessRewardObjective(beta=0.5)(ModelOutput(logprobs=lp), batch)
@@ -97,7 +97,7 @@ def test_the_model_learns_from_the_cross_entropy_of_summed_rewards(batches, clos
 
 
 def test_what_is_measured(batch):
-    batch = batch.with_(extras={**batch.extras, "outcomes": tensor([1, 1, 1, 0, 0, 0, 0, 0, 0])})
+    batch = batch.with_(outcomes=tensor([1, 0, 0]))
     metrics = measure_process_rewards(batch)
     assert metrics["process_reward/accuracy"].value == pytest.approx(1 / 3)  # all sums are positive, one outcome is
     assert metrics["process_reward/mean"].value == pytest.approx(11 / 5)
@@ -105,7 +105,7 @@ def test_what_is_measured(batch):
 
 def test_a_missing_process_reward_is_named_and_asked_of_no_actor(batches):
     algorithm = Algorithm(AlgorithmConfig(preset="prime"), steps_per_batch=2)
-    assert "extras.process_rewards" in algorithm.required_fields
+    assert "process_rewards" in algorithm.required_fields
     assert algorithm.infer_needs == frozenset()
     with pytest.raises(ValueError, match="process_rewards"):
         algorithm.advantages(batches.build([[0, 1]], rewards=[1.0]).with_(old_logprobs=torch.zeros(2)))

@@ -9,15 +9,9 @@ from hypothesis import strategies as st
 
 from hone.algorithms import ADVANTAGES, POLICY_LOSSES
 from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.filtering.settings import DynamicSamplingSettings, OverlongSettings, SkipZeroVarianceSettings
 from hone.algorithms.losses import LossInputs
-from hone.algorithms.settings import (
-    AlgorithmConfig,
-    DynamicSamplingSettings,
-    GrpoSettings,
-    OverlongSettings,
-    PpoSettings,
-    SkipZeroVarianceSettings,
-)
+from hone.algorithms.settings import AlgorithmConfig, GrpoSettings, PpoSettings
 from hone.data.packing import pack
 from hone.types import ModelOutput, Prompt, Status, StopReason, Trajectory, TrajectoryGroup
 
@@ -86,13 +80,19 @@ def advantages(name, groups):
         dynamic_sampling=DynamicSamplingSettings(skip_zero_variance=SkipZeroVarianceSettings()),
     )
     algorithm = Algorithm(config, steps_per_batch=2, max_response_tokens=LONGEST)
-    kept, _ = algorithm.keep(algorithm.shape(groups))
+    kept, _ = algorithm.groups.keep(algorithm.groups.shape(groups))
     if not kept:
         return {}
     batch = pack(kept)
     ids = batch.token_ids
-    extras = {"sum_pi_squared": known(ids, 0.5), "process_rewards": known(ids, 0.3)}
-    done = algorithm.advantages(batch.with_(values=known(ids, 1.0), old_logprobs=-known(ids, 2.0), extras=extras))
+    filled = batch.with_(
+        values=known(ids, 1.0),
+        old_logprobs=-known(ids, 2.0),
+        process_rewards=known(ids, 0.3),
+        sum_pi_squared=known(ids, 0.5),
+        anchors=ids // 1000 * 2 + ids % 2,  # two states in each group
+    )
+    done = algorithm.advantages(filled)
     names = [(one.prompt_id, one.sample) for group in kept for one in group.trainable]
     parts = done.advantages.split(batch.lengths.tolist())
     return dict(zip(names, parts, strict=True))
@@ -160,7 +160,7 @@ def test_a_group_of_equal_rewards_has_no_gradient(batches, advantage, loss):
     rewards = torch.tensor([0.3, 0.3, 0.3, 1.0, 0.0, 0.0])
     batch = batches.build(
         masks, groups=[0, 0, 0, 1, 1, 1], rewards=rewards, old_logprobs=old, dtype=torch.float32,
-        components={"greedy_reward": torch.tensor([0.3] * 3 + [0.5] * 3)},
+        components={"greedy_reward": torch.tensor([0.3] * 3 + [0.5] * 3)}, entropy=torch.ones(tokens),
     )  # fmt: skip
     algorithm = Algorithm(AlgorithmConfig(advantage=advantage, loss=POLICY_LOSSES.settings(loss)()), 2)
     weighed = algorithm.weigh(algorithm.advantages(batch))

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from hone.algorithms.resampling import resample, resampling_weights
+from hone.algorithms.filtering.resampling import resample, resampling_weights
+from hone.algorithms.filtering.settings import ResampleSettings
 from hone.algorithms.segments import sequence_sum
 from hone.algorithms.selection import covariance, random_by_covariance, top_by_covariance
-from hone.algorithms.settings import ClipCovSettings, KlCovSettings, ResampleSettings
+from hone.algorithms.settings import ClipCovSettings, KlCovSettings
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Settings: presets, contradictions, and that every key is used by somebody."""
 
+import re
 import subprocess
 import sys
 
@@ -85,10 +86,13 @@ def test_an_unknown_preset_names_the_nearest():
         ({"correction": {"weights": "token", "truncate": 2.0, "band": [0.5, 2.0]}}, "exclude each other"),
         ({"correction": {"weights": "token", "band": [2.0, 0.5]}}, "low < high"),
         ({"correction": {"old": "rollout", "weights": "token"}}, "the ratio itself"),
+        ({"correction": {"old": "rollout", "rejections": [{"high": 2.0, "policy": "old"}]}}, "policy to current"),
+        ({"loss": {"name": "top_entropy", "loss": "kl_cov"}}, "kl_cov picks tokens itself"),
         ({"correction": {"rejections": [{"statistic": "k1"}]}}, "low or high"),
         ({"correction": {"rejections": [{"statistic": "k3", "low": 0.1}]}}, "not k3"),
         ({"resample": {"scheme": "mostly_best", "power": 2.0}}, "mostly_best"),
         ({"loss": {"name": "ppo", "dual_clip": 0.5}}, "greater than 1"),
+        ({"overlong": {"factor": 2.0}}, "buffer_tokens .* mask: true"),
     ],
 )
 def test_contradictions_are_one_clear_line(data, message):
@@ -122,6 +126,50 @@ def test_a_critic_setting_without_a_critic_is_an_unused_key(tmp_path):
     Algorithm(loaded.config, 1)
     with pytest.raises(ConfigError, match=r"value_loss\.clip"):
         require_all_read(loaded)
+
+
+IGNORED = {
+    "kl.kind": "{kl: {kind: k1}}",
+    "kl.where": "{kl: {where: in_reward, coef: 0}}",
+    "overlong.factor": "{overlong: {mask: true, factor: 2.0}}",
+    "advantage.lam": "{advantage: {name: gae, lam: 0.9, length_adaptive_alpha: 0.05}}",
+    "dynamic_sampling.skip_zero_variance.target_easy": (
+        "{dynamic_sampling: {skip_zero_variance: {explore_step: 0, target_easy: 0.1}}}"
+    ),
+}
+
+
+@pytest.mark.parametrize("key", list(IGNORED))
+def test_a_key_that_has_no_effect_beside_the_others_is_refused(tmp_path, key):
+    path = tmp_path / "run.yaml"
+    path.write_text(IGNORED[key])
+    loaded = load(AlgorithmConfig, path)
+    Algorithm(loaded.config, 1)
+    message = rf"no part of this run uses these keys: {re.escape(key)} \(set by .*run.yaml\)"
+    with pytest.raises(ConfigError, match=message):
+        require_all_read(loaded)
+
+
+def test_what_a_preset_filled_may_be_without_effect(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("{preset: grpo, kl: {coef: 0}}")
+    loaded = load(AlgorithmConfig, path)
+    Algorithm(loaded.config, 1)
+    require_all_read(loaded)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"advantage": "grpo_pass_k"}, "every advantage would be 0"),
+        ({"dynamic_sampling": {}}, "a single answer has none"),
+    ],
+)
+def test_groups_too_small_to_teach_anything_are_refused(data, message):
+    built(**data).check_group_size(2)
+    with pytest.raises(ValueError, match=rf"update\.samples_per_prompt = 1: .*{message}"):
+        built(**data).check_group_size(1)
+    built().check_group_size(1)
 
 
 def test_presets_only_use_keys_that_exist():

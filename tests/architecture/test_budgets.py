@@ -2,13 +2,20 @@
 
 import ast
 import statistics
+from collections import Counter
 
 FILE_LINES, FILE_LINES_P90 = 600, 400
 FUNCTION_LINES, FUNCTION_LINES_P90 = 100, 45
+CLASS_LINES, PUBLIC_METHODS = 250, 20
+FILES_IN_A_FOLDER = 16
 NESTING = 4
 PARAMETERS = 7
 
 LONG_FILES: dict[str, str] = {}
+LONG_CLASSES: dict[str, str] = {}
+FULL_FOLDERS: dict[str, str] = {
+    "hone/cli": "one file for each command",
+}
 LONG_FUNCTIONS: dict[str, str] = {}
 DEEP_FUNCTIONS: dict[str, str] = {}
 WIDE_FUNCTIONS: dict[str, str] = {
@@ -26,6 +33,36 @@ def test_files_are_short(package):
     lines = {str(module.path): module.text.count("\n") for module in package}
     assert {path: n for path, n in lines.items() if n > FILE_LINES and path not in LONG_FILES} == {}
     assert _p90([n for n in lines.values() if n > 0]) <= FILE_LINES_P90
+
+
+def _classes(package) -> dict[str, tuple[int, int]]:
+    """Lines and public methods of each class; a property's setter is the property."""
+    sizes = {}
+    for module in package:
+        for node in module.nodes():
+            if isinstance(node, ast.ClassDef):
+                methods = {n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+                public = sum(not name.startswith("_") for name in methods)
+                sizes[f"{module.name}:{node.name}"] = (node.end_lineno or node.lineno) - node.lineno + 1, public
+    return sizes
+
+
+def _too_long(size: tuple[int, int]) -> bool:
+    return size[0] > CLASS_LINES or size[1] > PUBLIC_METHODS
+
+
+def test_classes_are_short(package):
+    long = {name: size for name, size in _classes(package).items() if _too_long(size) and name not in LONG_CLASSES}
+    assert long == {}, "lines and public methods of each"
+
+
+def _folders(package) -> Counter[str]:
+    return Counter(module.path.parent.as_posix() for module in package if module.path.name != "__init__.py")
+
+
+def test_folders_hold_few_files(package):
+    full = {path: n for path, n in _folders(package).items() if n > FILES_IN_A_FOLDER and path not in FULL_FOLDERS}
+    assert full == {}
 
 
 def test_functions_are_short(package):
@@ -82,6 +119,9 @@ def test_exceptions_are_still_needed(package):
     functions = {function.name: function for module in package for function in module.functions}
     lines = {str(module.path): module.text.count("\n") for module in package}
     assert [path for path in LONG_FILES if lines.get(path, 0) <= FILE_LINES] == []
+    classes, folders = _classes(package), _folders(package)
+    assert [n for n in LONG_CLASSES if n not in classes or not _too_long(classes[n])] == []
+    assert [path for path in FULL_FOLDERS if folders[path] <= FILES_IN_A_FOLDER] == []
     assert [n for n in LONG_FUNCTIONS if n not in functions or functions[n].lines <= FUNCTION_LINES] == []
     assert [n for n in DEEP_FUNCTIONS if n not in functions or _depth(functions[n].node.body) <= NESTING] == []
     assert [n for n in WIDE_FUNCTIONS if n not in functions or len(_arguments(functions[n])) <= PARAMETERS] == []

@@ -10,7 +10,7 @@ import pytest
 
 from hone.cli.recipe import load_recipe
 from hone.config import Choice, Config, build, dump, walk
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON_PATH_KEYS = 150

@@ -153,16 +153,18 @@ ENDLESS = {"join", "wait", "result", "recv", "communicate", "acquire", "get", "p
 WAITS_ALLOWED = {  # "file: call" -> who ends it
     "hone/cli/score.py: waiting.popleft().result()": "the reward pool gives every call a deadline",
     "hone/envs/episode.py: task.result()": "the task is done",
-    "hone/models/attention.py: _CURRENT.get()": "a context variable",
-    "hone/rollout/generic.py: _CURRENT.get()": "a context variable",
-    "hone/rollout/sessions.py: self._released.wait()": "asyncio; set by every request that ends, within its deadline",
-    "hone/rewards/pool.py: self._changed.wait()": "asyncio; every change of the pool sets it",
-    "hone/rewards/worker.py: inbox.get()": "the process ends with its parent, which closes the pipe",
-    "hone/weights/channel.py: self._changed.wait()": "asyncio; within the deadline of the sync",
-    "hone/weights/channel.py: self._reader.result()": "the task is done",
-    "hone/weights/channel.py: self._socket.recv_multipart()": "ended by close; else after a poll",
-    "hone/weights/local.py: self._changed.wait()": "asyncio; within the deadline of the sync",
-    "hone/tracking/background.py: self._items.get()": "a daemon thread that exists to wait for work",
+    "hone/models/attention/packed.py: _CURRENT.get()": "a context variable",
+    "hone/rollout/builtin/generic.py: _CURRENT.get()": "a context variable",
+    "hone/envs/agents/sessions.py: self._released.wait()": "asyncio; every request that ends sets it",
+    "hone/rewards/pool.py: self._changed.wait()": "every change of the pool notifies it",
+    "hone/processes/request_loop.py: self._inbox.get()": "the process ends with hone, which closes the socket",
+    "hone/rollout/router.py: seat.result()": "the seat is given",
+    "hone/workers/teacher.py: task.result()": "the task is done",
+    "hone/weights/transports/channel.py: self._changed.wait()": "asyncio; within the deadline of the sync",
+    "hone/weights/transports/channel.py: self._reader.result()": "the task is done",
+    "hone/weights/transports/channel.py: self._socket.recv_multipart()": "ended by close; else after a poll",
+    "hone/weights/in_process.py: self._changed.wait()": "asyncio; within the deadline of the sync",
+    "hone/tracking/trackers/background.py: self._items.get()": "a daemon thread that exists to wait for work",
 }
 
 

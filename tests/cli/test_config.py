@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from hone import other_frameworks
 from hone.cli.config import schema_of
-from hone.cli.main import main
+from hone.cli.main import COMMANDS, main
 from hone.cli.recipe import load_recipe
 from hone.composition import from_yaml
-from hone.config import ConfigError, dump, load
-from hone.trainers.settings import PolicyRunConfig
-from hone.trainers.supervised_settings import SupervisedRunConfig
+from hone.config import ConfigError, dump, key_paths, load
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.supervised.settings import PreferenceRunConfig, SupervisedRunConfig
 
 RL = """
 run: {dir: runs/x, steps: 3}
@@ -87,13 +88,14 @@ def test_explain_of_a_section_prints_every_key(capsys, rl):
     assert [line for line in text.splitlines() if line and not line.startswith(" ")] == [
         "run.dir",
         "run.steps",
+        "run.max_skipped_steps",
         "run.seed",
     ]
 
 
 def test_explain_of_an_unknown_key(capsys, rl):
     assert main(["config", str(rl), "--explain", "run.step"]) == 2
-    assert capsys.readouterr().err.startswith("error: no key 'run.step'; near: run.steps")
+    assert capsys.readouterr().err.startswith("error: unknown key 'run.step'; did you mean run.steps")
 
 
 def test_a_wrong_override_is_one_line(capsys, rl):
@@ -110,7 +112,7 @@ def test_the_kind_chooses_the_settings(rl, sft):
 
 
 def test_a_file_of_another_kind_names_the_command_for_it(sft):
-    with pytest.raises(ConfigError, match=r"sft\.yaml has kind: sft; run it with `hone sft`"):
+    with pytest.raises(ConfigError, match=r"sft\.yaml has kind: sft, expected rl; run it with `hone sft "):
         load_recipe(sft, kind="rl")
 
 
@@ -151,3 +153,30 @@ def test_the_schema_lists_what_the_registries_hold(rl):
     described = schema_of(rl)
     algorithm = described["$defs"][described["properties"]["algorithm"]["$ref"].removeprefix("#/$defs/")]
     assert {"grpo", "gae", "rloo"} <= set(algorithm["properties"]["advantage"]["anyOf"][0]["enum"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "meant"),
+    [
+        ("reverse/grpo.yaml", "learning_rate=1", "actor.optimizer.lr"),  # TRL
+        ("reverse/grpo.yaml", "actor_rollout_ref.rollout.n=8", "update.samples_per_prompt"),  # verl
+        ("reverse/grpo.yaml", "trainer.total_epochs=3", "run.steps"),
+        ("reverse/grpo.yaml", "max_response_tokens=3", "rollout.sampling.max_response_tokens"),  # ours, elsewhere
+        ("reverse/grpo.yaml", "runn.steps=3", "run"),  # misspelt
+        ("preference/dpo.yaml", "beta=0.2", "loss.beta"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_key_that_was_meant(capsys, recipe, override, meant):
+    assert main(["config", f"recipes/{recipe}", override]) == 2
+    hint = re.search("did you mean (.*?)[?]", capsys.readouterr().err)[1]
+    assert repr(meant) in hint.split(" or ")
+
+
+def test_names_of_other_frameworks_lead_to_keys_and_commands_that_exist(capsys):
+    kinds = (PolicyRunConfig, SupervisedRunConfig, PreferenceRunConfig)
+    ours = {key for kind in kinds for key in key_paths(kind)}
+    assert {key for keys in other_frameworks.KEYS.values() for key in keys} - ours == set()
+    assert set(other_frameworks.COMMANDS.values()) <= set(COMMANDS)
+    assert not set(other_frameworks.COMMANDS) & set(COMMANDS)
+    assert main(["dpo"]) == 2
+    assert capsys.readouterr().err == "error: unknown command 'dpo': here it is hone prefer\n"

@@ -1,18 +1,20 @@
 """`hone doctor` on this very machine, and with things that are broken."""
 
 import os
+import resource
 import subprocess
 import sys
 
 import torch
 
 from hone.cli.doctor import examine
+from hone.cli.finding import Finding
 from hone.cli.main import main
 
 
-def findings() -> dict[tuple[str, str], list]:
+def findings(full=False) -> dict[tuple[str, str], list]:
     found: dict[tuple[str, str], list] = {}
-    for finding in examine():
+    for finding in examine(full):
         found.setdefault((finding.section, finding.name), []).append(finding)
     return found
 
@@ -37,8 +39,26 @@ def test_the_cpu_is_always_a_platform():
 
 
 def test_every_kind_of_part_is_examined():
-    kinds = {name for section, name in findings() if section == "parts"}
+    kinds = {name for section, name in findings(full=True) if section == "parts"}
     assert {"advantages", "losses", "sources", "rewards", "engines", "rollout", "trackers"} <= kinds
+
+
+def test_without_full_parts_are_named_and_not_tried():
+    found = findings()
+    assert found["parts", "not examined"][0].detail == "whether each part can be imported here: hone doctor --full"
+    assert found["parts", "rollout"][0] == Finding("parts", "rollout", None, "builtin, sglang, vllm")
+    assert not any(line.ok is not None for (section, _), lines in found.items() if section == "parts" for line in lines)
+
+
+def test_it_answers_within_five_seconds_of_processor_time():
+    """Of which importing torch takes one; transformers takes two more, and only the rest of the doctor needs it."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = "import sys; from hone.cli.main import main; main(['doctor', '--json'])"
+    code = f"{run}; sys.exit('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 5
 
 
 def test_it_prints_every_section_and_succeeds(capsys):
@@ -56,7 +76,7 @@ def test_broken_parts_and_plugins_are_named_with_their_reason(tmp_path):
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHONPATH": path, "HONE_USE_EXTERNAL_MODULES": "odd_plugin,dead_plugin", "COLUMNS": "300"}
     done = subprocess.run(
-        [sys.executable, "-m", "hone", "doctor"],
+        [sys.executable, "-m", "hone", "doctor", "--full"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -55,7 +55,7 @@ def test_the_installed_command_is_this_one():
         (["trian"], "error: unknown command 'trian'; did you mean 'train'? (there is: config, distill, doctor, eval,"),
         (["config", "--explan", "x"], "error: No such option: --explan"),
         (["config", "gone.yaml"], "error: no run file gone.yaml"),
-        (["config"], "error: name a run file: hone config RECIPE"),
+        (["config"], "error: no run file was given: hone config RECIPE"),
         (["list", "rewrads"], "error: unknown kind 'rewrads'; did you mean 'rewards'?"),
         (["--nonsense"], "error: No such option: --nonsense"),
     ],
@@ -140,7 +140,7 @@ def test_what_nobody_can_mend_shows_its_traceback(capsys):
 def test_an_interrupted_run_says_how_to_go_on(capsys):
     assert report(KeyboardInterrupt(), "train") == EXIT_INTERRUPTED
     shown = capsys.readouterr().err
-    assert shown == "interrupted: the last checkpoint stands, and the same command continues from it\n"
+    assert shown == "interrupted; run the same command again to continue from the last checkpoint\n"
     assert report(KeyboardInterrupt(), "list") == EXIT_INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
 

@@ -33,11 +33,9 @@ def test_to_people(tmp_path, capsys, monkeypatch):
     save(FAMILIES["gpt-oss"], tmp_path)
     lines = [" ".join(line.split()) for line in said(tmp_path, capsys).splitlines()]
     assert "family gpt_oss (GptOssForCausalLM), language model" in lines
-    assert "parallel.tensor no transformers has no plan for it" in lines
+    assert "parallel.tensor no transformers has no tensor-parallel plan" in lines
     assert "parallel.expert yes 2, 4" in lines
-    assert any(
-        line.startswith("LoRA targets yes k_proj, o_proj, q_proj, v_proj; by name also experts.") for line in lines
-    )
+    assert any(line.startswith("LoRA targets yes k_proj, o_proj, q_proj, v_proj; if named: experts.") for line in lines)
     assert any(line.startswith("all weights, 8 devices ") for line in lines)
     assert any(line.startswith("QLoRA, rank 16, 1 device ") for line in lines)
 
@@ -54,7 +52,7 @@ def test_layers_that_carry_a_state_are_no_good(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--model", "no/such/folder"], "error: model.path: no folder no/such/folder"),
-        (["--devices", "4"], "error: --revision and --devices are about a model: give --model too"),
+        (["--devices", "4"], "error: --revision and --devices describe a model: give --model too"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments, message, capsys):

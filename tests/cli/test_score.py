@@ -108,7 +108,7 @@ def test_when_every_row_fails_the_command_fails_but_the_file_is_there(tmp_path):
         source = write(tmp_path / "in.jsonl", [{"response": "raise", "ground_truth": None}] * 3)
         target = tmp_path / f"out{suffix}"
         output = run("--reward", f"{USER}:temper", "--input", source, "--output", target, exit_code=1)
-        assert "every row failed; the first: RuntimeError" in output
+        assert "every row failed; the first error: RuntimeError" in output
         assert target.is_file()
 
 
@@ -129,7 +129,7 @@ def test_exit_codes_of_the_command(tmp_path, capsys):
     assert main(["score", "--reward", f"{USER}:number", *rest]) == 1  # no row has the column it reads
     errors = capsys.readouterr().err
     assert "error: hone score: reward: unknown reward 'gsm9k'; did you mean 'gsm8k'" in errors
-    assert "every row failed; the first: KeyError: 'n'" in errors
+    assert "every row failed; the first error: KeyError: 'n'" in errors
 
 
 def test_an_interrupt_ends_the_processes_and_writes_nothing(tmp_path):

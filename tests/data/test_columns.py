@@ -3,7 +3,7 @@
 import pytest
 
 from hone.data.columns import PromptReader, SampleReader, Template
-from hone.data.sources import DataError
+from hone.data.sources.base import DataError
 
 CHAT = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}]
 

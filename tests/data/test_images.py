@@ -11,17 +11,18 @@ import torch
 from PIL import Image as Pillow
 from transformers import Qwen2_5_VLProcessor, Qwen3VLProcessor
 
+from hone.data.chat_template import RenderingError
 from hone.data.packed_images import ImagePlaceError, places
-from hone.data.packing import Sample, balanced_parts, pack, pack_samples, select
+from hone.data.packing import Sample, balanced, pack, pack_samples, select, sequence_costs
 from hone.data.preference_readers import PairMaker
-from hone.data.rendering import Renderer, RenderingError
+from hone.data.rendering import Renderer
 from hone.data.settings import DatasetConfig, HfSettings, ShapesSettings
-from hone.data.shapes import COLOURS, QUESTIONS, open_shapes
-from hone.data.sources import DataError
-from hone.data.stream import PromptMaker, SampleMaker, read_prompts, read_samples
-from hone.models.image_processor import load_image_processor
-from hone.models.settings import BuildConfig, ModelConfig, VisionBuildConfig, VisionConfig
+from hone.data.sources.base import DataError
+from hone.data.sources.shapes import COLOURS, QUESTIONS, open_shapes
+from hone.data.stream import PromptMaker, SampleMaker, read_all, read_prompts
+from hone.models.settings import BuildConfig, ModelConfig, UseConfig, VisionBuildConfig, VisionConfig
 from hone.models.tokenizer import build_tokenizer
+from hone.models.vision.image_processor import load_image_processor
 from hone.types import Prompt, StopReason, Trajectory, TrajectoryGroup
 
 BUILD = BuildConfig(
@@ -36,7 +37,7 @@ START, IMAGE, END = 8, 9, 10
 
 
 def reader(vision=None):
-    processor = load_image_processor(ModelConfig(build=BUILD, vision=vision))
+    processor = load_image_processor(ModelConfig(build=BUILD, use=UseConfig(vision=vision)))
     assert processor is not None
     return processor
 
@@ -235,7 +236,7 @@ def test_answers_and_later_turns_show_no_images(renderer):
     shown = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [{"type": "image", "image": png()}]}]
     with pytest.raises(RenderingError, match="stands in an answer to learn"):
         renderer.render_sample(renderer.with_images(shown))
-    with pytest.raises(RenderingError, match="only a prompt can show any"):
+    with pytest.raises(RenderingError, match="images can be in the prompt only"):
         renderer.render_continuation((1, 2), renderer.with_images(asking(png())))
 
 
@@ -278,7 +279,7 @@ def test_select_takes_the_images_of_the_sequences_in_their_order():
 
 def test_parts_of_ranks_hold_what_their_sequences_show():
     whole = batch()
-    for part in balanced_parts(whole, 2):
+    for part in balanced(sequence_costs(whole), 2):
         chosen = select(whole, part)
         counts = [int(whole.images.counts[i]) for i in part]
         assert ([0] * len(part) if chosen.images is None else chosen.images.counts.tolist()) == counts
@@ -290,7 +291,7 @@ def test_trajectories_are_packed_with_the_images_of_their_prompts():
     trajectory = Trajectory(
         prompt_id="p/0", sample=0, token_ids=(*one.token_ids[:-1], IMAGE, 31), prompt_length=len(one.token_ids) - 1,
         loss_mask=(*[0] * (len(one.token_ids) - 1), 1, 1), rollout_logprobs=(0.0,) * (len(one.token_ids) + 1),
-        weight_versions=(), response="", stop_reason=StopReason.STOP, images=one.images,
+        weight_versions=(0,) * (len(one.token_ids) + 1), response="", stop_reason=StopReason.STOP, images=one.images,
     )  # fmt: skip
     packed = pack([TrajectoryGroup(prompt, (trajectory, trajectory))])
     assert packed.images.counts.tolist() == [1, 1]  # the placeholder that was sampled is no image
@@ -355,7 +356,7 @@ def test_shapes_depend_on_seed_and_row_and_mix_with_text():
 
 def test_shapes_are_samples_and_prompts(renderer):
     config = DatasetConfig(source=ShapesSettings(size=4, seed=1))
-    samples, _ = read_samples("train", config, renderer, "data.train")
+    samples, _ = read_all(SampleMaker("train", config, renderer, "data.train"))
     assert [len(sample.images) for sample in samples] == [1] * 4
     prompts, _ = read_prompts("train", config, renderer, "data.train")
     for sample, prompt in zip(samples, prompts, strict=True):

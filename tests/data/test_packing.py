@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hone.data import packing
 from hone.data.packing import (
     Sample,
-    balanced_parts,
+    balanced,
     groups_of,
     microbatches,
     microbatches_of_groups,
@@ -20,8 +20,9 @@ from hone.data.packing import (
     pack_samples,
     restore,
     select,
+    sequence_costs,
 )
-from hone.types import Batch, Prompt, Status, StopReason, Trajectory, TrajectoryGroup
+from hone.types import Batch, Prompt, Status, StopReason, Trajectory, TrajectoryGroup, TurnSpan
 
 quick = settings(max_examples=60, deadline=None)
 lengths_of_sequences = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -62,7 +63,10 @@ def batch_of(lengths):
         token_ids=torch.arange(total),
         rewards=torch.arange(count, dtype=torch.float32),
         components={"format": torch.arange(count, dtype=torch.float32) * 2},
-        extras={"sum_pi_squared": torch.arange(total, dtype=torch.float32) * 3},
+        extras={"mine": torch.arange(total, dtype=torch.float32) * 3},
+        sequence_extras={"repeats": torch.arange(count) * 5},
+        outcomes=torch.arange(count, dtype=torch.float32) / 8,
+        teacher_index=torch.arange(count) + 7,
         **values,
     )
 
@@ -116,6 +120,7 @@ def test_a_component_that_a_trajectory_lacks_is_nan():
         ),
         ([group(trajectory(0, tokens=(1, 2), loss_mask=(0,)))], "sort/3 sample 0 has 2 tokens but a loss mask of 1"),
         ([group(trajectory(0, tokens=(1, 2), rollout_logprobs=(0.0,)))], "2 tokens but 1 rollout log-probs"),
+        ([group(trajectory(0, tokens=(1, 2), weight_versions=(4,)))], "2 tokens but 1 weight versions"),
         ([group(trajectory(0, tokens=(1, 2), loss_mask=(1, 1)))], "first token"),
         ([group(trajectory(3, reward=math.nan))], "sample 3 has status ok but reward nan"),
     ],
@@ -149,10 +154,13 @@ def test_select_takes_every_field_in_the_order_asked_for():
     assert chosen.position_ids.tolist() == [0, 0, 1]
     assert chosen.cu_seqlens.tolist() == [0, 1, 3]
     assert chosen.advantages.tolist() == [5.25, 0.25, 1.25]
-    assert chosen.extras["sum_pi_squared"].tolist() == [15, 0, 3]
+    assert chosen.extras["mine"].tolist() == [15, 0, 3]
     assert chosen.group_index.tolist() == [2, 0]
     assert chosen.rewards.tolist() == [2, 0]
     assert chosen.components["format"].tolist() == [4, 0]
+    assert chosen.sequence_extras["repeats"].tolist() == [10, 0]
+    assert chosen.outcomes.tolist() == [0.25, 0]
+    assert chosen.teacher_index.tolist() == [9, 7]
     assert select(batch, [1, 1]).token_ids.tolist() == [2, 3, 4, 2, 3, 4]
 
 
@@ -219,11 +227,7 @@ def test_a_sequence_over_the_cap_is_a_clear_error():
 @given(lengths_of_sequences, st.integers(1, 8), st.sampled_from([None, 16.0]))
 def test_parts_are_balanced_in_number_and_cost(lengths, parts, equal_cost_length):
     batch = batch_of(lengths)
-    if len(lengths) < parts:
-        with pytest.raises(ValueError, match=f"{len(lengths)} sequences over {parts}"):
-            balanced_parts(batch, parts, equal_cost_length)
-        return
-    cuts = balanced_parts(batch, parts, equal_cost_length)
+    cuts = balanced(sequence_costs(batch, equal_cost_length), parts)
     costs = [n if equal_cost_length is None else n * (1 + n / equal_cost_length) for n in lengths]
     loads = [sum(costs[i] for i in part) for part in cuts]
     counts = [len(part) for part in cuts]
@@ -236,7 +240,7 @@ def test_parts_are_balanced_in_number_and_cost(lengths, parts, equal_cost_length
 def test_parts_of_a_case_worked_by_hand():
     # rows (8, 7), (6, 5), (4, 3), each 1 apart: 8 + 5 and 7 + 6 are even, so the last row's 1 remains
     lengths = [8, 7, 6, 5, 4, 3]
-    loads = [sum(lengths[i] for i in part) for part in balanced_parts(batch_of(lengths), 2)]
+    loads = [sum(lengths[i] for i in part) for part in balanced(sequence_costs(batch_of(lengths)), 2)]
     assert sorted(loads) == [16, 17]
 
 
@@ -299,3 +303,21 @@ def test_later_epochs_are_shuffled_by_seed_and_epoch():
         (epoch, seed): tuple(map(tuple, minibatches(batch, 4, epoch, seed))) for epoch in (1, 2) for seed in (1, 2)
     }
     assert len(set(orders.values())) == 4
+
+
+def test_rewards_of_turns_stand_at_their_ends_and_the_rest_on_the_last_sampled_token():
+    two_turns = trajectory(
+        0,
+        (7, 8, 4, 2, 5, 9, 9),
+        loss_mask=(0, 1, 1, 0, 0, 1, 0),
+        reward=1.0,
+        spans=(TurnSpan(1, 3, reward=0.25), TurnSpan(5, 6, reward=-0.5, anchor="x")),
+    )
+    plain = trajectory(1, (7, 8, 4), reward=2.0, spans=(TurnSpan(1, 3, anchor="x"),))
+    other = trajectory(0, (7, 8), reward=3.0, spans=(TurnSpan(1, 2, anchor="x"),))
+    batch = pack([group(two_turns, plain), group(other)])
+    assert batch.token_rewards.tolist() == [0, 0, 0.25, 0, 0, 0.75, 0, 0, 0, 2.0, 0, 3.0]
+    assert batch.anchors.tolist() == [-1, -1, -1, -1, -1, 0, -1, -1, 0, 0, -1, 1]  # equal within a group only
+    alone = pack([group(trajectory(0, spans=(TurnSpan(1, 4),)))])
+    assert alone.token_rewards is None
+    assert alone.anchors is None

@@ -12,7 +12,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_tasks_are_made_and_scored_without_the_sat_solver():
     done = run(
-        "from hone.data.reasoning_gym_patches import load_package\n"
+        "from hone.data.sources.reasoning_gym_patches import load_package\n"
         "assert load_package() is load_package()\n"
         "package = load_package()\n"
         "row = package.create_dataset('number_sorting', seed=1, size=1)[0]\n"
@@ -23,7 +23,7 @@ def test_tasks_are_made_and_scored_without_the_sat_solver():
 
 def test_what_needs_the_solver_says_so():
     done = run(
-        "from hone.data.reasoning_gym_patches import load_package\n"
+        "from hone.data.sources.reasoning_gym_patches import load_package\n"
         "load_package()\n"
         "import pycosat\n"
         "try: pycosat.solve([[1]])\n"

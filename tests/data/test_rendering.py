@@ -1,8 +1,11 @@
 """Rendering: whatever the template's shape, a sample has the ids of a rollout and the loss is on the answers only."""
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from hone.data.rendering import Renderer, RenderingError
+from hone.data.chat_template import RenderingError
+from hone.data.rendering import Renderer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -221,6 +224,54 @@ def test_without_a_template_contents_are_joined(make_tokenizer):
     only_answer = renderer.render_sample([assistant("3 5")])
     assert only_answer[1][0] == 0
     assert set(only_answer[1][1:]) == {1}
+
+
+@pytest.fixture
+def sentencepiece(make_tokenizer):
+    """A tokenizer that marks the first word of a text with a space of its own, as Mistral's and Llama's do."""
+    vocab = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", *"\u2581abcdefghijklmnopqrstuvwxyz"]
+    backend = Tokenizer(models.BPE({token: number for number, token in enumerate(vocab)}, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", extra_special_tokens=["[INST]", "[/INST]"]
+    )
+    tokenizer.chat_template = (
+        "{{ '<s>' }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
+        "{% else %}{{ m.content + '</s>' }}{% endif %}{% endfor %}"
+    )
+    return tokenizer
+
+
+def test_later_turns_get_no_mark_of_a_first_word(sentencepiece):
+    """The ids of the pieces are those of the whole text."""
+    messages = [user("ab"), assistant("cd"), user("ef"), assistant("gh")]
+    whole = sentencepiece("<s>[INST]ab[/INST]cd</s>[INST]ef[/INST]gh</s>", add_special_tokens=False)["input_ids"]
+    assert (
+        sentencepiece.convert_ids_to_tokens(sentencepiece("cd", add_special_tokens=False)["input_ids"])[0] == "\u2581"
+    )
+    renderer = Renderer(sentencepiece)
+    ids, mask = renderer.render_sample(messages)
+    assert list(ids) == whole
+    assert learnt(renderer, ids, mask) == ["cd</s>", "gh</s>"]
+    prompt = renderer.render_prompt(messages[:1])
+    answered = (*prompt, *sentencepiece.convert_tokens_to_ids(["c", "d", "</s>"]))
+    assert [*answered, *renderer.render_continuation(answered, messages[2:3])] == whole[:-3]
+    sentencepiece.chat_template = None
+    plain, _ = Renderer(sentencepiece).render_sample(messages[:2])
+    assert sentencepiece.convert_ids_to_tokens(plain) == ["\u2581", "a", "b", "c", "d", "</s>"]
+
+
+TOOLS = CHATML.replace("{% for message", "{% if tools %}{{ tools | tojson }}{% endif %}{% for message", 1)
+
+
+def test_tools_are_rendered_by_templates_that_have_them(make_tokenizer):
+    tools = [{"name": "add", "parameters": {"x": "int"}}]
+    shown, plain = Renderer(make_tokenizer(TOOLS)), Renderer(make_tokenizer(CHATML))
+    assert shown.decode(shown.render_prompt([user("hi")], tools)).startswith('[{"name": "add", "parameters"')
+    assert shown.renders_tools([user("hi"), assistant("yes")], tools)
+    assert not plain.renders_tools([user("hi")], tools)
+    assert not Renderer(make_tokenizer()).renders_tools([user("hi")], tools)
 
 
 def test_without_a_template_the_tokenizers_own_first_token_is_kept(make_tokenizer):

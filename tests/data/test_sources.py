@@ -7,8 +7,8 @@ import pytest
 
 from hone.config import ConfigError
 from hone.data import SOURCES
-from hone.data.files import GROUPS_IN_MEMORY
-from hone.data.sources import DataError, open_rows
+from hone.data.sources.base import DataError, open_rows
+from hone.data.sources.files import GROUPS_IN_MEMORY
 
 ROWS = [{"prompt": f"What is {n} + {n}?", "ground_truth": 2 * n, "extra": {"n": [n, n]}} for n in range(25)]
 
@@ -175,7 +175,7 @@ def test_a_missing_library_is_a_clear_error():
     code = (
         "import sys; sys.modules['reasoning_gym'] = None\n"
         "from hone.config import build\nfrom hone.data.settings import DatasetConfig\n"
-        "from hone.data.sources import open_rows\nfrom hone.registry import CannotLoad\n"
+        "from hone.data.sources.base import open_rows\nfrom hone.registry import CannotLoad\n"
         "config = build(DatasetConfig, {'source': {'name': 'reasoning_gym', 'task': 'countdown'}}, 'x')\n"
         "try:\n    open_rows(config)\nexcept CannotLoad as error:\n    print(error)\n"
     )

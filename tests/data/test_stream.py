@@ -7,11 +7,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hone.config import Loaded, build, forget_reads, unread, walk
-from hone.data.files import GROUPS_IN_MEMORY
 from hone.data.packing import pack_samples
+from hone.data.preference_readers import PairMaker
+from hone.data.rendering import Renderer
 from hone.data.settings import DataConfig
-from hone.data.sources import DataError
-from hone.data.stream import PromptStream, SampleStream, make_renderer, read_prompts, read_samples
+from hone.data.sources.base import DataError
+from hone.data.sources.files import GROUPS_IN_MEMORY
+from hone.data.stream import (
+    ItemStream,
+    PromptStream,
+    SampleMaker,
+    make_renderer,
+    read_all,
+    read_prompts,
+)
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -183,9 +192,86 @@ def test_a_state_of_other_data_is_refused(numbers, data, renderer, change, said)
         stream.load_state_dict(state)
 
 
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+ADD = {"name": "add", "parameters": {"x": {"type": "int"}}}
+
+
+@pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD]), [{**ADD, "strict": None}]], ids=["list", "text", "null"])
+def test_a_column_of_tools_is_rendered_into_prompts_samples_and_pairs(
+    tools, tmp_path, write_jsonl, data, make_tokenizer
+):
+    row = {"prompt": "2 + 2?", "completion": "4", "chosen": "4", "rejected": "5", "tools": tools}
+    config = data({"path": write_jsonl(tmp_path / "tools.jsonl", [row])})
+    renderer = Renderer(make_tokenizer(TOOLS))
+    prompt = PromptStream(config, renderer, seed=1).take(1)[0]
+    sample = ItemStream(SampleMaker, config, renderer, seed=1).take(1)[0]
+    pair = ItemStream(PairMaker, config, renderer, seed=1).take(1)[0]
+    for ids in (prompt.token_ids, sample.token_ids, pair.chosen.token_ids, pair.rejected.token_ids):
+        assert renderer.decode(ids).startswith('[{"name": "add", "parameters": {"x": {"type": "int"}}}]')
+    assert prompt.row["tools"] == tools, "rewards and environments see the column as it is"
+
+
+def test_no_tools_render_as_nothing(tmp_path, write_jsonl, data, make_tokenizer):
+    rows = [{"prompt": "2 + 2?", "functions": none} for none in (None, [], "", "[]")]
+    config = data({"path": write_jsonl(tmp_path / "none.jsonl", rows), "columns": {"tools": "functions"}})
+    prompts = PromptStream(config, Renderer(make_tokenizer(TOOLS)), seed=1).take(4)
+    assert len({prompt.token_ids for prompt in prompts}) == 1
+
+
+@pytest.mark.parametrize(
+    ("tools", "template", "said"),
+    [
+        ([ADD], TOOLS.replace("tools", "functions"), "has 1 tools in column 'tools', but the chat template does not"),
+        ("add", TOOLS, "tools is text, but no JSON"),
+        ({"name": "add"}, TOOLS, r"tools should be a list of JSON schemas, found \{'name'"),
+        (["add"], TOOLS, "each of tools should be a JSON schema, found 'add'"),
+    ],
+)
+def test_tools_that_cannot_be_rendered_are_an_error(tools, template, said, tmp_path, write_jsonl, data, make_tokenizer):
+    config = data({"path": write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "2 + 2?", "tools": tools}])})
+    with pytest.raises(DataError, match=said):
+        PromptStream(config, Renderer(make_tokenizer(template)), seed=1)
+
+
+def test_long_samples_are_dropped_truncated_or_an_error(tmp_path, write_jsonl, data, renderer):
+    rows = [{"prompt": "q", "completion": "x" * n, "chosen": "x" * n, "rejected": "y" * n} for n in (1, 3, 40)]
+    path = write_jsonl(tmp_path / "long.jsonl", rows)
+    whole = ItemStream(SampleMaker, data({"path": path}, shuffle=False), renderer, seed=1).take(3)
+    begins = whole[0].loss_mask.index(1)
+    limit = len(whole[0].token_ids)
+
+    def stream(maker=SampleMaker, tokens=limit, **more):
+        return ItemStream(maker, data({"path": path, "max_sample_tokens": tokens, **more}, shuffle=False), renderer, 1)
+
+    dropping = stream()
+    assert dropping.take(2) == [whole[0], whole[0]]
+    assert dropping.dropped == {"train": 2}
+    cut = stream(too_long="truncate").take(3)
+    assert [len(one.token_ids) for one in cut] == [limit] * 3
+    assert cut[0] == whole[0]
+    assert cut[2].token_ids == whole[2].token_ids[:limit]
+    assert cut[2].loss_mask == whole[2].loss_mask[:limit]
+    with pytest.raises(DataError, match="every one of the 3 rows"):  # nothing would be left to learn
+        stream(tokens=begins, too_long="truncate").take(1)
+    failing = stream(too_long="error")
+    assert failing.take(1) == [whole[0]]
+    with pytest.raises(DataError, match=rf"has {len(whole[1].token_ids)} tokens, more than .*_sample_tokens={limit}"):
+        failing.take(1)
+    pairs = stream(PairMaker, limit, too_long="truncate").take(3)
+    assert {len(one.chosen.token_ids) for one in pairs} == {limit}
+
+
+def test_a_prompt_is_never_truncated(numbers, data, renderer):
+    with pytest.raises(DataError, match=r"data\.train\.too_long=truncate .*only supervised samples can be truncated"):
+        PromptStream(data({"path": numbers(3), "max_prompt_tokens": 9, "too_long": "truncate"}), renderer, seed=1)
+    stopping = PromptStream(data({"path": numbers(9), "max_prompt_tokens": 9, "too_long": "error"}), renderer, seed=1)
+    with pytest.raises(DataError, match=r"max_prompt_tokens=9; raise that key, or set data\.train\.too_long=drop"):
+        stopping.take(9)
+
+
 def test_samples_are_packed_for_supervised_steps(gsm8k, data, renderer):
     config = data({**gsm8k, "answer_template": "{{ answer }}"}, shuffle=False)
-    stream = SampleStream(config, renderer, seed=1)
+    stream = ItemStream(SampleMaker, config, renderer, seed=1)
     samples = stream.take(2)
     text = "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\nIt is <<1+1=2>>2.\n#### 2<|im_end|>"
     assert renderer.decode(samples[1].token_ids, keep_special=True) == text
@@ -194,7 +280,7 @@ def test_samples_are_packed_for_supervised_steps(gsm8k, data, renderer):
     assert samples[1].source == "train"
     assert pack_samples(samples).num_sequences == 2
     state = stream.state_dict()
-    resumed = SampleStream(config, renderer, seed=1)
+    resumed = ItemStream(SampleMaker, config, renderer, seed=1)
     resumed.load_state_dict(state)
     assert resumed.take(9) == stream.take(9)
     assert stream.epoch == 1
@@ -203,10 +289,12 @@ def test_samples_are_packed_for_supervised_steps(gsm8k, data, renderer):
 def test_long_samples_are_dropped_and_counted(numbers, tmp_path, write_jsonl, data, renderer):
     rows = [{"prompt": "a", "completion": "x" * n} for n in range(1, 30)]
     path = write_jsonl(tmp_path / "samples.jsonl", rows)
-    stream = SampleStream(data({"path": path, "max_sample_tokens": 16}), renderer, seed=1)
+    stream = ItemStream(SampleMaker, data({"path": path, "max_sample_tokens": 16}), renderer, seed=1)
     assert max(len(sample.token_ids) for sample in stream.take(40)) == 16
     assert 0 < stream.dropped["train"] < 29
-    samples, dropped = read_samples("test", data({"path": path, "max_sample_tokens": 16}).train, renderer, "test")
+    samples, dropped = read_all(
+        SampleMaker("test", data({"path": path, "max_sample_tokens": 16}).train, renderer, "test")
+    )
     assert dropped == stream.dropped["train"]
     assert len(samples) == 29 - dropped
 
@@ -252,7 +340,9 @@ def test_rows_that_fail_later_name_their_line_too(tmp_path, write_jsonl, data, r
 
 def test_a_missing_file_or_column_is_found_before_training(numbers, data, renderer):
     with pytest.raises(DataError, match=r"warm_start\.data\.train: no file .*nubmers\.jsonl; did you mean"):
-        SampleStream(data({"path": str(numbers(3)).replace("numbers", "nubmers")}), renderer, 0, "warm_start.data")
+        ItemStream(
+            SampleMaker, data({"path": str(numbers(3)).replace("numbers", "nubmers")}), renderer, 0, "warm_start.data"
+        )
     with pytest.raises(
         DataError, match=r"data\.mix\.more\.columns\.prompt: unknown column .* 'promt'; did you mean 'prompt'"
     ):

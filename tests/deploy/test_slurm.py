@@ -14,6 +14,8 @@ import pytest
 from tests.runtime.test_local import RUN, TASK
 from tests.trainers.tiny import recipe
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = Path(__file__).parent / "slurm_stand_in"
 DEADLINE_S = 500
@@ -67,7 +69,6 @@ def left_over(marker):
     return found
 
 
-@pytest.mark.slow
 def test_a_policy_run_on_two_machines(tmp_path):
     port = free_port()
     run = recipe(tmp_path)
@@ -80,7 +81,6 @@ def test_a_policy_run_on_two_machines(tmp_path):
     assert left_over(f":{port}") == []
 
 
-@pytest.mark.slow
 def test_a_run_that_fails_ends_the_job_with_its_code(tmp_path):
     port = free_port()
     done = sbatch("ray.sbatch", ["train", recipe(tmp_path), "run.stepps=1"], HONE_RAY_PORT=port, HONE_JOIN_S="400")
@@ -89,7 +89,6 @@ def test_a_run_that_fails_ends_the_job_with_its_code(tmp_path):
     assert left_over(f":{port}") == []
 
 
-@pytest.mark.slow
 def test_a_supervised_run_on_two_machines(tmp_path):
     (tmp_path / "task.py").write_text(TASK)
     path = tmp_path / "run.yaml"
@@ -98,5 +97,5 @@ def test_a_supervised_run_on_two_machines(tmp_path):
     done = sbatch("ranks.sbatch", ["sft", path], SLURM_NTASKS_PER_NODE="1", HONE_PORT=free_port())
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("report:") == 1  # one rank speaks
-    written = list((tmp_path / "run" / "checkpoints" / "step_00000002" / "model").glob("model*"))
+    written = list((tmp_path / "run" / "checkpoints" / "step_00000002" / "actor").glob("model*"))
     assert len(written) == 2

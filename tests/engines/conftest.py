@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hone.data.packing import Sample, pack_samples
-from hone.engines.fsdp2 import Fsdp2Engine
+from hone.engines.fsdp2.engine import Fsdp2Engine
 from hone.engines.settings import EngineConfig, LoraConfig, OptimizerConfig
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
@@ -26,6 +26,7 @@ class Spec:
     temperature: float = 1.0
     total_steps: int = 100
     reference: ModelConfig | None = None
+    follows: bool = False
 
 
 @pytest.fixture
@@ -33,11 +34,11 @@ def make_engine():
     """make_engine(engine settings..., model=..., spec fields...) -> an initialised engine on the CPU."""
 
     def make(model=None, model_type="language_model", temperature=1.0, total_steps=100, optimizer=None, **engine):
-        reference = engine.pop("reference", None)
+        reference, follows = engine.pop("reference", None), engine.pop("follows", False)
         engine.setdefault("compute_dtype", "float32")
         engine.setdefault("max_tokens_per_microbatch", 64)
         config = EngineConfig(optimizer=OptimizerConfig(**{"lr": 1e-3} | (optimizer or {})), **engine)
-        spec = Spec(model or ModelConfig(build=BUILD), config, model_type, temperature, total_steps, reference)
+        spec = Spec(model or ModelConfig(build=BUILD), config, model_type, temperature, total_steps, reference, follows)
         made = Fsdp2Engine(spec, "cpu")
         made.initialize()
         return made

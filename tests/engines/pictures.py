@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from PIL import Image as Pillow
 
-from hone.data.packing import Sample, balanced_parts, pack_samples, select
-from hone.engines.fsdp2 import Fsdp2Engine
-from hone.engines.settings import EngineConfig, OptimizerConfig, ParallelConfig
-from hone.models.image_processor import load_image_processor
-from hone.models.settings import BuildConfig, ModelConfig, VisionBuildConfig, VisionConfig
+from hone.data.packing import Sample, balanced, pack_samples, select, sequence_costs
+from hone.engines.fsdp2.engine import Fsdp2Engine
+from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig
+from hone.engines.settings import EngineConfig, OptimizerConfig
+from hone.models.settings import BuildConfig, ModelConfig, UseConfig, VisionBuildConfig, VisionConfig
+from hone.models.vision.image_processor import load_image_processor
 from hone.types import LossOutput
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -100,11 +101,17 @@ def make_engine(case: Case, total_steps=100) -> Fsdp2Engine:
     engine = EngineConfig(
         **{"compute_dtype": "float32", "max_tokens_per_microbatch": 64, **case.engine},
         optimizer=OptimizerConfig(lr=3e-3),
-        parallel=ParallelConfig(**case.parallel),
+        backend=Fsdp2Settings(parallel=ParallelConfig(**case.parallel)),
     )
-    model = ModelConfig(**where, vision=vision)
+    model = ModelConfig(**where, use=UseConfig(vision=vision))
     spec = SimpleNamespace(
-        model=model, engine=engine, model_type=case.model_type, temperature=0.9, total_steps=total_steps, reference=None
+        model=model,
+        engine=engine,
+        model_type=case.model_type,
+        temperature=0.9,
+        total_steps=total_steps,
+        reference=None,
+        follows=False,
     )
     made = Fsdp2Engine(spec, "cpu")
     made.initialize()
@@ -121,11 +128,11 @@ def values(output, batch):
 
 def own_part(engine, batch):
     """This rank's sequences: with two of them, the second has no image."""
-    size, rank = engine.data_parallel_size, engine.data_parallel_rank
+    size, rank = engine.ranks.data_parallel_size, engine.ranks.data_parallel_rank
     if size == 2:
         images = [i for i in range(batch.num_sequences) if i not in TEXT]
         return select(batch, [images, list(TEXT)][rank])
-    return select(batch, balanced_parts(batch, size)[rank])
+    return select(batch, balanced(sequence_costs(batch), size)[rank])
 
 
 def train(case: Case) -> dict:
@@ -136,7 +143,7 @@ def train(case: Case) -> dict:
     metrics = [engine.train_batch(part, loss) for part in parts]
     output = engine.infer_batch(parts[0])
     score = output.logprobs if output.logprobs is not None else output.values
-    first = engine.is_output_rank
+    first = engine.ranks.is_output_rank
     return {
         "norms": [one["train/grad_norm"].value for one in metrics],
         "losses": [one["train/loss"].value if first else 0.0 for one in metrics],

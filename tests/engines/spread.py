@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import torch
 
-from hone.data.packing import Sample, balanced_parts, pack_samples, select
-from hone.engines.fsdp2 import Fsdp2Engine
-from hone.engines.settings import EngineConfig, OptimizerConfig, ParallelConfig
+from hone.data.packing import Sample, balanced, pack_samples, select, sequence_costs
+from hone.engines.fsdp2.engine import Fsdp2Engine
+from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig
+from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.types import LossOutput
 
@@ -33,6 +34,8 @@ class Case:
     model_type: str = "language_model"
     optimizer: str = "AdamW"
     parallel: dict = field(default_factory=dict)
+    offload: bool = False
+    compile: bool | str = False
     engine: dict = field(default_factory=dict)
     model: dict = field(default_factory=dict)  # a path, or a dtype
     build: dict = field(default_factory=dict)
@@ -41,10 +44,10 @@ class Case:
     def name(self) -> str:
         where = " ".join(f"{key}{value}" for key, value in self.parallel.items()) or "fsdp"
         extra = " ".join(f"{key}={value}" for key, value in self.engine.items())
-        return f"{self.architecture} {self.loss} {where} {extra}".strip()
+        return f"{self.architecture} {self.loss} {where} {'offload' if self.offload else ''} {extra}".strip()
 
 
-def make_engine(case: Case, reference: ModelConfig | None = None) -> Fsdp2Engine:
+def make_engine(case: Case, reference: ModelConfig | None = None, follows: bool = False) -> Fsdp2Engine:
     build = {"kv_heads": 2} if case.architecture != "gpt2" else {}
     build = BuildConfig(
         **{**SIZES, **build, **case.build}, architecture=case.architecture, options=OPTIONS[case.architecture]
@@ -54,10 +57,16 @@ def make_engine(case: Case, reference: ModelConfig | None = None) -> Fsdp2Engine
     engine = EngineConfig(
         **{"compute_dtype": "float32", "max_tokens_per_microbatch": CAP, **case.engine},
         optimizer=OptimizerConfig(name=case.optimizer, lr=3e-3, options=options),
-        parallel=ParallelConfig(**case.parallel),
+        backend=Fsdp2Settings(parallel=ParallelConfig(**case.parallel), offload=case.offload, compile=case.compile),
     )
     spec = SimpleNamespace(
-        model=model, engine=engine, model_type=case.model_type, temperature=0.9, total_steps=100, reference=reference
+        model=model,
+        engine=engine,
+        model_type=case.model_type,
+        temperature=0.9,
+        total_steps=0 if follows else 100,
+        reference=reference,
+        follows=follows,
     )
     made = Fsdp2Engine(spec, "cpu")
     made.initialize()
@@ -83,7 +92,9 @@ def make_batch(seed: int):
 
 
 def own_part(engine: Fsdp2Engine, batch):
-    return select(batch, balanced_parts(batch, engine.data_parallel_size)[engine.data_parallel_rank])
+    return select(
+        batch, balanced(sequence_costs(batch), engine.ranks.data_parallel_size)[engine.ranks.data_parallel_rank]
+    )
 
 
 def likelihood(output, batch):
@@ -112,7 +123,7 @@ def train(engine: Fsdp2Engine, loss: str, steps=range(3)) -> dict:
     metrics = [engine.train_batch(own_part(engine, make_batch(seed)), LOSSES[loss]) for seed in steps]
     output = engine.infer_batch(own_part(engine, make_batch(9)))
     score = output.logprobs if output.logprobs is not None else output.values
-    first = engine.is_output_rank
+    first = engine.ranks.is_output_rank
     return {
         "losses": [one["train/loss"].value if first else 0.0 for one in metrics],
         "norms": [one["train/grad_norm"].value for one in metrics],

@@ -10,17 +10,19 @@ from transformers import AutoModelForCausalLM
 
 from hone.engines.checkpoint import ENGINE_FILE, MODEL, OPTIMIZER, CheckpointError, part_file
 from hone.engines.export import export_weights
+from hone.engines.optimizers import EIGHT_BIT
 from hone.models.loading import without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
 
 MODEL_FILE, OPTIMIZER_FILE = (part_file(kind, 0, 1) for kind in (MODEL, OPTIMIZER))
-OPTIMIZERS = ["AdamW", "SGD", "Adafactor", "NAdam", "ASGD", "Rprop"]
+OPTIMIZERS = ["AdamW", "SGD", "Adafactor", "NAdam", "ASGD", "Rprop", *EIGHT_BIT]
+OPTIONS = {"SGD": {"momentum": 0.9}} | {name: {"min_8bit_size": 1024} for name in EIGHT_BIT}
 SCHEDULE = {"name": "cosine", "warmup_steps": 3}
 
 
 def weights(engine):
-    return {name: tensor.clone() for name, tensor in engine._state().items()}
+    return {name: tensor.clone() for name, tensor in engine.weights.whole()}
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -31,7 +33,7 @@ def test_training_on_from_a_checkpoint_equals_training_through(
     settings = {
         "compute_dtype": dtype,
         "schedule": SCHEDULE,
-        "optimizer": {"name": optimizer, "lr": 1e-3, "options": {"momentum": 0.9} if optimizer == "SGD" else {}},
+        "optimizer": {"name": optimizer, "lr": 1e-3, "options": OPTIONS.get(optimizer, {})},
     }
     batches = [make_batch(seed=seed) for seed in range(6)]
     through = make_engine(**settings)
@@ -47,6 +49,9 @@ def test_training_on_from_a_checkpoint_equals_training_through(
         assert {n: m.value for n, m in one.items()} == {n: m.value for n, m in other.items()}
     one, other = weights(through), weights(resumed)
     assert all(torch.equal(one[name], other[name]) for name in one)
+    states = [one for one in resumed.update.optimizer.state.values() if one]
+    quantised = any(value.dtype == torch.uint8 for one in states for value in one.values() if torch.is_tensor(value))
+    assert quantised == (optimizer in EIGHT_BIT)
 
 
 SIZES = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_size": 48, "max_positions": 64}
@@ -158,7 +163,7 @@ def test_what_is_written_while_training_goes_on_is_the_state_at_the_call(tmp_pat
     behind.mkdir()
     engine.save_checkpoint(now)
     disk_is_free = threading.Event()
-    engine._writer.start([lambda: disk_is_free.wait(30) and None])
+    engine._checkpoint._writer.start([lambda: disk_is_free.wait(30) and None])
     engine.save_checkpoint(behind, wait=False)
     engine.train_batch(batch, losses.likelihood)
     assert not engine.checkpoint_written()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hone.engines.logprobs import Beside, Head, Reference, score_tokens
-from hone.models.attention import Packing, packed
+from hone.engines.logprobs import Head, Queries, Reference, score_tokens
+from hone.models.attention.packed import Packing, packed
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.types import LossOutput
 from tests.engines import spread
@@ -39,7 +39,7 @@ def test_values_and_gradients_equal_the_plain_computation(chunk, kind, dtype, to
         temperature=0.7,
         chunk_tokens=chunk,
         needs=frozenset({"entropy"}),
-        beside=Beside(ids, 5, reference),
+        queries=Queries(ids, 5, reference),
     )
     mine, theirs = log_pi(hidden, head, 0.7), log_pi(reference.hidden, reference.head, 0.7)
     at, kl = mine.gather(1, ids), (mine.exp() * (mine - theirs)).sum(-1)
@@ -68,7 +68,8 @@ def test_kl_of_two_tokens_by_hand():
     # The model says 1/4 and 3/4, the reference 1/2 and 1/2: KL = 1/4 ln(1/2) + 3/4 ln(3/2).
     model, reference = Head(torch.tensor([[0.0], [1.0986123]])), Head(torch.zeros(2, 1))
     ones = torch.ones(1, 1)
-    scores = score_tokens(ones, torch.tensor([0]), model, beside=Beside(reference=Reference(ones, reference), top_k=1))
+    queries = Queries(reference=Reference(ones, reference), top_k=1)
+    scores = score_tokens(ones, torch.tensor([0]), model, queries=queries)
     torch.testing.assert_close(scores.full_kl, torch.tensor([0.1308120]))
     assert scores.top_k_ids.tolist() == [[1]]
     torch.testing.assert_close(scores.top_k_logprobs.exp(), torch.tensor([[0.75]]))
@@ -80,7 +81,7 @@ def test_no_more_than_one_chunk_of_logits_exists_on_either_side():
     reference = Reference(torch.randn(500, OTHER), Head(torch.randn(VOCABULARY, OTHER)))
     targets, ids = torch.zeros(500, dtype=torch.int64), torch.zeros(500, 2, dtype=torch.int64)
     with WidestLogits() as seen:
-        scores = score_tokens(hidden, targets, head, chunk_tokens=10, beside=Beside(ids, 3, reference))
+        scores = score_tokens(hidden, targets, head, chunk_tokens=10, queries=Queries(ids, 3, reference))
         (scores.logprobs_at.sum() + scores.full_kl.sum()).backward()
     assert 0 < seen.rows <= 10
 
@@ -92,7 +93,7 @@ def test_a_reference_over_another_vocabulary_is_refused():
             torch.randn(2, WIDTH),
             torch.tensor([0, 1]),
             Head(torch.randn(VOCABULARY, WIDTH)),
-            beside=Beside(reference=reference),
+            queries=Queries(reference=reference),
         )
 
 
@@ -127,7 +128,7 @@ def test_the_engine_gives_a_teachers_top_k_and_the_students_log_probs_there(make
     assert said.logprobs.shape == mask.shape
 
     student = make_engine(double(ModelConfig(build=BUILD)), **DOUBLE)
-    batch = batch.with_(extras={"ids_at": said.extras["top_k_ids"]})
+    batch = batch.with_(ids_at=said.extras["top_k_ids"])
     found = student.infer_batch(batch, frozenset({"logprobs_at"})).extras["logprobs_at"]
     dense = all_logprobs(student, batch).gather(1, said.extras["top_k_ids"])
     torch.testing.assert_close(found[mask], dense[mask])
@@ -138,10 +139,10 @@ def test_full_kl_in_the_engine_has_the_value_and_gradient_of_the_dense_one(make_
     batch = make_batch()
     other = make_engine(double(SMALLER), total_steps=0, **{**DOUBLE, "max_tokens_per_microbatch": 60})
     batch = batch.with_(
-        extras={"reference_states": other.infer_batch(batch, frozenset({"states"})).extras["states"]},
+        reference_states=other.infer_batch(batch, frozenset({"states"})).extras["states"],
         loss_weights=batch.loss_weights.double(),
     )
-    assert batch.extras["reference_states"].shape == (batch.num_tokens, 16)
+    assert batch.reference_states.shape == (batch.num_tokens, 16)
     engine = make_engine(double(ModelConfig(build=BUILD)), reference=double(SMALLER), **DOUBLE)
 
     def loss(output, part):
@@ -166,7 +167,7 @@ def test_full_kl_in_the_engine_has_the_value_and_gradient_of_the_dense_one(make_
 def test_what_an_output_is_computed_from_must_be_there(make_engine, make_batch, need, missing):
     batch = make_batch()
     if missing == "reference model":
-        batch = batch.with_(extras={"reference_states": torch.zeros(batch.num_tokens, 32)})
+        batch = batch.with_(reference_states=torch.zeros(batch.num_tokens, 32))
     with pytest.raises(ValueError, match=missing):
         make_engine().infer_batch(batch, frozenset({need}))
 
@@ -191,11 +192,11 @@ def outputs(cases):
         engine = spread.make_engine(case, reference=SMALLER)
         batch = spread.make_batch(0)
         generator = torch.Generator().manual_seed(3)
-        extras = {
-            "ids_at": torch.randint(8, 104, (batch.num_tokens, 2), generator=generator),
-            "reference_states": torch.randn(batch.num_tokens, 16, generator=generator),
-        }
-        part = spread.own_part(engine, batch.with_(extras=extras))
+        batch = batch.with_(
+            ids_at=torch.randint(8, 104, (batch.num_tokens, 2), generator=generator),
+            reference_states=torch.randn(batch.num_tokens, 16, generator=generator),
+        )
+        part = spread.own_part(engine, batch)
         output = engine.infer_batch(part, NEEDS)
         mine = {**output.extras, "entropy": output.entropy, "tokens": part.token_ids, "mask": part.loss_mask}
         found |= {f"{number}/{name}": value for name, value in mine.items()}

@@ -9,9 +9,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from hone.data.packing import microbatches, select
 from hone.engines.activations import kept_in_cpu_memory, worth_moving
 from hone.engines.base import BaseEngine
+from hone.engines.fsdp2.settings import Fsdp2Settings
 from hone.engines.layout import lay_out
-from hone.models.attention import packed
-from hone.models.settings import BuildConfig, ModelConfig
+from hone.models.attention.packed import packed
+from hone.models.settings import BuildConfig, ModelConfig, UseConfig
 from hone.types import LossOutput
 
 SMALL = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_size": 48, "max_positions": 64}
@@ -36,7 +37,11 @@ def test_it_is_what_the_contract_says(make_engine):
     engine: BaseEngine = make_engine()
     for name in (name for name in vars(BaseEngine) if not name.startswith("_")):
         assert hasattr(engine, name), name
-    assert (engine.data_parallel_rank, engine.data_parallel_size, engine.is_output_rank) == (0, 1, True)
+    assert (engine.ranks.data_parallel_rank, engine.ranks.data_parallel_size, engine.ranks.is_output_rank) == (
+        0,
+        1,
+        True,
+    )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -148,13 +153,13 @@ def test_gradients_are_clipped_to_the_norm(make_engine, make_batch, losses):
 def test_a_gradient_that_is_not_finite_changes_nothing(dtype, bad, make_engine, make_batch, losses):
     engine, batch = make_engine(compute_dtype=dtype), make_batch()
     engine.train_batch(batch, losses.likelihood)
-    before = {name: tensor.clone() for name, tensor in engine._state().items()}
-    moment = next(iter(engine.optimizer.state.values()))["exp_avg"].clone()
+    before = {name: tensor.clone() for name, tensor in engine.weights.whole()}
+    moment = next(iter(engine.update.optimizer.state.values()))["exp_avg"].clone()
     metrics = engine.train_batch(batch.with_(loss_weights=batch.loss_weights * bad), losses.likelihood)
     assert metrics["train/skipped_steps"].value == 1
     assert "train/grad_norm" not in metrics
-    assert all(torch.equal(tensor, before[name]) for name, tensor in engine._state().items())
-    assert torch.equal(next(iter(engine.optimizer.state.values()))["exp_avg"], moment)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights.whole())
+    assert torch.equal(next(iter(engine.update.optimizer.state.values()))["exp_avg"], moment)
     assert engine.train_batch(batch, losses.likelihood)["train/skipped_steps"].value == 0
 
 
@@ -249,7 +254,7 @@ def test_activation_checkpointing_changes_memory_only(architecture, make_engine,
 
 def test_with_checkpointing_only_the_input_of_each_layer_is_worth_moving(make_engine, make_batch, losses):
     """What `offload` takes away: nothing of the layers' inner tensors, and no weight, not even the head's."""
-    engine, batch = make_engine(activation_checkpointing="offload"), make_batch()
+    engine, batch = make_engine(activation_checkpointing=True), make_batch()
     moved = []
 
     def pack(tensor):
@@ -257,7 +262,7 @@ def test_with_checkpointing_only_the_input_of_each_layer_is_worth_moving(make_en
         return tensor
 
     with engine.train_mode(), saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine._forward(batch, frozenset())
+        engine.forward(batch, frozenset())
     width, layers = engine.model.config.hidden_size, engine.model.config.num_hidden_layers
     row = lay_out(batch).token_ids.numel()
     assert moved.count((1, row, width)) >= layers
@@ -282,7 +287,8 @@ def test_gradients_through_cpu_memory_are_the_same():
 
 
 def test_dropout_is_on_in_training_and_off_in_inference(make_engine, make_batch, losses):
-    model = ModelConfig(build=BuildConfig(**SMALL, options={"attention_dropout": 0.5}))
+    build = BuildConfig(**SMALL, options={"attention_dropout": 0.5})
+    model = ModelConfig(build=build, use=UseConfig(dropout="config"))
     engine, batch = make_engine(model=model), make_batch()
     assert torch.equal(engine.infer_batch(batch).logprobs, engine.infer_batch(batch).logprobs)
     one, other = (gradients(engine, batch, losses.likelihood)[1]["train/loss"].value for _ in range(2))
@@ -327,7 +333,10 @@ def test_parts_move_between_devices(make_engine, make_batch, losses):
 
 
 def test_offload_changes_where_weights_are_and_nothing_else(make_engine, make_batch, losses):
-    one, other = make_engine(compute_dtype="bfloat16"), make_engine(compute_dtype="bfloat16", offload=True)
+    one, other = (
+        make_engine(compute_dtype="bfloat16"),
+        make_engine(compute_dtype="bfloat16", backend=Fsdp2Settings(offload=True)),
+    )
     where = []
     move, other.to = other.to, lambda device, **parts: where.append((device, *sorted(p for p in parts if parts[p])))
     batch = make_batch()
@@ -354,11 +363,11 @@ def test_an_engine_without_steps_only_infers(make_engine, make_batch, losses):
 
 def test_a_batch_without_trained_tokens_changes_nothing(make_engine, make_batch, losses):
     engine, batch = make_engine(), make_batch(lengths=(5, 4), prompt=9)
-    before = {name: tensor.clone() for name, tensor in engine._state().items()}
+    before = {name: tensor.clone() for name, tensor in engine.weights.whole()}
     metrics = engine.train_batch(batch, losses.likelihood)
     assert metrics["train/loss"].value == 0
     assert metrics["train/grad_norm"].value == 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in engine._state().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights.whole())
     assert torch.equal(engine.infer_batch(batch).logprobs, torch.zeros(9))
 
 

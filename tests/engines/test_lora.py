@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hone.engines.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError
 from hone.engines.checkpoint import ENGINE_FILE, MODEL, CheckpointError, part_file
+from hone.engines.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError
 from hone.models.loading import without_progress_bars
 from hone.models.settings import ModelConfig
 from hone.types import LossOutput
@@ -175,7 +175,7 @@ def test_only_the_adapter_has_masters_and_gradients_and_the_base_lies_in_compute
     held = {name: str(tensor.dtype) for name, tensor, _ in engine.weights.parts()}
     assert {dtype for name, dtype in held.items() if ".lora_" in name} == {"torch.float32"}
     assert {dtype for name, dtype in held.items() if ".lora_" not in name} == {"torch.bfloat16"}
-    state = {id(p) for p in engine.optimizer.state}
+    state = {id(p) for p in engine.update.optimizer.state}
     assert state == {id(master) for master in engine.weights.masters.values()}
 
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_holds_the_adapter_alone(saved, engine_of, make_batch, loss
     assert stored
     assert all(".lora_A.default." in name or ".lora_B.default." in name for name in stored)
     facts = json.loads((tmp_path / ENGINE_FILE).read_text())["adapter"]
-    assert facts["base"]["path"] == engine._spec.model.path
+    assert facts["base"]["path"] == engine.spec.model.path
     assert len(facts["base"]["digest"]) == 32
 
 
@@ -312,21 +312,21 @@ def edit(folder: Path, **changes):
 
 def test_an_adapter_that_does_not_fit_is_refused(saved, engine_of, tmp_path):
     folder, adapter = saved("qwen3"), tmp_path / "adapter"
-    with pytest.raises(AdapterError, match=r"engine\.lora\.path: .*nowhere has no adapter_config\.json"):
+    with pytest.raises(AdapterError, match=r"lora\.path: .*nowhere has no adapter_config\.json"):
         engine_of(folder, path=str(tmp_path / "nowhere"))
     engine_of(folder).export_adapter(adapter)
     with pytest.raises(AdapterError, match=r"nowhere has no adapter_config\.json; .* has the adapters adapter"):
         engine_of(folder, path=str(tmp_path / "nowhere"))
-    with pytest.raises(AdapterError, match="has rank=4, this run asks for another"):
+    with pytest.raises(AdapterError, match=r"lora\.rank: the adapter in .* has rank=4; leave the key out"):
         engine_of(folder, path=str(adapter), rank=8)
-    with pytest.raises(AdapterError, match=r"engine\.lora\.init: the adapter in engine\.lora\.path decides"):
+    with pytest.raises(AdapterError, match=r"lora\.init: the adapter in lora\.path decides"):
         engine_of(folder, path=str(adapter), init="pissa")
     with pytest.raises(AdapterError, match=r"adapts h\.0|adapts model\.layers\.0.*which .*base-gpt2 does not have"):
         engine_of(saved("gpt2"), path=str(adapter))
     tensors = load_file(adapter / WEIGHTS_FILE)
     q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     save_file({**tensors, q: torch.zeros(4, 31)}, adapter / WEIGHTS_FILE)
-    with pytest.raises(AdapterError, match=r"q_proj\.lora_A.* is \[4, 31\], here it is \[4, 32\]"):
+    with pytest.raises(AdapterError, match=r"q_proj\.lora_A.* in .* is \[4, 31\], this model needs \[4, 32\]"):
         engine_of(folder, path=str(adapter))
     save_file(tensors, adapter / WEIGHTS_FILE)
     for change, message in (
@@ -347,19 +347,19 @@ def test_an_adapter_that_does_not_fit_is_refused(saved, engine_of, tmp_path):
         (
             "qwen3",
             {"targets": ("q_prj",)},
-            r"engine\.lora\.targets: unknown layer of .*'q_prj'; did you mean 'q_proj'\?",
+            r"lora\.targets: unknown layer of .*'q_prj'; did you mean 'q_proj'\?",
         ),
         ("qwen3", {"targets": ("lm_head",)}, "lm_head is not adapted: log-probs are computed"),
         ("gpt2", {"targets": ("wte",)}, "wte is not adapted"),
-        ("qwen3", {"exclude": ("v_prj",)}, r"engine\.lora\.exclude: unknown target 'v_prj'; did you mean 'v_proj'\?"),
+        ("qwen3", {"exclude": ("v_prj",)}, r"lora\.exclude: unknown target 'v_prj'; did you mean 'v_proj'\?"),
         ("qwen3", {"targets": ("q_proj",), "exclude": ("q_proj",)}, "nothing of .* is left to adapt"),
         ("qwen3", {"init": "orthogonal", "rank": 3}, "orthogonal needs an even rank, found 3"),
-        ("qwen3", {"init": "pissa", "dora": True}, "pissa takes a part out of the weights"),
+        ("qwen3", {"init": "pissa", "dora": True}, "init=pissa cannot be combined with lora.dora=true"),
         ("qwen3", {"init": "pissa", "rank": 99}, r"lora\.rank = 99 is more than .*q_proj.* has; init pissa"),
         (
             "qwen3_moe",
             {**EXPERTS, "dropout": 0.1},
-            r"experts\.\w+ is a weight of all experts, for which there is no dora",
+            r"experts\.\w+ is a weight of all experts, which takes no dora",
         ),
     ],
 )
@@ -391,14 +391,14 @@ def test_the_exact_kl_needs_no_second_model(saved, engine_of, plain, make_batch,
     model = ModelConfig(path=str(folder))
     engine = engine_of(folder, reference=model)
     whole = plain(folder)
-    monkeypatch.setattr("hone.engines.forward.load_language_model", None)  # the head of the reference is its own
+    monkeypatch.setattr("hone.engines.forward.load_head", None)  # the head of the reference is its own
     teach(engine, make_batch, losses.likelihood)
     batch = make_batch(seed=8)
     with engine.disable_adapter():
         asked = engine.infer_batch(batch, frozenset({"states"}))
     expected = whole.infer_batch(batch, frozenset({"states"}))
     torch.testing.assert_close(asked.extras["states"], expected.extras["states"], rtol=0, atol=1e-6)
-    batch = batch.with_(extras={"reference_states": asked.extras["states"]})
+    batch = batch.with_(reference_states=asked.extras["states"])
     kl = engine.infer_batch(batch, frozenset({"full_kl"})).extras["full_kl"][batch.loss_mask]
     assert (kl > 0).all()
     with engine.disable_adapter():

@@ -10,23 +10,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hone.engines.adapter_files import AdapterError
 from hone.engines.checkpoint import MODEL, OPTIMIZER, PartsReader, load_json
-from hone.engines.shards import Shard, gather
+from hone.engines.fsdp2.shards import gather
+from hone.engines.lora.adapter_files import AdapterError
+from hone.engines.parts import Whole
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import build_tokenizer
 from tests.engines.spread import LOSSES, SIZES, Case, make_batch, make_engine, own_part, train
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 LORA = {"rank": 4, "alpha": 8}
 MOE = {"architecture": "qwen3_moe", "loss": "policy"}
 VALUE = {"loss": "values", "model_type": "value_model"}
 
 
-def case(architecture="qwen3", loss="policy", model_type="language_model", parallel=None, lora=None, **engine):
+def case(
+    architecture="qwen3", loss="policy", model_type="language_model", parallel=None, lora=None, offload=False, **engine
+):
     settings = {"lora": {**LORA, **(lora or {})}, **engine}
-    return Case(architecture, loss, model_type, parallel=parallel or {}, engine=settings)
+    return Case(architecture, loss, model_type, parallel=parallel or {}, offload=offload, engine=settings)
 
 
 EXPERTS = {"targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")}
@@ -72,7 +77,7 @@ def train_adapter(one: Case) -> dict:
     engine.weights.settle()
     shards = {name: shard for name, _, shard in engine.weights.parts()}
     grads = [(f"grad {n}", w.grad, shards[n]) for n, w in engine.weights.masters.items() if w.grad is not None]
-    found = dict(gather(grads, 2**20))
+    found = dict(gather(grads, 2**20)) if engine.mesh else {name: grad.clone() for name, grad, _ in grads}
     engine.weights.clear_gradients()
     found |= train(engine, one.loss)
     tensors, config = engine.get_per_tensor_param(adapter_only=True)
@@ -134,7 +139,7 @@ def test_training_an_adapter_equals_that_of_one_process(world, number, spread):
 
 def _whole(folder: Path, kind: str) -> dict:
     reader = PartsReader(folder, kind, load_json(folder / "engine.json")["ranks"])
-    return {name: reader.read(name, Shard(shape, (), 1, True)) for name, shape in reader.shapes.items()}
+    return {name: reader.read(name, Whole(shape)) for name, shape in reader.shapes.items()}
 
 
 def save_adapters(saves: list[tuple[Case, str, str]]) -> dict:
@@ -269,8 +274,9 @@ def refusals() -> dict:
 def test_what_a_mesh_cannot_adapt_is_refused():
     for rank in run_ranks(2, refusals):
         assert re.search(
-            r"experts\.\w+ is a weight of all experts, .* parallel\.expert and .* at 1 only", rank["experts"]
+            r"experts\.\w+ is a weight of all experts, .* only with parallel\.expert and parallel\.tensor at 1",
+            rank["experts"],
         )
         for name in ("whole", "whole experts"):
             assert re.search(r"modules_to_save: model\.layers\.\d\.mlp is within a layer", rank[name])
-        assert re.search(r"engine\.lora\.dora: the row lengths of model\.layers\.0\.self_attn\.q_proj", rank["dora"])
+        assert re.search(r"lora\.dora: DoRA needs the norms of whole rows of .*\.0\.self_attn\.q_proj", rank["dora"])

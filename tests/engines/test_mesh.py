@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hone.data.packing import balanced_parts, select
+from hone.data.packing import balanced, select, sequence_costs
 from hone.engines.checkpoint import MODEL, OPTIMIZER, PartsReader, load_json
-from hone.engines.settings import ParallelConfig, Sizes
-from hone.engines.sharding import ShardingError
-from hone.engines.shards import Shard
+from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig, Sizes
+from hone.engines.fsdp2.sharding import ShardingError
+from hone.engines.parts import Whole
 from tests.engines.spread import (
     Case,
     likelihood,
@@ -46,7 +46,7 @@ TWO = [
     Case(**MOE, parallel={"expert": 2}),
     *(Case(parallel=one, engine={"activation_checkpointing": True}) for one in ({}, {"tensor": 2}, {"sequence": 2})),
     Case(**MOE, parallel={"expert": 2}, engine={"activation_checkpointing": True}),
-    Case("llama", **RL, engine={"offload": True}),
+    Case("llama", **RL, offload=True),
 ]
 FOUR = [
     Case(**RL),
@@ -107,7 +107,7 @@ def test_training_equals_that_of_one_process(world, number, spread):
 
 def _whole(folder, kind):
     reader = PartsReader(Path(folder), kind, load_json(Path(folder) / "engine.json")["ranks"])
-    return {name: reader.read(name, Shard(shape, (), 1, True)) for name, shape in reader.shapes.items()}
+    return {name: reader.read(name, Whole(shape)) for name, shape in reader.shapes.items()}
 
 
 def _assert_same(one, other):
@@ -208,10 +208,12 @@ def odd_batches(folder):
     engine = make_engine(Case())
     before = dict(engine.get_per_tensor_param()[0])
     batch = own_part(engine, make_batch(0))
-    bad = float("nan") if engine.data_parallel_rank == 1 else 1.0
+    bad = float("nan") if engine.ranks.data_parallel_rank == 1 else 1.0
     skipped = engine.train_batch(batch.with_(loss_weights=batch.loss_weights * bad), likelihood)
     after = dict(engine.get_per_tensor_param()[0])
-    nothing = batch if engine.data_parallel_rank == 0 else batch.with_(loss_mask=torch.zeros_like(batch.loss_mask))
+    nothing = (
+        batch if engine.ranks.data_parallel_rank == 0 else batch.with_(loss_mask=torch.zeros_like(batch.loss_mask))
+    )
     moved = engine.train_batch(nothing, likelihood)
     engine.save_checkpoint(Path(folder))
     return {
@@ -237,7 +239,7 @@ def test_odd_batches_and_narrow_precision(tmp_path):
 
     engine, batch = make_engine(Case()), make_batch(0)
     engine.train_batch(batch.with_(loss_weights=batch.loss_weights * float("nan")), likelihood)
-    moved = engine.train_batch(select(batch, balanced_parts(batch, 2)[0]), likelihood)
+    moved = engine.train_batch(select(batch, balanced(sequence_costs(batch), 2)[0]), likelihood)
     assert first["norm"] == second["norm"] == pytest.approx(moved["train/grad_norm"].value, rel=1e-5)
     loaded = make_engine(Case())
     loaded.load_checkpoint(tmp_path)  # with the optimizer's state of every part of every weight
@@ -258,13 +260,13 @@ def test_odd_batches_and_narrow_precision(tmp_path):
         ({"replicate": 2, "sequence": 4}, 4, r"parallel\.sequence = 4 does not divide 2 of 4 ranks"),
         ({"shard": 3}, 4, r"parallel\.shard = 3, but 4 of 4 ranks are left for it"),
         ({"expert": 3}, 4, r"parallel\.expert = 3 does not divide the 4 ranks"),
-        ({"expert": 2, "tensor": 4}, 4, r"parallel\.expert = 2 should be a multiple of parallel\.tensor = 4"),
+        ({"expert": 2, "tensor": 4}, 4, r"parallel\.expert = 2 should be a multiple of tensor = 4"),
         ({"tensor": 2}, 1, r"parallel\.tensor = 2 does not divide 1 ranks"),
     ],
 )
 def test_sizes_that_do_not_fit_name_the_dimension(sizes, world, message):
     with pytest.raises(ValueError, match=message):
-        ParallelConfig(**sizes).sizes(world)
+        Fsdp2Settings(parallel=ParallelConfig(**sizes)).parallel.sizes(world)
 
 
 def test_what_is_left_is_sharded():
@@ -296,5 +298,5 @@ def test_a_model_that_does_not_fit_is_refused_by_dimension():
     assert "parallel.tensor: 1 num_key_value_heads" in found["heads"]
     assert "parallel.sequence: 1 num_attention_heads" in found["sequence"]
     assert "parallel.expert = 2: architecture 'qwen3' has no expert-parallel plan" in found["dense"]
-    assert "engine.optimizer.name: Adafactor" in found["optimizer"]
+    assert "optimizer.name: Adafactor" in found["optimizer"]
     assert found["plan"].startswith(ShardingError.__name__)

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hone.engines.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError
 from hone.engines.checkpoint import MODEL, CheckpointError, part_file
-from hone.engines.whole_modules import file_names
+from hone.engines.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError
+from hone.engines.lora.whole_modules import file_names
 from hone.models.loading import load_language_model
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.types import LossOutput
@@ -132,11 +132,9 @@ def test_the_exact_kl_is_to_the_head_as_it_was(saved, engine_of, plain, make_bat
     teach(engine, make_batch, losses.likelihood)
     with engine.disable_adapter():
         states = engine.infer_batch(batch, frozenset({"states"})).extras["states"]
-        none = engine.infer_batch(batch.with_(extras={"reference_states": states}), frozenset({"full_kl"})).extras[
-            "full_kl"
-        ]
+        none = engine.infer_batch(batch.with_(reference_states=states), frozenset({"full_kl"})).extras["full_kl"]
     torch.testing.assert_close(none, torch.zeros_like(none), rtol=0, atol=1e-6)
-    kl = engine.infer_batch(batch.with_(extras={"reference_states": states}), frozenset({"full_kl"}))
+    kl = engine.infer_batch(batch.with_(reference_states=states), frozenset({"full_kl"}))
     policy = engine.infer_batch(batch, frozenset({"states"})).extras["states"]
     head, base = weights(engine)["lm_head.weight"], weights(second)["lm_head.weight"]
     p, q = (torch.log_softmax(h @ w.T / 0.9, -1) for h, w in ((policy, head), (states, base)))
@@ -159,7 +157,7 @@ def test_a_value_models_head_is_trained_anyway(saved, engine_of, make_batch, los
     [
         (
             {"modules_to_save": ("lm_hed",)},
-            r"engine\.lora\.modules_to_save: unknown module of .*'lm_hed'; did you mean 'lm_head'\?",
+            r"lora\.modules_to_save: unknown module of .*'lm_hed'; did you mean 'lm_head'\?",
         ),
         ({"modules_to_save": ("score",)}, "unknown module of .*'score'"),
         ({"modules_to_save": ("mlp",), "targets": ("up_proj",)}, "nothing of .* is left to adapt"),
@@ -173,7 +171,7 @@ def test_what_does_not_fit_is_refused(settings, message, saved, engine_of):
 def test_files_that_do_not_fit_are_refused(saved, engine_of, tmp_path):
     folder, adapter = saved("untied"), tmp_path / "adapter"
     engine_of(folder, modules_to_save=("lm_head",)).export_adapter(adapter)
-    with pytest.raises(AdapterError, match=r"engine\.lora\.modules_to_save: the adapter in engine\.lora\.path decides"):
+    with pytest.raises(AdapterError, match=r"lora\.modules_to_save: the adapter in lora\.path decides"):
         engine_of(folder, path=str(adapter), modules_to_save=("norm",))
     config = json.loads((adapter / CONFIG_FILE).read_text())
     (adapter / CONFIG_FILE).write_text(json.dumps({**config, "modules_to_save": None}))
@@ -206,7 +204,7 @@ def test_tied_weights_stay_one(saved, engine_of, make_batch):
 
 def test_what_no_adapter_can_hold_is_refused(saved, engine_of):
     folder = saved("deepseek")
-    with pytest.raises(AdapterError, match=r"layers\.1\.mlp\.gate keeps e_score_correction_bias beside its weights"):
+    with pytest.raises(AdapterError, match=r"layers\.1\.mlp\.gate keeps e_score_correction_bias, which is no weight"):
         engine_of(folder, modules_to_save=("gate",))
 
 
@@ -214,5 +212,5 @@ def test_the_exact_kl_to_a_head_that_an_adapter_brought_is_refused(saved, engine
     """It is trained on, and the base has another."""
     folder = saved("untied")
     engine_of(folder, modules_to_save=("lm_head",)).export_adapter(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"kind: full needs the head .* and the one that engine.lora.path="):
+    with pytest.raises(ValueError, match=r"kind: full needs the head .* and the one that lora.path="):
         engine_of(folder, path=str(tmp_path / "adapter"), reference=ModelConfig(path=str(folder)))

@@ -8,7 +8,7 @@ import torch
 
 from hone.data.packing import select
 from hone.engines.settings import MoeConfig
-from hone.models.attention import packed
+from hone.models.attention.packed import packed
 from hone.models.errors import ModelError
 from hone.models.routing import ROUTES, Routers, Routing, watched
 from hone.models.settings import BuildConfig, ModelConfig
@@ -143,7 +143,7 @@ def with_other_routes(engine, batch, seed=5):
     drawn = torch.rand(128, routes.shape[1], 4, generator=torch.Generator().manual_seed(seed)).argsort(-1)[..., :2]
     routes = drawn[batch.token_ids].to(torch.int16)
     routes[batch.cu_seqlens[1:] - 1] = -1  # nothing was computed of last tokens
-    return batch.with_(extras={ROUTES: routes})
+    return batch.with_(routed_experts=routes)
 
 
 ALL, SEQUENCE, TENSOR, EXPERT = ({}, *({name: 2} for name in ("sequence", "tensor", "expert")))
@@ -165,7 +165,7 @@ def steps(moe, parallel):
     for seed in range(2):  # the second has answers to one prompt
         batch = own_part(engine, with_drawn_routes(make_batch(seed)))
         metrics = values_of(engine.train_batch(batch, likelihood))
-        if not engine.is_output_rank:
+        if not engine.ranks.is_output_rank:
             metrics["train/loss"] = 0.0
         found |= {f"{seed} {name}": value for name, value in metrics.items()}
     asked = own_part(engine, make_batch(1))
@@ -175,7 +175,7 @@ def steps(moe, parallel):
 
 def with_drawn_routes(batch):
     drawn = torch.rand(128, 2, 4, generator=torch.Generator().manual_seed(3)).argsort(-1)[..., :2]
-    return batch.with_(extras={ROUTES: drawn[batch.token_ids].to(torch.int16)})
+    return batch.with_(routed_experts=drawn[batch.token_ids].to(torch.int16))
 
 
 def all_steps():
@@ -230,7 +230,7 @@ def test_replayed_routes_are_those_of_the_batch(make_engine, make_batch, losses)
     batch = make_batch(lengths=(13, 9, 12, 7), prompt=6, groups=[0, 0, 1, 1])
     routed = with_other_routes(plain, batch)
     seen = engine.infer_batch(routed, frozenset({ROUTES})).extras[ROUTES]
-    asked = routed.extras[ROUTES]
+    asked = routed.routed_experts
     known = asked[:, 0, 0] >= 0
     assert torch.equal(seen[known], asked[known])
     assert not known.all()
@@ -239,7 +239,7 @@ def test_replayed_routes_are_those_of_the_batch(make_engine, make_batch, losses)
     assert torch.equal(own.logprobs, plain.infer_batch(batch).logprobs)  # who was not told to replay does not
     assert (own.logprobs - engine.infer_batch(routed).logprobs).abs().max() > 1e-2
     again = plain.infer_batch(batch, frozenset({ROUTES}))
-    same = batch.with_(extras={ROUTES: again.extras[ROUTES]})
+    same = batch.with_(routed_experts=again.extras[ROUTES])
     assert torch.equal(engine.infer_batch(same).logprobs, again.logprobs)
     figures = values_of(engine.forward_backward(same, losses.likelihood))
     assert figures["train/routes_replaced"] == 0
@@ -251,7 +251,7 @@ def test_gradients_flow_to_the_replayed_experts_and_their_router_weights_only(ma
     engine = make_engine(model=mixture(), moe=MoeConfig(routing_replay="rollout"))
     batch = make_batch()
     routes = torch.tensor([1, 3], dtype=torch.int16).expand(batch.num_tokens, 2, 2)
-    engine.forward_backward(batch.with_(extras={ROUTES: routes}), losses.likelihood)
+    engine.forward_backward(batch.with_(routed_experts=routes), losses.likelihood)
     for layer in engine.model.model.layers:
         experts, router = layer.mlp.experts.down_proj.grad, layer.mlp.gate.weight.grad
         assert experts[[1, 3]].abs().amax((1, 2)).min() > 0
@@ -263,9 +263,9 @@ def test_prompts_are_shared_as_far_as_they_went_the_same_way(make_engine, make_b
     """Two answers whose prompt went to other experts from its third token on: each is replayed as it was."""
     engine = make_engine(model=mixture(), moe=REPLAY)
     batch = with_other_routes(engine, make_batch(lengths=(16, 15), prompt=12, groups=[0, 0]))
-    routes = batch.extras[ROUTES].clone()
+    routes = batch.routed_experts.clone()
     routes[16 + 6 : 16 + 12] = (routes[16 + 6 : 16 + 12] + 1) % 4
-    batch = batch.with_(extras={ROUTES: routes})
+    batch = batch.with_(routed_experts=routes)
     whole = engine.infer_batch(batch, frozenset({ROUTES}))
     parts = [engine.infer_batch(select(batch, [i]), frozenset({ROUTES})) for i in range(2)]
     assert torch.equal(whole.extras[ROUTES], torch.cat([one.extras[ROUTES] for one in parts]))
@@ -290,16 +290,16 @@ def test_routers_out_of_reach_are_refused_where_they_are_needed_and_train_where_
     model = mixture("phimoe", num_local_experts=4, num_experts_per_tok=2)
     found = make_engine(model=model).forward_backward(make_batch(), losses.likelihood)
     assert not [name for name in found if "expert" in name]
-    with pytest.raises(ModelError, match=r"moe\.routing_replay: .*2 of its 2 routers choose experts by other means"):
+    with pytest.raises(ModelError, match=r"moe\.routing_replay: .*2 of its 2 routers do not choose experts with topk"):
         make_engine(model=model, moe=MoeConfig(routing_replay="rollout"))
 
 
 def test_routes_of_another_model_and_missing_ones_are_refused(make_engine, make_batch, losses):
     engine = make_engine(model=mixture(), moe=REPLAY)
     batch = make_batch()
-    with pytest.raises(ValueError, match="routing_replay is rollout, but the batch has no"):
+    with pytest.raises(ValueError, match="routing_replay=rollout needs the experts that the rollout chose"):
         engine.forward_backward(batch, losses.likelihood)
     for shape, largest in (((3, 2), 3), ((2, 2), 4)):
         routes = torch.full((batch.num_tokens, *shape), largest, dtype=torch.int16)
-        with pytest.raises(ValueError, match="they are another model's"):
-            engine.infer_batch(batch.with_(extras={ROUTES: routes}))
+        with pytest.raises(ValueError, match="was recorded with another model"):
+            engine.infer_batch(batch.with_(routed_experts=routes))

@@ -1,17 +1,22 @@
 """Any optimizer of torch by name: it trains, or says in one sentence why it cannot."""
 
+import sys
+
 import pytest
 import torch
 
-from hone.engines.optimizers import build_optimizer, gradient_norm, scale_gradients
-from hone.engines.settings import OptimizerConfig
+from hone.engines.base import OneProcess
+from hone.engines.fsdp2.weights import ProcessWeights
+from hone.engines.optimizers import EIGHT_BIT, Update, build_optimizer
+from hone.engines.settings import EngineConfig, OptimizerConfig
 
 NAMES = sorted(
     name
     for name, value in vars(torch.optim).items()
     if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
 )
-REFUSED = {"LBFGS": "evaluates the loss several times", "SparseAdam": "wants sparse gradients", "Muon": "refuses"}
+NAMES += EIGHT_BIT
+REFUSED = {"LBFGS": "evaluates the loss several times", "SparseAdam": "needs sparse gradients", "Muon": "refuses"}
 
 
 @pytest.fixture
@@ -34,6 +39,45 @@ def test_every_optimizer_of_torch_steps_or_says_why_not(name, weights):
     assert all((weight < 1).all() for weight in weights.values())
 
 
+def test_eight_bit_state_takes_a_quarter_of_the_memory():
+    sizes = {"large": (64, 64), "small": (63, 65)}  # 4096 and 4095 values: the small weight keeps float32
+    held = {}
+    for name in ("AdamW", "AdamW8bit"):
+        weights = {key: torch.nn.Parameter(torch.zeros(size)) for key, size in sizes.items()}
+        optimizer = build_optimizer(OptimizerConfig(name=name), weights)
+        for weight in weights.values():
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        for key, weight in weights.items():
+            state = {n: one for n, one in optimizer.state[weight].items() if torch.is_tensor(one) and one.dim()}
+            codebooks = {n for n in state if n.startswith("qmap")}  # one for all weights
+            held[name, key] = sum(one.nbytes for n, one in state.items() if n not in codebooks)
+    assert held["AdamW", "large"] == 2 * 4 * 4096
+    assert held["AdamW8bit", "large"] == 2 * (4096 + 4 * 4096 // 256)  # codes, and a float32 scale per 256 of them
+    assert held["AdamW8bit", "small"] == held["AdamW", "small"] == 2 * 4 * 4095
+
+
+def test_eight_bit_steps_follow_those_of_adamw():
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(64, 64, generator=generator) for _ in range(20)]
+    found = []
+    for name in ("AdamW", "AdamW8bit"):
+        weight = torch.nn.Parameter(torch.zeros(64, 64))
+        optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.01, weight_decay=0.1), {"weight": weight})
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        found.append(weight.detach())
+    gap = (found[0] - found[1]).norm() / found[0].norm()
+    assert 0 < gap < 0.05
+
+
+def test_an_eight_bit_optimizer_names_the_missing_package(monkeypatch, weights):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # importing it raises ImportError
+    with pytest.raises(ValueError, match=r"AdamW8bit needs the package bitsandbytes: pip install 'bitsandbytes>=0.50'"):
+        build_optimizer(OptimizerConfig(name="AdamW8bit"), weights)
+
+
 def test_only_matrices_decay(weights):
     optimizer = build_optimizer(OptimizerConfig(lr=0.5, weight_decay=0.1), weights)
     for weight in weights.values():
@@ -54,6 +98,7 @@ def test_settings_reach_the_optimizer(weights):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"name": "AdamW8bits"}, "unknown optimizer 'AdamW8bits'; did you mean 'AdamW8bit"),
         ({"name": "AdamV"}, "unknown optimizer 'AdamV'; did you mean 'Adam"),
         ({"options": {"epsilon": 1}}, "unknown argument of AdamW 'epsilon'; did you mean 'eps'"),
         ({"name": "SGD", "betas": (0.9, 0.99)}, "unknown argument of SGD 'betas'"),
@@ -66,10 +111,37 @@ def test_what_an_optimizer_does_not_take_is_named(settings, message, weights):
         build_optimizer(OptimizerConfig(**settings), weights)
 
 
-def test_the_norm_is_over_all_gradients_together(weights):
-    assert gradient_norm(weights) == 0.0
+def update_of(weights, **config):
+    """An update of plain SGD at learning rate 1, and the weights as an engine holds them."""
+    held = ProcessWeights(torch.nn.ParameterDict(weights), torch.float32, trained=True)
+    update = Update(EngineConfig(optimizer=OptimizerConfig(name="SGD", lr=1.0), **config), 10, in_parts=False)
+    update.start(held)
+    return update, held
+
+
+def test_gradients_are_scaled_to_the_largest_norm_over_all_of_them(weights):
+    update, held = update_of(weights, max_grad_norm=2.5)
+    assert held.gradient_norm() == 0.0
     weights["matrix"].grad = torch.tensor([[3.0, 0], [0, 0], [0, 0]])
     weights["bias"].grad = torch.tensor([0, 4.0, 0])
-    assert gradient_norm(weights) == 5.0
-    scale_gradients(weights, 0.5)
-    assert weights["bias"].grad[1] == 2.0
+    assert update.step(held, OneProcess())["train/grad_norm"].value == 5.0
+    assert weights["matrix"][0].tolist() == [1 - 1.5, 1.0]
+    assert weights["bias"].tolist() == [1.0, 1 - 2.0, 1.0]
+    assert weights["bias"].grad is None
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(weights):
+    update, held = update_of(weights)
+    weights["bias"].grad = torch.tensor([0, float("nan"), 0])
+    metrics = update.step(held, OneProcess())
+    assert metrics["train/skipped_steps"].value == 1
+    assert "train/grad_norm" not in metrics
+    assert weights["bias"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_wrong_settings_are_refused_before_a_model_is_loaded():
+    for name in EIGHT_BIT:
+        with pytest.raises(ValueError, match=rf"{name} quantises its state in blocks of 256 .* choose AdamW"):
+            Update(EngineConfig(optimizer=OptimizerConfig(name=name)), 10, in_parts=True)
+    with pytest.raises(ValueError, match=r"Adafactor takes means over the rows and columns .* choose AdamW"):
+        Update(EngineConfig(optimizer=OptimizerConfig(name="Adafactor")), 10, in_parts=True)

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from hone.engines.adapter_files import AdapterError
 from hone.engines.checkpoint import MODEL
+from hone.engines.lora.adapter_files import AdapterError
 from hone.models.four_bit import FourBitLinear
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
@@ -14,6 +14,8 @@ from hone.models.tokenizer import build_tokenizer
 from tests.engines.spread import SIZES, make_engine
 from tests.engines.test_lora_mesh import MOE, VALUE, _whole, case, save_adapters, train_several
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("bitsandbytes", reason="comes with hone-rl[qlora]")
 
@@ -90,7 +92,7 @@ def refused(one) -> dict:
 
 def test_tensor_parallel_is_refused():
     for rank in run_ranks(2, refused, case(lora=NF4, parallel={"tensor": 2})):
-        assert rank["said"].startswith("engine.lora.quantise: each rank holds the layers in 4 bits whole")
+        assert rank["said"].startswith("lora.quantise: parallel.tensor cannot cut layers in 4 bits")
 
 
 def test_an_adapter_goes_from_mesh_to_mesh_bit_for_bit(folder, tmp_path):

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hone.engines.fsdp2 import Fsdp2Engine
+from hone.engines.fsdp2.engine import Fsdp2Engine
 from hone.engines.registry import EngineRegistry, _EngineRegistry
-from hone.engines.settings import EngineConfig
+from hone.engines.settings import BackendSettings, EngineConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.registry import CannotLoad, UnknownName
 
@@ -32,7 +32,7 @@ def test_the_most_specific_class_wins(registry, device, vendor, chosen):
 
 
 def test_the_environment_overrides_the_platform(registry, monkeypatch):
-    spec = SimpleNamespace(model_type="language_model", engine=EngineConfig(backend="b"))
+    spec = SimpleNamespace(model_type="language_model", engine=EngineConfig(backend=BackendSettings(name="b")))
     assert type(registry.create(spec, PLATFORM)).__name__ == "On_*_*"
     monkeypatch.setenv("HONE_ENGINE_DEVICE", "npu")
     assert type(registry.create(spec, PLATFORM)).__name__ == "On_npu_*"
@@ -42,7 +42,7 @@ def test_the_environment_overrides_the_platform(registry, monkeypatch):
 
 
 def test_errors_list_what_there_is(registry):
-    with pytest.raises(UnknownName, match=r"engine\.backend: unknown engine backend 'c' \(there is: b\)"):
+    with pytest.raises(UnknownName, match=r"^unknown engine backend 'c' \(there is: b\)"):
         registry.find("language_model", "c", "cpu", "cpu")
     with pytest.raises(UnknownName, match=r"no engine for model_type=diffusion .*there is: .*vendor=acme"):
         registry.find("diffusion", "b", "cpu", "cpu")
@@ -62,5 +62,6 @@ def test_the_shipped_engine_serves_both_model_types_on_any_device():
         model_type="value_model",
         temperature=1.0,
         total_steps=0,
+        follows=False,
     )
     assert EngineRegistry.create(spec, SimpleNamespace(device="cpu", vendor="cpu")).model_type == "value_model"

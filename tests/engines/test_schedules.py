@@ -1,11 +1,13 @@
 """Learning-rate schedules, by literal numbers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from hone.config import Loaded, forget_reads, unread
-from hone.engines.schedules import Schedule
-from hone.engines.settings import ScheduleConfig
+from hone.engines.optimizers import Schedule, Update
+from hone.engines.settings import EngineConfig, OptimizerConfig, ScheduleConfig
 
 
 def factors(total, **settings):
@@ -42,13 +44,12 @@ def test_steps_after_the_last_keep_its_factor():
 
 
 def test_it_sets_every_group_and_counts_its_steps():
-    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": [w]} for w in weights], lr=1.0)
-    schedule = Schedule(ScheduleConfig(warmup_steps=4), 10)
-    assert schedule.apply(optimizer, 8.0) == 2.0
-    schedule.advance()
-    assert schedule.apply(optimizer, 8.0) == 4.0
-    assert [group["lr"] for group in optimizer.param_groups] == [4.0, 4.0]
+    config = EngineConfig(optimizer=OptimizerConfig(lr=8.0), schedule=ScheduleConfig(warmup_steps=4))
+    update = Update(config, 10, in_parts=False)
+    update.start(SimpleNamespace(masters={"matrix": torch.zeros(1, 1), "bias": torch.zeros(1)}))
+    assert [group["lr"] for group in update.optimizer.param_groups] == [2.0, 2.0]
+    update.advance()
+    assert [group["lr"] for group in update.optimizer.param_groups] == [4.0, 4.0]
 
 
 def test_a_warm_up_of_the_whole_run_is_refused():

@@ -8,14 +8,14 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from hone.data.packing import pack_samples, select
-from hone.engines.fsdp2 import Fsdp2Engine
-from hone.engines.fsdp2 import _on as on_device
+from hone.engines.engine import on_device
+from hone.engines.fsdp2.engine import Fsdp2Engine
+from hone.engines.fsdp2.sharding import ShardingError
 from hone.engines.layout import lay_out
-from hone.engines.sharding import ShardingError
 from hone.models.errors import ModelError
 from hone.models.loading import without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
-from hone.models.vision import positions_of
+from hone.models.vision.model import positions_of
 from tests.engines.pictures import (
     FAMILIES,
     TEXT,
@@ -182,11 +182,11 @@ def test_a_frozen_tower_stays_as_it_is_and_the_rest_learns():
 
 def test_a_model_of_text_refuses_a_batch_with_images():
     case = Case()
-    spec = make_engine(case)._spec
+    spec = make_engine(case).spec
     spec.model = ModelConfig(build=BuildConfig(hidden_size=32, layers=1, heads=2, mlp_size=48))
     engine = Fsdp2Engine(spec, "cpu")
     engine.initialize()
-    with pytest.raises(ValueError, match="a model of type 'qwen3' sees none"):
+    with pytest.raises(ValueError, match="a model of type 'qwen3' takes none"):
         engine.infer_batch(batch_of())
 
 
@@ -199,7 +199,7 @@ def test_a_model_that_merges_its_features_otherwise_is_refused(monkeypatch):
         return found
 
     monkeypatch.setattr(Qwen2_5_VLModel, "get_image_features", louder)
-    with pytest.raises(ModelError, match="shows its images to the language model otherwise"):
+    with pytest.raises(ModelError, match="cannot be trained with images: hidden states"):
         make_engine(Case())
 
 
@@ -226,6 +226,7 @@ def spread():
     return run_ranks(2, train_cases, TWO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TWO)), ids=[case.name for case in TWO])
 def test_training_on_two_ranks_equals_that_of_one_process(number, spread):
     """The second data-parallel rank never has an image, and still holds half of the tower."""

@@ -4,17 +4,43 @@ import asyncio
 
 import pytest
 
-from hone.config import Choice
-from hone.envs.base import StepResult
+from hone.config import Choice, ConfigError, build
+from hone.deadline import SeatWait
+from hone.envs import ENVS
+from hone.envs.base import Start, StepResult
 from hone.envs.chat import ChatEnv
-from hone.envs.episode import EpisodeRunner, Play, Speech, request_seed
-from hone.envs.settings import EpisodeConfig
+from hone.envs.episode import EpisodeRunner, Play, request_seed
+from hone.envs.runners import make_runner
+from hone.envs.settings import EnvSettings, EpisodeConfig
+from hone.envs.text_codec import TextCodec
+from hone.envs.tool_calls import no_calls
+from hone.registry import Entry
 from hone.types import Completion, Prompt, PromptTooLong, SamplingParams, Status, StopReason
 
-SPEECH = Speech(
-    decode=lambda ids: "".join(chr(96 + i) for i in ids),
-    continue_with=lambda ids, messages: [90 + len(message["content"]) for message in messages],
-)
+
+class Letters:
+    """A language of one token for each letter; a message is one token, which says how long it is."""
+
+    end_token_ids = frozenset({2})
+    template = ""
+
+    def decode(self, ids, *, keep_special=False):
+        return "".join(chr(96 + i) for i in ids)
+
+    def render_prompt(self, messages, tools=()):
+        return (80, *(90 + len(message["content"]) for message in messages))
+
+    def render_continuation(self, ids, messages, tools=()):
+        return tuple(90 + len(message["content"]) for message in messages)
+
+    def renders_tools(self, messages, tools):
+        return True
+
+    def shorten(self, text, max_tokens):
+        return text[:max_tokens]
+
+
+CODEC = TextCodec(Letters(), no_calls)
 
 
 class Engine:
@@ -40,14 +66,14 @@ async def unscored(group):
 
 
 def run(engine, prompts, make_env=ChatEnv, samples=2, score=unscored, **settings):
-    runner = EpisodeRunner(EpisodeConfig(**settings), make_env, SPEECH)
+    runner = EpisodeRunner(EpisodeConfig(**settings), make_env, CODEC)
     play = Play(engine.generate, SamplingParams(max_tokens=6), seed=1, step=4, samples=samples)
     return asyncio.run(runner.run(prompts, play, score))
 
 
 def play_greedily(engine, prompts, score=unscored):
     sampling = SamplingParams(max_tokens=6, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop=("x",))
-    runner = EpisodeRunner(EpisodeConfig(), ChatEnv, SPEECH)
+    runner = EpisodeRunner(EpisodeConfig(), ChatEnv, CODEC)
     play = Play(engine.generate, sampling, seed=1, step=4, samples=2, greedy=True)
     return asyncio.run(runner.run(prompts, play, score))
 
@@ -80,13 +106,13 @@ def test_seeds_differ_between_samples_prompts_steps_and_turns_and_do_not_change(
 class TwoTurns:
     """Asks once more, with a message of 5 characters, then ends."""
 
-    def __init__(self, prompt, sample):
+    def __init__(self, prompt, sample, settings):
         self.prompt, self.turn, self.closed = prompt, 0, 0
 
     async def start(self):
-        return self.prompt.token_ids
+        return Start(token_ids=self.prompt.token_ids, anchor="first")
 
-    async def step(self, completion, text):
+    async def step(self, said, completion):
         self.turn += 1
         return StepResult(done=self.turn == 2, messages=({"role": "user", "content": "again"},))
 
@@ -114,15 +140,15 @@ def test_max_turns_and_the_token_budget_truncate():
 
 
 class Broken(TwoTurns):
-    async def step(self, completion, text):
+    async def step(self, said, completion):
         raise ConnectionError("the sandbox is gone")
 
 
 def test_an_environment_that_raises_is_a_failure_with_its_reason_and_harms_nobody_else():
     made = []
 
-    def make(prompt, sample):
-        made.append(Broken(prompt, sample) if sample == 0 else TwoTurns(prompt, sample))
+    def make(prompt, sample, settings):
+        made.append((Broken if sample == 0 else TwoTurns)(prompt, sample, settings))
         return made[-1]
 
     (group,) = run(Engine(), [prompt()], make)
@@ -138,7 +164,7 @@ def test_a_late_episode_ends_and_says_whom_it_waited_for():
     (group,) = run(Engine(delay_s=30), [prompt()], samples=1, timeout_s=0.05)
     (one,) = group.trajectories
     assert one.status is Status.ENGINE_FAILED
-    assert one.error == "set/0: no end after 0.05 s; waited for the rollout engine"
+    assert one.error == "set/0: not finished after 0.05 s, waiting for the rollout engine"
 
 
 def test_an_aborted_completion_is_not_trained_on():
@@ -213,8 +239,6 @@ def test_groups_are_scored_as_they_finish_and_come_back_in_order():
 
 
 def test_an_unknown_environment_names_those_there_are():
-    from hone.config import ConfigError, build
-
     with pytest.raises(ConfigError, match="unknown environment 'chta'; did you mean 'chat'"):
         build(EpisodeConfig, {"env": "chta"}, "recipe.yaml")
     assert EpisodeConfig().env == Choice(name="chat")
@@ -246,3 +270,137 @@ def test_the_greedy_episode_is_scored_as_a_group_of_its_own():
     assert sorted(seen) == [1, 2]
     assert [one.reward for one in group.trajectories] == [2.0, 2.0]
     assert group.greedy.reward == 1.0
+
+
+def test_a_wait_for_a_seat_does_not_end_an_episode():
+    """One seat, and answers that take as long as the deadline: each is finished, however long it waited."""
+
+    class OneSeat(Engine):
+        seats = None
+
+        async def generate(self, request_id, token_ids, sampling):
+            self.seats = self.seats or asyncio.Semaphore(1)
+            with SeatWait():
+                await self.seats.acquire()
+                await asyncio.sleep(0.25)  # the answer before
+            self.seats.release()
+            return await super().generate(request_id, token_ids, sampling)
+
+    (group,) = run(OneSeat(), [prompt()], samples=6, timeout_s=1.0)
+    assert [one.status for one in group.trajectories] == [Status.OK] * 6
+
+
+class Talker(TwoTurns):
+    """Asks again for ever, with a message of 5 characters; rewards each turn with its number."""
+
+    async def step(self, said, completion):
+        self.turn += 1
+        message = {"role": "user", "content": "again"}
+        return StepResult(False, (message,), reward=float(self.turn), anchor=f"state {self.turn}", answer=said.content)
+
+
+class Wordy(Engine):
+    """Says as much as it may."""
+
+    async def generate(self, request_id, token_ids, sampling):
+        self.asked.append((request_id, token_ids, sampling))
+        ids = (1,) * sampling.max_tokens
+        return Completion(request_id, ids, (-0.5,) * len(ids), (3,) * len(ids), StopReason.LENGTH)
+
+
+def test_turns_have_spans_with_rewards_and_the_states_they_began_in():
+    (group,) = run(Engine(), [prompt()], Talker, samples=1, max_turns=2)
+    (one,) = group.trajectories
+    assert [(s.start, s.end, s.reward, s.anchor) for s in one.spans] == [
+        (2, 4, 1.0, "first"),
+        (5, 7, 2.0, "state 1"),
+    ]
+    assert (one.turns, one.turn_reward) == (2, 3.0)
+    assert one.loss_mask == (0, 0, 1, 1, 0, 1, 1), "no observation follows the last turn"
+    assert len(one.response) == 2, "the rewards judge the environment's answer, not everything that was written"
+
+
+def test_a_turn_that_is_cut_off_is_not_the_end_of_the_episode():
+    engine = Wordy()
+    (group,) = run(engine, [prompt()], Talker, samples=1, env=EnvSettings(name="x", max_turn_tokens=4))
+    assert [sampling.max_tokens for _, _, sampling in engine.asked] == [4, 2]  # the budget of the episode is 6
+    (one,) = group.trajectories
+    assert (one.status, one.turns) == (Status.TRUNCATED, 2)
+
+
+def test_an_episode_has_a_longest_conversation_with_its_observations():
+    engine = Wordy()
+    limits = EnvSettings(name="x", max_turn_tokens=1, max_episode_tokens=6)  # 2 + 1 + 1 + 1 + 1
+    (group,) = run(engine, [prompt()], Talker, samples=1, env=limits)
+    assert [len(ids) for _, ids, _ in engine.asked] == [2, 4]
+    assert group.trajectories[0].status is Status.TRUNCATED
+
+
+def test_an_observation_is_cut():
+    engine = Engine()
+    run(engine, [prompt()], Talker, samples=1, env=EnvSettings(name="x", max_observation_tokens=3), max_turns=2)
+    assert engine.asked[1][1][-1] == 93  # the message of 5 characters has 3
+
+
+def test_an_environment_without_a_message_is_a_failure_and_one_that_ends_the_episode_early_is_not():
+    class Silent(TwoTurns):
+        async def step(self, said, completion):
+            return StepResult(done=False)
+
+    class Impatient(TwoTurns):
+        async def step(self, said, completion):
+            return StepResult(done=False, status=Status.TRUNCATED, error="4 broken calls")
+
+    silent = run(Engine(), [prompt()], Silent, samples=1)[0].trajectories[0]
+    assert (silent.status, silent.error) == (
+        Status.ENV_FAILED,
+        "the environment is not done, but has no message for the policy",
+    )
+    impatient = run(Engine(), [prompt()], Impatient, samples=1)[0].trajectories[0]
+    assert (impatient.status, impatient.error, impatient.turns) == (Status.TRUNCATED, "4 broken calls", 1)
+
+
+def test_a_failure_of_the_environment_is_tried_again_with_the_same_seeds():
+    made = []
+
+    def make(prompt, sample, settings):
+        made.append((TwoTurns if made else Broken)(prompt, sample, settings))
+        return made[-1]
+
+    engine = Engine()
+    (group,) = run(engine, [prompt()], make, samples=1, env=EnvSettings(name="x", retries=1))
+    assert group.trajectories[0].status is Status.OK
+    assert [env.closed for env in made] == [1, 1]
+    assert engine.asked[0] == engine.asked[1]
+
+
+def test_a_start_with_messages_is_rendered_with_its_tools():
+    class Told(TwoTurns):
+        async def start(self):
+            return Start(messages=({"role": "user", "content": "four"},), tools=({"type": "function"},))
+
+    engine = Engine()
+    run(engine, [prompt()], Told, samples=1)
+    assert engine.asked[0][1] == (80, 94)
+
+
+def test_settings_reach_the_environment_and_a_factory_of_another_signature_is_refused_at_the_start(monkeypatch):
+    class Old:
+        def __init__(self, prompt, sample): ...
+
+    seen = []
+
+    def make(prompt, sample, settings):
+        seen.append(settings.env)
+        return TwoTurns(prompt, sample, settings)
+
+    monkeypatch.setitem(ENVS._entries, "made_here", Entry(make))
+    monkeypatch.setitem(ENVS._entries, "old_form", Entry(Old))
+    runner = make_runner(
+        build(EpisodeConfig, {"env": {"name": "made_here", "max_turn_tokens": 5}}, "recipe.yaml"), Letters()
+    )
+    play = Play(Engine().generate, SamplingParams(max_tokens=6), seed=1, samples=1)
+    asyncio.run(runner.run([prompt()], play, unscored))
+    assert seen == [EnvSettings(name="made_here", max_turn_tokens=5)]
+    with pytest.raises(ConfigError, match=r"environment old_form should take \(prompt, sample, settings\)"):
+        make_runner(build(EpisodeConfig, {"env": "old_form"}, "recipe.yaml"), Letters())

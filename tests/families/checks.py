@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,22 +17,28 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hone.config import load
-from hone.data.packing import Sample, balanced_parts, pack_samples, select
-from hone.engines.fsdp2 import Fsdp2Engine
-from hone.engines.settings import EngineConfig, LoraConfig, OptimizerConfig, ParallelConfig
+from hone.data.packing import Sample, balanced, pack_samples, select, sequence_costs
+from hone.engines.fsdp2.engine import Fsdp2Engine
+from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig
+from hone.engines.settings import EngineConfig, LoraConfig, OptimizerConfig
 from hone.models.errors import ModelError
+from hone.models.loading import DTYPES
 from hone.models.settings import ModelConfig
 from hone.models.value_head import VALUE_HEAD_FILE
+from hone.processes.child import ServerFailed
 from hone.rollout.base import Generating, ServerSpec
-from hone.rollout.builtin import BuiltinEngine
-from hone.rollout.server import ServerFailed
+from hone.rollout.builtin.engine import BuiltinEngine
+from hone.rollout.servers.vllm import VllmServer
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
-from hone.rollout.vllm import VllmServer
-from hone.trainers.export import export_checkpoint
-from hone.trainers.launch import run_policy, run_supervised
-from hone.trainers.settings import PolicyRunConfig
-from hone.trainers.supervised_settings import SupervisedRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.export import export_checkpoint
+from hone.trainers.run.launch import run_policy, run_supervised
+from hone.trainers.supervised.settings import SupervisedRunConfig
 from hone.types import Batch, LossOutput, SamplingParams
+from hone.weights.in_process import sync
+from hone.workers.probe import Probe
+from hone.workers.rollout import engine_config
+from hone.workers.train import TrainSpec, TrainWorker
 from tests.ranks import run_ranks
 from tests.rollout.syncing import sync_to
 from tests.trainers.tiny import metrics
@@ -58,6 +63,8 @@ def rows(seed, size):
 def low(response, ground_truth, row):
     return sum(ord(one) < 80 for one in response) / 12
 """
+VOCABULARY, CONTEXT = 104, 60
+ROUNDED = 0.03  # mean difference of a token's log-prob in bfloat16
 CLOSE = 1e-4  # in log-probs; what is left out or stale shows as 0.01 and more
 
 
@@ -75,20 +82,25 @@ def make_batch(seed: int) -> Batch:
     return batch.with_(group_index=torch.tensor(GROUPS), loss_weights=weights)
 
 
-def make_engine(folder: Path, model_type: str = "language_model", **settings: Any) -> Fsdp2Engine:
-    """An engine that computes in float32, with a learning rate that moves every weight visibly."""
+def make_worker(folder: Path, model_type: str = "language_model", **settings: Any) -> TrainWorker:
+    """A trainer, by default in float32, with a learning rate that moves every weight visibly."""
     engine = EngineConfig(
-        compute_dtype="float32", max_tokens_per_microbatch=60, optimizer=OptimizerConfig(lr=1e-3), **settings
+        **{
+            "compute_dtype": "float32",
+            "max_tokens_per_microbatch": 60,
+            "optimizer": OptimizerConfig(lr=1e-3),
+            **settings,
+        }
     )
-    model = ModelConfig(path=str(folder))
-    made = Fsdp2Engine(
-        SimpleNamespace(
-            model=model, engine=engine, model_type=model_type, temperature=1.0, total_steps=100, reference=None
-        ),
-        "cpu",
-    )
+    made = TrainWorker(TrainSpec(ModelConfig(path=str(folder)), engine, model_type, total_steps=100))
     made.initialize()
     return made
+
+
+def make_engine(folder: Path, model_type: str = "language_model", **settings: Any) -> Fsdp2Engine:
+    engine = make_worker(folder, model_type, **settings).engine
+    assert isinstance(engine, Fsdp2Engine)
+    return engine
 
 
 def likelihood(output: Any, batch: Batch) -> LossOutput:
@@ -153,20 +165,20 @@ def _run_file(work: Path, kind: str, model: Path) -> Path:
     work.mkdir(parents=True, exist_ok=True)
     (work / "task.py").write_text(TASK, encoding="utf-8")
     rows = {"source": {"name": "python", "function": f"{work}/task.py:rows", "size": 16, "seed": 1}}
-    engine = {"compute_dtype": "float32", "optimizer": {"lr": 1e-3}}
     settings: dict[str, Any] = {
         "kind": kind,
         "run": {"dir": str(work / kind), "steps": 1, "seed": 3},
         "model": {"path": str(model)},
         "data": {"train": rows},
-        "tracking": {"trackers": ["jsonl"], "rollouts_per_step": 0},
+        "actor": {"compute_dtype": "float32", "optimizer": {"lr": 1e-3}},
+        "tracking": {"trackers": ["jsonl"]},
         "runtime": {"threads": 1},
     }
     if kind == "sft":
-        settings |= {"samples_per_step": 8, "engine": engine}
+        settings |= {"samples_per_step": 8}
     else:
         settings |= {
-            "actor": engine,
+            "tracking": {"trackers": ["jsonl"], "rollouts_per_step": 0},
             "update": {"prompts_per_step": 4, "samples_per_prompt": 4},
             "rollout": {"sampling": {"max_response_tokens": 12}, "builtin": {"max_sequence_tokens": 64}},
             "reward": {"components": {"low": {"reward": f"{work}/task.py:low"}}, "workers": 1},
@@ -178,29 +190,49 @@ def _run_file(work: Path, kind: str, model: Path) -> Path:
 
 def built_in_rollout(folder: Path) -> None:
     """What the built-in engine samples after a weight sync has the trainer's log-probs."""
-    engine = make_engine(folder)
-    settings = BuiltinSettings(max_sequence_tokens=64, slots=4)
-    rollout = BuiltinEngine(settings, engine.model.config)  # type: ignore[arg-type]
+    _built_in(folder, "float32")
+
+
+def built_in_bfloat16(folder: Path) -> None:
+    """The same in bfloat16, as far as its rounding lets the two agree."""
+    _built_in(folder, "bfloat16")
+
+
+def _built_in(folder: Path, dtype: str) -> None:
+    trainer = make_worker(folder, compute_dtype=dtype)
+    settings = BuiltinSettings(max_sequence_tokens=64, slots=4, dtype=dtype)
+    rollout = BuiltinEngine(settings, engine_config(ModelConfig(path=str(folder)), dtype))
     for version in (0, 1):
-        asyncio.run(asyncio.wait_for(_sync_and_compare(engine, rollout, version), DEADLINE_S))
-        engine.train_batch(make_batch(version), likelihood)
+        asyncio.run(asyncio.wait_for(_sync_and_compare(trainer, rollout, dtype, version), DEADLINE_S))
+        trainer.train_batch(make_batch(version), likelihood)
 
 
-async def _sync_and_compare(engine: Fsdp2Engine, rollout: BuiltinEngine, version: int) -> None:
-    await rollout.update_weights(engine.get_per_tensor_param()[0], version)
-    await _sample_and_compare(engine, rollout)
+async def _sync_and_compare(trainer: TrainWorker, rollout: BuiltinEngine, dtype: str, version: int) -> None:
+    await sync(trainer.weights(DTYPES[dtype]), rollout.update_weights, version)  # raises if a digest differs
+    await _sample_and_compare(trainer, rollout, dtype)
+    await _probe(trainer, rollout, dtype, version)
 
 
-async def _sample_and_compare(engine: Fsdp2Engine, rollout: Generating) -> None:
+async def _probe(trainer: TrainWorker, rollout: Any, dtype: str, version: int) -> None:
+    """What `weights.verify: probe` does after a sync."""
+    probe = Probe(VOCABULARY, 1.0, [DTYPES[dtype]], CONTEXT)
+    probe.compare(await probe.ask([rollout], version), trainer.infer_batch, version)
+
+
+async def _sample_and_compare(trainer: TrainWorker, rollout: Generating, dtype: str = "float32") -> None:
     """Require what a rollout engine samples to have the trainer's log-probs."""
     sampled = await asyncio.gather(*(rollout.generate(str(i), p, sampling(i)) for i, p in enumerate(PROMPTS)))
     tokens = [one.token_ids for one in sampled]
     samples = [Sample((*p, *t), (0,) * len(p) + (1,) * len(t)) for p, t in zip(PROMPTS, tokens, strict=True)]
     batch = pack_samples(samples)
-    found = engine.infer_batch(batch).logprobs
+    found = trainer.infer_batch(batch).logprobs
     assert found is not None
     theirs = torch.tensor([logprob for one in sampled for logprob in one.logprobs])
-    require_close(found[batch.loss_mask], theirs, "rollout and trainer")
+    if dtype == "float32":
+        require_close(found[batch.loss_mask], theirs, "rollout and trainer")
+    else:
+        gap = float((found[batch.loss_mask] - theirs).abs().mean())
+        assert gap <= ROUNDED, f"rollout and trainer differ by {gap:.2g} a token in {dtype}"
 
 
 def sampling(seed: int) -> SamplingParams:
@@ -240,20 +272,27 @@ def value_head(folder: Path) -> None:
 
 def vllm_rollout(folder: Path) -> None:
     """A real vLLM that reads the folder samples as the trainer scores, and again after each of two weight syncs."""
-    asyncio.run(asyncio.wait_for(_serve_and_compare(folder, make_engine(folder)), SERVED_S))
+    asyncio.run(asyncio.wait_for(_serve_and_compare(folder, "float32"), SERVED_S))
 
 
-async def _serve_and_compare(folder: Path, engine: Fsdp2Engine) -> None:
+def vllm_bfloat16(folder: Path) -> None:
+    """The same in bfloat16, as far as its rounding lets the two agree."""
+    asyncio.run(asyncio.wait_for(_serve_and_compare(folder, "bfloat16"), SERVED_S))
+
+
+async def _serve_and_compare(folder: Path, dtype: str) -> None:
+    trainer = make_worker(folder, compute_dtype=dtype)
     settings = RolloutConfig(backend="vllm", python=str(VLLM_PYTHON), engine=VLLM_OPTIONS, start_timeout_s=SERVED_S / 2)
     token = secrets.token_hex(16)
-    server = VllmServer(ServerSpec(settings, str(folder), "float32", 0, folder, token, frozen=True))
+    server = VllmServer(ServerSpec(settings, str(folder), dtype, 0, folder, token, frozen=True))
     try:
         await server.start()
-        await _sample_and_compare(engine, server)
+        await _sample_and_compare(trainer, server, dtype)
         for version in (1, 2):
-            engine.train_batch(make_batch(version), likelihood)
-            await sync_to(server, engine.get_per_tensor_param()[0], version)
-            await _sample_and_compare(engine, server)
+            trainer.train_batch(make_batch(version), likelihood)
+            await sync_to(server, trainer.weights(DTYPES[dtype]), version)
+            await _sample_and_compare(trainer, server, dtype)
+            await _probe(trainer, server, dtype, version)
     except ServerFailed as error:
         raise AssertionError(str(error).splitlines()[0]) from error
     finally:
@@ -288,13 +327,15 @@ def lora(folder: Path) -> None:
 def mesh(folder: str, parallel: dict[str, int]) -> dict[str, Any]:
     """Run by each rank: two steps, and the weights then; or why the model was refused."""
     try:
-        engine = make_engine(Path(folder), parallel=ParallelConfig(**parallel))
+        engine = make_engine(Path(folder), backend=Fsdp2Settings(parallel=ParallelConfig(**parallel)))
     except ModelError as error:
         return {"refused": str(error)}
     losses = []
     for seed in (0, 1):
         batch = make_batch(seed)
-        part = select(batch, balanced_parts(batch, engine.data_parallel_size)[engine.data_parallel_rank])
+        part = select(
+            batch, balanced(sequence_costs(batch), engine.ranks.data_parallel_size)[engine.ranks.data_parallel_rank]
+        )
         found = engine.train_batch(part, likelihood)
         losses.append(found["train/grad_norm"].value)
     return {"norms": losses, **dict(engine.get_per_tensor_param()[0])}

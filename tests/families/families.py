@@ -6,7 +6,7 @@ off their neutral values (norms of 1, biases of 0, sinks of 0), so that a part t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,11 +187,26 @@ FAMILIES = {
         {"head_dim": 32},
         experts=True,
     ),
+    "ERNIE 4.5 MoE": Family(
+        "ernie4_5_moe",
+        "routers and their biases in float32, shared experts behind a dense layer",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 1,
+            "moe_num_shared_experts": 1,
+        },
+        WIDE,
+        experts=True,
+    ),
 }
 
 
-def save(family: Family, folder: Path, seed: int = 0) -> Path:
-    """Write the family's model and tokenizer into `folder`."""
+def save(
+    family: Family, folder: Path, seed: int = 0, change: Callable[[str, torch.Tensor], None] | None = None
+) -> Path:
+    """Write the family's model and tokenizer into `folder`; `change` edits each weight in place before."""
     build = family.build_config().model_copy(update={"seed": seed})
     model = load_language_model(ModelConfig(build=build))
     generator = torch.Generator().manual_seed(seed)
@@ -199,6 +214,8 @@ def save(family: Family, folder: Path, seed: int = 0) -> Path:
         for tensor in {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}.values():
             if tensor.is_floating_point():
                 tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in model.state_dict().items() if change is not None else ():
+            change(name, tensor)
     for name, entry in family.published.items():
         setattr(model.config, name, entry)
     with without_progress_bars():

@@ -12,14 +12,16 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("column", ["vllm", "vllm_bf16"])
 @pytest.mark.parametrize(
     "name",
     [
         "Qwen3-MoE",  # experts, packed for the CPU's kernel again
         "gpt-oss",  # fused experts and attention sinks, which vLLM copies past its weight loaders
         "Gemma 2",  # a head that is the embedding, and has no name in vLLM
-        "DeepSeek-V3",  # a config that vLLM changes, so that transformers does not know it any more
+        "GLM-4-MoE",  # a router's bias in float32
+        "DeepSeek-V3",  # the same, and a config that vLLM changes, so that transformers does not know it any more
     ],
 )
-def test_vllm_samples_from_the_weights_that_were_trained(name):
-    assert run_cell(FAMILIES[name], "vllm") == YES
+def test_vllm_samples_from_the_weights_that_were_trained(name, column):
+    assert run_cell(FAMILIES[name], column) == YES

@@ -8,10 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from hone.rollout.builtin import BuiltinEngine
-from hone.workers import serve
+from hone.rollout.builtin.engine import EngineWeights
+from hone.rollout.builtin.scheduler import Scheduler
+from hone.workers.inside import builtin
 
-turn, copy, requeue = BuiltinEngine._turn, BuiltinEngine._copy_weights, BuiltinEngine._requeue_running
+step, load, requeue = Scheduler.step, EngineWeights.load, Scheduler.requeue_running
 SKIPPED = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -19,30 +20,29 @@ def fault():
     return Path(os.environ["HONE_TEST_FAULT"]).read_text()
 
 
-def slow_turn(engine):
+def slow_step(scheduler):
     time.sleep(0.02)
-    turn(engine)
+    step(scheduler)
 
 
-def keeping(engine, kept):
+def keeping(weights, kept):
     """What the tensors that keep their old values have now."""
-    weights = engine._decoder.weights()
     names = {"skipped": [SKIPPED], "stale head": ["lm_head.weight"], "half": list(weights)[len(weights) // 2 :]}
     return {name: weights[name].clone() for name in names.get(kept, [])}
 
 
-def faulty_copy(engine, stream):
-    old = keeping(engine, fault())
-    copy(engine, stream)
+def faulty_load(weights, stream):
+    old = keeping(weights.tensors, fault())
+    load(weights, stream)
     for name, tensor in old.items():
-        engine._decoder.weights()[name].copy_(tensor)
+        weights.tensors[name].copy_(tensor)
 
 
-def faulty_requeue(engine):
+def faulty_requeue(scheduler):
     if fault() != "kept cache":
-        requeue(engine)
+        requeue(scheduler)
 
 
-BuiltinEngine._turn, BuiltinEngine._copy_weights = slow_turn, faulty_copy
-BuiltinEngine._requeue_running = faulty_requeue
-serve.main(sys.argv[1:])
+Scheduler.step, Scheduler.requeue_running = slow_step, faulty_requeue
+EngineWeights.load = faulty_load
+builtin.main(sys.argv[1:])

@@ -7,6 +7,8 @@ import pytest
 
 from hone.registry import resolve
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = f"{ROOT}/benchmarks/lora_table.py"
 
@@ -15,7 +17,6 @@ def script(name):
     return resolve(f"{SCRIPT}:{name}")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_adapter_of_rank_8_learns_to_reverse_two_characters(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)

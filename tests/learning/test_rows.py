@@ -16,6 +16,8 @@ import pytest
 from hone.algorithms import ADVANTAGES, POLICY_LOSSES
 from hone.registry import resolve
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = f"{ROOT}/benchmarks/learning_table.py"
 ROWS = resolve(f"{SCRIPT}:ROWS")
@@ -23,7 +25,11 @@ PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("<!-- learning table: begin -->")[2].partition("<!-- learning table: end -->")[0]
 REACHED = re.findall(r"^\| `(\w+)` \| `(\w+)` \|.*\| \d+ \| \d+ \| [\d.]+ \|$", TABLE, re.MULTILINE)
 LEARNING = [row for row in ROWS if (row.advantage, row.loss) in REACHED]  # of which the page says how long it took
-ELSEWHERE = {"prime": "trains a process reward model beside the policy: recipes/prime"}
+TURNS = "with one turn, as here, it equals another: tests/algorithms/test_turns.py"
+ELSEWHERE = {
+    "prime": "trains a process reward model beside the policy: recipes/prime",
+    **dict.fromkeys(("mt_grpo", "gigpo", "turn_gae"), TURNS),
+}
 
 
 def chosen(rows, wanted, day):
@@ -38,7 +44,6 @@ def chosen(rows, wanted, day):
 TODAY = chosen(LEARNING, os.environ.get("HONE_LEARNING_ROWS", ""), datetime.datetime.now(datetime.UTC).date())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("row", TODAY, ids=lambda row: row.name)
 def test_the_row_learns_to_reverse_three_characters(row, tmp_path, capsys):

@@ -8,6 +8,8 @@ import pytest
 
 from hone.registry import resolve
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EXACT_MATCH = "eval/held_out/exact_match"
 

@@ -6,7 +6,7 @@ import transformers
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from hone.models.attention import (
+from hone.models.attention.packed import (
     PACKED,
     Packing,
     Scoring,

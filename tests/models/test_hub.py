@@ -72,7 +72,7 @@ def recipe(folder, **model):
         "model": {"path": NAME, **model},
         "data": {"train": {"source": {"name": "python", "function": f"{folder}/task.py:rows", "size": 16}}},
         "samples_per_step": 4,
-        "engine": {"compute_dtype": "float32", "optimizer": {"lr": 1e-9}},
+        "actor": {"compute_dtype": "float32", "optimizer": {"lr": 1e-9}},
         "tracking": {"trackers": ["jsonl"]},
         "runtime": {"threads": 1},
     }
@@ -80,6 +80,7 @@ def recipe(folder, **model):
     return str(folder / "sft.yaml")
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_commit_it_began_with(hub, python, tmp_path):
     """Files in parts, one download cut off and tried again; then the branch moves on, and the run does not."""
     first = hub.add(write(tmp_path / "first", 0))
@@ -127,7 +128,7 @@ def test_what_is_not_on_the_hub_is_one_sentence(hub, python, tmp_path):
     assert "model.safetensors.index.json" in by_commit
     assert "model-00001" not in by_commit  # without the weights
     assert revision.startswith("model.path 'acme/tiny' has no revision 'v9' on the hub")
-    assert name.startswith("model.path 'acme/tyni' is no folder here, and the hub has no such model")
+    assert name.startswith("model.path 'acme/tyni' is neither a local folder nor a model on the hub")
     assert path.startswith("model.path: no folder no/such/folder")
 
 
@@ -140,7 +141,8 @@ def test_without_the_hub_the_cache_is_enough(hub, python, tmp_path):
     assert by_commit.startswith(commit)
     assert by_branch == by_commit
     assert other == (
-        "model.path 'acme/other' is no folder here, and not whole in the cache; http://127.0.0.1:9 cannot be reached"
+        "model.path 'acme/other' is not a local folder and not complete in the cache; "
+        "http://127.0.0.1:9 cannot be reached"
     )
     _, stdout, _ = python("-c", FIND, "acme/other", "", HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set" in stdout
@@ -151,7 +153,7 @@ def test_modelscope_asks_for_its_package(python):
     blocked = "import sys; sys.modules['modelscope'] = None\n"
     _, stdout, _ = python("-c", blocked + FIND, f"modelscope:{NAME}", "")
     assert stdout.strip() == (
-        f"model.path 'modelscope:{NAME}' needs the package modelscope; it comes with hone-rl[modelscope]"
+        f"model.path 'modelscope:{NAME}' needs the package modelscope: pip install 'hone-rl[modelscope]'"
     )
 
 
@@ -165,4 +167,4 @@ def test_modelscope_by_its_own_client(hub, python, tmp_path):
     found, revision = stdout.splitlines()[-2:]
     assert found.startswith("master")
     assert "model-00001" in found
-    assert revision.startswith(f"model.path 'modelscope:{NAME}' (revision 'v9') is not to be had from ModelScope")
+    assert revision.startswith(f"model.path 'modelscope:{NAME}' (revision 'v9') cannot be downloaded from ModelScope")

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hone.config import ConfigError, build
-from hone.models.attention import PACKED
+from hone.models.attention.packed import PACKED
 from hone.models.building import build_config
 from hone.models.errors import ModelError
 from hone.models.loading import load_language_model, load_value_model, without_progress_bars
@@ -66,7 +66,7 @@ def test_options_reach_the_architecture_and_unknown_ones_are_refused():
         build_config(BuildConfig(**moe, options={"num_expert": 4}))
     with pytest.raises(ModelError, match="unknown architecture 'quen3'; did you mean 'qwen3'"):
         build_config(BuildConfig(**TINY | {"architecture": "quen3"}))
-    with pytest.raises(ModelError, match="kv_heads=2 has no counterpart in architecture 'gpt2'"):
+    with pytest.raises(ModelError, match="kv_heads=2 does not exist in architecture 'gpt2'"):
         build_config(BuildConfig(**TINY | {"architecture": "gpt2"}))
 
 
@@ -98,7 +98,7 @@ def test_a_missing_folder_or_file_is_named(folder, tmp_path):
 def test_code_that_comes_with_a_model_is_not_run(folder):
     edit(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"})
     (folder / "modeling.py").write_text("raise SystemExit('foreign code ran')")
-    with pytest.raises(ModelError, match="brings Python code of its own"):
+    with pytest.raises(ModelError, match="comes with Python code"):
         load_language_model(ModelConfig(path=str(folder)))
 
 

@@ -10,7 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from hone.models.attention import packed
+from hone.models.attention.packed import packed
 from hone.models.errors import ModelError
 from hone.models.loading import load_language_model
 from hone.models.routing import Routers, Routing, checkpoint_contexts, expert_count, mixture_layers, watched
@@ -99,7 +99,7 @@ def test_a_dense_model_has_no_routers():
 
 def test_routers_that_choose_by_other_means_are_refused():
     model = build("phimoe", LOCAL)
-    with pytest.raises(ModelError, match="phimoe: 2 of its 2 routers choose experts by other means than topk"):
+    with pytest.raises(ModelError, match="phimoe: 2 of its 2 routers do not choose experts with topk"):
         Routers.find(model).check(lambda: run(model), "phimoe")
 
 

@@ -149,10 +149,10 @@ def test_token_baselines(name, function, holes, weighted):
         squared = chance.square() + (1 - chance).square() * sample.noise(5).sigmoid()
         weights = sample.noise(6).abs() + 0.1 if weighted else None
         theirs, _ = function(
-            sample.rewards_on_tokens, sample.mask, sample.index, old, squared, rollout_is_weights=weights
-        )
-        extras = {"sum_pi_squared": squared} | ({"is_weights": weights} if weighted else {})
-        found, _ = ours(name, sample.batch(old_logprobs=old, extras=extras))
+            sample.rewards_on_tokens, sample.mask, sample.index, old, squared, rollout_is_weights=weights, epsilon=1e-30
+        )  # its default, 1e-8, shows where the weights are small
+        extras = {"is_weights": weights} if weighted else {}
+        found, _ = ours(name, sample.batch(old_logprobs=old, sum_pi_squared=squared, extras=extras))
         near(sample.pad(found) * sample.mask, theirs * sample.mask)
 
     check()

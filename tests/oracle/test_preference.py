@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.algorithms.preference import Answers, Pairs, cdpo, orpo, simpo
-from hone.algorithms.preference_settings import CdpoSettings, OrpoSettings, SimpoSettings
+from hone.algorithms.preference.losses import Answers, Pairs, cdpo, orpo, simpo
+from hone.algorithms.preference.settings import CdpoSettings, OrpoSettings, SimpoSettings
 from tests.oracle.sides import many, near
 
 pytest.importorskip("trl.experimental.cpo", reason="this TRL has no CPO trainer")

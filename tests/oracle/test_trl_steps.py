@@ -16,14 +16,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hone.algorithms.aggregation import loss_weights
 from hone.algorithms.algorithm import Algorithm
-from hone.algorithms.preference import (
-    KTO_BASELINE,
+from hone.algorithms.preference.losses import (
     MARGIN,
     PreferenceObjective,
     RewardModelObjective,
     kto_baseline,
 )
-from hone.algorithms.preference_settings import (
+from hone.algorithms.preference.settings import (
     BradleyTerrySettings,
     DpoSettings,
     HingeSettings,
@@ -305,8 +304,8 @@ def test_kto_steps(desirable, undesirable, folder, tmp_path):
     for _ in range(STEPS):
         gaps = torch.where(mismatched.loss_mask, actor.infer_batch(mismatched).logprobs - ref, 0)
         points.append(float(kto_baseline(sequence_sum(gaps, mismatched.cu_seqlens))))
-        extras = {KTO_BASELINE: torch.full((batch.num_tokens,), points[-1])}
-        actor.train_batch(batch.with_(extras=extras), objective)
+        baseline = torch.full((batch.num_sequences,), points[-1])
+        actor.train_batch(batch.with_(kto_baseline=baseline), objective)
     assert max(points) > 0, "the reference point was never above 0: nothing of it was compared"
     same_weights(actor, trainer.model)
 

@@ -8,7 +8,15 @@ import torch
 
 from hone.config import ConfigError
 from hone.platforms import PLATFORMS
-from hone.platforms.base import PlatformBase, PlatformRegistry, current_platform
+from hone.platforms import cpu as cpu_platform
+from hone.platforms import cuda as cuda_platform
+from hone.platforms.base import (
+    PlatformBase,
+    PlatformRegistry,
+    compute_dtype,
+    current_platform,
+    why_compute_dtype,
+)
 from hone.platforms.cpu import CpuPlatform
 from hone.platforms.cuda import CudaPlatform, RocmPlatform
 from hone.registry import Registry
@@ -75,7 +83,6 @@ def test_the_cpu_is_always_available():
     assert cpu.rollout_environment([0]) == {"OMP_NUM_THREADS": "1"}
     cpu.synchronize()
     cpu.empty_cache()
-    cpu.reset_peak_memory()
     cpu.set_device(0)
     with cpu.stream(cpu.new_stream()):
         torch.ones(1)
@@ -254,7 +261,6 @@ def test_a_real_gpu():
     platform.set_device(0)
     platform.seed(7)
     state = platform.rng_state()
-    platform.reset_peak_memory()
     with platform.stream(platform.new_stream()):
         first = torch.rand(1 << 20, device=device)
     platform.synchronize()
@@ -266,3 +272,41 @@ def test_a_real_gpu():
     assert torch.equal(torch.rand(1 << 20, device=device), first)
     platform.empty_cache()
     assert platform.device_name()
+
+
+@pytest.mark.parametrize(
+    ("flags", "native"),
+    [("fma avx2 avx512f", False), ("avx512f avx512_bf16", True), ("amx_tile amx_bf16", True), ("asimd bf16", True)],
+)
+def test_a_processor_multiplies_bfloat16_by_what_its_flags_say(flags, native):
+    assert (cpu_platform.lacking_bfloat16(flags.split()) == "") is native
+
+
+def test_a_processor_s_flags_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_platform, "CPUINFO", tmp_path / "cpuinfo")
+    assert "emulates" in CpuPlatform().why_bfloat16_is_slow()  # a system that says nothing
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Nice 1\nflags\t\t: fma amx_bf16\n")
+    assert CpuPlatform().why_bfloat16_is_slow() == ""
+    assert CpuPlatform().device_name().startswith("Nice 1, ")
+
+
+def test_gpus_multiply_bfloat16_since_ampere():
+    assert [cuda_platform.lacking_bfloat16(one) for one in ((8, 0), (9, 0))] == ["", ""]
+    assert cuda_platform.lacking_bfloat16((7, 5)) == (
+        "this GPU has compute capability 7.5, and bfloat16 needs 8.0 (Ampere)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("slow", "chosen", "found", "why"),
+    [
+        ("", "auto", "bfloat16", "auto: fast multiplies bfloat16 natively here"),
+        ("it is old", "auto", "float32", "auto: it is old"),
+        ("it is old", "bfloat16", "bfloat16", "as set"),
+        ("", "float32", "float32", "as set"),
+        ("", "float64", "float64", "as set"),
+    ],
+)
+def test_auto_is_the_dtype_that_the_devices_multiply_fastest(platforms, slow, chosen, found, why):
+    platform = make("fast", why_bfloat16_is_slow=lambda self: slow) and PlatformRegistry.choose("fast")
+    assert (compute_dtype(chosen, platform), why_compute_dtype(chosen, platform)) == (found, why)

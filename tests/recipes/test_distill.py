@@ -23,7 +23,7 @@ def run(command, recipe, folder, *overrides):
 
 
 def test_a_teacher_is_trained_and_teaches(tmp_path):
-    small = ("run.steps=2", "evaluation_sets.held_out.source.size=8", "engine.schedule.warmup_steps=1")
+    small = ("run.steps=2", "evaluation.sets.held_out.source.size=8", "actor.schedule.warmup_steps=1")
     run("sft", "distill/teacher.yaml", tmp_path / "teacher", *small)
     steps = run(
         "distill", "distill/on_policy.yaml", tmp_path / "student", "run.steps=1", "update.prompts_per_step=4",

@@ -9,8 +9,8 @@ from hone.registry import resolve
 from tests.trainers.tiny import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("runtime.threads=1", "tracking.trackers=[jsonl]", "engine.schedule.warmup_steps=3",
-         "evaluation_every_steps=0", "evaluation_sets.held_out.source.size=64", "samples_per_step=16")  # fmt: skip
+SMALL = ("runtime.threads=1", "tracking.trackers=[jsonl]", "actor.schedule.warmup_steps=3",
+         "evaluation.every_steps=0", "evaluation.sets.held_out.source.size=64", "samples_per_step=16")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_a_few_steps_lower_the_held_out_loss(tmp_path, command, recipe, steps):
 def test_a_policy_learns_from_the_reward_model_beside_it(tmp_path):
     judge = [f"run.dir={tmp_path}/judge", "run.steps=4", *SMALL]
     assert main(["reward-model", "recipes/reward_model/bradley_terry.yaml", *judge]) == 0
-    small = ("run.steps=2", "warm_start.steps=4", "warm_start.engine.schedule.warmup_steps=2",
+    small = ("run.steps=2", "warm_start.steps=4", "warm_start.actor.schedule.warmup_steps=2",
              "update.prompts_per_step=4", "evaluation.every_steps=0",
              "evaluation.sets.held_out.source.size=8", "tracking.trackers=[jsonl]")  # fmt: skip
     places = (f"run.dir={tmp_path}/policy", f"reward.components.preferred.model.path={tmp_path}/judge/export")

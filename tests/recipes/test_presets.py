@@ -8,7 +8,7 @@ from hone.algorithms.presets import PRESETS
 from hone.cli.main import main
 from hone.config import load
 from hone.registry import resolve
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
 from tests.trainers.tiny import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +16,7 @@ RECIPES = sorted((ROOT / "recipes" / "presets").glob("*.yaml"))
 SMALL = (
     "run.steps=2",
     "warm_start.steps=2",
-    "warm_start.engine.schedule.warmup_steps=1",
+    "warm_start.actor.schedule.warmup_steps=1",
     "update.prompts_per_step=4",
     "update.samples_per_prompt=4",
     "evaluation.every_steps=0",

@@ -9,7 +9,7 @@ from hone.cli.main import main
 from hone.data.packing import Sample
 from hone.data.rendering import Renderer
 from hone.data.settings import DatasetConfig, PythonSettings
-from hone.data.stream import read_samples
+from hone.data.stream import SampleMaker, read_all
 from hone.models.settings import BuildConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.registry import resolve
@@ -41,7 +41,7 @@ def test_ppo_on_reverse_trains_its_critic(tmp_path):
 def test_countdown_runs_from_its_warm_start_to_the_verifier(tmp_path):
     pytest.importorskip("reasoning_gym", reason="the recipe needs the extra `tasks`")
     small = ("run.steps=1", "update.prompts_per_step=4", "warm_start.steps=12", "warm_start.samples_per_step=4",
-             "warm_start.engine.schedule.warmup_steps=2", "evaluation.sets.held_out.source.size=8")  # fmt: skip
+             "warm_start.actor.schedule.warmup_steps=2", "evaluation.sets.held_out.source.size=8")  # fmt: skip
     steps = started("train", "countdown/grpo.yaml", tmp_path, *small)
     assert steps[1]["reward/failed"] == 0
     assert steps[1]["reward/min"] >= 0.01  # the verifier's mark for text that is no expression
@@ -59,11 +59,11 @@ def test_countdown_counts_as_solved_what_uses_each_number_once():
 
 
 def test_fine_tuning_on_chats_learns_both_answers_and_nothing_else(tmp_path):
-    steps = started("sft", "sft/chat.yaml", tmp_path, "run.steps=25", "evaluation_sets.held_out.source.size=32")
+    steps = started("sft", "sft/chat.yaml", tmp_path, "run.steps=25", "evaluation.sets.held_out.source.size=32")
     assert steps[25]["eval/held_out/loss"] < 0.8 * steps[0]["eval/held_out/loss"]
     renderer = Renderer(build_tokenizer(BuildConfig(characters=" abcdefghijklmnopqrstuvwxyz")))
     config = DatasetConfig(source=PythonSettings(function="recipes/sft/task.py:rows", size=1, seed=1))
-    ((sample,), _) = read_samples("train", config, renderer, "data.train")
+    ((sample,), _) = read_all(SampleMaker("train", config, renderer, "data.train"))
     assert isinstance(sample, Sample)
     text = renderer.decode(sample.token_ids, keep_special=True)
     learnt_ids = [token for token, learnt in zip(sample.token_ids, sample.loss_mask, strict=True) if learnt]

@@ -8,7 +8,7 @@ import pytest
 
 from hone.rewards.rubric import Rubric
 from hone.rewards.settings import RewardConfig
-from hone.types import Prompt, StopReason, Trajectory, TrajectoryGroup
+from hone.types import Prompt, StopReason, Trajectory, TrajectoryGroup, TurnSpan
 
 USER = Path(__file__).with_name("user_rewards.py")
 
@@ -27,6 +27,7 @@ def group():
         prompt = Prompt("set/0", (1,), ({"role": "user", "content": "?"},), ground_truth, "set", row)
         one = {"prompt_id": "set/0", "token_ids": (1, 2), "prompt_length": 1, "loss_mask": (0, 1)}
         one |= {"rollout_logprobs": (0.0, -1.0), "weight_versions": (-1, 0), "stop_reason": StopReason.STOP}
+        one |= {"spans": (TurnSpan(1, 2),)}
         return TrajectoryGroup(prompt, tuple(Trajectory(sample=i, response=r, **one) for i, r in enumerate(responses)))
 
     return build

@@ -109,7 +109,7 @@ def test_a_model_that_nobody_placed_is_refused():
     [
         ({}, "exactly one of reward and model should be set, found neither"),
         ({"reward": "gsm8k", "model": {"path": "x"}}, "found both"),
-        ({"model": {"path": "x"}, "options": {"a": 1}}, "stand under model"),
+        ({"model": {"path": "x"}, "options": {"a": 1}}, "under model"),
         ({"model": {"path": "x", "environment": {"A": "1"}}}, "place: process"),
         ({"model": {"path": "x", "aggregation": "max"}}, "'last', 'mean' or 'min'"),
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import re
 import time
 from pathlib import Path
@@ -9,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from hone.config import ConfigError
+from hone.processes.request_process import ChildLost
 from hone.rewards.pool import PoolClosed
-from hone.rewards.process import WorkerDied
 from hone.rewards.rubric import Rubric
 from hone.rewards.settings import RewardConfig
-from hone.types import Status
+from hone.types import Status, TurnSpan
 
 
 def gone(pid):
@@ -53,6 +54,21 @@ def test_the_reward_is_the_weighted_sum_of_the_components(score, group, user):
     assert metrics["perf/reward_call_seconds"] >= 0
 
 
+def test_rewards_of_turns_are_added(score, group):
+    """An environment may be the only source of rewards; without any source, a trajectory is not worth 0."""
+    played = group(["4", "5"], 4)
+    first, second = played.trajectories
+    turns = (TurnSpan(0, 1, reward=0.5), TurnSpan(1, 2, reward=-0.25), TurnSpan(2, 3))
+    played = type(played)(played.prompt, (first.with_(spans=turns), second))
+    (scored,), _ = score({"right": {"reward": "exact_match"}}, [played])
+    assert [one.reward for one in scored.trajectories] == [1.25, 0.0]
+    assert [one.components for one in scored.trajectories] == [{"right": 1.0, "environment": 0.25}, {"right": 0.0}]
+    (alone,), _ = score({}, [played])
+    assert [one.status for one in alone.trajectories] == [Status.OK, Status.REWARD_FAILED]
+    assert alone.trajectories[0].reward == 0.25
+    assert alone.trajectories[1].error == "reward.components is empty, and the environment gave no reward"
+
+
 @pytest.mark.parametrize("function", ["temper", "async_temper"])
 @pytest.mark.parametrize(
     ("response", "error"),
@@ -64,7 +80,7 @@ def test_the_reward_is_the_weighted_sum_of_the_components(score, group, user):
         ("text", "the reward is '1.0'"),
         ("keyless", "without the key 'reward'"),
         ("exit", "SystemExit: leaving"),
-        ("die", "the reward process ended with exit code 3; it printed: goodbye"),
+        ("die", "the reward process ended with exit status 3; it printed: goodbye"),
     ],
 )
 def test_a_failing_reward_fails_its_trajectory_only(score, group, user, function, response, error):
@@ -105,6 +121,50 @@ def test_a_late_reward_is_a_failure_and_its_process_is_replaced(score, group, us
     assert metrics["reward/timeouts"] == 1
     if function == "temper":  # its successor had to answer the other group
         assert metrics["reward/worker_restarts"] == 1
+
+
+def test_printing_without_line_ends_moves_no_deadline(score, group, user):
+    began = time.monotonic()
+    (scored,), metrics = score({"a": {"reward": user("temper"), "timeout_s": 1.5}}, [group(["flood", "fine"])])
+    assert time.monotonic() - began < 20
+    assert scored.trajectories[0].error == "a: no answer within 1.5 s"
+    assert scored.trajectories[1].reward == 1.0
+    assert metrics["reward/timeouts"] == 1
+
+
+def test_a_reward_that_forks_gives_no_other_item_its_value(score, group, user):
+    """The forked copy comes back from the function too, with 99, while its parent is at the next items."""
+    components = {"a": {"reward": user("temper")}, "b": {"reward": user("temper")}}
+    (scored,), _ = score(components, [group(["fork", "slow", "slow", "slow"])])
+    assert [t.components for t in scored.trajectories] == [{"a": 1.0, "b": 1.0}] * 4
+
+
+def test_a_late_rewards_child_in_a_session_of_its_own_ends_with_it(score, group, user, tmp_path):
+    pid_file = tmp_path / "pid"
+    components = {"a": {"reward": user("temper"), "timeout_s": 1.5}}
+    (scored,), _ = score(components, [group(["detached"], pid_file=str(pid_file))])
+    assert scored.trajectories[0].error == "a: no answer within 1.5 s"
+    assert gone(int(pid_file.read_text()))
+
+
+def test_what_a_reward_prints_is_in_the_run_folder(group, user, tmp_path):
+    rubric = Rubric(RewardConfig(components={"a": {"reward": user("noisy")}}, workers=1), logs=tmp_path / "rewards")
+
+    async def play():
+        await rubric.start()
+        await rubric.score(group(["one"]))
+        await rubric.close()
+
+    asyncio.run(play())
+    assert "I print one" in (tmp_path / "rewards" / "functions-0.log").read_text()
+
+
+def test_a_reward_that_wants_most_of_the_machines_memory_fails_alone(score, group, user):
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    (scored,), metrics = score({"a": {"reward": user("hungry")}}, [group(["10", str(most // 10 * 6), "20"])])
+    assert [one.status for one in scored.trajectories] == [Status.OK, Status.REWARD_FAILED, Status.OK]
+    assert "MemoryError" in scored.trajectories[1].error
+    assert metrics["reward/worker_restarts"] == 0
 
 
 def test_the_deadline_is_each_calls_own_not_the_batchs(score, group, user, tmp_path):
@@ -151,7 +211,7 @@ def test_a_row_that_cannot_be_sent_fails_its_group_by_name(score, group, user):
 
 
 def test_printing_does_not_disturb_the_protocol(score, group, user, caplog):
-    caplog.set_level(logging.INFO, logger="hone.rewards")
+    caplog.set_level(logging.INFO, logger="hone.processes")
     (scored,), metrics = score({"a": {"reward": user("noisy")}}, [group(["one", "two"])])
     assert [t.reward for t in scored.trajectories] == [1.0, 1.0]
     assert metrics["reward/worker_restarts"] == 0
@@ -234,7 +294,7 @@ def test_a_module_that_kills_the_process_stops_the_start(tmp_path):
     file = tmp_path / "deadly.py"
     file.write_text("import os, sys\nprint('no licence', file=sys.stderr)\nsys.stderr.flush()\nos._exit(7)\n")
     rubric = Rubric(RewardConfig(components={"a": {"reward": f"{file}:f"}}, workers=1))
-    with pytest.raises(WorkerDied, match="ended with exit code 7; it printed: no licence"):
+    with pytest.raises(ChildLost, match="ended with exit status 7; it printed: no licence"):
         asyncio.run(rubric.start())
 
 

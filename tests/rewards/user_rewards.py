@@ -17,6 +17,10 @@ def length(response, ground_truth, row, scale: float = 1.0):
     return len(response) * scale
 
 
+def hungry(response, ground_truth, row):
+    return len(bytearray(int(response))) > 0
+
+
 def parts(response, ground_truth, row):
     return {"reward": 0.5, "format": 1, "length": len(response)}
 
@@ -55,6 +59,19 @@ def temper(response, ground_truth, row):
         time.sleep(600)
     if response == "spin":
         re.match(r"(a+)+$", "a" * 64 + "b")  # holds the interpreter's lock for ever
+    if response == "flood":
+        while True:
+            os.write(1, b"x" * 65536)
+    if response == "fork" and os.fork() == 0:
+        time.sleep(0.2)
+        return 99.0
+    if response == "slow":
+        time.sleep(0.15)
+    if response == "detached":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        with open(row["pid_file"], "w") as file:
+            file.write(str(child.pid))
+        time.sleep(600)
     if response == "child":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with open(row["pid_file"], "w") as file:

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 import torch
 
+from hone.deadline import Deadline
 from hone.rollout import ROLLOUT_ENGINES
-from hone.rollout.builtin import BuiltinEngine
+from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
 from hone.types import SamplingParams
 
@@ -116,3 +117,41 @@ def test_unknown_tags_and_levels_are_refused(tiny, finish):
         finish(engine.sleep(3))
     with pytest.raises(ValueError, match="weight"):
         finish(engine.wake_up(("weight",)))
+
+
+def test_the_wait_for_a_row_stops_the_deadline_of_an_episode(tiny, finish):
+    engine = BuiltinEngine(BuiltinSettings(slots=1), tiny("qwen3"))
+
+    async def episode(number, deadlines):
+        async with Deadline(3600) as deadlines[number]:
+            return await engine.generate(str(number), (9,), WANTED)
+
+    async def story():
+        deadlines, waiting = {}, []
+        tasks = [asyncio.create_task(episode(number, deadlines)) for number in range(3)]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            waiting.append("".join("w" if deadlines[number].stands_still else "." for number in range(3)))
+        return [state for state, before in zip(waiting, [None, *waiting], strict=False) if state != before]
+
+    assert finish(story()) == ["www", ".ww", "..w", "..."]
+
+
+def test_a_request_that_its_episode_cancels_leaves_the_number_of_its_tokens(tiny, finish):
+    engine = BuiltinEngine(BuiltinSettings(slots=1), tiny("qwen3"))
+
+    async def episode(deadlines):
+        async with Deadline(3600) as deadline:
+            deadlines.append(deadline)
+            await engine.generate("r", (9,), WANTED)
+
+    async def story():
+        deadlines = []
+        task = asyncio.create_task(episode(deadlines))
+        while engine.metrics()["rollout/tokens"].value == 0:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return deadlines[0].unfinished_tokens
+
+    assert 1 <= finish(story()) < 30

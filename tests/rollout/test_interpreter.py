@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hone.config import ConfigError
-from hone.rollout.interpreter import check_packages
+from hone.rollout.servers.engine import check_packages
 
 
 def bare(tmp_path):

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hone.config import ConfigError
-from hone.models.digest import digest_tensors
 from hone.rollout.adapters import AdapterFiles
-from hone.rollout.builtin import BuiltinEngine
+from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
 from hone.types import SamplingParams
+from hone.weights.digests.digest import digest_tensors
 from tests.rollout.peft_adapters import adapt
 
 PROMPT = (9, 10, 11)
@@ -52,14 +52,14 @@ def test_the_weights_and_samples_are_those_of_pefts_merge(name, adapted, tiny, f
     engine = based(tiny(kind))
     for version, seed in ((1, 0), (2, 7)):  # the second takes the place of the first
         model, tensors, config = adapted(kind, seed, **settings)
-        receipt = finish(engine.update_adapter(tensors.items(), config, version))
-        assert receipt.digest == digest_tensors(tensors.items())
-        assert (receipt.version, receipt.tensors) == (version, len(tensors))
+        served = finish(engine.update_adapter(tensors.items(), config, version))
+        assert digest_tensors(served.tensors.items()) == digest_tensors(tensors.items())
+        assert (served.version, len(served.tensors)) == (version, len(tensors))
         completion = finish(engine.generate(f"r{version}", PROMPT, wanted()))
         assert set(completion.weight_versions) == {version}
         assert gap(model, PROMPT, completion) < 1e-5, "of PEFT's forward, in which nothing is merged"
         merged = model.merge_and_unload().state_dict()
-        served = engine._decoder.weights()
+        served = engine.weights()
         assert served.keys() == merged.keys()
         for weight, tensor in merged.items():
             torch.testing.assert_close(served[weight], tensor, rtol=0, atol=1e-6)
@@ -73,7 +73,7 @@ def test_what_an_adapter_leaves_alone_is_the_base_again(adapted, tiny, finish):
     model, second, config = adapted("qwen3", 1, target_modules=["v_proj"])
     finish(engine.update_adapter(second.items(), config, 2))
     merged = model.merge_and_unload().state_dict()
-    for name, tensor in engine._decoder.weights().items():
+    for name, tensor in engine.weights().items():
         torch.testing.assert_close(tensor, merged[name], rtol=0, atol=1e-6)
         assert torch.equal(tensor, base.state_dict()[name]) == ("v_proj" not in name)
 
@@ -84,10 +84,10 @@ def test_an_adapter_is_put_on_the_newest_whole_weights(adapted, tiny, finish):
     finish(engine.update_adapter(tensors.items(), config, 1))
     finish(engine.update_weights(tiny("qwen3").state_dict().items(), 2))
     for name, tensor in tiny("qwen3").state_dict().items():
-        assert torch.equal(engine._decoder.weights()[name], tensor)
+        assert torch.equal(engine.weights()[name], tensor)
     finish(engine.update_adapter(tensors.items(), config, 3))
     merged = model.merge_and_unload().state_dict()
-    for name, tensor in engine._decoder.weights().items():
+    for name, tensor in engine.weights().items():
         torch.testing.assert_close(tensor, merged[name], rtol=0, atol=1e-6)
 
 
@@ -113,7 +113,7 @@ def test_running_requests_go_on_with_the_new_adapter(adapted, tiny, finish, gap)
 
     async def story():
         running = asyncio.create_task(engine.generate("r", PROMPT, wanted(24)))
-        while engine._batch.counters.tokens < 8:
+        while engine._scheduler.batch.counters.tokens < 8:
             await asyncio.sleep(0)
         await engine.update_adapter(tensors.items(), config, 5)
         return await running

@@ -5,13 +5,13 @@ import asyncio
 import pytest
 import torch
 
-from hone.models.digest import digest_tensors
-from hone.rollout.builtin import BuiltinEngine
-from hone.rollout.decoder import build_decoder
-from hone.rollout.fused import FusedDecoder, unfit_for_fusing
-from hone.rollout.generic import GenericDecoder
+from hone.rollout.builtin.decoder import build_decoder
+from hone.rollout.builtin.engine import BuiltinEngine
+from hone.rollout.builtin.fused import FusedDecoder, unfit_for_fusing
+from hone.rollout.builtin.generic import GenericDecoder
 from hone.rollout.settings import BuiltinSettings
 from hone.types import SamplingParams
+from hone.weights.digests.digest import digest_tensors
 
 FAMILY = ["qwen3", "qwen2", "llama", "llama_yarn", "mistral"]
 OTHERS = ["qwen3_moe", "mistral_window", "gemma2", "gpt_oss", "gpt2"]
@@ -39,7 +39,7 @@ def test_logprobs_equal_the_plain_forward(kind, path, tiny, finish, gap):
 @pytest.mark.parametrize("kind", FAMILY)
 def test_both_paths_prefill_and_decode_alike(kind, tiny):
     """The same caches and the same logits, one forward at a time."""
-    from hone.rollout.cache import CacheLimits, KVCache, PackedPrompts, Step
+    from hone.rollout.builtin.cache import CacheLimits, KVCache, PackedPrompts, Step
 
     model, device = tiny(kind), torch.device("cpu")
     found = []
@@ -83,9 +83,9 @@ def test_what_cannot_be_run_exactly_is_refused(tiny):
     with pytest.raises(ValueError, match="cannot run BloomForCausalLM"):
         BuiltinEngine(BuiltinSettings(), BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    config = LlamaConfig(hidden_size=32, num_hidden_layers=1, rope_parameters=dynamic)
-    with pytest.raises(ValueError, match="max_sequence_tokens to at most"):
-        build_decoder("auto", config, torch.float32, torch.device("cpu"), longest=4096)
+    config = LlamaConfig(hidden_size=32, num_hidden_layers=1, max_position_embeddings=64, rope_parameters=dynamic)
+    with pytest.raises(ValueError, match=r"max_sequence_tokens=65 .* context of 64 tokens; set model\.use\.context"):
+        BuiltinEngine(BuiltinSettings(max_sequence_tokens=65), config)
 
 
 @pytest.mark.parametrize("path", ["fused", "generic"])
@@ -98,11 +98,13 @@ def test_bfloat16_is_served_as_such(path, tiny, finish, gap):
 
 
 def test_the_engine_casts_to_its_own_dtype(tiny, finish):
-    """float32 weights sent to a bfloat16 engine: the receipt is that of the cast weights."""
+    """float32 weights sent to a bfloat16 engine: it serves the cast weights."""
     model = tiny("qwen3")
     engine = BuiltinEngine(BuiltinSettings(dtype="bfloat16"), model.config)
-    receipt = finish(engine.update_weights(model.state_dict().items(), 1))
-    assert receipt.digest == digest_tensors((n, t.bfloat16()) for n, t in model.state_dict().items())
+    served = finish(engine.update_weights(model.state_dict().items(), 1))
+    assert digest_tensors(served.tensors.items()) == digest_tensors(
+        (n, t.bfloat16()) for n, t in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("execution", ["fused", "generic"])
@@ -118,14 +120,14 @@ def test_what_is_written_into_its_storage_is_served(execution, tiny, finish, gap
             targets[name].copy_(tensor)
             yield name, targets[name]
 
-    receipt = finish(engine.update_weights(written(), 1))
-    assert receipt.digest == digest_tensors(other.state_dict().items())
+    served = finish(engine.update_weights(written(), 1))
+    assert digest_tensors(served.tensors.items()) == digest_tensors(other.state_dict().items())
     for prompt, completion in zip(PROMPTS, finish(generate(engine, PROMPTS)), strict=True):
         assert gap(other, prompt, completion) < 1e-5
 
 
 def test_rows_do_not_depend_on_their_company_to_the_bit(tiny, finish):
-    """What makes runs repeat exactly though completions arrive at other times; see `hone.rollout.cache`."""
+    """What makes runs repeat exactly though completions arrive at other times; see `hone.rollout.builtin.cache`."""
     engine = BuiltinEngine(BuiltinSettings(), tiny("qwen3"))
     together = finish(generate(engine, PROMPTS * 8))
     for i in (0, 1, 3):

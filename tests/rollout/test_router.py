@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from hone.deadline import Deadline
 from hone.rollout.base import ReplicaLost
-from hone.rollout.builtin import BuiltinEngine
-from hone.rollout.router import RequestLate, Router
+from hone.rollout.builtin.engine import BuiltinEngine
+from hone.rollout.router import RESTART_WINDOW_S, PoisonRequest, RequestLate, Router
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.types import Completion, SamplingParams, StopReason
 
@@ -60,11 +61,11 @@ class Mortal:
 def fleet(tiny, tokenizer):
     """`fleet(2, **settings)`: a router over mortals that gives weights to those that start again, and the mortals."""
 
-    def make(count=2, **settings):
+    def make(count=2, window_s=RESTART_WINDOW_S, **settings):
         model = tiny("qwen3")
         order = []
         mortals = [Mortal(model, tokenizer, number, order) for number in range(count)]
-        router = Router(mortals, RolloutConfig(**settings), tokenizer)
+        router = Router(mortals, RolloutConfig(**settings), tokenizer, window_s)
 
         async def restore(engine):
             await engine.update_weights(model.state_dict().items(), 0)
@@ -104,7 +105,7 @@ def test_a_replica_has_so_many_requests_at_a_time_and_the_others_wait_in_order(f
         running = [asyncio.create_task(router.generate(f"r{i}", (9, 10), wanted)) for i in range(10)]
         while not all(task.done() for task in running):
             for place, mortal in enumerate(mortals):
-                most[place] = max(most[place], len(mortal.engine._open))
+                most[place] = max(most[place], len(mortal.engine._scheduler._open))
             await asyncio.sleep(0)
 
     finish(story())
@@ -230,6 +231,24 @@ def test_without_weights_to_give_it_waits_for_a_sync(fleet, finish):
     assert mortals[1].seen
 
 
+@pytest.mark.parametrize(("window_s", "starts"), [(0.2, 3), (3600.0, 1)])
+def test_only_deaths_within_the_window_are_too_many(fleet, finish, window_s, starts):
+    router, (mortal,) = fleet(1, window_s, max_restarts=1)
+
+    async def story():
+        for _ in range(3):
+            await mortal.die()
+            await router.generate("r", (9, 10), replace(WANTED, max_tokens=2))
+            await asyncio.sleep(0.25)
+
+    if starts == 3:
+        finish(story())
+    else:
+        with pytest.raises(RuntimeError, match="1 restarts within 3600 s"):
+            finish(story())
+    assert mortal.starts == starts
+
+
 def test_when_no_replica_is_left_everybody_hears_why(fleet, finish):
     router, mortals = fleet(2, max_restarts=1)
     for mortal in mortals:
@@ -347,3 +366,71 @@ def test_a_closed_router_refuses_and_ends_its_replicas(fleet, finish):
 
     finish(story())
     assert not any(mortal.alive for mortal in mortals)
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    monkeypatch.setattr("hone.processes.restarts.FIRST_PAUSE_S", 0.0)
+
+
+@pytest.mark.parametrize("others", [0, 3, 8])
+def test_a_request_that_makes_replicas_die_fails_alone_and_by_name(fleet, finish, no_pauses, others):
+    """Those that are at its side twice are told apart from it: they end as if nothing had happened."""
+    router, mortals = fleet(2)
+    alone = finish(mortals[0].engine.generate("x", (9, 10), WANTED))
+    for mortal in mortals:
+        generate = mortal.generate
+
+        async def deadly(request_id, token_ids, sampling, mortal=mortal, generate=generate):
+            if request_id.startswith("poison"):
+                await steps(3)
+                await mortal.die()
+            return await generate(request_id, token_ids, sampling)
+
+        mortal.generate = deadly
+
+    async def story():
+        running = [asyncio.create_task(router.generate(f"r{i}", (9, 10), WANTED)) for i in range(others)]
+        with pytest.raises(PoisonRequest, match=r"'poison' is not sent again: [23] replicas died with it"):
+            await router.generate("poison", (9, 10), WANTED)
+        found = await asyncio.gather(*running)
+        await router.revived()
+        return found
+
+    assert {c.token_ids for c in finish(story())} <= {alone.token_ids}
+    assert sum(mortal.starts for mortal in mortals) <= 3
+    assert len(router.serving) == 2
+
+
+def test_a_request_that_is_aborted_after_its_last_token_is_complete(fleet, finish):
+    """It is not sent again with nothing left to sample."""
+    router, (mortal,) = fleet(1)
+
+    async def aborted_late(request_id, token_ids, sampling):
+        ids = tuple(range(10, 10 + sampling.max_tokens))
+        return Completion(request_id, ids, (-1.0,) * len(ids), (0,) * len(ids), StopReason.ABORTED)
+
+    mortal.generate = aborted_late
+    found = finish(router.generate("r", (9, 10), replace(WANTED, max_tokens=4)))
+    assert (found.token_ids, found.stop_reason) == ((10, 11, 12, 13), StopReason.LENGTH)
+
+
+def test_the_wait_for_a_seat_stops_the_deadline_of_an_episode(fleet, finish):
+    router, _ = fleet(1, requests_per_replica=1)
+
+    async def episode(number, deadlines):
+        async with Deadline(3600) as deadlines[number]:
+            return await router.generate(f"r{number}", (9, 10), WANTED)
+
+    async def story():
+        deadlines = {}
+        first = asyncio.create_task(episode(0, deadlines))
+        await steps()
+        second = asyncio.create_task(episode(1, deadlines))
+        await steps()
+        seen = [deadlines[0].stands_still, deadlines[1].stands_still]
+        await first
+        await steps()
+        return [*seen, deadlines[1].stands_still, len((await second).token_ids)]
+
+    assert finish(story()) == [False, True, False, 40]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hone.rollout.sampling import Rules, sample, stream_of, uniforms
+from hone.rollout.builtin.sampling import Rules, sample, stream_of, uniforms
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 

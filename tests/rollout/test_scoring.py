@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hone.rollout.builtin import BuiltinEngine
-from hone.rollout.scoring import in_turns
+from hone.rollout.builtin.engine import BuiltinEngine
+from hone.rollout.builtin.scoring import in_turns
 from hone.rollout.settings import BuiltinSettings
 
 SEQUENCES = [tuple(range(10, 10 + n)) for n in (1, 2, 25, 7, 18)]

@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText
 from hone.data.packing import Sample, pack_samples
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
-from hone.rollout.builtin import BuiltinEngine
+from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
 from hone.types import SamplingParams, StopReason
 from tests.engines.pictures import FAMILIES, Case, images_of, make_engine, sample
@@ -167,7 +167,7 @@ def test_requests_that_do_not_fit_are_refused(pair):
 def test_an_engine_for_text_refuses_images(folder_of_text):
     engine = BuiltinEngine(BuiltinSettings(kv_cache_tokens=4096), folder_of_text)
     ids, images = prompts("qwen3_vl")[0]
-    with pytest.raises(ValueError, match="a model of type 'qwen3' sees none"):
+    with pytest.raises(ValueError, match="a model of type 'qwen3' takes text only"):
         asyncio.run(engine.generate("r", ids, SAMPLING, images))
 
 

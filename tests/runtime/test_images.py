@@ -3,7 +3,7 @@
 import torch
 
 from hone.data.packing import select
-from hone.runtime.parcel import plan, to_array, unpack
+from hone.runtime.batch_plan import plan, to_array, unpack
 from tests.engines.pictures import TEXT, batch_of
 
 

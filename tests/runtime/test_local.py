@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from hone.platforms.cuda import CudaPlatform
 from hone.runtime import ranks
 from hone.runtime.base import RankLost
 from hone.runtime.local import LocalWorkerGroup
-from hone.trainers.export import export_checkpoint
-from hone.trainers.supervised import SupervisedTrainer
+from hone.trainers.run.export import export_checkpoint
+from hone.trainers.supervised.trainer import SupervisedTrainer
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.engines.spread import make_batch, policy
 from tests.ranks import run_ranks
@@ -89,6 +90,7 @@ def lose_a_rank(how):
     return {"alone": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ends", "sleeps"])
 def test_a_lost_rank_ends_the_others_in_bounded_time(how):
     first, _ = run_ranks(2, lose_a_rank, how, timeout_s={"ends": 60, "sleeps": 2}[how])
@@ -117,8 +119,12 @@ model:
   build: {{hidden_size: 32, layers: 1, heads: 4, kv_heads: 2, mlp_size: 48, max_positions: 64, characters: {letters}}}
 data: {{train: {{source: {{name: python, function: "{task}:rows", size: 64, seed: 1}}}}}}
 samples_per_step: 6
-engine: {{compute_dtype: float32, max_tokens_per_microbatch: 64, optimizer: {{lr: 3.0e-3}}, parallel: {parallel}}}
-evaluation_sets: {{held_out: {{source: {{name: python, function: "{task}:rows", size: 3, seed: 2}}}}}}
+actor:
+  backend: {{parallel: {parallel}}}
+  compute_dtype: float32
+  max_tokens_per_microbatch: 64
+  optimizer: {{lr: 3.0e-3}}
+evaluation: {{sets: {{held_out: {{source: {{name: python, function: "{task}:rows", size: 3, seed: 2}}}}}}}}
 checkpoint: {{every_steps: 2, keep: 1}}
 tracking: {{trackers: [jsonl]}}
 runtime: {{threads: 1, collective_timeout_s: 60}}
@@ -182,7 +188,7 @@ def test_a_run_over_two_ranks_is_cut_and_continued_with_other_numbers_of_ranks(r
         load_file(path / "model.safetensors") for path in (tmp_path / "exported", tmp_path / "spread" / "export")
     )
     assert all(torch.equal(one[name], other[name]) for name in other)
-    assert len(list((tmp_path / "spread" / "checkpoints" / "step_00000006" / "model").glob("*.safetensors"))) == 4
+    assert len(list((tmp_path / "spread" / "checkpoints" / "step_00000006" / "actor").glob("*.safetensors"))) == 4
 
 
 def interrupt_one(*arguments):
@@ -205,11 +211,23 @@ def test_ranks_stop_together(recipe, tmp_path):
     assert [row["step"] for row in rows(tmp_path / "stopped")] == [0, 1, 2]
 
 
+def refused(*arguments):
+    with redirect_stderr(StringIO()) as said:
+        return run_command(*arguments) | {"said": said.getvalue()}
+
+
+def test_ray_under_torchrun_is_refused(recipe):
+    for found in run_ranks(2, refused, "sft", str(recipe("refused")), "runtime.backend=ray"):
+        assert found["code"] == 2
+        assert "runtime.backend: ray starts its own ranks" in found["said"]
+
+
 def test_platforms_name_their_collectives():
     assert CpuPlatform().collectives() == "gloo"
     assert CudaPlatform().collectives() == "cpu:gloo,cuda:nccl"
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_record_of_one_process(recipe, tmp_path):
     assert main(["sft", str(recipe("alone"))]) == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hone"]

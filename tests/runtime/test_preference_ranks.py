@@ -10,6 +10,8 @@ from tests.ranks import run_ranks
 from tests.trainers.preference_task import written
 from tests.trainers.tiny import metrics
 
+pytestmark = pytest.mark.slow
+
 OTHER = {"hidden_size": 32, "layers": 1, "heads": 2, "mlp_size": 64, "max_positions": 32, "characters": "abcd"}
 REFERENCE = {"build": {**OTHER, "seed": 1}}
 RUNS = {

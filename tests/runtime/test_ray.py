@@ -1,6 +1,7 @@
 """The Ray runtime over real actors: the figures of one process, errors with names in bounded time, loopback only."""
 
 import gc
+import json
 import os
 import time
 from contextlib import nullcontext
@@ -11,17 +12,16 @@ import torch
 
 from hone.config import ConfigError, load
 from hone.data.packing import Sample, pack_samples
-from hone.models.settings import BuildConfig, ModelConfig
+from hone.platforms.base import compute_dtype, current_platform
 from hone.runtime import ray as runtime
 from hone.runtime.base import WorkerFailed
-from hone.runtime.parcel import to_array, to_tensor
+from hone.runtime.batch_plan import to_array, to_tensor
 from hone.runtime.ray_patches import on_loopback
 from hone.runtime.settings import RaySettings, RuntimeConfig
-from hone.trainers.launch import run_policy
-from hone.trainers.own_model import local_model
-from hone.trainers.settings import DistillRunConfig, PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
 from tests.runtime.workers import Broken, Echo, Hanging, Killed, Second, Spec
-from tests.trainers.tiny import BASE, metrics, recipe
+from tests.trainers.tiny import metrics, recipe
 
 LOCAL = ["run.steps=4", "actor.schedule.name=constant", "actor.max_tokens_per_microbatch=64"]
 BOUND_S = 120.0  # an error has to come long before any of Ray's or torch's own timeouts; seconds are the usual
@@ -57,35 +57,43 @@ def assert_close(one, other):
         assert all(mine[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5) for name in theirs)
 
 
-def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_there(pool, tmp_path):
+def test_a_run_on_two_ranks_is_that_of_one_process(pool, tmp_path):
     local = train(tmp_path / "local", LOCAL)
     assert_close(train(tmp_path / "ray", overrides(2)), local)
     parts = list((tmp_path / "ray" / "run" / "checkpoints" / "step_00000004" / "actor").glob("model*"))
     assert len(parts) == 2  # written by the ranks
 
-    train(tmp_path / "both", [*overrides(2), "run.steps=2"])
-    continued = train(tmp_path / "both", LOCAL)
-    learned = [{k: v for k, v in one.items() if not k.startswith("eval/")} for one in continued]
-    expected = [{k: v for k, v in one.items() if not k.startswith("eval/")} for one in local]
-    assert_close(learned, expected)
+
+def test_ranks_compute_in_the_dtype_that_auto_chooses_for_the_driver(pool, tmp_path):
+    given = [*overrides(2), "actor.compute_dtype=auto", "run.steps=2", "checkpoint.every_steps=2"]
+    assert train(tmp_path, given)[-1]["step"] == 2
+    engine = json.loads(next((tmp_path / "run").rglob("engine.json")).read_text())
+    assert engine["compute_dtype"] == compute_dtype("auto", current_platform())
+
+
+def test_a_reference_follows_the_policy_over_two_ranks(pool, tmp_path):
+    kl = ["algorithm.kl.coef=0.05", "algorithm.kl.kind=k3"]
+    follow = [*kl, "reference.follow.every_steps=2", "reference.follow.mixup=0.5"]
+    local = train(tmp_path / "local", [*LOCAL, *follow])
+    assert_close(train(tmp_path / "ray", [*overrides(2), *follow]), local)
+    still = train(tmp_path / "still", [*LOCAL, *kl])
+    assert [a["train/kl_loss"] == b["train/kl_loss"] for a, b in zip(local[1:], still[1:], strict=True)][:3] == [
+        True,
+        True,
+        False,
+    ]
+    parts = list((tmp_path / "ray" / "run" / "checkpoints" / "step_00000004" / "reference").glob("model*"))
+    assert len(parts) == 2  # written by the ranks
+
+
+def test_named_tensors_go_whole_to_every_rank(pool):
+    sums = place(Echo).call("sums", {"a": torch.ones(3), "b": torch.full((2,), 2.0, dtype=torch.bfloat16)}, 0.5)
+    assert sums == {"a": 1.5, "b": 2.0}
 
 
 def test_one_rank_is_equal_to_the_bit(tmp_path):
     given = ["run.steps=2"]
     assert train(tmp_path / "ray", [*overrides(1), *given]) == train(tmp_path / "local", [*LOCAL, *given])
-
-
-def test_a_distillation_on_two_ranks_is_that_of_one_process(pool, tmp_path):
-    build = BuildConfig(**{**BASE["model"]["build"], "seed": 5})
-    path = str(local_model(ModelConfig(build=build), tmp_path / "teacher").path)
-    teacher = {"model": {"path": path}, "served_by": "rollout"}
-    sections = {"kind": "distill", "distillation": {"teachers": {"a": teacher}, "task_coef": 0.5}, "run": {"steps": 2}}
-
-    def distill(name, given):
-        run_policy(load(DistillRunConfig, recipe(tmp_path / name, sections), [*given, "run.steps=2"]))
-        return metrics(tmp_path / name / "run")
-
-    assert_close(distill("ray", overrides(2)), distill("local", LOCAL))
 
 
 def make_batch(lengths):
@@ -197,8 +205,8 @@ def test_the_patch_is_still_needed(pool):
 
 
 def test_settings_that_clash_are_errors_of_input(pool, tmp_path):
-    with pytest.raises(ConfigError, match=r"actor: .*expert"):
-        train(tmp_path, [*overrides(2), "actor.parallel.expert=3"])
+    with pytest.raises(ConfigError, match=r"^actor\.backend\.parallel\.expert = 3 does not divide"):
+        train(tmp_path, [*overrides(2), "actor.backend.parallel.expert=3"])
 
 
 def fails(worker_class, capfd, **changes):

@@ -11,11 +11,13 @@ from hone.runtime import ray as runtime
 from hone.runtime.base import WorkerFailed
 from hone.runtime.ray_patches import LOOPBACK
 from hone.runtime.settings import RaySettings, RuntimeConfig
-from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
 from tests.runtime.machines import SECOND, Machines
 from tests.runtime.workers import Echo, Hanging, Spec
 from tests.trainers.tiny import metrics, recipe
+
+pytestmark = pytest.mark.slow
 
 LOCAL = ["run.steps=2", "actor.max_tokens_per_microbatch=64"]
 BOUND_S = 120.0
@@ -55,7 +57,8 @@ def test_a_run_on_two_machines_is_that_of_one_process(machines, tmp_path):
 
 def test_more_machines_than_there_are(machines):
     backend = RaySettings(nodes=3, address=machines.address, start_timeout_s=1)
-    with pytest.raises(ConfigError, match=r"runtime.backend: 3 node\(s\) with 1 free .* the cluster has 2 node\(s\)"):
+    message = r"runtime.backend: the cluster did not have 3 node\(s\) with 1 free .* it has 2 node\(s\)"
+    with pytest.raises(ConfigError, match=message):
         runtime._pool("actor", RuntimeConfig(backend=backend))
 
 

@@ -8,11 +8,13 @@ from hone.config import ConfigError, load
 from hone.runtime import ray as runtime
 from hone.runtime.base import WorkerFailed
 from hone.runtime.settings import PoolSettings, RaySettings, RuntimeConfig
-from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
-from hone.workers import hosts
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
+from hone.workers import cluster_hosts
 from tests.runtime.workers import Echo, Killed, Spec
 from tests.trainers.tiny import PPO, metrics, recipe
+
+pytestmark = pytest.mark.slow
 
 STEPS = ["run.steps=2", "actor.max_tokens_per_microbatch=64", "evaluation.every_steps=0"]
 RAY = ["runtime.backend=ray", "runtime.backend.devices=2"]
@@ -43,14 +45,14 @@ def test_servers_in_a_pool_of_this_machine_are_reached_by_socket_and_memory(tmp_
     rollout = {"sampling": {"max_response_tokens": 3}, "builtin": {"process": "separate"}, "replicas": 2}
     sections = {"rollout": rollout, "weights": {"transport": "ipc", "verify": "probe"}}
     pool = ["runtime.backend=ray", "runtime.backend.pools.rollout.devices=2"]
-    found, placed = [], hosts.ClusterHost.open
+    found, placed = [], cluster_hosts.ClusterHost.open
 
     async def noting(host):
         site = await placed(host)
         found.append((host.machine, host._port, host.is_shared, type(host.connector(limit=1)).__name__))
         return site
 
-    monkeypatch.setattr(hosts.ClusterHost, "open", noting)
+    monkeypatch.setattr(cluster_hosts.ClusterHost, "open", noting)
     rows = train(tmp_path / "pool", pool, sections)
     assert found == [("", 0, False, "UnixConnector")] * 2
     assert [row["correction/max_abs_difference"] < 1e-4 for row in rows[1:]] == [True, True]
@@ -61,7 +63,7 @@ def test_servers_in_a_pool_of_this_machine_are_reached_by_socket_and_memory(tmp_
 
 def test_a_pool_for_a_role_that_the_run_has_not(tmp_path):
     with pytest.raises(ConfigError, match=r"runtime\.backend\.pools\.refrence\.devices \(set by command line\)"):
-        train(tmp_path, [*RAY, "runtime.backend.pools.refrence.devices=1"])
+        train(tmp_path, [*RAY, "runtime.backend.pools.refrence.devices=2"])
 
 
 def test_a_role_lies_on_one_pool():
@@ -94,7 +96,8 @@ def test_roles_share_the_run_s_pool_or_have_their_own_and_errors_name_it(capfd):
 def test_too_few_devices_name_the_pool():
     backend = RaySettings(pools={"judges": PoolSettings(nodes=2, roles=["critic"])}, start_timeout_s=0.5)
     backend = backend.model_copy(update={"address": "local"})
-    with pytest.raises(ConfigError, match=r"runtime\.backend\.pools\.judges: 2 node\(s\) with 1 free device"):
+    message = r"runtime\.backend\.pools\.judges: the cluster did not have 2 node\(s\) with 1 free device"
+    with pytest.raises(ConfigError, match=message):
         place("critic", Echo, backend)
 
 

@@ -17,24 +17,25 @@ from hone.config import ConfigError, build, load
 from hone.engines.settings import EngineConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
-from hone.rollout.server import ServerFailed
+from hone.processes.child import ServerFailed
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.runtime.local import LocalWorkerGroup
-from hone.runtime.ray_cluster import RankPlace, connect, shared_seats
+from hone.runtime.ray_cluster import RankDevices, connect, shared_devices
 from hone.runtime.ray_patches import LOOPBACK
 from hone.runtime.settings import RaySettings, RuntimeConfig
-from hone.trainers.launch import run_policy
-from hone.trainers.loop import EventLoop
-from hone.trainers.own_model import local_model
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.event_loop import EventLoop
+from hone.trainers.run.launch import run_policy
+from hone.trainers.run.run_model import local_model
 from hone.types import SamplingParams
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.handles import TrainHandle
-from hone.workers.hosts import hosts_of
+from hone.workers.cluster_hosts import hosts_of
 from hone.workers.rollout import RolloutSpec, start_rollout
-from hone.workers.train import TrainSpec, TrainWorker
+from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 from tests.runtime.machines import SECOND, THIRD, Machines
 from tests.trainers.tiny import metrics, recipe
+
+pytestmark = pytest.mark.slow
 
 BOUND_S = 150.0
 BEGIN_S = 240.0  # of a whole run with its servers, beside other tests: each of its processes imports torch first
@@ -95,7 +96,7 @@ def start(machines, model, loop, tmp_path):
             tmp_path,
             runtime=build(RuntimeConfig, {"backend": backend, "threads": 1}, "the test"),
         )
-        started.append(start_rollout(spec, loop.run, lambda _: nullcontext()))
+        started.append(start_rollout(spec, loop, lambda _: nullcontext()))
         return started[-1]
 
     yield make
@@ -120,20 +121,19 @@ def serving(folder):
                 state = file.read().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        if str(folder).encode() in command and b"keeper.py" not in command and state not in "ZX":
+        if str(folder).encode() in command and b"supervisor.py" not in command and state not in "ZX":
             found.append(int(pid))
     return found
 
 
 def machine_of(replica):
-    return replica._spec.host._guest.address
+    return replica._spec.host._actor.address
 
 
 def folder_of(replica):
-    return replica._site.folder
+    return replica.connection.folder
 
 
-@pytest.mark.slow
 def test_a_run_with_servers_on_two_machines_is_that_of_one(machines, tmp_path):
     """Without a pool of their own they lie where the ranks do."""
 
@@ -193,7 +193,7 @@ def test_a_server_elsewhere_answers_with_the_token_only_and_is_started_again(sta
     async def with_a_death():
         running = asyncio.create_task(many(rollout, 8, max_tokens=100))
         await asyncio.sleep(0.05)
-        server = there._server
+        server = there.connection.process
         os.kill(serving(folder_of(there))[0], signal.SIGKILL)
         found = await running
         await rollout._engine.revived()
@@ -258,9 +258,9 @@ def test_a_folder_that_all_machines_see_and_changes_alone_reach_them_too(start, 
 def test_servers_share_devices_with_ranks_from_machine_to_machine(machines):
     """Four ranks on each of two machines, by Ray's names of their devices; servers of two devices."""
     connect(RaySettings(address=machines.address))
-    ranks = [RankPlace(node, (str(device),)) for node in ("a", "b") for device in range(4)]
-    seats = shared_seats(None, ranks, 60.0, 5, 2)
-    assert [(seat._node, seat._devices()) for seat in seats] == [
+    ranks = [RankDevices(node, (str(device),)) for node in ("a", "b") for device in range(4)]
+    shares = shared_devices(None, ranks, 60.0, 5, 2)
+    assert [(one._node, one._devices()) for one in shares] == [
         ("a", ("0", "1")),
         ("b", ("0", "1")),
         ("a", ("2", "3")),
@@ -268,10 +268,9 @@ def test_servers_share_devices_with_ranks_from_machine_to_machine(machines):
         ("a", ("0", "1")),
     ]
     with pytest.raises(ConfigError, match=r"tensor_parallel = 8 is more than the 4 device\(s\) of a machine's ranks"):
-        shared_seats(None, ranks, 60.0, 1, 8)
+        shared_devices(None, ranks, 60.0, 1, 8)
 
 
-@pytest.mark.slow
 def test_servers_end_with_the_driver_that_is_killed(machines, tmp_path):
     rollout = {"sampling": {"max_response_tokens": 3}, "builtin": {"process": "separate"}, "replicas": 2}
     path = recipe(tmp_path / "killed", {"rollout": rollout, "run": {"steps": 500}})
@@ -295,7 +294,6 @@ def test_servers_end_with_the_driver_that_is_killed(machines, tmp_path):
     assert left == []
 
 
-@pytest.mark.slow
 def test_a_lost_machine_costs_its_server_a_move_and_then_the_run_a_server(machines, start, actor, loop):
     """Machines go from here on. On a third one there is a place to move to; after it there is none."""
     rollout = start(max_restarts=2)
@@ -326,18 +324,17 @@ def test_a_lost_machine_costs_its_server_a_move_and_then_the_run_a_server(machin
     assert rollout.sync_from(actor, 1)["weights/replicas"].value == 2
     assert [one.token_ids for one in loop.run(many(rollout))] == expected
 
-    there._spec.host._seat._start_s = 5.0
+    there._spec.host._devices._start_s = 5.0
     found, noticed = loop.run(losing(THIRD))
     assert found == expected
     assert noticed < BOUND_S
     assert not there.alive
-    why = router._seats[1].why
+    why = router._pool.members[1].why
     assert "start 2 failed: ServerFailed: server 1 of rollout got no place in the cluster: no machine of " in why
     assert rollout.sync_from(actor, 2)["weights/replicas"].value == 1
     assert [one.token_ids for one in loop.run(many(rollout))] == expected
 
 
-@pytest.mark.slow
 def test_a_server_of_a_lost_machine_moves_to_a_free_place_of_its_pool(machines, start, actor, loop):
     machines.add(SECOND)
     rollout = start(max_restarts=1, pool={"nodes": 2, "devices": 2})
@@ -355,6 +352,7 @@ def test_a_server_of_a_lost_machine_moves_to_a_free_place_of_its_pool(machines, 
         await router.revived()
 
     loop.run(losing())
-    assert (there.alive, machine_of(there), there._spec.host.machine) == (True, LOOPBACK, ""), router._seats[1].why
+    why = router._pool.members[1].why
+    assert (there.alive, machine_of(there), there._spec.host.machine) == (True, LOOPBACK, ""), why
     assert rollout.sync_from(actor, 1)["weights/replicas"].value == 2
     assert [one.token_ids for one in loop.run(many(rollout))] == expected

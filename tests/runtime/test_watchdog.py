@@ -87,6 +87,7 @@ def test_a_run_in_one_process_that_hangs_ends(tmp_path):
     assert (tmp_path / "run" / "failure.txt").is_file()
 
 
+@pytest.mark.slow
 def test_ranks_under_torchrun_that_hang_end_and_all_say_where(tmp_path):
     """Rank 1 sleeps; rank 0 waits for it in a collective, where no exception reaches it."""
     printed = stuck_run(tmp_path, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])

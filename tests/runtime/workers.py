@@ -41,6 +41,9 @@ class Echo(Worker):
         batch.token_ids.zero_()  # a rank's part is its own: the driver's batch stays
         return {"a": Metric.mean(float(self.data_parallel_rank), batch.num_tokens), "b": Metric.sum(loss(1.0))}
 
+    def sums(self, tensors, factor):
+        return {name: float(tensor.float().sum() * factor) for name, tensor in tensors.items()}
+
     def where(self, path):
         return str(path), self.data_parallel_rank
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
+from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup, TurnSpan
 
 WORDS = ["", "Sort", ":", " 3", " 1", "\n", "</script>", "é", "<|end|>"]
 
@@ -33,6 +33,7 @@ def group():
                 status=status,
                 reward=0.25 * sample,
                 components={"exact_match": float(sample)},
+                spans=(TurnSpan(2, 2 + len(answer)),),
             )
             for sample, answer in enumerate(answers)
         )

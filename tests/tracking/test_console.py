@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hone.config import Choice
 from hone.tracking.base import RunInfo
-from hone.tracking.console import ConsoleTracker, sparkline
+from hone.tracking.trackers.console import ConsoleTracker, sparkline
 
 VALUES = {
     "reward/mean": 0.53125,
@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from hone.config import Choice
 from hone.tracking.base import RunInfo
-from hone.tracking.console import ConsoleTracker
+from hone.tracking.trackers.console import ConsoleTracker
 
 tracker = ConsoleTracker(Choice(name="console"), RunInfo(Path("sorting"), total_steps=9))
 tracker.phase("generate")
@@ -38,6 +38,25 @@ for step in range(3):
 tracker.message("a message [not markup]")
 time.sleep(0.6)
 tracker.close()
+"""
+
+
+ON_A_PIPE = """
+import sys
+from pathlib import Path
+from hone.config import Choice
+from hone.tracking.base import RunInfo
+from hone.tracking.trackers.console import ConsoleTracker
+
+tracker = ConsoleTracker(Choice(name="console"), RunInfo(Path("sorting"), total_steps=3))
+tracker.log(1, {"reward/mean": 0.5, "eval/a/reward": 0.5})
+sys.stdin.readline()
+for step in (2, 3):
+    tracker.log(step, {"reward/mean": 0.5, "eval/a/reward": 0.5})
+    tracker.message("nobody reads this")
+tracker.close()
+print("nor this")
+sys.stderr.write("done")
 """
 
 
@@ -62,10 +81,11 @@ def test_without_a_terminal_each_step_is_a_plain_line(plain):
     tracker.message("saved [not markup]")
     tracker.close()
     first, last, message = out.getvalue().splitlines()
-    figures = "reward 0.531  exact match 0.250  response length 18.2  tokens/s 4,321  step time 1.50 s"
-    assert first.startswith(f"step 1/3  {figures}  0:00:0")
+    figures = "reward 0.531  response length 18.2  tokens/s 4,321  step time 1.50 s"
+    assert first.startswith(f"step 1/3  {figures}  sort exact match 0.250 (step 1)  0:00:0")
     assert first.endswith("left")
-    assert last.startswith("step 3/3  reward 0.750  0:00:00 left")
+    # a held-out figure keeps its name and the step that it is of
+    assert last.startswith("step 3/3  reward 0.750  sort exact match 0.250 (step 1)  0:00:00 left")
     assert message == "saved [not markup]"
     assert "\x1b" not in out.getvalue()
 
@@ -74,7 +94,44 @@ def test_an_evaluation_is_always_shown(plain):
     tracker, out = plain
     tracker.log(1, {"reward/mean": 0.1})
     tracker.log(2, {"eval/sort/exact_match": 0.25})
-    assert "exact match 0.250" in out.getvalue().splitlines()[1]
+    assert "sort exact match 0.250 (step 2)" in out.getvalue().splitlines()[1]
+
+
+@pytest.mark.parametrize(("values", "figures"), [
+    # a training figure is never called a held-out one, nor another metric exact match
+    ({"reward/exact_match": 0.7, "train/loss": 0.5, "train/policy_loss": -0.25}, "policy loss -0.2500"),
+    ({"train/loss": 2.5, "eval/val/loss": 3.5}, "loss 2.5000  val loss 3.5000 (step 2)"),
+    ({"eval/val/reward": 0.5, "eval/val/failed": 0.0}, "val reward 0.500 (step 2)"),
+    ({"eval/pairs/accuracy": 0.75, "eval/pairs/loss": 0.5, "train/preference_accuracy": 1.0},
+     "pair accuracy 1.000  pairs accuracy 0.750 (step 2)"),
+])  # fmt: skip
+def test_a_figure_has_one_name(plain, values, figures):
+    tracker, out = plain
+    tracker.log(2, values)
+    assert re.fullmatch(rf"step 2/3  {re.escape(figures)}  0:00:\d\d left\n", out.getvalue())
+
+
+def failed(status, error):
+    return {"set": None, "status": status, "error": error, "prompt": "p", "response": "r", "reward": None}
+
+
+def test_failures_are_on_the_line_in_red_with_their_first_cause(tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, width=200, force_terminal=True, color_system="standard", legacy_windows=False)
+    tracker = ConsoleTracker(Choice(name="console"), RunInfo(tmp_path, total_steps=9), console)
+    tracker._live.stop()
+    tracker._live = None
+    tracker.rollouts(1, [failed("env_failed", "no tool"), failed("reward_failed", "no answer\nwithin 5 s")])
+    tracker.rollouts(1, [failed("reward_failed", "another"), {**failed("engine_failed", "x"), "set": "test"}])
+    counts = {"ok": 7.0, "reward_failed": 56.0, "env_failed": 1.0, "engine_failed": 0.0}
+    status = {f"rollout/status/{name}": value for name, value in counts.items()}
+    tracker.log(1, {"reward/mean": 1.0, **status})
+    line = out.getvalue().splitlines()[-1]
+    assert "\x1b[1;31m  57 of 64 answers failed (reward_failed: no answer within 5 s)\x1b[0m" in line
+    assert "57 of 64 answers failed" in shown(tracker)
+    tracker.log(2, {"reward/mean": 1.0, "rollout/status/ok": 64.0, "rollout/status/reward_failed": 0.0})
+    assert "failed" not in out.getvalue().splitlines()[-1].removeprefix(line)
+    assert "failed" not in shown(tracker)
 
 
 def test_the_display_has_figures_progress_phase_and_a_sample(plain):
@@ -83,17 +140,19 @@ def test_the_display_has_figures_progress_phase_and_a_sample(plain):
         tracker.log(step, {**VALUES, "reward/mean": 0.25 * step})
     tracker.rollouts(2, [
         {"prompt": "sort 3 1", "response": "1\n3", "reward": 0.5},
+        {"prompt": "sort 1", "response": "7", "reward": 0.0},
         {"prompt": "<|im_start|>user\nsort 2<|im_end|>\n<|im_start|>assistant\n", "response": "[b]2[/b]", "reward": 1},
-        {"prompt": "sort 9", "response": "9", "reward": None},
+        failed("reward_failed", "no answer"),
     ])  # fmt: skip
     tracker.phase("backward")
     text = shown(tracker)
     assert "step 2 of 3" in text
     assert re.search(r"backward  \d:\d\d:\d\d left", text)
     assert re.search(r"reward\s+0\.500\s+▁█", text)
-    assert re.search(r"exact match\s+0\.250", text)
-    assert re.search(r"asked\s+sort 2\s*│?$", text, flags=re.M)
-    assert re.search(r"answered  \[b\]2\[/b\]\s+reward 1", text)
+    assert re.search(r"sort exact match\s+0\.250 \(step 2\)", text)
+    assert re.search(r"prompt\s+sort 2\s*│?$", text, flags=re.M)  # one of the answers, another in each step
+    assert re.search(r"^│ answer\s+\[b\]2\[/b\]\s+reward 1", text, flags=re.M)
+    assert re.search(r"worst answer\s+7\s+reward 0", text)
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -155,3 +214,15 @@ def test_on_a_real_terminal_messages_scroll_above_the_display():
     assert "generate" in text
     assert text.index("a message [not markup]") < text.rindex("╰")
     assert b"\x1b[?25h" in said  # the cursor is given back
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run():
+    """As in `hone train run.yaml | head -1`."""
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", ON_A_PIPE], **piped) as process:
+        assert process.stdout.readline().startswith("step 1/3")
+        process.stdout.close()
+        process.stdin.write("go on\n")
+        process.stdin.close()
+        assert process.stderr.read() == "done"
+        assert process.wait(60) == 0

@@ -14,8 +14,8 @@ from hone.registry import Entry
 from hone.tracking import TRACKERS
 from hone.tracking.base import RunInfo, Tracker, TrackingError
 from hone.tracking.hub import RUN_FILE, Tracking
-from hone.tracking.jsonl import METRICS_FILE, ROLLOUTS_FILE, read_metrics
-from hone.tracking.settings import TrackingConfig
+from hone.tracking.settings import TrackerSettings, TrackingConfig
+from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE, read_metrics
 from hone.types import Status
 
 from .conftest import decode
@@ -79,7 +79,7 @@ class BrokenConsole(Broken):
 def start(tmp_path, monkeypatch):
     """Starts a Tracking with the trackers named, at the step given; everything is closed afterwards."""
     for cls in (Recording, Broken, Unstartable, Stuck):
-        monkeypatch.setitem(TRACKERS._entries, cls.__name__.lower(), Entry(cls))
+        monkeypatch.setitem(TRACKERS._entries, cls.__name__.lower(), Entry(cls, TrackerSettings))
     opened = []
 
     def make(*trackers, at=0, **settings):
@@ -149,7 +149,7 @@ def test_a_record_that_ends_too_early_is_said(start, capsys):
     hub.log(0, {})
     hub.close()
     start("jsonl", at=4)
-    assert "ends at step 0, the run continues after step 4: the steps between are missing" in capsys.readouterr().err
+    assert "ends at step 0, but the run resumes after step 4: it lacks the steps in between" in capsys.readouterr().err
 
 
 def test_a_tracker_that_breaks_is_switched_off_said_and_counted(start, tmp_path, capsys):
@@ -168,7 +168,7 @@ def test_a_tracker_that_breaks_is_switched_off_said_and_counted(start, tmp_path,
 
 
 def test_a_tracker_that_does_not_answer_is_switched_off(start, tmp_path, capsys):
-    hub = start("jsonl", "stuck", timeout_s=0.05)
+    hub = start("jsonl", {"name": "stuck", "timeout_s": 0.05})
     hub.log(1, {})
     time.sleep(0.1)
     hub.log(2, {})
@@ -178,7 +178,7 @@ def test_a_tracker_that_does_not_answer_is_switched_off(start, tmp_path, capsys)
 
 
 def test_closing_waits_no_longer_than_the_deadline(start, capsys):
-    hub = start("jsonl", "stuck", timeout_s=0.05)
+    hub = start("jsonl", {"name": "stuck", "timeout_s": 0.05})
     hub.log(1, {})
     hub.close()
     assert "tracker 'stuck' did not finish within 0.05 s" in capsys.readouterr().err
@@ -201,7 +201,7 @@ def test_a_console_that_is_gone_stops_nothing(start, tmp_path, monkeypatch, caps
     hub.log(3, {})
     assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3]
     assert capsys.readouterr().err.splitlines() == [
-        "tracker 'console' failed: ConnectionError: no route to host; it is switched off, the run goes on",
+        "tracker 'console' failed: ConnectionError: no route to host; it is switched off, and the run continues",
         "on",
     ]
 
@@ -216,7 +216,7 @@ def test_a_record_that_cannot_be_written_ends_the_run(start, tmp_path):
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "tensorboard"])
 def test_a_missing_library_is_said_at_the_start(name, monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, f"hone.tracking.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"hone.tracking.trackers.{name}", raising=False)  # another test may have it
     monkeypatch.setitem(sys.modules, name, None)  # what Python itself uses for "cannot be imported"
     for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
         monkeypatch.delitem(sys.modules, module)
@@ -229,7 +229,7 @@ def test_a_missing_library_is_said_at_the_start(name, monkeypatch, tmp_path):
     ("settings", "message"),
     [
         ({"trackers": ["consol"]}, "unknown tracker 'consol'; did you mean 'console'?"),
-        ({"trackers": ["jsonl", "jsonl"]}, "jsonl is named more than once"),
+        ({"trackers": ["jsonl", "jsonl"]}, "jsonl is listed more than once"),
         ({"rollouts_per_step": -1}, "rollouts_per_step"),
         ({"trackers": [{"name": "wandb", "projct": "x"}]}, "did you mean 'trackers.0.project'?"),
     ],
@@ -259,7 +259,7 @@ def test_the_end_of_a_run_is_written_down(start, tmp_path, error, outcome):
 
 def test_settings_and_hub_import_nothing_heavy():
     code = (
-        "import sys, hone.tracking.settings, hone.tracking.hub, hone.tracking.report;"
+        "import sys, hone.tracking.settings, hone.tracking.hub, hone.tracking.report.build;"
         "print([n for n in ('torch', 'numpy', 'transformers', 'tensorboard', 'wandb', 'mlflow') if n in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -11,7 +11,7 @@ import pytest
 
 from hone.config import Choice
 from hone.tracking.base import RunInfo, TrackingError
-from hone.tracking.jsonl import METRICS_FILE, ROLLOUTS_FILE, JsonlTracker, read_metrics
+from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE, JsonlTracker, read_metrics
 
 SETTINGS = Choice(name="jsonl")
 
@@ -21,7 +21,7 @@ import os, random, sys, time
 from pathlib import Path
 from hone.config import Choice
 from hone.tracking.base import RunInfo
-from hone.tracking.jsonl import JsonlTracker
+from hone.tracking.trackers.jsonl import JsonlTracker
 
 folder, slow = Path(sys.argv[1]), len(sys.argv) > 2
 folder.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ import resource, sys
 from pathlib import Path
 from hone.config import Choice
 from hone.tracking.base import RunInfo, TrackingError
-from hone.tracking.jsonl import JsonlTracker
+from hone.tracking.trackers.jsonl import JsonlTracker
 
 tracker = JsonlTracker(Choice(name="jsonl"), RunInfo(Path(sys.argv[1])))
 resource.setrlimit(resource.RLIMIT_FSIZE, (120, 120))
@@ -156,9 +156,9 @@ def test_damage_before_the_last_line_is_not_cut_in_silence(tmp_path):
     write(tmp_path, 0, 1, 2)
     path = tmp_path / METRICS_FILE
     path.write_text(path.read_text().replace('{"step": 1,', '{"stp": 1,'))
-    with pytest.raises(TrackingError, match=r"metrics\.jsonl line 2 does not begin with a step"):
+    with pytest.raises(TrackingError, match=r"metrics\.jsonl line 2 should begin with a step"):
         JsonlTracker(SETTINGS, RunInfo(tmp_path, resumed_from=2))
-    with pytest.raises(TrackingError, match=r"metrics\.jsonl line 2 should be an object with a whole number 'step'"):
+    with pytest.raises(TrackingError, match=r"metrics\.jsonl line 2 should be an object with an integer 'step'"):
         read_metrics(tmp_path)
     assert len(path.read_text().splitlines()) == 3
 
@@ -181,7 +181,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_whole_lines(tmp_path):
     with run_python(FULL_DISK, tmp_path) as process:
         said = process.stdout.read()
     assert said.startswith("2 cannot write ")
-    assert f"{METRICS_FILE}: File too large; the run stops because its record would have a hole" in said
+    assert f"{METRICS_FILE}: File too large; the run stops, because its record would have a gap" in said
     assert steps_of(tmp_path / METRICS_FILE) == [0, 1]
 
 

@@ -125,7 +125,7 @@ def test_the_display_is_told_of_inner_and_outer_phases():
 
 def test_misuse_is_an_error(clock):
     timer = Timer(clock=clock)
-    with pytest.raises(RuntimeError, match="outside of a phase"):
+    with pytest.raises(RuntimeError, match="outside a phase"):
         timer.move(1.0, "reward")
     with pytest.raises(RuntimeError, match="cannot begin inside"), timer.phase("generate"), timer.step():
         pass

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from hone.config import ConfigError
-from hone.tracking import rundata
-from hone.tracking.charts import charts, step_phases
-from hone.tracking.report import REPORT_FILE, build_report
-from hone.tracking.rundata import curves, read_run
+from hone.tracking.report import rundata
+from hone.tracking.report.build import REPORT_FILE, build_report
+from hone.tracking.report.charts import charts, step_phases
+from hone.tracking.report.rundata import curves, read_run
 
 EVIL = "</script><script>window.evil = 1</script><img src=x onerror=alert(1)> & \u2028"
 
@@ -98,9 +98,9 @@ def test_a_run_that_is_still_written_and_damaged_lines(tmp_path):
     (tmp_path / "run.json").write_text("[]")
     page = build(tmp_path)
     assert "in progress" in page
-    assert "Lines of metrics.jsonl that could not be read and were left out: 2." in page
-    assert "Lines of rollouts.jsonl that could not be read and were left out: 1." in page
-    assert "marked in their charts: 2 of the values" in page
+    assert "2 lines of metrics.jsonl could not be read and were skipped." in page
+    assert "1 lines of rollouts.jsonl could not be read and were skipped." in page
+    assert "2 values are not finite (NaN or infinite); the charts mark them" in page
     assert "run.json is not a JSON object" in page
     data = embedded(page)
     assert data["series"]["train/kl"]["values"] == ["NaN", "Infinity", 0.5]
@@ -122,6 +122,8 @@ def test_what_became_of_the_run_is_said(tmp_path):
 def test_headlines_say_where_a_run_began_and_where_it_is(tmp_path):
     steps = [{"step": i, "reward/mean": i / 4, "rollout/response_length": 20.0 - i, "perf/step_s": 2.0,
               "perf/driver_s": 0.05, "perf/tokens_per_s": 1000.0 + i} for i in range(1, 4)]  # fmt: skip
+    for step, loss in zip(steps, (0.1, 0.0, -0.3), strict=True):
+        step |= {"train/loss": loss, "train/policy_loss": loss}
     steps[0] |= {"eval/a/exact_match": 0.5, "eval/b/exact_match": 0.25}
     steps[2] |= {"eval/a/exact_match": 0.25, "eval/b/exact_match": 0.75}
     write_metrics(tmp_path, steps)
@@ -129,9 +131,14 @@ def test_headlines_say_where_a_run_began_and_where_it_is(tmp_path):
     tiles = dict(re.findall(r'title="([^"]*)">[^<]*</div><div class="value">(.*?)</div></div>', page))
     tiles = {title: re.sub(r"<[^>]*>", " ", text).split() for title, text in tiles.items()}
     assert tiles["Reward"] == ["0.750", "+0.500", "from", "0.250"]
-    assert tiles["Exact match, a"] == ["0.250", "-0.250", "from", "0.500"]
-    assert tiles["Exact match, b"] == ["0.750", "+0.500", "from", "0.250"]
-    assert tiles["Response length"] == ["17.0", "-2.0", "from", "19.0"]
+    assert tiles["A exact match"] == ["0.250", "−0.250", "from", "0.500", "at", "step", "3"]
+    assert tiles["B exact match"] == ["0.750", "+0.500", "from", "0.250", "at", "step", "3"]
+    assert tiles["Response length"] == ["17.0", "−2.0", "from", "19.0"]
+    assert tiles["Policy loss"] == ["-0.3000", "−0.4000", "from", "0.1000"]
+    assert "Loss" not in tiles
+    assert re.findall(r'<b( class="down")?>([^<]*)</b> from', page) == [
+        (' class="down"', "−0.250"), ("", "+0.500"), ("", "+0.500"),
+    ]  # a policy loss and a length have no good direction, and no colour  # fmt: skip
     assert tiles["Time"][:2] == ["6", "s"]
     assert tiles["Tokens per second"] == ["1,002", "driver", "overhead", "2.5", "%"]
 
@@ -148,10 +155,10 @@ def test_every_metric_is_in_one_chart():
     placed = [name for chart in made for name in chart.series]
     assert sorted(placed) == sorted(names)
     by_title = {chart.title: chart for chart in made}
-    assert by_title["Exact match"].series == {"eval/a/exact_match": "a", "eval/b/exact_match": "b"}
+    assert by_title["Exact match, held out"].series == {"eval/a/exact_match": "a", "eval/b/exact_match": "b"}
     assert by_title["best@4"].series == {"eval/a/best@4": "a", "eval/b/best@4": "b"}
     assert by_title["status"].series == {"rollout/status/env_failed": "env_failed", "rollout/status/ok": "ok"}
-    assert by_title["Where a step's time goes"].series == {
+    assert by_title["Time of a step by phase"].series == {
         "perf/generate_s": "generate", "perf/reward_s": "reward", "perf/pack_s": "pack",
     }  # fmt: skip
     assert {chart.section for chart in made if {"mine", "x/y"} & set(chart.series)} == {"Other"}
@@ -173,16 +180,38 @@ def test_a_long_curve_keeps_its_extremes(tmp_path):
     assert {0, 6000} <= set(kept)
 
 
-def test_more_rollouts_than_a_page_holds_are_thinned_evenly_and_that_is_said(tmp_path, monkeypatch):
+def test_more_rollouts_than_a_page_holds_are_thinned_to_whole_groups_and_that_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(rundata, "MAX_ROWS", 40)
     write_metrics(tmp_path, [{"step": 1}])
-    write_rollouts(tmp_path, [rollout(step, sample=i) for step in range(20) for i in range(1 if step < 10 else 50)])
+    write_rollouts(tmp_path, [
+        rollout(step, prompt_id=f"sort/{prompt}", sample=sample)
+        for step in range(20) for prompt in range(1 if step < 10 else 30) for sample in range(1 if step < 10 else 2)
+    ])  # fmt: skip
     page = build(tmp_path)
     rows = embedded(page)["rollouts"]
-    assert "40 of 510 rollouts are on this page, spread evenly over the steps" in page
+    assert "This page has 40 of 610 rollouts: whole groups, spread evenly over the steps" in page
     counts = [sum(row["step"] == step for row in rows) for step in range(20)]
-    assert counts == [1] * 10 + [3] * 10
-    assert [row["id"] for row in rows if row["step"] == 19] == ["sort/1 #0", "sort/1 #24", "sort/1 #49"]
+    assert counts == [1] * 10 + [4] * 5 + [2] * 5
+    groups = {row["id"].split()[0] for row in rows if row["step"] == 10}
+    assert len(groups) == 2
+    assert all(row["id"].split()[0] in groups for row in rows if row["step"] == 10)
+
+
+def test_the_time_of_a_step_is_that_of_all_its_phases_in_a_long_run(tmp_path):
+    """Its curves are thinned one by one; the chart of phases is averaged from all steps."""
+    phases = {"perf/generate_s": 2.0, "perf/backward_s": 1.0, "perf/step_s": 4.0}
+    jitter = [
+        {name: value * (1 + 0.1 * math.sin(i * len(name))) for name, value in phases.items()} for i in range(6000)
+    ]
+    steps = [{"step": i, **one, "perf/step_s": 4.0} for i, one in enumerate(jitter)]
+    for step in steps[::2]:
+        step["perf/weight_sync_s"] = 1.0  # in every other step
+    write_metrics(tmp_path, steps)
+    found = embedded(build(tmp_path))["phases"]
+    assert len(found["steps"]) == rundata.MAX_COLUMNS
+    assert set(found["bands"]) == {"perf/generate_s", "perf/backward_s", "perf/weight_sync_s"}
+    assert {round(value, 2) for value in found["bands"]["perf/weight_sync_s"]} == {0.5}
+    assert all(0.4 < rest < 0.6 for rest in found["rest"])
 
 
 def test_long_rollouts_are_cut_and_big_ones_are_fewer(tmp_path, monkeypatch):
@@ -194,10 +223,10 @@ def test_long_rollouts_are_cut_and_big_ones_are_fewer(tmp_path, monkeypatch):
     rows = embedded(build(tmp_path))["rollouts"]
     assert 15 <= len(rows) <= 100_000 // (100 * 45)
     assert (len(rows[0]["tokens"]), len(rows[0]["logprobs"]), rows[0]["hidden"]) == (100, 100, 4900)
-    assert rows[0]["prompt"].endswith("... (10,000 characters more)")
+    assert rows[0]["prompt"].endswith("... (10,000 more characters)")
 
 
 def test_a_run_inside_the_run_is_pointed_at(tmp_path):
     write_metrics(tmp_path, [{"step": 1}])
     write_metrics(tmp_path / "warm_start", [{"step": 1}])
-    assert "warm_start/ is a run of its own, with a page of its own" in build(tmp_path)
+    assert "warm_start/ is a separate run with its own page" in build(tmp_path)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from hone.tracking.rollouts import TokenTexts, places_to_keep, rollout_record, spread
-from hone.types import Status
+from hone.types import Called, Status, TrajectoryGroup, TurnSpan
 
 from .conftest import decode
 
@@ -26,6 +26,7 @@ def test_a_record_tells_the_answer_token_by_token(group):
         "ground_truth": [1, 3],
         "response_length": 3,
         "turns": 1,
+        "conversation": [],
         "weight_versions": [[7, 2], [8, 1]],
         "prompt_token_ids": [1, 2],
         "token_ids": [3, 4, 8],
@@ -75,10 +76,38 @@ def test_each_token_is_decoded_once():
     assert asked == [(3,), (4,)]
 
 
-def test_what_is_kept_is_spread_over_the_step(group):
-    groups = [group((3,), (4,)), group((3,), (4,), (5,))]
-    assert places_to_keep(groups, 3) == [(0, 0), (1, 0), (1, 2)]
-    assert places_to_keep(groups, None) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+def test_what_is_kept_are_whole_groups_others_in_each_step(group):
+    groups = [group((3,), (4,)) for _ in range(4)]
+    assert places_to_keep(groups, 4, 0) == [(0, 0), (0, 1), (3, 0), (3, 1)]
+    assert places_to_keep(groups, 4, 1) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert places_to_keep(groups, 1, 2) == [(2, 0)]  # less than a group: a part of one
+    assert places_to_keep(groups, None) == places_to_keep(groups, 8) == [(i, j) for i in range(4) for j in range(2)]
     assert places_to_keep(groups, 0) == []
     assert [spread(5, keep) for keep in (1, 2, 9)] == [[0], [0, 4], [0, 1, 2, 3, 4]]
     assert all(len(set(spread(total, keep))) == min(total, keep) for total in range(30) for keep in range(30))
+
+
+def test_the_first_answer_that_failed_is_kept(group):
+    groups = [group((3,), (4,)) for _ in range(4)]
+    for at in (1, 2):
+        bad = groups[at].trajectories[1].with_(status=Status.REWARD_FAILED)
+        groups[at] = type(groups[at])(groups[at].prompt, (groups[at].trajectories[0], bad))
+    assert places_to_keep(groups, 2, 0) == [(0, 0), (0, 1), (1, 1)]
+    assert places_to_keep(groups, 2, 1) == [(1, 0), (1, 1)]
+
+
+def test_a_record_has_the_turns_with_their_calls(group):
+    one = group((3, 4, 8)).trajectories[0]
+    call = Called("look", '{"at": 1}', "a door", seconds=0.5, fault="error")
+    spans = (TurnSpan(2, 3, reward=0.5, anchor="room", calls=(call,)), TurnSpan(4, 5))
+    played = TrajectoryGroup(group((5,)).prompt, (one.with_(spans=spans),))
+    assert rollout_record(played, 0, TokenTexts(decode))["conversation"] == [
+        {
+            "said": " 3",
+            "calls": [{"tool": "look", "arguments": '{"at": 1}', "result": "a door", "seconds": 0.5, "fault": "error"}],
+            "read": " 1",
+            "reward": 0.5,
+            "anchor": "room",
+        },
+        {"said": "<|end|>", "calls": [], "read": "", "reward": None, "anchor": ""},
+    ]

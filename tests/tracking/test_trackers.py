@@ -21,7 +21,8 @@ from hone.tracking.hub import Tracking
 from hone.tracking.settings import TrackingConfig
 
 folder, choice, stops = Path(sys.argv[1]), eval(sys.argv[2]), [int(step) for step in sys.argv[3:]]
-config = build(TrackingConfig, {"trackers": ["jsonl", choice], "timeout_s": 60}, source="test")
+choice = {**(choice if isinstance(choice, dict) else {"name": choice}), "timeout_s": 60}
+config = build(TrackingConfig, {"trackers": ["jsonl", choice]}, source="test")
 at = 0
 for stop in stops:  # each stop is a launch that continues from the step before its own last one
     with Tracking(config, RunInfo(folder, config={"run": {"seed": 3}, "lists": [1, 2]})) as hub:

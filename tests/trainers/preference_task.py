@@ -7,8 +7,8 @@ from pathlib import Path
 import yaml
 
 from hone.config import load
-from hone.trainers.launch import run_preference, run_reward_model
-from hone.trainers.supervised_settings import PreferenceRunConfig, RewardModelRunConfig
+from hone.trainers.run.launch import run_preference, run_reward_model
+from hone.trainers.supervised.settings import PreferenceRunConfig, RewardModelRunConfig
 from tests.trainers.tiny import BASE
 
 TASK = '''
@@ -64,14 +64,13 @@ def settings_of(folder: Path, kind: str, loss: str | dict, **changes: object) ->
         "data": {"train": source(folder, rows, 48, 1)},
         "samples_per_step": 8,
         "loss": loss,
-        "engine": {
+        "actor": {
             "compute_dtype": "float32",
             "max_tokens_per_microbatch": 40,  # several micro-batches in a step
             "optimizer": {"name": "AdamW", "lr": 5e-3, "weight_decay": 0.01},
             "schedule": {"name": "constant", "warmup_steps": 2},
         },
-        "evaluation_sets": {"held_out": source(folder, rows, 20, 2)},
-        "evaluation_every_steps": 4,
+        "evaluation": {"sets": {"held_out": source(folder, rows, 20, 2)}, "every_steps": 4},
         "checkpoint": {"every_steps": 2},
         "tracking": {"trackers": ["jsonl"]},
         "runtime": {"threads": 1},

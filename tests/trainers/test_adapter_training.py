@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hone.config import ConfigError, load
-from hone.engines import fsdp2
-from hone.trainers.export import export_checkpoint
-from hone.trainers.launch import run_policy, run_supervised
-from hone.trainers.settings import PolicyRunConfig
-from hone.trainers.supervised_settings import SupervisedRunConfig
+from hone.engines import forward
+from hone.engines.fsdp2 import engine as fsdp2
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.export import export_checkpoint
+from hone.trainers.run.launch import run_policy, run_supervised
+from hone.trainers.supervised.settings import SupervisedRunConfig
 from tests.trainers.preference_task import prefer, train_reward_model, written
 from tests.trainers.test_supervised import sft_recipe
 from tests.trainers.tiny import BASE, PPO, metrics, recipe
@@ -40,14 +41,16 @@ def reinforce(path, *overrides):
 def loaded(monkeypatch):
     """Which language models the engines load, by path."""
     paths = []
-    load_model = fsdp2.load_language_model
 
-    def counted(model, *how):
-        paths.append(model.path)
-        return load_model(model, *how)
+    def counted(load_model):
+        def load_and_count(model, *how):
+            paths.append(model.path)
+            return load_model(model, *how)
 
-    monkeypatch.setattr(fsdp2, "load_language_model", counted)
-    monkeypatch.setattr("hone.engines.forward.load_language_model", counted)
+        return load_and_count
+
+    monkeypatch.setattr(fsdp2, "load_language_model", counted(fsdp2.load_language_model))
+    monkeypatch.setattr(forward, "load_head", counted(forward.load_head))
     return paths
 
 
@@ -68,15 +71,15 @@ def same(one, other):
 
 
 def test_fine_tuning_learns_exports_and_resumes(tmp_path):
-    run = fine_tune(sft_recipe(tmp_path / "whole"), *lora("engine", "dropout=0.1"))
+    run = fine_tune(sft_recipe(tmp_path / "whole"), *lora("actor", "dropout=0.1"))
     losses = of_run(run, "eval/held_out/loss")
     assert losses[-1] < losses[0] - 0.05
     halves = sft_recipe(tmp_path / "halves")
-    fine_tune(halves, *lora("engine", "dropout=0.1"), "run.steps=4")
-    half = fine_tune(halves, *lora("engine", "dropout=0.1"))
+    fine_tune(halves, *lora("actor", "dropout=0.1"), "run.steps=4")
+    half = fine_tune(halves, *lora("actor", "dropout=0.1"))
     assert same(adapter(run / "adapter"), adapter(half / "adapter"))
     assert same(state(run / "export"), state(half / "export"))
-    stored = load_file(next((run / "checkpoints/step_00000008/model").glob("model-*")))
+    stored = load_file(next((run / "checkpoints/step_00000008/actor").glob("model-*")))
     assert all(".lora_" in name for name in stored)
 
     export_checkpoint(run, tmp_path / "adapter")
@@ -92,7 +95,7 @@ def test_fine_tuning_learns_exports_and_resumes(tmp_path):
 
     # a run that goes on from the adapter begins where it ended
     more = sft_recipe(tmp_path / "more", model={"path": str(run / "model")})
-    second = fine_tune(more, f"engine.lora.path={tmp_path / 'adapter'}", "run.steps=2")
+    second = fine_tune(more, f"actor.lora.path={tmp_path / 'adapter'}", "run.steps=2")
     assert of_run(second, "eval/held_out/loss")[0] == pytest.approx(losses[-1], rel=1e-5)
 
 
@@ -105,10 +108,10 @@ def test_there_is_nothing_to_merge_where_all_weights_were_trained(tmp_path):
 @pytest.mark.parametrize(("loss", "asked"), [("dpo", "precomputed"), ("dpo", "live"), ("kto", "live")])
 def test_preferences_are_measured_against_the_model_without_its_adapter(tmp_path, loss, asked, loaded):
     asked = f"reference.logprobs={asked}"
-    one = prefer(written(tmp_path / "one", "prefer", loss), *lora("engine"), asked)
+    one = prefer(written(tmp_path / "one", "prefer", loss), *lora("actor"), asked)
     assert loaded == [str(one / "model")]
     named = f"reference.model.path={one / 'model'}"
-    other = prefer(written(tmp_path / "other", "prefer", loss), *lora("engine"), asked, named)
+    other = prefer(written(tmp_path / "other", "prefer", loss), *lora("actor"), asked, named)
     assert loaded[1:] == [str(other / "model"), str(one / "model")]
     assert len(metrics(one)) == len(metrics(other)) == 9
     for mine, theirs in zip(metrics(one), metrics(other), strict=True):
@@ -117,10 +120,10 @@ def test_preferences_are_measured_against_the_model_without_its_adapter(tmp_path
 
 
 def test_a_reward_model_trains_adapter_and_head(tmp_path):
-    run = train_reward_model(written(tmp_path, "reward_model", "bradley_terry"), *lora("engine"))
+    run = train_reward_model(written(tmp_path, "reward_model", "bradley_terry"), *lora("actor"))
     measured = of_run(run, "eval/held_out/loss")
     assert measured[-1] < measured[0]
-    stored = load_file(next((run / "checkpoints/step_00000008/model").glob("model-*")))
+    stored = load_file(next((run / "checkpoints/step_00000008/actor").glob("model-*")))
     assert {name.rpartition(".lora_")[1] for name in stored if name != "score.weight"} == {".lora_"}
     export_checkpoint(run, tmp_path / "adapter")
     head = load_file(tmp_path / "adapter/value_head.safetensors")["score.weight"]
@@ -134,7 +137,7 @@ def test_a_policy_is_its_own_reference(tmp_path, kl, loaded):
     """The run with a second model for reference gives the same figures, to rounding."""
     one = reinforce(recipe(tmp_path / "one", kl), *lora("actor"))
     mine = list(loaded)
-    named = {"reference": {"path": str(one / "model")}}
+    named = {"reference": {"model": {"path": str(one / "model")}}}
     other = reinforce(recipe(tmp_path / "other", kl, named), *lora("actor"))
     theirs = loaded[len(mine) :]
     assert str(one / "model") in theirs
@@ -147,7 +150,7 @@ def test_a_policy_is_its_own_reference(tmp_path, kl, loaded):
 
 
 def test_a_policy_that_begins_with_an_adapter_is_measured_against_that(tmp_path):
-    run = fine_tune(sft_recipe(tmp_path / "first", model=BASE["model"]), *lora("engine"))
+    run = fine_tune(sft_recipe(tmp_path / "first", model=BASE["model"]), *lora("actor"))
     path = recipe(tmp_path / "second", KL, {"model": {"path": str(run / "model")}})
     second = reinforce(path, f"actor.lora.path={run / 'adapter'}", "run.steps=2")
     assert abs(of_run(second, "train/kl_loss")[0]) < 1e-6  # without the adapter, it would be another policy

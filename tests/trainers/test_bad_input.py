@@ -5,9 +5,14 @@ import json
 
 import pytest
 
+from hone.algorithms.algorithm import Algorithm
 from hone.cli.main import main
-from hone.trainers.checkpoints import CheckpointStore
-from tests.trainers.tiny import metrics, recipe
+from hone.cli.recipe import load_recipe
+from hone.config import ConfigError
+from hone.trainers.policy.annotators import Stage
+from hone.trainers.policy.checks import TokenBudgets, check_policy_run
+from hone.trainers.run.checkpoints import CheckpointStore
+from tests.trainers.tiny import PPO, metrics, recipe
 
 
 def hone(capfd, *arguments):
@@ -51,6 +56,16 @@ def with_data(path, **settings):
         (lambda tmp: {"algorithm": {"advantage": "grppo"}}, "did you mean 'grpo'"),
         (lambda tmp: {"tracking": {"trackers": ["jsnol"]}}, "did you mean 'jsonl'"),
         (lambda tmp: {"update": {"prompts_per_step": 2, "minibatches": 3}}, "update.minibatches = 3 is more than"),
+        (lambda tmp: {"algorithm": {"correction": {"old": "rollout"}}, "rollout": {"sampling": {"top_p": 0.9}}},
+         "set rollout.sampling.top_p=1, or algorithm.correction.old=trainer"),
+        (lambda tmp: {"algorithm": {"correction": {"weights": "token", "rejections": [{"high": 2.0}]}},
+                      "rollout": {"sampling": {"top_k": 2}}},
+         "top_k=0, or algorithm.correction.weights=null algorithm.correction.rejections=[]"),
+        (lambda tmp: {"algorithm": {"correction": {"rejections": [{"high": 2.0}]}},
+                      "rollout": {"sampling": {"min_p": 0.1}}},
+         "algorithm.correction.rejections with rollout.sampling.min_p: the rollout"),
+        (lambda tmp: {"actor": {"max_tokens_per_microbatch": 5}},
+         "less than the longest sequence of 9 tokens: prompt train/"),
         (lambda tmp: {"rollout": {"backend": "biultin"}}, "unknown rollout engine 'biultin'; did you mean 'builtin'"),
     ],
 )  # fmt: skip
@@ -65,10 +80,24 @@ def test_a_wrong_run_file_is_one_line_and_exit_code_2(tmp_path, capfd, make, mes
     ("override", "message"),
     [
         ("updat.epochs=2", "did you mean 'update'"),
+        ("evaluation.sampling.top_k=5", "temperature is 0 (greedy), so top_k and top_p have no effect"),
+        ("evaluation.samples=4", "samples = 4 with greedy sampling"),
+        ("rollout.sampling={temperature: 0, min_p: 0.1}", "so top_k, top_p and min_p have no effect"),
+        ("rollout.sampling.temperature=0", "temperature = 0 (greedy) with update.samples_per_prompt = 4: all answers"),
+        ("algorithm.dynamic_sampling.metric=shore", "algorithm.dynamic_sampling.metric 'shore'; did you mean 'share'"),
+        ("evaluation.vote_pattern='[a]'", "vote_pattern: a single answer has no vote"),
         ("update.epoch=2", "did you mean 'update.epochs'"),
         ("update.epochs=many", "update.epochs"),
         ("run.steps=0", "run.steps"),
-        ("reference.path=somewhere", "reference: algorithm.kl.coef is 0"),
+        ("actor.optimizer.name=AdmW", "error: actor.optimizer.name: unknown optimizer 'AdmW'; did you mean 'AdamW'"),
+        ("actor.parallel.tensor=2", "did you mean 'actor.backend.parallel'"),
+        ("actor.backend.parallel.tensor=2", "actor.backend.parallel.tensor = 2 does not divide 1 ranks"),
+        ("reference.model.path=somewhere", "reference: algorithm.kl.coef is 0"),
+        (
+            "actor.max_tokens_per_microbatch=3",
+            "actor.max_tokens_per_microbatch = 3 is less than the longest sequence of 4",
+        ),
+        ("algorithm.kl.kind=k1", "no part of this run uses these keys: algorithm.kl.kind"),
     ],
 )
 def test_a_wrong_override_is_one_line_and_exit_code_2(tmp_path, capfd, override, message):
@@ -134,7 +163,7 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(tmp_path, capfd, mon
     code, said = hone(capfd, path)
     assert code == 1, said
     assert "No space left on device; earlier ones stand" in errors(said)[0]
-    assert sorted(f.name for f in (tmp_path / "run" / "checkpoints").iterdir())[-1] == "step_00000002"
+    assert sorted(f.name for f in (tmp_path / "run" / "checkpoints").iterdir())[-1] < "step_00000004"
     monkeypatch.setattr(CheckpointStore, "begin", real)
     code, said = hone(capfd, path)
     assert code == 0, said
@@ -169,3 +198,35 @@ def test_a_broken_plug_in_is_named_and_does_not_stop_the_run(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "warning: plug-in broken_plugin failed to load: RuntimeError: half installed" in done.stderr
+
+
+def test_the_budget_of_a_reward_model_is_held_against_the_longest_sequence(tmp_path):
+    model = {"components": {"x": {"model": {"path": "m", "max_tokens_per_batch": 3}}}}
+    config = load_recipe(recipe(tmp_path, {"reward": model})).config
+    with pytest.raises(ConfigError, match=r"reward.components.x.model.max_tokens_per_batch = 3 .* of 5 tokens: it \+"):
+        TokenBudgets(config).check(2, "it")
+
+
+def test_limits_of_prompt_and_answer_are_held_against_every_budget(tmp_path):
+    long = {"data": {"train": {"path": "never/read.jsonl", "max_prompt_tokens": 62}}}
+    critic = {**PPO, "critic": {"engine": {"max_tokens_per_microbatch": 64}}}
+    stages = [Stage("critic", frozenset({"values", "old_logprobs", "ref_logprobs"}), frozenset(), None)]
+    said = r"critic.engine.max_tokens_per_microbatch = 64 .* 65 tokens: data.train.max_prompt_tokens \(62\) \+ .* \(3\)"
+    config = load_recipe(recipe(tmp_path, long, critic)).config
+    algorithm = Algorithm(config.algorithm, 4, 3)
+    with pytest.raises(ConfigError, match=said):
+        check_policy_run(config, algorithm, stages)
+    within = {"rollout": {"sampling": {"max_response_tokens": 3}, "builtin": {"max_sequence_tokens": 64}}}
+    config = load_recipe(recipe(tmp_path, long, critic, within)).config
+    check_policy_run(config, algorithm, stages)
+
+
+def test_evaluation_settings_without_a_set_are_refused(tmp_path, capfd):
+    path = recipe(tmp_path, {"evaluation": {"score": "eval/held_out/share"}})
+    code, said = hone(capfd, path)
+    assert code == 2, said
+    assert "evaluation.score" in errors(said)[0] or "score: eval/held_out/share" in errors(said)[0]
+    path = recipe(tmp_path, {"evaluation": {"samples": 4}})
+    code, said = hone(capfd, path)
+    assert code == 2, said
+    assert "evaluation.samples" in errors(said)[0]

@@ -1,6 +1,7 @@
 """Checkpoints are whole or absent."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from collections import namedtuple
 
 import pytest
 
-from hone.trainers.checkpoints import CheckpointError, CheckpointStore, damage
+from hone.trainers.run.checkpoints import CheckpointStore, RunCheckpointError, damage
 
 
 def writer(text):
@@ -36,6 +37,13 @@ def test_the_last_n_and_the_best_are_kept(tmp_path):
     assert store.best().name == "step_00000002"  # the earliest of equals
 
 
+def test_a_score_that_is_not_finite_is_never_the_best(tmp_path):
+    store = CheckpointStore(tmp_path, keep=9)
+    for step, score in ((1, math.nan), (2, 0.5), (3, math.inf), (4, 0.1)):
+        store.save(step, {"actor": writer(str(step))}, {}, score)
+    assert store.best().name == "step_00000002"
+
+
 def test_best_is_not_kept_when_not_asked_for(tmp_path):
     store = CheckpointStore(tmp_path, keep=1, keep_best=False)
     for step, score in ((1, 0.9), (2, 0.1)):
@@ -59,7 +67,7 @@ def test_a_damaged_checkpoint_is_refused_and_says_the_way_out(tmp_path, harm):
         (folder / "manifest.json").unlink()
     else:
         (folder / "manifest.json").write_text('{"files": {')
-    with pytest.raises(CheckpointError, match=r"step_00000002 is damaged.*remove it to continue from step_00000001"):
+    with pytest.raises(RunCheckpointError, match=r"step_00000002 is damaged.*remove it to continue from step_00000001"):
         store.latest()
 
 
@@ -71,7 +79,7 @@ def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_checkpoint(tmp_pat
         (folder / "weights.txt").write_text("half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match=r"step 2.*No space left on device; earlier ones stand"):
+    with pytest.raises(RunCheckpointError, match=r"step 2.*No space left on device; earlier ones stand"):
         store.save(2, {"actor": out_of_space}, {})
     assert store.latest().step == 1
     assert [f.name for f in tmp_path.iterdir()] == ["step_00000001"]
@@ -80,13 +88,13 @@ def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_checkpoint(tmp_pat
 def test_what_is_written_in_a_thread_is_published_only_when_it_is_there(tmp_path):
     store, on_disk = CheckpointStore(tmp_path, keep=2), []
     store.begin(3, {"actor": writer("begun")}, {"position": 3}, written=lambda wait: wait or bool(on_disk))
-    assert store.has_begun
+    assert store.has_pending
     assert not store.publish(wait=False)
     assert store.latest() is None
     (tmp_path / ".step_00000003.partial" / "actor" / "late.txt").write_text("from a thread")
     on_disk.append(True)
     assert store.publish(wait=True)
-    assert not store.has_begun
+    assert not store.has_pending
     found = store.latest()
     assert (found.step, found.state) == (3, {"position": 3})
     assert (found.part("actor") / "late.txt").read_text() == "from a thread"
@@ -109,9 +117,9 @@ def test_a_thread_that_finds_the_disk_full_leaves_the_earlier_checkpoint(tmp_pat
         raise OSError(28, "No space left on device")
 
     store.begin(2, {"actor": writer("second")}, {}, written=full)
-    with pytest.raises(CheckpointError, match=r"step 2.*No space left on device; earlier ones stand"):
+    with pytest.raises(RunCheckpointError, match=r"step 2.*No space left on device; earlier ones stand"):
         store.publish(wait=False)
-    assert not store.has_begun
+    assert not store.has_pending
     assert [f.name for f in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -120,7 +128,7 @@ def test_too_little_room_is_noticed_before_anything_is_written(tmp_path, monkeyp
     store.save(1, {"actor": writer("x" * 1000)}, {})
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 10, 500))
-    with pytest.raises(CheckpointError, match="no room for the checkpoint of step 2"):
+    with pytest.raises(RunCheckpointError, match="no room for the checkpoint of step 2"):
         store.save(2, {"actor": writer("y")}, {})
     assert [f.name for f in tmp_path.iterdir()] == ["step_00000001"]
 
@@ -128,7 +136,7 @@ def test_too_little_room_is_noticed_before_anything_is_written(tmp_path, monkeyp
 SAVER = """
 import sys
 from pathlib import Path
-from hone.trainers.checkpoints import CheckpointStore
+from hone.trainers.run.checkpoints import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]), keep=2)
 store.prepare()
 step = 0

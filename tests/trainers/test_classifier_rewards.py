@@ -13,8 +13,8 @@ from hone.models.tokenizer import load_tokenizer, vocabulary_digest
 from hone.models.value_head import VALUE_HEAD_FILE, to_classifier
 from hone.rewards.model import Answer
 from hone.rewards.settings import RewardModelConfig
-from hone.trainers.export import export_checkpoint
-from hone.trainers.scoring import AnswerScorer, reward_model_spec
+from hone.trainers.reward_models.scorer import AnswerScorer, reward_model_spec
+from hone.trainers.run.export import export_checkpoint
 from hone.workers.train import TrainWorker
 from tests.trainers.preference_task import prefer, train_reward_model, written
 
@@ -80,7 +80,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"is not a reward model: it has no value_head\.safetensors"):
         reward_model_spec(RewardModelConfig(path=str(tmp_path / "language")))
     classifier(tmp_path / "two", labels=2)
-    with pytest.raises(ModelError, match="tells 2 classes apart"):
+    with pytest.raises(ModelError, match="has 2 classes"):
         reward_model_spec(RewardModelConfig(path=str(tmp_path / "two")))
     classifier(tmp_path / "one")
     config = RewardModelConfig(path=str(tmp_path / "one"), aggregation="min")
@@ -90,7 +90,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------- exported as one
 
-LORA = ("engine.lora.rank=4", "engine.lora.modules_to_save=[score]")
+LORA = ("actor.lora.rank=4", "actor.lora.modules_to_save=[score]")
 
 
 def asked(folder):

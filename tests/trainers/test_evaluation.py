@@ -2,7 +2,7 @@
 
 import re
 
-from hone.trainers.evaluation import reduce_answers
+from hone.trainers.policy.evaluation import reduce_answers
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
 
 

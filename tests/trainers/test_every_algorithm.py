@@ -7,8 +7,8 @@ import pytest
 
 from hone.algorithms import ADVANTAGES, POLICY_LOSSES
 from hone.config import ConfigError, load
-from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import metrics, recipe
 
 ESTIMATORS = list(ADVANTAGES)
@@ -34,7 +34,11 @@ SHAPING = [
     {"resample": {"scheme": "mostly_best"}},
 ]
 ENGINE = {"compute_dtype": "float32", "optimizer": {"lr": 1e-3}}
-SECTIONS = {"gae": {"critic": {"engine": ENGINE}}, "prime": {"process_reward": {"engine": ENGINE, "outcome": "share"}}}
+SECTIONS = {
+    "gae": {"critic": {"engine": ENGINE}},
+    "turn_gae": {"critic": {"engine": ENGINE}},
+    "prime": {"process_reward": {"engine": ENGINE, "outcome": "share"}},
+}
 TURNS = [ESTIMATORS, LOSSES, MODES, KINDS, CORRECTIONS, SHAPING]
 RUNS = list(zip(range(max(map(len, TURNS))), *(itertools.cycle(turn) for turn in TURNS), strict=False))
 

@@ -1,12 +1,14 @@
 """One writer per run folder, and one run."""
 
+import json
 import subprocess
 import sys
 
 import pytest
+import yaml
 
 from hone.config import Config, ConfigError, setting
-from hone.trainers.folder import claim, write_config
+from hone.trainers.run.folder import claim, set_aside, write_config
 
 
 class Model(Config):
@@ -16,12 +18,13 @@ class Model(Config):
 class Settings(Config):
     model: Model = setting(meaning="model", factory=Model)
     steps: int = setting(3, "steps")
+    lr: float | None = setting(None, "learning rate")
 
 
 def test_a_second_process_is_refused_and_told_who_holds_the_folder(tmp_path):
     program = (
         "import sys; from pathlib import Path\n"
-        "from hone.config import ConfigError; from hone.trainers.folder import claim\n"
+        "from hone.config import ConfigError; from hone.trainers.run.folder import claim\n"
         "try:\n    with claim(Path(sys.argv[1])): print('claimed')\n"
         "except ConfigError as error: print(error)"
     )
@@ -38,14 +41,43 @@ def test_a_second_process_is_refused_and_told_who_holds_the_folder(tmp_path):
     assert other().stdout == "claimed\n"
 
 
-def test_settings_are_written_and_changes_are_named(tmp_path):
+def test_every_configuration_is_kept_and_changes_are_shown(tmp_path):
     assert write_config(tmp_path, Settings()) == []
-    assert (tmp_path / "config.yaml").read_text() == "model:\n  path: a\nsteps: 3\n"
-    assert write_config(tmp_path, Settings(steps=5)) == ["steps"]
+    assert (tmp_path / "config.yaml").read_text() == "model:\n  path: a\nsteps: 3\nlr: null\n"
+    assert write_config(tmp_path, Settings(steps=5)) == ["steps: 3 -> 5"]
+    assert write_config(tmp_path, Settings(steps=5)) == []
+    assert write_config(tmp_path, Settings(steps=7)) == ["steps: 5 -> 7"]
+    kept = {path.name: yaml.safe_load(path.read_text())["steps"] for path in tmp_path.glob("config*.yaml")}
+    assert kept == {"config-0001.yaml": 3, "config-0002.yaml": 5, "config.yaml": 7}
 
 
 def test_another_model_is_another_run(tmp_path):
     write_config(tmp_path, Settings())
-    with pytest.raises(ConfigError, match=r"holds another run \(model.path 'a' -> 'b'\); choose another folder"):
+    with pytest.raises(ConfigError, match=r"holds another run \(model.path: 'a' -> 'b'\); give another run.dir"):
         write_config(tmp_path, Settings(model=Model(path="b")))
     assert "path: a" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("outcome", ["finished", "interrupted", "failed: OSError: disk", None])
+def test_a_finished_run_is_not_run_again_with_other_settings(tmp_path, outcome):
+    write_config(tmp_path, Settings(lr=0.1))
+    (tmp_path / "run.json").write_text(json.dumps({"outcome": outcome, "total_steps": 3}))
+    assert write_config(tmp_path, Settings(lr=0.1), steps=3) == []  # again as it was
+    if outcome == "finished":
+        with pytest.raises(ConfigError, match=r"is finished with other settings \(lr: 0.1 -> 0.2\); give"):
+            write_config(tmp_path, Settings(lr=0.2), steps=3)
+        assert "lr: 0.1" in (tmp_path / "config.yaml").read_text()
+    else:
+        assert write_config(tmp_path, Settings(lr=0.2), steps=3) == ["lr: 0.1 -> 0.2"]
+    assert write_config(tmp_path, Settings(lr=0.3, steps=4), steps=4)  # more steps: it goes on
+
+
+def test_a_run_is_set_aside_under_a_free_name(tmp_path):
+    folder = tmp_path / "run"
+    assert set_aside(folder) is None
+    for number in (1, 2):
+        folder.mkdir()
+        write_config(folder, Settings(steps=number))
+        assert set_aside(folder) == tmp_path / f"run-{number}"
+    assert not folder.exists()
+    assert "steps: 1" in (tmp_path / "run-1" / "config.yaml").read_text()

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from hone.config import ConfigError, load
-from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import metrics, recipe
 
 REMAX = {
@@ -76,7 +76,8 @@ def judge(response, ground_truth, row):
 def test_a_failed_greedy_answer_drops_its_group_with_a_reason(tmp_path):
     judge = tmp_path / "judge.py"
     judge.write_text(FAILS_GREEDILY, encoding="utf-8")
-    reward = {"reward": {"components": {"x": {"reward": f"{judge}:judge"}}, "workers": 1}}
+    components = {"x": {"reward": f"{judge}:judge"}}
+    reward = {"reward": {"components": components, "workers": 1, "max_failed_fraction": 1.0}}
     steps, rollouts = train(tmp_path, reward, {"run": {"steps": 3}, "checkpoint": {"every_steps": 1}})
     lost = [one for one in rollouts if one["ground_truth"][-1] in "ab"]
     kept = [one for one in rollouts if one["ground_truth"][-1] not in "ab"]
@@ -108,5 +109,6 @@ def test_a_component_that_bears_the_baselines_name_is_refused(tmp_path):
     judge = tmp_path / "judge.py"
     judge.write_text("def judge(response, ground_truth, row): return 0.0", encoding="utf-8")
     reward = {"reward": {"components": {"greedy_reward": {"reward": f"{judge}:judge"}}, "workers": 1}}
-    with pytest.raises(ConfigError, match=r"reward\.components\.greedy_reward: the name is that of the baseline"):
+    message = r"reward\.components\.greedy_reward: remax \+ reinforce uses this name for its baseline"
+    with pytest.raises(ConfigError, match=message):
         train(tmp_path, reward)

@@ -9,17 +9,17 @@ from safetensors.torch import load_file
 
 from hone.config import ConfigError, load
 from hone.models.settings import ModelConfig
-from hone.trainers.asking import evaluate_model
-from hone.trainers.export import export_checkpoint
-from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.evaluate_model import evaluate_model
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.export import export_checkpoint
+from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import BASE, metrics, recipe
 
 LORA = {"actor": {**BASE["actor"], "optimizer": {"lr": 3e-2}, "lora": {"rank": 2, "alpha": 8, "dropout": 0.1}}}
 WARM = {
     "steps": 3,
     "samples_per_step": 8,
-    "engine": {"compute_dtype": "float32", "optimizer": {"lr": 1e-2}},
+    "actor": {"compute_dtype": "float32", "optimizer": {"lr": 1e-2}},
 }
 
 
@@ -83,9 +83,9 @@ def test_adapters_beside_a_policy_whose_weights_change_are_refused(tmp_path, tra
     program.write_text("async def ask(base_url, api_key, prompt):\n    pass\n")
     env = {"name": "agent", "program": f"{program}:ask", "adapters": {"judge": str(tmp_path / "adapter")}}
     changes = {"episode": {"env": env}, "run": {**BASE["run"], "steps": 1}}
-    with pytest.raises(ConfigError, match="adapters judge are made for weights that do not change"):
+    with pytest.raises(ConfigError, match="adapters judge need base weights that do not change"):
         train(recipe(tmp_path / "other", changes))
     env["adapters"] = {"policy": str(tmp_path / "adapter")}
     named = recipe(tmp_path / "named", LORA, changes)
-    with pytest.raises(ConfigError, match="'policy', which is the policy's own name"):
+    with pytest.raises(ConfigError, match="'policy', which is the name of the policy's own"):
         train(named)

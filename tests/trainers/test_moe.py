@@ -8,8 +8,8 @@ from hone.config import ConfigError, load
 from hone.models.loading import load_language_model
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
-from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import BASE, PPO, metrics, recipe
 
 OPTIONS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.3}
@@ -85,7 +85,7 @@ CRITIC = {"engine": {**PPO["critic"]["engine"], "moe": REPLAY}}
         (mixture(REPLAY, model=BASE["model"]), r"actor\.moe\.routing_replay: rollout, but .* \(qwen3\) has no experts"),
         (
             mixture({"routing_replay": "old_logprobs"}),
-            r"actor\.moe\.routing_replay: old_logprobs, .*minibatches x update\.epochs = 1.*there is nothing to replay",
+            r"actor\.moe\.routing_replay: old_logprobs replays .*minibatches x update\.epochs = 1.*set none, or",
         ),
         ({**PPO, **mixture({}), "critic": CRITIC}, r"critic: moe\.routing_replay = rollout is for the policy"),
     ],

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 from hone.config import load
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptStream
-from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import metrics, recipe
 
 EVERY_STEP = {
@@ -160,7 +160,11 @@ def test_kl_in_the_loss_adds_its_coefficient_times_the_estimate(tmp_path):
 
 def test_a_reference_of_its_own_is_far_from_the_policy_at_once(tmp_path):
     run, _, _ = train(tmp_path / "other", {"run": {"steps": 3}})
-    change = {"algorithm": {"kl": {"coef": 0.1}}, "reference": {"path": str(run / "export")}, "run": {"steps": 1}}
+    change = {
+        "algorithm": {"kl": {"coef": 0.1}},
+        "reference": {"model": {"path": str(run / "export")}},
+        "run": {"steps": 1},
+    }
     _, steps, _ = train(tmp_path / "this", change)
     assert steps[1]["train/kl_loss"] > 1e-6
 

@@ -11,26 +11,26 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hone.algorithms import PREFERENCE_LOSSES
-from hone.algorithms.preference import PreferenceObjective
-from hone.algorithms.preference_settings import DpoSettings
+from hone.algorithms.preference.losses import PreferenceObjective
+from hone.algorithms.preference.settings import DpoSettings
 from hone.config import ConfigError, load
 from hone.data.packing import Sample, select
 from hone.data.preference_readers import JudgedMaker, PairMaker
 from hone.data.preferences import Pair, pack_pairs
 from hone.data.rendering import Renderer
-from hone.data.sources import DataError
+from hone.data.sources.base import DataError
 from hone.data.stream import ItemStream
 from hone.engines.settings import EngineConfig
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.runtime.settings import RuntimeConfig
 from hone.tracking.metrics import Timer
-from hone.trainers.answering import place_role
-from hone.trainers.preference import PER_ANSWER
-from hone.trainers.recorder import Recorder
-from hone.trainers.reference import FILE, StoredReference
-from hone.trainers.supervised import weighed
-from hone.trainers.supervised_settings import PreferenceRunConfig
+from hone.trainers.run.recorder import Recorder
+from hone.trainers.run.roles import place_role
+from hone.trainers.supervised.preference import PER_ANSWER
+from hone.trainers.supervised.reference import FILE, StoredReference
+from hone.trainers.supervised.settings import PreferenceRunConfig
+from hone.trainers.supervised.trainer import weighed
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.trainers.preference_task import prefer, source, written
 from tests.trainers.tiny import BASE, metrics
@@ -96,7 +96,7 @@ def expected_pair_loss(name, chosen, rejected):
 def test_the_loss_of_two_pairs_is_the_formula_on_plain_forwards(tmp_path, models, name):
     compared = name not in ("simpo", "orpo")
     changes = {"reference": {"model": OTHER, "logprobs": "live"}} if compared else {}
-    path = written(tmp_path, "prefer", name, samples_per_step=2, evaluation_sets={}, **changes)
+    path = written(tmp_path, "prefer", name, samples_per_step=2, evaluation={}, **changes)
     prefer(path, "run.steps=1")
     policy, reference = models()
     losses, margins = [], []
@@ -116,7 +116,7 @@ def test_the_loss_of_two_pairs_is_the_formula_on_plain_forwards(tmp_path, models
 
 
 def test_kto_measures_its_baseline_on_answers_under_other_prompts(tmp_path, models):
-    path = written(tmp_path, "prefer", "kto", samples_per_step=5, evaluation_sets={}, reference={"model": OTHER})
+    path = written(tmp_path, "prefer", "kto", samples_per_step=5, evaluation={}, reference={"model": OTHER})
     prefer(path, "run.steps=1")
     policy, reference = models()
     answers = drawn(tmp_path, path, JudgedMaker)
@@ -141,7 +141,7 @@ def test_kto_measures_its_baseline_on_answers_under_other_prompts(tmp_path, mode
     assert step["train/chosen_reward"] == pytest.approx(0.1 * sum(good) / len(good), abs=1e-5)
 
     bare = written(tmp_path / "bare", "prefer", {"name": "kto", "baseline": False}, samples_per_step=5,
-                   evaluation_sets={}, reference={"model": OTHER})  # fmt: skip
+                   evaluation={}, reference={"model": OTHER})  # fmt: skip
     prefer(bare, "run.steps=1")
     ahead = [0.1 * log_ratio(one.sample) for one in answers]
     expected = [1 - sigmoid(a if one.good else -a) for a, one in zip(ahead, answers, strict=True)]
@@ -151,9 +151,9 @@ def test_kto_measures_its_baseline_on_answers_under_other_prompts(tmp_path, mode
 @pytest.mark.parametrize("reference", ["precomputed", "live"])
 def test_kto_leaves_out_what_fits_under_no_other_prompt(tmp_path, reference):
     """Every row has 13 tokens, a long prompt with a long answer 20: a budget of 14 holds rows, but not all crosses."""
-    path = written(tmp_path, "prefer", "kto", samples_per_step=2, evaluation_sets={},
+    path = written(tmp_path, "prefer", "kto", samples_per_step=2, evaluation={},
                    data={"train": source(tmp_path, "lopsided", 24, 1)}, reference={"logprobs": reference})  # fmt: skip
-    prefer(path, "engine.max_tokens_per_microbatch=14")
+    prefer(path, "actor.max_tokens_per_microbatch=14")
     rows = drawn(tmp_path, path, JudgedMaker, batches=8)
     alone = [sum(one.sample.loss_mask.index(1) > 5 for one in rows[i : i + 2]) == 1 for i in range(0, 16, 2)]
     assert {True, False} == set(alone)  # a long prompt beside a short one has only the long answer to take
@@ -211,7 +211,7 @@ def test_the_gradient_does_not_depend_on_the_cut(gradients, rows, spare, rng):
 
 def test_runs_with_different_budgets_are_the_same_run(tmp_path):
     for budget in (24, 1000):
-        prefer(written(tmp_path / str(budget), "prefer", "dpo"), f"engine.max_tokens_per_microbatch={budget}")
+        prefer(written(tmp_path / str(budget), "prefer", "dpo"), f"actor.max_tokens_per_microbatch={budget}")
     small, large = (metrics(tmp_path / str(budget) / "run") for budget in (24, 1000))
     for one, other in zip(small, large, strict=True):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
@@ -263,7 +263,7 @@ def test_a_stored_reference_asks_its_model_once(tmp_path):
 
 def test_losses_without_reference_refuse_to_be_given_one(tmp_path):
     path = written(tmp_path, "prefer", "simpo", reference={"logprobs": "live"})
-    with pytest.raises(ConfigError, match=r"used by nothing in this run: reference\.logprobs"):
+    with pytest.raises(ConfigError, match=r"no part of this run uses these keys: reference\.logprobs"):
         prefer(path)
     assert not (tmp_path / "run" / FILE).exists()
 
@@ -291,9 +291,9 @@ def test_two_halves_equal_the_whole(tmp_path, loss):
 @pytest.mark.parametrize("loss", sorted(PREFERENCE_LOSSES))
 def test_every_loss_learns_what_is_preferred(tmp_path, loss):
     beta = {"simpo": 2.0, "kto": 0.5, "orpo": 1.0}.get(loss, 0.5)
-    quick = ("run.steps=30", "evaluation_every_steps=0", "checkpoint.every_steps=30")
+    quick = ("run.steps=30", "evaluation.every_steps=0", "checkpoint.every_steps=30")
     path = written(tmp_path, "prefer", {"name": loss, "beta": beta}, samples_per_step=24)
-    prefer(path, *quick, "engine.max_tokens_per_microbatch=4096")
+    prefer(path, *quick, "actor.max_tokens_per_microbatch=4096")
     steps = metrics(tmp_path / "run")
     assert steps[0]["eval/held_out/accuracy"] < 0.8
     assert steps[-1]["eval/held_out/accuracy"] >= 0.9
@@ -307,8 +307,8 @@ def test_every_loss_learns_what_is_preferred(tmp_path, loss):
 def test_a_pair_that_does_not_fit_is_named(tmp_path):
     path = written(tmp_path, "prefer", "dpo")
     with pytest.raises(DataError, match=r"held_out/\d+: the two .*tokens_per_microbatch=15.* max_sample_tokens=7"):
-        prefer(path, "engine.max_tokens_per_microbatch=15")
-    prefer(path, "engine.max_tokens_per_microbatch=24", "run.steps=1")
+        prefer(path, "actor.max_tokens_per_microbatch=15")
+    prefer(path, "actor.max_tokens_per_microbatch=24", "run.steps=1")
 
 
 def test_kto_needs_another_answer_for_its_baseline(tmp_path):

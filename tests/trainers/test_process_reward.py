@@ -11,7 +11,7 @@ from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
-from hone.trainers.launch import run_policy
+from hone.trainers.run.launch import run_policy
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.trainers.tiny import metrics, recipe
 
@@ -118,7 +118,7 @@ def test_two_halves_equal_the_whole(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"algorithm": {"preset": "prime", "dynamic_sampling": None}}, "needs extras.process_rewards"),
+        ({"algorithm": {"preset": "prime", "dynamic_sampling": None}}, "needs process_rewards"),
         ({"process_reward": {"engine": ENGINE}}, "process_reward: algorithm.advantage grpo has no use for it"),
         (
             {**PRIME, "process_reward": {"engine": ENGINE, "outcome": "shares"}},
@@ -151,7 +151,10 @@ def other(tmp_path_factory):
 
 
 def test_full_kl_in_a_run_is_that_of_plain_transformers(tmp_path, other):
-    change = {"algorithm": {"kl": {"kind": "full", "coef": 0.5}}, "reference": {"path": str(other / "export")}}
+    change = {
+        "algorithm": {"kl": {"kind": "full", "coef": 0.5}},
+        "reference": {"model": {"path": str(other / "export")}},
+    }
     run, steps, rollouts = train(tmp_path, change, {"run": {"steps": 1}})
     policy, reference = plain(run / "model"), plain(other / "export")
 

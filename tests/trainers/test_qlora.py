@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 from hone.config import ConfigError, load
 from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.settings import FourBitConfig, ModelConfig
-from hone.trainers.export import export_checkpoint
-from hone.trainers.launch import run_policy, run_supervised
-from hone.trainers.settings import PolicyRunConfig
-from hone.trainers.supervised_settings import SupervisedRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.export import export_checkpoint
+from hone.trainers.run.launch import run_policy, run_supervised
+from hone.trainers.supervised.settings import SupervisedRunConfig
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.trainers.test_supervised import sft_recipe
 from tests.trainers.tiny import PPO, metrics, recipe
@@ -54,12 +54,12 @@ def without_evaluation(run):
 
 
 def test_fine_tuning_learns_exports_and_resumes(tmp_path):
-    run = fine_tune(sft_recipe(tmp_path / "whole"), *qlora("engine"))
+    run = fine_tune(sft_recipe(tmp_path / "whole"), *qlora("actor"))
     losses = of_run(run, "eval/held_out/loss")
     assert losses[-1] < losses[0] - 0.05
     halves = sft_recipe(tmp_path / "halves")
-    fine_tune(halves, *qlora("engine"), "run.steps=4")
-    half = fine_tune(halves, *qlora("engine"))
+    fine_tune(halves, *qlora("actor"), "run.steps=4")
+    half = fine_tune(halves, *qlora("actor"))
     assert same(state(run / "export"), state(half / "export"))
     export_checkpoint(run, tmp_path / "merged", merge=True)
     assert same(state(tmp_path / "merged"), state(run / "export"))
@@ -67,7 +67,7 @@ def test_fine_tuning_learns_exports_and_resumes(tmp_path):
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert same(tensors, load_file(run / "adapter" / "adapter_model.safetensors"))
     more = sft_recipe(tmp_path / "more", model={"path": str(run / "model")})
-    second = fine_tune(more, f"engine.lora.path={tmp_path / 'adapter'}", "engine.lora.quantise.kind=nf4", "run.steps=2")
+    second = fine_tune(more, f"actor.lora.path={tmp_path / 'adapter'}", "actor.lora.quantise.kind=nf4", "run.steps=2")
     assert of_run(second, "eval/held_out/loss")[0] == pytest.approx(losses[-1], rel=1e-5)
 
 

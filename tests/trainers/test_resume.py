@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from hone.config import load
-from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import PPO, metrics, recipe
 
 

@@ -20,12 +20,12 @@ from hone.models.tokenizer import load_tokenizer, vocabulary_digest
 from hone.registry import resolve
 from hone.rewards.model import Answer, ServedRewardModel
 from hone.rewards.settings import RewardComponent, RewardModelConfig
-from hone.trainers.export import export_checkpoint
-from hone.trainers.launch import run_policy, run_reward_model
-from hone.trainers.reward_models import _hosting
-from hone.trainers.scoring import AnswerScorer, reward_model_spec, separator_tokens
-from hone.trainers.settings import PolicyRunConfig
-from hone.trainers.supervised_settings import RewardModelRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.reward_models.placement import _hosting
+from hone.trainers.reward_models.scorer import AnswerScorer, reward_model_spec, separator_tokens
+from hone.trainers.run.export import export_checkpoint
+from hone.trainers.run.launch import run_policy, run_reward_model
+from hone.trainers.supervised.settings import RewardModelRunConfig
 from hone.workers.train import TrainWorker
 from tests.trainers.tiny import metrics, recipe
 
@@ -108,7 +108,7 @@ def test_answers_that_cannot_be_scored_fail_alone(folder):
     ask = scorer(folder, max_tokens_per_batch=10)
     outcomes = ask([said(10, EOS), said(*[9] * 20, EOS), said(), said(11, EOS)])
     assert [bool(one.error) for one in outcomes] == [False, True, True, False]
-    assert "26 tokens for the reward model, more than max_tokens_per_batch=10" in outcomes[1].error
+    assert "26 tokens in the reward model's vocabulary, more than max_tokens_per_batch=10" in outcomes[1].error
     assert "no tokens" in outcomes[2].error
     (long,) = scorer(folder)([said(*[9] * 40)])
     assert "max_position_embeddings=32" in long.error
@@ -167,7 +167,7 @@ def in_the_root(monkeypatch):
 def exported(folder, name, *overrides):
     """(evaluation figures, folder) of a few steps of a recipe."""
     steps = ["run.steps=12", f"run.dir={folder / 'run'}", "tracking.trackers=[jsonl]", "runtime.threads=1"]
-    sizes = ["data.train.source.size=256", "evaluation_sets.held_out.source.size=32", "samples_per_step=32"]
+    sizes = ["data.train.source.size=256", "evaluation.sets.held_out.source.size=32", "samples_per_step=32"]
     run = run_reward_model(
         load(RewardModelRunConfig, f"recipes/reward_model/{name}.yaml", [*steps, *sizes, *overrides])
     )
@@ -209,7 +209,7 @@ def test_a_reward_model_is_spoken_to_as_in_its_training(tmp_path, in_the_root):
     """Chat template, options and system prompt of its run, none of which its base tokenizer knows of."""
     (tmp_path / "template.jinja").write_text(TEMPLATE, encoding="utf-8")
     spoken_to = [f"data.chat_template={tmp_path}/template.jinja", "data.chat_options={mark: q}",
-                 "data.train.system_prompt=be good", "evaluation_sets.held_out.system_prompt=be good"]  # fmt: skip
+                 "data.train.system_prompt=be good", "evaluation.sets.held_out.system_prompt=be good"]  # fmt: skip
     figures, folder = exported(tmp_path, "bradley_terry", *spoken_to)
     tokenizer = load_tokenizer(ModelConfig(path=str(folder.parent / "model")))
     assert "<tool>" not in tokenizer.chat_template
@@ -368,6 +368,7 @@ def test_two_halves_equal_the_whole_and_the_greedy_baseline_is_judged_too(tmp_pa
 def test_a_reward_model_in_a_process_judges_a_run(tmp_path, folder):
     settings = change(tmp_path, path=folder, place="process")
     settings["reward"]["components"].pop("share")  # a reward model may be the only component
+    settings["reward"].pop("workers")  # of functions
     settings["run"] = {"steps": 1}
     _, rollouts = train(tmp_path, settings)
     expected = by_hand(folder, *(without_end(one["prompt_token_ids"] + one["token_ids"]) for one in rollouts))

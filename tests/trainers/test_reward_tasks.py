@@ -16,8 +16,8 @@ from hone.data.stream import ItemStream, read_all
 from hone.engines.settings import EngineConfig
 from hone.models.loading import VALUE_HEAD_FILE
 from hone.models.settings import ModelConfig
-from hone.trainers.export import export_checkpoint
-from hone.trainers.supervised_settings import RewardModelRunConfig
+from hone.trainers.run.export import export_checkpoint
+from hone.trainers.supervised.settings import RewardModelRunConfig
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.trainers.preference_task import train_reward_model, written
 from tests.trainers.tiny import metrics
@@ -42,7 +42,7 @@ def renderer_of(run):
 
 def held_out(path, run, maker):
     config = load(RewardModelRunConfig, path).config
-    return read_all(maker("held_out", config.evaluation_sets["held_out"], renderer_of(run), "held_out"))[0]
+    return read_all(maker("held_out", config.evaluation.sets["held_out"], renderer_of(run), "held_out"))[0]
 
 
 # --------------------------------------------------------------------------------------------------------- the numbers
@@ -67,9 +67,9 @@ def test_comparisons_are_the_formula_on_plain_forwards(tmp_path):
 
 def test_the_first_gradient_is_that_of_plain_forwards(tmp_path):
     """One step of gradient descent from the fresh head, redone with autograd on plain, unpacked forwards."""
-    path = written(tmp_path, "reward_model", "bradley_terry", samples_per_step=2, evaluation_sets={})
-    plain = ("engine.optimizer.name=SGD", "engine.optimizer.lr=1.0", "engine.optimizer.weight_decay=0.0")
-    more = ("engine.schedule.warmup_steps=0", "engine.max_grad_norm=null", "run.steps=1")
+    path = written(tmp_path, "reward_model", "bradley_terry", samples_per_step=2, evaluation={})
+    plain = ("actor.optimizer.name=SGD", "actor.optimizer.lr=1.0", "actor.optimizer.weight_decay=0.0")
+    more = ("actor.schedule.warmup_steps=0", "actor.max_grad_norm=null", "run.steps=1")
     run = train_reward_model(path, *plain, *more)
     config = load(RewardModelRunConfig, path).config
     pairs = ItemStream(PairMaker, config.data, renderer_of(run), config.run.seed).take(2)
@@ -137,8 +137,8 @@ def test_two_halves_equal_the_whole(tmp_path, loss):
 @pytest.mark.parametrize("loss", ["bradley_terry", "process"])
 def test_it_learns_to_tell_good_from_bad(tmp_path, loss):
     path = written(tmp_path, "reward_model", loss, samples_per_step=24)
-    quick = ("run.steps=40", "evaluation_every_steps=0", "checkpoint.every_steps=40")
-    run = train_reward_model(path, *quick, "engine.max_tokens_per_microbatch=4096", "engine.optimizer.lr=1e-2")
+    quick = ("run.steps=40", "evaluation.every_steps=0", "checkpoint.every_steps=40")
+    run = train_reward_model(path, *quick, "actor.max_tokens_per_microbatch=4096", "actor.optimizer.lr=1e-2")
     steps = metrics(run)
     assert steps[0]["eval/held_out/accuracy"] < 0.8
     assert steps[-1]["eval/held_out/accuracy"] >= 0.9

@@ -19,7 +19,7 @@ from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.loading import load_language_model
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
-from hone.rollout.builtin import BuiltinEngine
+from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
 from hone.types import Prompt, SamplingParams, Status, StopReason, Trajectory, TrajectoryGroup
 from hone.workers.train import TrainSpec, TrainWorker
@@ -95,7 +95,6 @@ def batch(policy):
             status=Status.TRUNCATED,
             error="",
             episode=number,
-            turns=1,
         ).with_(reward=reward(*answer.token_ids))
         for number, answer in enumerate(sampled(policy[2]))
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hone.cli.recipe import load_recipe
-from hone.trainers.launch import run_policy
+from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import BASE, metrics, recipe
 
 STEPS = 24
@@ -90,7 +90,7 @@ def test_killed_and_interrupted_it_leaves_nothing_behind_and_ends_as_the_run_ins
         process = launch(path, log)
         try:
             wait_for(partial(grown, run, begun + 2, process), 120, log.read_text)
-            assert any("hone.workers.serve" in one for one in living(run)), log.read_text()
+            assert any("hone.workers.inside.builtin" in one for one in living(run)), log.read_text()
             process.send_signal(way)
             assert process.wait(60) == expected, log.read_text()
         finally:
@@ -122,7 +122,7 @@ def test_a_broken_run_ends_its_server(folder, monkeypatch):
     def out_of_order(*_, **__):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("hone.trainers.policy.PolicyTrainer.update", out_of_order)
+    monkeypatch.setattr("hone.trainers.policy.trainer.PolicyTrainer.update", out_of_order)
     with pytest.raises(OSError, match="the disk is gone"):
         run_policy(loaded)
     assert living(folder / "broken" / "run") == []

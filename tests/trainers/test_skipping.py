@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from hone.config import ConfigError, load
-from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import metrics, recipe
 
 REASON = "skipped before rollout: expected to have no variance"

@@ -1,18 +1,21 @@
 """Supervised training: the numbers of a plain loop, resumed to the bit, and a warm start that is made once."""
 
+import math
+
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hone.config import load
+from hone.config import ConfigError, load
 from hone.data.rendering import Renderer
-from hone.data.stream import SampleStream, read_samples
-from hone.trainers.launch import run_policy, run_supervised
-from hone.trainers.settings import PolicyRunConfig
-from hone.trainers.supervised import SupervisedTrainer
-from hone.trainers.supervised_settings import SupervisedRunConfig
+from hone.data.sources.base import DataError
+from hone.data.stream import ItemStream, SampleMaker, read_all
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy, run_supervised
+from hone.trainers.supervised.settings import SupervisedRunConfig
+from hone.trainers.supervised.trainer import SupervisedTrainer
 from tests.trainers.tiny import BASE, metrics, recipe
 
 TASK = '''
@@ -40,14 +43,13 @@ def sft_recipe(folder, **changes):
         "model": BASE["model"],
         "data": {"train": source(folder, 64, 1)},
         "samples_per_step": 8,
-        "engine": {
+        "actor": {
             "compute_dtype": "float32",
             "max_tokens_per_microbatch": 60,  # several micro-batches in a step
             "optimizer": {"name": "AdamW", "lr": 5e-3, "weight_decay": 0.1},
             "schedule": {"name": "constant", "warmup_steps": 2},
         },
-        "evaluation_sets": {"held_out": source(folder, 20, 2)},
-        "evaluation_every_steps": 4,
+        "evaluation": {"sets": {"held_out": source(folder, 20, 2)}, "every_steps": 4},
         "checkpoint": {"every_steps": 2},
         "tracking": {"trackers": ["jsonl"]},
         "runtime": {"threads": 1},
@@ -85,7 +87,7 @@ def plain_loss(model, samples):
 
 def plain_loop(config, model, renderer):
     """The losses of the same steps: same samples, AdamW, clipping and warm-up, in twenty lines of torch."""
-    stream = SampleStream(config.data, renderer, config.run.seed)
+    stream = ItemStream(SampleMaker, config.data, renderer, config.run.seed)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -109,7 +111,7 @@ def test_losses_are_those_of_a_plain_transformers_loop(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     untrained = model.state_dict()["model.embed_tokens.weight"].clone()
 
-    held_out, _ = read_samples("held_out", config.evaluation_sets["held_out"], renderer, "held_out")
+    held_out, _ = read_all(SampleMaker("held_out", config.evaluation.sets["held_out"], renderer, "held_out"))
     with torch.no_grad():
         before = plain_loss(model, held_out).item()
     expected = plain_loop(config, model, renderer)
@@ -128,7 +130,7 @@ def test_losses_are_those_of_a_plain_transformers_loop(tmp_path):
 
 
 def test_the_loss_falls_on_samples_that_were_never_trained_on(tmp_path):
-    _, run = fine_tune(sft_recipe(tmp_path), "run.steps=60", "evaluation_every_steps=0")
+    _, run = fine_tune(sft_recipe(tmp_path), "run.steps=60", "evaluation.every_steps=0")
     steps = metrics(run)
     assert [m["step"] for m in steps if "eval/held_out/loss" in m] == [0, 60]
     assert steps[0]["eval/held_out/loss"] > 2.2  # 12 tokens: log 12 = 2.48 at random
@@ -141,7 +143,7 @@ def test_the_aggregation_is_the_one_that_was_asked_for(tmp_path, mode):
     config, run = fine_tune(sft_recipe(tmp_path, aggregation={"mode": mode}), "run.steps=1")
     renderer = Renderer(AutoTokenizer.from_pretrained(run / "model"))
     model = AutoModelForCausalLM.from_pretrained(run / "model")
-    samples = SampleStream(config.data, renderer, config.run.seed).take(config.samples_per_step)
+    samples = ItemStream(SampleMaker, config.data, renderer, config.run.seed).take(config.samples_per_step)
     with torch.no_grad():
         means = [plain_loss(model, [one]).item() for one in samples]
     counts = [sum(one.loss_mask) for one in samples]
@@ -177,7 +179,7 @@ def test_two_halves_equal_the_whole(tmp_path):
 
 def test_the_checkpoint_with_the_lowest_held_out_loss_is_the_best(tmp_path):
     path = sft_recipe(tmp_path, checkpoint={"every_steps": 4, "keep": 1})
-    _, run = fine_tune(path, "engine.optimizer.lr=10.0", "engine.optimizer.weight_decay=0.0")  # it can only get worse
+    _, run = fine_tune(path, "actor.optimizer.lr=10.0", "actor.optimizer.weight_decay=0.0")  # it can only get worse
     losses = {m["step"]: m["eval/held_out/loss"] for m in metrics(run) if "eval/held_out/loss" in m}
     assert min(losses, key=losses.get) == 0
     assert sorted(f.name for f in (run / "checkpoints").iterdir()) == ["step_00000000", "step_00000008"]
@@ -192,7 +194,7 @@ def warm_recipe(folder, steps=6):
         "data": {"train": source(folder, 64, 5)},
         "steps": steps,
         "samples_per_step": 8,
-        "engine": {"compute_dtype": "float32", "optimizer": {"lr": 5e-3}, "schedule": {"name": "cosine"}},
+        "actor": {"compute_dtype": "float32", "optimizer": {"lr": 5e-3}, "schedule": {"name": "cosine"}},
     }
     return recipe(folder, {"warm_start": warm, "run": {"steps": 2}, "evaluation": {}})
 
@@ -238,3 +240,42 @@ def test_a_warm_start_that_was_cut_off_is_continued(tmp_path, monkeypatch):
     assert_same_weights(whole / "warm_start", run / "warm_start")
     assert metrics(whole) == metrics(run)
     assert_same_weights(whole, run)
+
+
+def test_a_sample_over_the_token_budget_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"^train/\d+: the sequence has \d+ tokens, more than actor.max_tokens"):
+        fine_tune(sft_recipe(tmp_path, evaluation={}), "actor.max_tokens_per_microbatch=4")
+
+
+@pytest.mark.parametrize(("epochs", "limit", "steps"), [(2, None, 2 * 64 // 8), (0.5, None, 4), (1, 11, None)])
+def test_epochs_are_counted_in_the_data(tmp_path, epochs, limit, steps):
+    train = {**source(tmp_path, 64, 1), **({} if limit is None else {"max_sample_tokens": limit})}
+    run = {"dir": str(tmp_path / "run"), "epochs": epochs}
+    path = sft_recipe(tmp_path, run=run, data={"train": train}, evaluation={})
+    config, folder = fine_tune(path)
+    if steps is None:
+        renderer = Renderer(AutoTokenizer.from_pretrained(folder / "model"))
+        samples, dropped = read_all(SampleMaker("train", config.data.train, renderer, "data.train"))
+        assert 0 < dropped < 64
+        steps = math.ceil(len(samples) / 8)
+    assert metrics(folder)[-1]["step"] == steps
+    assert metrics(folder)[-1]["train/lr"] == pytest.approx(5e-3)
+
+
+def test_a_share_of_an_epoch_is_not_rounded_up_by_a_binary_fraction(tmp_path):
+    run = {"dir": str(tmp_path / "run"), "epochs": 1.1}  # 1.1 * 100 / 10 = 11.000000000000002
+    train = source(tmp_path, 100, 1)
+    _, folder = fine_tune(sft_recipe(tmp_path, run=run, data={"train": train}, samples_per_step=10, evaluation={}))
+    assert metrics(folder)[-1]["step"] == 11
+
+
+def test_the_settings_that_a_run_wrote_can_be_run_again(tmp_path):
+    _, folder = fine_tune(sft_recipe(tmp_path, run={"dir": str(tmp_path / "run"), "steps": 1}, evaluation={}))
+    fine_tune(folder / "config.yaml", "run.steps=2")
+    assert metrics(folder)[-1]["step"] == 2
+
+
+@pytest.mark.parametrize("run", [{"steps": 8, "epochs": 1}, {}])
+def test_a_supervised_run_has_steps_or_epochs(tmp_path, run):
+    with pytest.raises(ConfigError, match="set steps or epochs"):
+        fine_tune(sft_recipe(tmp_path, run={"dir": str(tmp_path / "run"), **run}))

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
 from hone.models.settings import BuildConfig, ModelConfig
-from hone.trainers.launch import run_policy
-from hone.trainers.own_model import local_model
+from hone.trainers.run.launch import run_policy
+from hone.trainers.run.run_model import local_model
 from tests.trainers.tiny import BASE, metrics, recipe
 
 ROWS = """
@@ -110,7 +110,9 @@ def test_a_teachers_own_engine_has_its_own_settings(tmp_path, teachers):
     assert steps[1]["train/teacher_kl"] == pytest.approx(expected[1]["train/teacher_kl"], abs=1e-6)
     mine["rollout"]["sampling"] = {"top_k": 3}
     served["distillation"]["teachers"]["b"] |= mine
-    with pytest.raises(ConfigError, match=r"used by nothing in this run: distillation\.teachers\.b\.rollout\.sampling"):
+    with pytest.raises(
+        ConfigError, match=r"no part of this run uses these keys: distillation\.teachers\.b\.rollout\.sampling"
+    ):
         train(tmp_path / "wrong", served)
 
 

@@ -11,8 +11,8 @@ from hone.config import ConfigError, load
 from hone.models.loading import VALUE_HEAD_FILE, load_value_model
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
-from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
 from tests.trainers.preference_task import prefer, written
 from tests.trainers.tiny import BASE, metrics, recipe
 
@@ -74,23 +74,25 @@ def test_a_critic_may_start_from_a_reward_model(tmp_path):
     assert steps[1]["critic/value"] == pytest.approx(sum(values) / len(values), rel=1e-4)
 
 
-@pytest.mark.parametrize("key", ["critic.model", "reference", "process_reward.model", "reference.model"])
+@pytest.mark.parametrize("key", ["critic.model", "reference.model", "process_reward.model", "prefer"])
 def test_a_model_whose_tokens_are_not_the_policys_is_refused(tmp_path, key):
     change = reward_model(tmp_path / "other", characters="dcba")
     model = change["critic"]["model"]
     prime = {"preset": "prime", "dynamic_sampling": None}
     changes = {
         "critic.model": change,
-        "reference": {"reference": model, "algorithm": {"kl": {"coef": 0.1}}},
+        "reference.model": {"reference": {"model": model}, "algorithm": {"kl": {"coef": 0.1}}},
         "process_reward.model": {"process_reward": {"model": model}, "algorithm": prime},
-        "reference.model": {"reference": {"model": model}},  # of `hone prefer`
+        "prefer": {"reference": {"model": model}},
     }
 
     def start(change):
-        if key == "reference.model":
+        if key == "prefer":
             prefer(written(tmp_path, "prefer", "dpo", **change))
         else:
             train(tmp_path, change)
 
-    with pytest.raises(ConfigError, match=rf"^{key}: its tokens are not the policy's"):
+    with pytest.raises(
+        ConfigError, match=rf"^{'reference.model' if key == 'prefer' else key}: its tokens are not the policy's"
+    ):
         start(changes[key])

@@ -13,12 +13,12 @@ from hone.cli.main import main
 from hone.config import ConfigError, load
 from hone.data.packing import Sample, pack_samples
 from hone.models.errors import ModelError
-from hone.models.image_processor import load_image_processor
 from hone.models.settings import ModelConfig
-from hone.trainers.launch import run_policy, run_supervised
-from hone.trainers.reference import sequence_keys
-from hone.trainers.settings import PolicyRunConfig
-from hone.trainers.supervised_settings import SupervisedRunConfig
+from hone.models.vision.image_processor import load_image_processor
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy, run_supervised
+from hone.trainers.supervised.reference import sequence_keys
+from hone.trainers.supervised.settings import SupervisedRunConfig
 from tests.data.test_images import png
 from tests.trainers.tiny import metrics
 
@@ -40,8 +40,8 @@ def sft(folder, **changes):
         "run": {"dir": str(folder / "run"), "steps": 4, "seed": 3},
         "data": {"train": {"source": SHAPES}},
         "samples_per_step": 8,
-        "engine": ENGINE,
-        "evaluation_sets": {"held_out": {"source": {**SHAPES, "seed": 2, "size": 8}}},
+        "actor": ENGINE,
+        "evaluation": {"sets": {"held_out": {"source": {**SHAPES, "seed": 2, "size": 8}}}},
         "checkpoint": {"every_steps": 2},
         **COMMON,
     }
@@ -127,7 +127,9 @@ def test_grpo_on_pictures_and_text_agrees_with_its_rollouts_and_learns(tmp_path)
 
 
 def test_the_tower_can_be_left_as_it_is(tmp_path):
-    run_supervised(load(SupervisedRunConfig, sft(tmp_path, model={**MODEL, "vision": {"freeze_tower": True}}), []))
+    run_supervised(
+        load(SupervisedRunConfig, sft(tmp_path, model={**MODEL, "use": {"vision": {"freeze_tower": True}}}), [])
+    )
     before, after = load_file(tmp_path / "run/model/model.safetensors"), weights(tmp_path)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     assert changed
@@ -153,15 +155,16 @@ def test_what_does_not_fit_a_model_that_sees_is_refused_at_start(tmp_path):
     with pytest.raises(ConfigError, match="servers are sent text only, and qwen2_5_vl sees images"):
         run_policy(load(PolicyRunConfig, rl(tmp_path / "a", rollout={"builtin": {"process": "separate"}}), []))
     text = {"build": {"hidden_size": 32, "layers": 1, "heads": 2, "mlp_size": 64}}
-    with pytest.raises(ConfigError, match=r"shapes \(seed 1\) row 0: the messages show an image, .* takes text only"):
+    message = r"shapes \(seed 1\) row 0: the messages contain an image, .* takes text only"
+    with pytest.raises(ConfigError, match=message):
         run_supervised(load(SupervisedRunConfig, sft(tmp_path / "b", model=text), []))
     for number, (model, says) in enumerate(
         (
-            ({**text, "vision": {"freeze_tower": True}}, "model.vision is set, but the model takes no images"),
-            ({"build": {"architecture": "qwen3_vl"}}, "sees images: set model.build.vision"),
-            ({"build": {**text["build"], "vision": {}}}, "architecture 'qwen3' has no vision tower that can be built"),
+            ({**text, "use": {"vision": {"freeze_tower": True}}}, "model.use.vision is set, but the model takes no"),
+            ({"build": {"architecture": "qwen3_vl"}}, "takes images: set model.build.vision"),
+            ({"build": {**text["build"], "vision": {}}}, "hone cannot build a vision tower for architecture 'qwen3'"),
             ({"build": {**MODEL["build"], "vision": {"options": {"windw_size": 8}}}}, "windw_size.*did you mean"),
-            ({**MODEL, "vision": {"min_pixels": 512, "max_pixels": 256}}, "min_pixels=512 should be at most"),
+            ({**MODEL, "use": {"vision": {"min_pixels": 512, "max_pixels": 256}}}, "min_pixels=512 should be at most"),
         )
     ):
         with pytest.raises((ConfigError, ModelError), match=says):

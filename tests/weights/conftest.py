@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hone.weights.buckets import DTYPES
+from hone.weights.transports.buckets import DTYPES
 from tests.weights.receiving import ProcessReplica
 
 ALL_DTYPES = tuple(DTYPES.values())

@@ -13,10 +13,10 @@ import threading
 
 import torch
 
-from hone.models.digest import digest_tensors
 from hone.rollout.base import WeightReceipt
 from hone.weights.base import Adapter, Full
-from hone.weights.door import receive
+from hone.weights.delivery import receive
+from hone.weights.digests.digest import digest_tensors
 
 TOKEN = "a token for tests"
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process without threads that has imported all this

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hone.models.packed import size_of
 from hone.weights.base import Adapter
+from hone.weights.digests.packed import size_of
 from tests.weights.test_transports import MAKE, every_transport, plain, run
 
 PAYLOAD = Adapter("policy", {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["layer"]})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hone.weights.collective import backend_for
+from hone.weights.transports.collective import backend_for
 
 GPU = {"backends": ["gloo", "nccl"]}
 

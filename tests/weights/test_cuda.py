@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hone.weights import TRANSPORTS
-from hone.weights.memory import CudaBuffers
 from hone.weights.sync import CheckpointEngineManager
+from hone.weights.transports.memory import CudaBuffers
 from tests.weights.conftest import every_kind
 from tests.weights.receiving import TOKEN
 

@@ -6,11 +6,22 @@ import json
 import pytest
 import torch
 
-from hone.models.digest import digest_tensors, new_digest
-from hone.weights import delta
 from hone.weights.base import Arrival, Intake, WeightSyncError
-from hone.weights.delta import HEAD, INDEX, MASK, TAIL, VALUE, DeltaEngine, DeltaReceiver, _Base, _changes, _Encoder
+from hone.weights.digests.digest import digest_tensors, new_digest
 from hone.weights.sync import CheckpointEngineManager
+from hone.weights.transports import delta
+from hone.weights.transports.delta import (
+    HEAD,
+    INDEX,
+    MASK,
+    TAIL,
+    VALUE,
+    DeltaEngine,
+    DeltaReceiver,
+    _Base,
+    _changes,
+    _Encoder,
+)
 from tests.weights.conftest import every_kind
 from tests.weights.receiving import TOKEN
 
@@ -139,7 +150,7 @@ def test_anchors_come_at_first_periodically_and_for_who_missed_one(over, replica
 
 
 def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="delta cannot travel over disk"):
+    with pytest.raises(ValueError, match="delta cannot use the transport disk"):
         DeltaEngine(1 << 14, 30, TOKEN, over="disk")
-    with pytest.raises(ValueError, match="anchor_every is 0"):
+    with pytest.raises(ValueError, match="anchor_every should be at least 1, found 0"):
         DeltaEngine(1 << 14, 30, TOKEN, anchor_every=0)

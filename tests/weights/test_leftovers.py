@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from hone.weights.base import Full, WeightSyncError
-from hone.weights.collective import CollectiveEngine
-from hone.weights.disk import DiskEngine
-from hone.weights.door import receive
-from hone.weights.folders import LOCK, OwnFolder, is_free, sweep
-from hone.weights.ipc import IpcEngine
-from hone.weights.memory import SharedBuffers
+from hone.weights.delivery import receive
 from hone.weights.sync import CheckpointEngineManager
+from hone.weights.transports.collective import CollectiveEngine
+from hone.weights.transports.disk import DiskEngine
+from hone.weights.transports.folders import LOCK, OwnFolder, is_free, sweep
+from hone.weights.transports.ipc import IpcEngine
+from hone.weights.transports.memory import SharedBuffers
 from tests.weights.receiving import CONTEXT, TOKEN
 
 BUCKET = 1 << 14

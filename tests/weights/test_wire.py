@@ -3,18 +3,22 @@
 import asyncio
 import itertools
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import zmq
 
-from hone.models.digest import digest_tensors, new_digest
-from hone.models.packed import size_of
 from hone.weights.base import Full, Intake, Offer, WeightSyncError
-from hone.weights.buckets import Packer, Unpacker
-from hone.weights.channel import ReceiverChannel, SenderChannel
-from hone.weights.ipc import IpcEngine
-from hone.weights.wire import LARGEST_MESSAGE, BrokenMessage, Secret, decode, encode
+from hone.weights.digests.digest import digest_tensors, new_digest
+from hone.weights.digests.packed import size_of
+from hone.weights.transports.buckets import Packer, Unpacker
+from hone.weights.transports.channel import MOST_UNPROVEN, ReceiverChannel, SenderChannel, lock
+from hone.weights.transports.ipc import IpcEngine
+from hone.weights.transports.wire import LARGEST_MESSAGE, BrokenMessage, Secret, decode, encode
 
 TOKEN = "a token for tests"
 HELLO = {"type": "hello", "nonce": "aa", "replica": "r0", "rank": 0}
@@ -297,7 +301,7 @@ def test_tensors_that_share_their_memory_get_what_came_last():
 # ------------------------------------------------------------------------------------------------- the channel
 
 
-def meeting(tmp_path, talk, timeout_s=1.0):
+def meeting(tmp_path, talk, timeout_s=3.0):
     """A sender that expects r0/0, while `talk(address)` runs in a thread; what the sender lost."""
 
     async def whole():
@@ -355,6 +359,7 @@ def test_noise_does_not_keep_the_expected_rank_out(tmp_path):
     def talk(address):
         context = zmq.Context()
         noise = context.socket(zmq.DEALER)
+        lock(noise, TOKEN, "receiver")
         noise.connect(address)
         hello = {**HELLO, "session": "s1", "version": 3, "facts": {}}
         noise.send(b"\x80\x04pickle")
@@ -375,9 +380,57 @@ def test_noise_does_not_keep_the_expected_rank_out(tmp_path):
     assert meeting(tmp_path, talk, timeout_s=20) == ({}, "met")
 
 
+def test_many_hellos_without_a_proof_do_not_keep_the_expected_rank_out(tmp_path):
+    def talk(address):
+        context = zmq.Context()
+        hello = encode({**HELLO, "session": "s1", "version": 3, "rank": 0, "facts": {}})
+        guests = [context.socket(zmq.DEALER) for _ in range(MOST_UNPROVEN + 6)]
+        for silent in guests:
+            lock(silent, TOKEN, "receiver")
+            silent.connect(address)
+            silent.send(hello)
+            assert silent.poll(5000), "it was heard"
+        said = joining(3, "r0", 20)(address)
+        context.destroy(linger=0)
+        return said
+
+    assert meeting(tmp_path, talk, timeout_s=60) == ({}, "met")
+
+
+STRANGER = """
+import sys, zmq
+from zmq.utils.monitor import recv_monitor_message
+socket = zmq.Context().socket(zmq.DEALER)
+monitor = socket.get_monitor_socket(zmq.EVENT_ALL)
+socket.connect(sys.argv[1])
+socket.send_multipart([b"x" * 2**19] * 512)
+refused = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED
+while monitor.poll(20000) and not recv_monitor_message(monitor)["event"] & refused:
+    pass
+"""
+
+
+def test_a_message_of_many_parts_costs_the_sender_no_memory_before_its_author_is_known(tmp_path):
+    """256 MiB in parts of which each is short enough."""
+
+    def resident_kib():
+        return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+    def talk(address):
+        before = resident_kib()
+        subprocess.run([sys.executable, "-c", STRANGER, address], timeout=60, check=True)
+        after = resident_kib()
+        return joining(3, "r0", 20)(address), after - before
+
+    lost, (said, grown_kib) = meeting(tmp_path, talk, timeout_s=60)
+    assert (lost, said) == ({}, "met")
+    assert grown_kib < 64 << 10
+
+
 def test_a_receiver_does_not_believe_a_sender_without_the_token(tmp_path):
     context = zmq.Context()
     impostor = context.socket(zmq.ROUTER)
+    lock(impostor, TOKEN, "sender")  # else ZeroMQ refuses it before
     impostor.bind(f"ipc://{tmp_path}/i")
     channel = ReceiverChannel(offer(), 0, TOKEN)
     try:

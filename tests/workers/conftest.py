@@ -1,6 +1,6 @@
 """A tiny model in a folder, an actor, and rollouts of every kind that are closed whatever happens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,11 +12,10 @@ from hone.models.tokenizer import load_tokenizer
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.runtime.local import LocalWorkerGroup
 from hone.tracking.metrics import Timer
-from hone.trainers.loop import EventLoop
+from hone.trainers.run.event_loop import EventLoop
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.handles import TrainHandle
 from hone.workers.rollout import RolloutSpec, start_rollout
-from hone.workers.train import TrainSpec, TrainWorker
+from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 
 BUILD = BuildConfig(hidden_size=32, layers=2, heads=2, mlp_size=64, max_positions=128)
 
@@ -60,7 +59,7 @@ class Starter:
     def __post_init__(self):
         self.started = []
 
-    def __call__(self, weights=None, builtin=None, lora=None, **settings):
+    def __call__(self, weights=None, builtin=None, lora=None, new_weights=None, **settings):
         config = RolloutConfig(
             builtin=BuiltinSettings(**(builtin or {"process": "separate"})), start_timeout_s=300, **settings
         )
@@ -68,8 +67,20 @@ class Starter:
         spec = RolloutSpec(
             config, weights or WeightSyncConfig(timeout_s=60), self.model, "float32", tokenizer, self.folder, lora
         )
-        self.started.append(start_rollout(spec, self.loop.run, Timer().phase))
+        spec = replace(spec, new_weights=new_weights)
+        self.started.append(start_rollout(spec, self.loop, Timer().phase))
         return self.started[-1]
+
+
+@pytest.fixture
+def start_beside(model, tmp_path):
+    """Starts asynchronous rollouts, on a loop of their own: it stays in a thread once something was started."""
+    loop = EventLoop()
+    starter = Starter(model, loop, tmp_path)
+    yield starter
+    for handle in starter.started:
+        handle.close()
+    loop.close()
 
 
 @pytest.fixture

@@ -12,15 +12,14 @@ import torch
 from hone.config import ConfigError
 from hone.data.packing import Sample, pack_samples
 from hone.engines.settings import EngineConfig, LoraConfig
-from hone.rollout.builtin import BuiltinEngine
+from hone.rollout.builtin.engine import BuiltinEngine
 from hone.runtime.local import LocalWorkerGroup
 from hone.tracking.metrics import Timer
 from hone.types import LossOutput, SamplingParams
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.handles import TrainHandle
 from hone.workers.rollout import adapter_kind
-from hone.workers.train import TrainSpec, TrainWorker
+from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 
 WANTED = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPT = (5, 6, 7)
@@ -97,7 +96,7 @@ def test_the_base_travels_once_and_then_the_adapter_alone(settings, start, lora_
         assert gap(actor, PROMPT, completion) < 1e-5
         learn(actor)
         assert gap(actor, PROMPT, completion) > 1e-3, "the policy is another one now"
-    served = rollout._engine._decoder.weights()
+    served = rollout._engine.weights()
     rollout.sync_from(actor, 3)
     for name, tensor in actor.weights(torch.float32):
         torch.testing.assert_close(served[name], tensor, rtol=1e-6, atol=1e-6)
@@ -114,7 +113,7 @@ def test_modules_that_are_trained_whole_travel_with_the_adapter(start, lora_acto
         assert gap(actor, PROMPT, ask(rollout, loop)) < 1e-4  # of large logits: the steps are
         learn(actor)
     rollout.sync_from(actor, 3)
-    served = rollout._engine._decoder.weights()
+    served = rollout._engine.weights()
     for name, tensor in actor.weights(torch.float32):
         torch.testing.assert_close(served[name], tensor, rtol=1e-6, atol=1e-6)
     with pytest.raises(ConfigError, match=r"actor\.lora\.sync: adapter, but rollout\.backend=vllm .* trained whole"):
@@ -149,7 +148,7 @@ def test_the_same_adapter_gives_the_same_tokens_merged_alone_and_in_a_process_of
     victim, other = served._engine.replicas
 
     async def with_a_death():
-        os.kill(victim._server.process_ids()[0], signal.SIGKILL)
+        os.kill(victim.connection.process.process_ids()[0], signal.SIGKILL)
         asked = [served.generate(f"6/{i}/0/0", (*PROMPT, i), replace(WANTED, seed=i)) for i in range(8)]
         finished = await asyncio.gather(*asked)
         await served._engine.revived()
@@ -175,7 +174,7 @@ def test_nothing_is_sampled_from_the_base_while_its_adapter_is_under_way(start, 
     actor = lora_actor()
     learn(actor)
     rollout = start(replicas=1, lora=actor_lora({}))
-    way = rollout._parts.way
+    way = rollout._parts.publisher
     plain, asked = way._sync, []
 
     async def with_a_request(*arguments, **named):
@@ -197,7 +196,7 @@ def test_an_adapter_that_the_rollout_does_not_compute_with_is_seen_by_the_probe(
     actor = lora_actor()
     learn(actor)
     rollout = start(weights=PROBE, builtin={"process": "inside"}, lora=actor_lora({}))
-    rollout._engine._adapter.put = lambda tensors, config: None
+    rollout._engine._weights._merging.put = lambda tensors, config: None
     with pytest.raises(WeightSyncError, match="does not compute with the weights it was sent"):
         rollout.sync_from(actor, 0)
 

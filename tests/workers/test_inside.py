@@ -2,7 +2,7 @@
 
 import torch
 
-from hone.workers.inside import Watched, lost_biases, watched
+from hone.workers.inside.receiving import Watched, lost_biases, watched
 
 
 def test_what_a_loader_does_something_with_is_known():

@@ -9,15 +9,17 @@ from dataclasses import replace
 import aiohttp
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from hone.config import ConfigError, build
 from hone.platforms.cpu import CpuPlatform
-from hone.rollout.server import ServerFailed
+from hone.processes.child import ServerFailed
+from hone.rollout.settings import RolloutConfig
 from hone.types import Completion, ModelOutput, SamplingParams, StopReason
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.probe import Probe
-from hone.workers.rollout import server_specs
+from hone.workers.rollout import server_specs, with_context
 
 WANTED = SamplingParams(max_tokens=24, ignore_eos=True)
 INSIDE = {"process": "inside"}
@@ -45,6 +47,7 @@ def living(folder):
     return found
 
 
+@pytest.mark.slow
 def test_servers_say_what_the_engine_inside_says_and_outlive_a_dead_one(start, actor, loop, tmp_path):
     """One story, because a server takes seconds to start: equality, versions, the proof, a death, the end."""
     inside = start(builtin=INSIDE)
@@ -69,7 +72,7 @@ def test_servers_say_what_the_engine_inside_says_and_outlive_a_dead_one(start, a
     async def with_a_death():
         running = asyncio.create_task(many(servers, 16, max_tokens=100))
         await asyncio.sleep(0.02)
-        os.kill(victim._server.process_ids()[0], signal.SIGKILL)
+        os.kill(victim.connection.process.process_ids()[0], signal.SIGKILL)
         return await running, await servers._engine.revived()
 
     finished, _ = loop.run(with_a_death())
@@ -80,14 +83,14 @@ def test_servers_say_what_the_engine_inside_says_and_outlive_a_dead_one(start, a
     again = loop.run(many(servers, 4))
     assert [c.token_ids for c in again] == [c.token_ids for c in loop.run(many(inside, 4))]
 
-    os.kill(victim._server.process_ids()[0], signal.SIGKILL)
+    os.kill(victim.connection.process.process_ids()[0], signal.SIGKILL)
     servers.sync_from(actor, 4)  # reaches the other; the dead one gets it when it has started again
     assert other.weight_version == 4
     loop.run(servers._engine.revived())
     assert (victim.alive, victim.weight_version) == (True, 4)
 
     assert len(living(start.model.path)) >= 2
-    folders = [replica._site.folder for replica in (victim, other)]
+    folders = [replica.connection.folder for replica in (victim, other)]
     servers.close()
     assert living(start.model.path) == []
     assert not any(folder.exists() for folder in folders)
@@ -98,9 +101,9 @@ def test_every_door_of_a_server_asks_for_the_token(start, actor, loop, tmp_path)
     """Its HTTP routes and its weight channel; what those who know the token may not say is refused too."""
     rollout = start()
     (server,) = rollout._engine.replicas
-    folder = server._site.folder
+    folder = server.connection.folder
     token = server._spec.token
-    verbs = ["generate", "receive_weights", "pause", "resume", "abort_all", "sleep", "wake_up", "stop", "look"]
+    verbs = ["generate", "receive_weights", "pause", "resume", "abort_all", "sleep", "wake_up", "look", "health"]
     paths = [*verbs, "docs", "openapi.json", "nothing"]
 
     async def knock():
@@ -120,7 +123,7 @@ def test_every_door_of_a_server_asks_for_the_token(start, actor, loop, tmp_path)
     rollout.sync_from(actor, 0)
     assert len(loop.run(many(rollout, 2))) == 2, "nobody put it to sleep"
     assert folder.stat().st_mode & 0o077 == 0, "nobody else reaches its socket"
-    for pid in [*server._server.process_ids(), server._server._process.pid]:
+    for pid in [*server.connection.process.process_ids(), server.connection.process._tree.pid]:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             assert token.encode() not in file.read()
     assert token not in repr(server._spec)
@@ -147,19 +150,19 @@ def test_every_door_of_a_server_asks_for_the_token(start, actor, loop, tmp_path)
     with pytest.raises(ValueError, match="vocabulary"):
         loop.run(rollout.generate("bad", (10**6,), WANTED))
     with pytest.raises(ValueError, match="malformed request"):
-        loop.run(server._request("pause", {}, 10.0))
+        loop.run(server.connection.post("/pause", {}))
     with pytest.raises(ValueError, match="abort, wait, keep"):
-        loop.run(server._request("pause", {"mode": "never"}, 10.0))
+        loop.run(server.connection.post("/pause", {"mode": "never"}))
     with pytest.raises(RuntimeError, match="format"):
-        loop.run(server.receive_weights({"timeout_s": 1.0}))
+        loop.run(server.receive_weights({"version": 1, "payload": {"kind": "full"}, "timeout_s": 1.0}))
     loop.run(server.resume())
     rollout.sync_from(actor, 1)
     before = [c.token_ids for c in loop.run(many(rollout, 2))]
-    right = rollout._parts.way._engine._token
-    rollout._parts.way._engine._token = "not " + right
+    right = rollout._parts.publisher._engine._token
+    rollout._parts.publisher._engine._token = "not " + right
     with pytest.raises(WeightSyncError):
         rollout.sync_from(actor, 2)
-    rollout._parts.way._engine._token = right
+    rollout._parts.publisher._engine._token = right
     rollout.sync_from(actor, 3)
     after = loop.run(many(rollout, 2))
     assert [c.token_ids for c in after] == before
@@ -215,7 +218,7 @@ def test_two_engines_inside_share_the_requests(start, actor, loop):
         ({"transport": "pigeon"}, {}, "unknown weight transport 'pigeon'"),
         ({"transport": {"name": "ipc", "host": "x"}}, {}, "weights.transport.*host"),
         ({"transport": {"name": "collective", "host": "192.0.2.1"}}, {}, r"cannot listen on '192\.0\.2\.1'"),
-        ({"transport": {"name": "disk", "folder": "/proc/none"}}, {}, "'/proc/none' cannot be made"),
+        ({"transport": {"name": "disk", "folder": "/proc/none"}}, {}, "'/proc/none' cannot be created"),
         ({"transport": {"name": "delta", "anchor_every": 0}}, {}, "anchor_every"),
     ],
 )
@@ -227,6 +230,7 @@ def test_a_transport_has_to_fit_the_rollout(start, weights, settings, message):
 DELTA = {"name": "delta", "over": "ipc", "anchor_every": 2}
 
 
+@pytest.mark.slow
 def test_a_run_file_chooses_transports_with_their_own_settings(start, actor, loop, tmp_path):
     inside = start(builtin=INSIDE)
     inside.sync_from(actor, 0)
@@ -323,6 +327,45 @@ def test_a_stale_head_is_caught_by_the_probe(start, actor, loop):
     rollout.sync_from(actor, 0)
     engine = rollout._engine
     with torch.no_grad():
-        engine._decoder.weights()["lm_head.weight"].mul_(-1)
+        engine.weights()["lm_head.weight"].mul_(-1)
     with pytest.raises(WeightSyncError, match="does not compute with the weights it was sent"):
         rollout._compare(rollout._parts.probe, actor, 0)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "rope", "context", "engine", "expected"),
+    [
+        ("vllm", LONGROPE, None, {}, 16),
+        ("vllm", LONGROPE, 40, {}, 40),
+        ("vllm", LONGROPE, 40, {"max_model_len": 64}, 64),
+        (
+            "vllm",
+            LONGROPE,
+            None,
+            {"max_model_len": 64},
+            r"max_model_len=64 and model\.use\.context=16 .*set model",
+        ),
+        ("vllm", LONGROPE, 40, {"max_model_len": 16}, r"max_model_len=16 and model\.use\.context=40"),
+        ("sglang", LONGROPE, None, {}, "sglang lays out .* longrope otherwise .* builtin, or vllm"),
+        ("vllm", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, None, {}, "dynamic otherwise .* builtin$"),
+        ("vllm", {"rope_type": "default", "rope_theta": 1e4}, None, {}, None),
+    ],
+)
+def test_servers_choose_rotary_frequencies_as_the_trainer_does(backend, rope, context, engine, expected):
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=64, rope_parameters=rope)
+    config.run_context = context
+    settings = RolloutConfig(backend=backend, engine=engine)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            with_context(settings, config)
+    else:
+        assert with_context(settings, config).engine.get("max_model_len") == expected

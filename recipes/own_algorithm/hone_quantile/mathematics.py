@@ -2,8 +2,7 @@
 
 import torch
 
-from hone.algorithms.advantages import Advantages
-from hone.algorithms.groups import Episodes, sequence_rewards
+from hone.algorithms.advantages import Advantages, Episodes, sequence_rewards
 from hone.algorithms.losses import LossInputs, finish
 from hone.types import Batch, LossOutput
 from hone_quantile import DampedSettings, QuantileSettings

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from hone.models.digest import digest_tensors
 from hone.rollout.base import ServerSpec
-from hone.rollout.builtin import BuiltinEngine
-from hone.rollout.remote import RemoteBuiltin
+from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.router import Router
+from hone.rollout.servers.builtin import BuiltinServer
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.types import SamplingParams
-from tests.rollout.receipts import served_digest
+from hone.weights.digests.digest import digest_tensors
+from tests.rollout.receipts import receipt_of, served_digest
 from tests.rollout.syncing import sync_to
 
 COME_S = 30  # until the first token of an engine in another process
@@ -69,7 +69,7 @@ class Bench:
 
     async def update(self, stream, version):
         """Replace the engine's weights; the receipt."""
-        return await self.engine.update_weights(stream, version)
+        return receipt_of(await self.engine.update_weights(stream, version))
 
 
 class Routed(Bench):
@@ -79,7 +79,7 @@ class Routed(Bench):
         """As a run does it: each engine takes its own pass over the weights."""
         weights = list(stream)
         try:
-            return [await engine.update_weights(weights, version) for engine in self.engine.replicas][-1]
+            return receipt_of([await engine.update_weights(weights, version) for engine in self.engine.replicas][-1])
         except ValueError as error:  # a run ends here
             for engine in self.engine.replicas:
                 await engine.stop(str(error))
@@ -123,10 +123,10 @@ class ServedByVllm(Served):
                 await asyncio.sleep(0.01)
 
     async def let_run(self, turns):
-        await asyncio.sleep(0.02 * turns if self.engine._paused else 0.01)
+        await asyncio.sleep(0.02 * turns if self.engine._state.paused else 0.01)
 
     async def _produced(self):
-        async with self.engine._open_session().get("http://server/metrics") as reply:
+        async with self.engine.connection.session().get("http://server/metrics") as reply:
             lines = (await reply.text()).splitlines()
         return float(next(line.split()[-1] for line in lines if line.startswith("vllm:generation_tokens_total")))
 
@@ -170,7 +170,7 @@ def finish(runner):
     return lambda coroutine: runner.run(asyncio.wait_for(coroutine, 60))
 
 
-class SlowRemote(RemoteBuiltin):
+class SlowRemote(BuiltinServer):
     program = (str(Path(__file__).with_name("slow_server.py")),)
 
 

@@ -3,16 +3,16 @@
 import sys
 import time
 
-from hone.rollout.builtin import BuiltinEngine
-from hone.workers import serve
+from hone.rollout.builtin.scheduler import Scheduler
+from hone.workers.inside import builtin
 
-turn = BuiltinEngine._turn
+step = Scheduler.step
 
 
-def slow_turn(engine):
+def slow_step(scheduler):
     time.sleep(0.004)
-    turn(engine)
+    step(scheduler)
 
 
-BuiltinEngine._turn = slow_turn
-serve.main(sys.argv[1:])
+Scheduler.step = slow_step
+builtin.main(sys.argv[1:])

@@ -3,7 +3,7 @@
 import pytest
 
 from hone.cli.recipe import load_recipe
-from hone.trainers.launch import run_policy
+from hone.trainers.run.launch import run_policy
 from tests.rollout.conftest import REAL, REAL_ENGINES
 from tests.rollout.servers.vllm.test_run import BUILD
 from tests.trainers.tiny import BASE, metrics, recipe
@@ -23,7 +23,6 @@ def test_the_adapter_alone_travels_and_the_samples_are_the_policys(backend, tmp_
             "sampling": {"max_response_tokens": 24},
         },
         "weights": {"verify": "probe", "timeout_s": 120},
-        "evaluation": {"every_steps": 0},
     }
     path = recipe(tmp_path / backend, changes)
     run_policy(load_recipe(path))

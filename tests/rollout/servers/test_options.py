@@ -9,10 +9,11 @@ import torch
 
 from hone.config import ConfigError
 from hone.models.errors import ModelError
+from hone.processes.child import ServerFailed
 from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.base import ServerSpec
-from hone.rollout.engine_options import command_arguments
-from hone.rollout.server import ServerFailed
+from hone.rollout.servers.engine import command_arguments
+from hone.rollout.servers.host import Site
 from hone.rollout.settings import RolloutConfig
 
 
@@ -37,7 +38,7 @@ EXPECTED = {
         ("--block-size",),
         {
             "--logprobs-mode=processed_logprobs",
-            "--middleware=hone.workers.vllm.ControlGuard",
+            "--middleware=hone.workers.inside.vllm.ControlGuard",
             "--tensor-parallel-size=2",
             '--weight-transfer-config={"backend": "hone"}',
         },
@@ -99,7 +100,7 @@ def adapter(adapter_of, backend):
 
 
 def command(server):
-    return server._command(Path("folder"))
+    return server._launch(Site(Path("folder"), "python"))[0]
 
 
 def test_options_are_written_as_a_command_line_has_them():
@@ -161,7 +162,7 @@ def test_a_missing_environment_says_how_to_make_one(adapter, backend, expected, 
     with pytest.raises(ConfigError, match=rf"there is no interpreter .*nowhere; {how}"):
         adapter(python="nowhere")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hone.rollout.interpreter.hone.__file__", str(tmp_path / "hone" / "__init__.py"))
+    monkeypatch.setattr("hone.rollout.servers.engine.hone.__file__", str(tmp_path / "hone" / "__init__.py"))
     with pytest.raises(ConfigError, match=rf"\.venv-{backend} is not there: {how}"):
         adapter(python="")
 
@@ -170,7 +171,7 @@ def test_a_model_with_code_of_its_own_is_refused_unless_allowed(adapter, tmp_pat
     config = json.loads((tmp_path / "model/config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "theirs.Model"}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"Python code of its own .*model.trust_remote_code"):
+    with pytest.raises(ModelError, match=r"comes with Python code .*model.trust_remote_code"):
         adapter()
     assert "--trust-remote-code" in command(adapter(trust=True))
 

@@ -140,7 +140,7 @@ def test_an_adapter_needs_whole_weights_first(pair, models, push, finish):
 
 def test_a_dead_worker_is_noticed_within_seconds_and_nothing_is_left(pair, finish):
     """One of the tensor-parallel workers is killed in the middle of a request: the whole server ends."""
-    pids = pair._server.process_ids()
+    pids = pair.connection.process.process_ids()
     wanted = SamplingParams(max_tokens=100, ignore_eos=True)
 
     async def story():
@@ -149,7 +149,7 @@ def test_a_dead_worker_is_noticed_within_seconds_and_nothing_is_left(pair, finis
         os.kill(pids[-1], signal.SIGKILL)
         async with asyncio.timeout(30):  # SGLang by itself would take over a minute
             done = await asyncio.gather(*tasks, return_exceptions=True)
-            await pair._server.wait_dead()
+            await pair.connection.process.wait_dead()
         return done
 
     done = finish(story())

@@ -7,8 +7,8 @@ import torch
 
 from hone.cli.recipe import load_recipe
 from hone.models.settings import BuildConfig, ModelConfig
-from hone.trainers.launch import run_policy
-from hone.trainers.own_model import local_model
+from hone.trainers.run.launch import run_policy
+from hone.trainers.run.run_model import local_model
 from tests.rollout.conftest import REAL
 from tests.trainers.tiny import BASE, metrics, recipe
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hone.rollout.sglang import _generate_body
+from hone.rollout.servers.sglang import _generate_body
 from hone.types import SamplingParams
 
 pytestmark = pytest.mark.sglang

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from hone.data.packing import Sample, pack_samples
-from hone.models.image_processor import save_language
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import ModelConfig
+from hone.models.vision.image_processor import save_language
 from hone.rollout.base import ServerSpec
+from hone.rollout.servers.vllm import VllmServer
+from hone.rollout.servers.vllm_images import features_of
 from hone.rollout.settings import RolloutConfig
-from hone.rollout.vllm import VllmServer
-from hone.rollout.vllm_images import features_of
 from hone.types import SamplingParams
 from tests.engines.pictures import FAMILIES, Case, batch_of, build, images_of, likelihood, make_engine, sample
 from tests.rollout.receipts import served_digest

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from hone.config import load
-from hone.trainers.launch import run_policy
-from hone.trainers.settings import PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
 from tests.runtime.machines import SECOND, Machines
 from tests.trainers.tiny import BASE, metrics, recipe
 

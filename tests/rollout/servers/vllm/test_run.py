@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hone.cli.recipe import load_recipe
-from hone.rollout.vllm import VllmServer
-from hone.trainers.launch import run_policy
+from hone.rollout.servers.vllm import VllmServer
+from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import BASE, metrics, recipe
 
 pytestmark = pytest.mark.vllm
@@ -19,7 +19,7 @@ STEPS = 3
 
 def kill_engine(server):
     """SIGKILL to the process that computes; vLLM's API server, another one, outlives it for a moment."""
-    names = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in server._server.process_ids()}
+    names = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in server.connection.process.process_ids()}
     (engine,) = [pid for pid, name in names.items() if "EngineCor" in name]
     os.kill(engine, signal.SIGKILL)
 
@@ -36,14 +36,13 @@ def test_a_run_trains_on_what_the_trainer_computes_too_and_outlives_a_death(tmp_
             "sampling": {"max_response_tokens": 24},
         },
         "weights": {"verify": "probe", "timeout_s": 120},
-        "evaluation": {"every_steps": 0},
     }
     path = recipe(tmp_path / "vllm", changes)
     killed = []
     generate = VllmServer.generate
 
     async def with_a_death(server, request_id, *asked):
-        if not killed and len(server._open) == 10 and server.weight_version == 1:
+        if not killed and len(server._requests.ids) == 10 and server.weight_version == 1:
             killed.append(request_id)
             kill_engine(server)  # at once: a little later, on a busy machine, they may all be done
         return await generate(server, request_id, *asked)

@@ -27,7 +27,7 @@ def guessing(real_adapter, runner, push, models):
 
 def counted(server, finish, what):
     async def ask():
-        async with server._open_session().get("http://server/metrics") as reply:
+        async with server.connection.session().get("http://server/metrics") as reply:
             return await reply.text()
 
     found = re.findall(rf"^vllm:spec_decode_num_{what}_tokens_total{{.*}} (\S+)$", finish(ask()), re.MULTILINE)

@@ -90,7 +90,7 @@ def test_an_update_whose_sender_fails_half_way_is_never_served(plain, models, pu
 
 
 def test_an_update_that_was_begun_and_left_does_not_block_the_next(plain, models, push, sample, gap, finish):
-    finish(plain._request("POST", "/start_weight_update", {}))
+    finish(plain.connection.post("/start_weight_update", {}))
     push(plain, tensors(models[1]), 7)
     assert gap(models[1], (9, 10), sample(plain, [(9, 10)])[0]) < 1e-4
 

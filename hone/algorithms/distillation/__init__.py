@@ -1,0 +1,1 @@
+"""On-policy distillation from teachers: `settings`, then `losses`."""

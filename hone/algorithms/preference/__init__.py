@@ -1,0 +1,1 @@
+"""The DPO family, KTO and reward-model losses: `settings`, then `losses`."""

@@ -1,0 +1,1 @@
+"""Implicit process rewards (PRIME): `settings`, then `losses`."""

@@ -1,0 +1,269 @@
+"""The Python API: everything that `import hone` offers. What is not listed here is private and may change.
+
+    import hone
+
+    result = hone.train("run.yaml", "run.steps=100", on_step=lambda step, metrics: print(step, metrics["reward/mean"]))
+    result.metrics[-1], result.model
+    hone.generate(result.model, ["2 + 2 ="], temperature=0.0)
+
+A run file may also be a mapping of Python objects, in which a function stands for its reference:
+
+    hone.train({**settings, "reward": {"components": {"right": {"reward": my_function}}}})
+
+Functions of this module work inside a running event loop too, as in a notebook. Ctrl-C (a notebook's stop button) ends
+a run after its step, saves it and raises `Interrupted`; the same call continues it.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, TypeVar
+
+from hone.cli.recipe import load_run
+from hone.cli.score import TIMEOUT_S, WORKERS, outcomes_of, scored
+from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, read_overrides
+from hone.config import Loaded, build
+from hone.engines.settings import EngineConfig
+from hone.models.settings import ModelConfig
+from hone.rewards.settings import RewardComponent, RewardConfig
+from hone.rollout.settings import RolloutConfig, SamplingConfig
+from hone.tracking.trackers.jsonl import read_metrics
+from hone.trainers.policy.evaluate_model import AnswerRequest, evaluate_model, generate_answers
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.context import RunControl
+from hone.trainers.run.launch import run_policy, run_preference, run_reward_model, run_supervised
+from hone.trainers.run.loop import Interrupted
+from hone.types import Message
+
+R = TypeVar("R")
+LOOK_S = 1.0  # between two looks at a call in another thread
+RunFile = str | Path | Mapping[str, Any]
+"""Path of a run file, or its content as a mapping."""
+OnStep = Callable[[int, Mapping[str, float]], None]
+"""Called after each step with its number and its metrics."""
+
+_RUNS: Mapping[str, Callable[..., Path]] = {
+    "rl": run_policy,
+    "distill": run_policy,
+    "sft": run_supervised,
+    "prefer": run_preference,
+    "reward_model": run_reward_model,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run has written."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The metrics of each step, in order, with the key `step`; `pandas.DataFrame(result.metrics)` is a table."""
+        return read_metrics(self.folder)
+
+    @property
+    def model(self) -> Path:
+        """The trained model, as a Hugging Face folder."""
+        return self.folder / "export"
+
+
+def load(run_file: RunFile, *overrides: str, kind: str | None = None) -> Loaded[Any]:
+    """The settings of a run, with `key=value` overrides: `.config` is the tree, `.provenance` says who set each key.
+
+    `kind` is needed only for a mapping or file that does not say its own. Raises ConfigError.
+    """
+    if isinstance(run_file, Mapping):
+        layers = [Layer("the mapping", _plain(run_file, run_file))]
+        if overrides:
+            layers.append(Layer(COMMAND_LINE, read_overrides(overrides)))
+        return load_run(layers, "the mapping", kind)
+    return load_run(read_layers(Path(run_file), overrides), str(run_file), kind)
+
+
+def train(run_file: RunFile, *overrides: str, on_step: OnStep | None = None) -> Result:
+    """Train a policy with reinforcement learning, or continue the run in `run.dir`: `hone train`.
+
+    `on_step` is called on the thread that trains. Raises ConfigError, Interrupted, and what ends a run.
+    """
+    return _run("rl", run_file, overrides, on_step)
+
+
+def distill(run_file: RunFile, *overrides: str, on_step: OnStep | None = None) -> Result:
+    """Distil teachers into a policy, on its own answers: `hone distill`. Otherwise as `train`."""
+    return _run("distill", run_file, overrides, on_step)
+
+
+def sft(run_file: RunFile, *overrides: str, on_step: OnStep | None = None) -> Result:
+    """Fine-tune a model on examples: `hone sft`. Otherwise as `train`."""
+    return _run("sft", run_file, overrides, on_step)
+
+
+def prefer(run_file: RunFile, *overrides: str, on_step: OnStep | None = None) -> Result:
+    """Train a model on preferences (DPO and its family, KTO): `hone prefer`. Otherwise as `train`."""
+    return _run("prefer", run_file, overrides, on_step)
+
+
+def reward_model(run_file: RunFile, *overrides: str, on_step: OnStep | None = None) -> Result:
+    """Train a reward model: `hone reward-model`. Otherwise as `train`."""
+    return _run("reward_model", run_file, overrides, on_step)
+
+
+def evaluate(run_file: RunFile, *overrides: str, model: str | Path = "") -> dict[str, float]:
+    """Measure a model on the held-out sets of a run file of kind rl or distill; figures are named `eval/<set>/...`.
+
+    `model`: a folder or hub name; empty: the run's export.
+    """
+    config = load(run_file, *overrides).config
+    if not isinstance(config, PolicyRunConfig):
+        raise ConfigError(f"a run file of kind {config.kind} has no evaluation sets of prompts; give one of kind rl")
+    folder = Path(model or Path(config.run.dir) / "export")
+    return _answered(lambda: evaluate_model(config, config.model.at(folder)))
+
+
+def generate(
+    model: str | Path,
+    prompts: Sequence[str | Sequence[Message]],
+    *,
+    samples: int = 1,
+    temperature: float = 1.0,
+    max_response_tokens: int = 512,
+    seed: int = 0,
+) -> list[list[str]]:
+    """`samples` answers to each prompt (a text, or a conversation), by the built-in engine."""
+    asked: list[Sequence[Message]] = [
+        [Message(role="user", content=one)] if isinstance(one, str) else one for one in prompts
+    ]
+    sampling = SamplingConfig(max_response_tokens=max_response_tokens, temperature=temperature)
+    request = AnswerRequest(asked, RolloutConfig(sampling=sampling), samples, seed)
+    return _answered(lambda: generate_answers(ModelConfig(path=str(model)), request, EngineConfig()))
+
+
+def score(
+    reward: str | Callable[..., Any],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    options: Mapping[str, Any] | None = None,
+    workers: int = WORKERS,
+    timeout_s: float = TIMEOUT_S,
+) -> list[dict[str, Any]]:
+    """The rows, each with `reward` and `components` of its `response` and `ground_truth`; a failure has an `error`.
+
+    `reward`: a registered name, a reference, or a function.
+    """
+    reference = reward if isinstance(reward, str) else _reference(reward, Path(mkdtemp(prefix="hone-score-")))
+    given = {"reward": reference, "options": dict(options or {}), "timeout_s": timeout_s}
+    component = build(RewardComponent, given, source="hone.score")
+    settings = RewardConfig(components={"reward": component}, workers=workers)
+    found = outcomes_of(settings, rows)
+    return [scored(row, "reward", outcome) for row, outcome in zip(rows, found, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------------------ inside
+
+
+def _run(kind: str, run_file: RunFile, overrides: Sequence[str], on_step: OnStep | None) -> Result:
+    loaded = load(run_file, *overrides, kind=kind)
+    control = RunControl(on_step)
+    return Result(_answered(lambda: _RUNS[kind](loaded, control), control))
+
+
+def _answered(call: Callable[[], R], control: RunControl | None = None) -> R:
+    """The result of `call`, which runs event loops of its own: in another thread, if this one has a running loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    with ThreadPoolExecutor(1, "hone") as thread:
+        answer = thread.submit(call)
+        try:
+            return _ended(answer)
+        except KeyboardInterrupt:
+            if control is not None:
+                control.stop.set()
+            return _ended(answer)  # Interrupted, after the step has ended and is saved
+
+
+def _ended(answer: Future[R]) -> R:
+    """The result of a call, which has deadlines of its own; a wait without one would not notice an interrupt."""
+    while not wait([answer], LOOK_S).done:
+        pass
+    return answer.result(0)
+
+
+def _plain(value: Any, whole: Mapping[str, Any]) -> Any:
+    """Plain data in which each function is replaced by its reference."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner, whole) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, whole) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    if inspect.isfunction(value) or inspect.isclass(value):
+        folder = whole.get("run", {}).get("dir")
+        if not folder:
+            raise ConfigError(f"run.dir is required, because {value.__qualname__} is stored there")
+        return _reference(value, Path(folder))
+    return value
+
+
+def _reference(function: Any, folder: Path) -> str:
+    """`file.py:name` of a function, for the other processes that import it.
+
+    A function of a script or a notebook is stored in a file of its own in `folder`, because importing a script would
+    run it again: from a script with all imports and definitions around it, from a notebook alone.
+    """
+    name = function.__qualname__
+    if "<" in name or "." in name:
+        raise ConfigError(f"{name} cannot be found by other processes: define it at the top level of a file or cell")
+    file = inspect.getsourcefile(function)
+    if file is not None and os.path.isfile(file) and function.__module__ != "__main__":
+        return f"{os.path.abspath(file)}:{name}"
+    text = Path(file).read_text(encoding="utf-8") if file is not None and os.path.isfile(file) else ""
+    source = _definitions(text) if text else inspect.getsource(function)
+    target = folder / "functions" / f"{name}.py"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(f"{source}\n", encoding="utf-8")
+    return f"{target}:{name}"
+
+
+def _definitions(script: str) -> str:
+    """The imports, functions, classes and constants of a script, without what it does."""
+    tree = ast.parse(script)
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    tree.body = [node for node in tree.body if isinstance(node, kinds) or _is_constant(node)]
+    return ast.unparse(tree)
+
+
+def _is_constant(node: ast.stmt) -> bool:
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+        return False
+    try:
+        ast.literal_eval(node.value)
+    except ValueError:
+        return False
+    return True
+
+
+__all__ = [
+    "ConfigError",
+    "Interrupted",
+    "Result",
+    "distill",
+    "evaluate",
+    "generate",
+    "load",
+    "prefer",
+    "reward_model",
+    "score",
+    "sft",
+    "train",
+]

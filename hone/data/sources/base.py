@@ -1,0 +1,127 @@
+"""Sources of rows: files, libraries and Python functions behind one protocol, `Rows`."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from hone.config import ConfigError
+from hone.data import SOURCES
+from hone.data.settings import PromptSetConfig, PythonSettings
+from hone.registry import resolve
+
+Row = Mapping[str, Any]
+SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+
+
+class DataError(ConfigError):
+    """Error for an unusable data set; the message names the file, row or column in one sentence."""
+
+
+class Rows(Protocol):
+    """A data set's rows, readable in any order."""
+
+    place: str  # where the rows come from, for messages
+    columns: Mapping[str, str]  # standard column -> this source's name for it, where they differ
+    blocks: Sequence[int] | None  # rows in each block that is read at once; None: any row is cheap to read
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Row: ...
+
+    def where(self, index: int) -> str:
+        """The row's place for messages, such as 'train.jsonl line 12'."""
+
+    def folder(self, index: int) -> Path:
+        """The folder that relative paths in the row start from: that of its file, or the working folder."""
+
+
+def open_rows(config: PromptSetConfig, key: str = "data.train") -> Rows:
+    """Open the rows of a data set; `key` is the key of its settings in the run file, for messages.
+
+    Raises DataError for a missing or malformed file, an unknown suffix, or a set without rows.
+    """
+    name = config.source.name if config.source else _by_suffix(config.path, key)
+    opener = cast(Callable[[PromptSetConfig], Rows], SOURCES.get(name))
+    try:
+        rows = opener(config)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+    if len(rows) == 0:
+        raise DataError(f"{key}: {rows.place} has no rows")
+    return rows
+
+
+def _by_suffix(path: str, key: str) -> str:
+    if not path:
+        raise DataError(f"{key}: set path to a file, or source to one of {', '.join(SOURCES)}")
+    if Path(path).is_dir():
+        return "hf"
+    suffix = Path(path).suffix
+    if suffix in SUFFIXES:
+        return SUFFIXES[suffix]
+    if Path(path).is_file():
+        raise DataError(f"{key}.path: {path} should end in {' or '.join(SUFFIXES)}; for other files set {key}.source")
+    raise DataError(
+        f"{key}.path: no file or folder {path}{nearest(Path(path))}; for a data set on the hub set {key}.source=hf"
+    )
+
+
+def nearest(path: Path) -> str:
+    """'; did you mean ...?' with the most similar file in a missing file's folder, or an empty string."""
+    siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.5)
+    return f"; did you mean {path.with_name(near[0])}?" if near else ""
+
+
+# ----------------------------------------------------------------------------------------------- Python functions
+
+
+class ListRows:
+    """Rows in a list, or in any sequence that makes them on demand."""
+
+    blocks = None
+
+    def __init__(self, rows: Sequence[Row], place: str, columns: Mapping[str, str] | None = None) -> None:
+        self._rows = rows
+        self.place = place
+        self.columns = columns or {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self._rows[index]
+        if not isinstance(row, Mapping):
+            raise DataError(f"{self.where(index)} should be a mapping of columns, found {type(row).__name__}")
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self.place} row {index}"
+
+    def folder(self, index: int) -> Path:
+        return Path()
+
+
+def open_function(config: PromptSetConfig) -> ListRows:
+    """Open the rows that a Python function returns for a seed and a size.
+
+    A result with a length and indexing is read row by row when needed; any other iterable is read into a list of at
+    most `size` rows.
+    """
+    settings = config.source
+    assert isinstance(settings, PythonSettings)
+    try:
+        function = resolve(settings.function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(f"source.function={settings.function}: {error}") from error
+    if not callable(function):
+        raise DataError(f"source.function={settings.function} is not a function but a {type(function).__name__}")
+    result = function(seed=settings.seed, size=settings.size, **settings.options)
+    if not isinstance(result, Iterable):
+        raise DataError(f"{settings.function} should give rows, but gave a {type(result).__name__}")
+    rows = result if isinstance(result, Sequence) else list(itertools.islice(result, settings.size))
+    return ListRows(rows, settings.function)

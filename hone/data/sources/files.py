@@ -1,0 +1,167 @@
+"""JSONL and Parquet files of any size, read by an index of line offsets, or one row group at a time."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import json
+import os
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from hone.data.settings import PromptSetConfig
+from hone.data.sources.base import DataError, Row, nearest
+
+GROUPS_IN_MEMORY = 4  # Parquet row groups kept in memory; a shuffle mixes the rows of this many
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def open_jsonl(config: PromptSetConfig) -> JsonlRows:
+    return JsonlRows(_paths(config.path))
+
+
+def open_parquet(config: PromptSetConfig) -> ParquetRows:
+    return ParquetRows(_paths(config.path))
+
+
+def _paths(pattern: str) -> list[Path]:
+    """The files that match a path or a pattern such as data/*.jsonl, sorted by name."""
+    if not pattern:
+        raise DataError("this data source needs a path")
+    path = Path(pattern)
+    found = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+    if not found:
+        raise DataError(f"no file {pattern}{nearest(path)}")
+    for one in found:
+        if not one.is_file():
+            raise DataError(f"{one} should be a file, but is a folder")
+        if not os.access(one, os.R_OK):
+            raise DataError(f"{one} cannot be read: permission denied")
+    return found
+
+
+class JsonlRows:
+    """Files with one JSON object per line; empty lines are skipped.
+
+    Opening scans the files once for line offsets, and checks that each line begins and ends like an object, so that a
+    truncated file fails before training starts. Other errors in a line appear when it is read.
+    """
+
+    blocks = None
+    columns: Mapping[str, str] = {}
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+        self.place = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+        self._offsets = array("q")
+        self._firsts: list[int] = []  # number of the first row of each file
+        for path in paths:
+            self._firsts.append(len(self._offsets))
+            self._index(path)
+
+    def _index(self, path: Path) -> None:
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                text = line.removeprefix(BYTE_ORDER_MARK).strip() if number == 1 else line.strip()
+                if text and not (text.startswith(b"{") and text.endswith(b"}")):
+                    shown = text[:60].decode("utf-8", errors="replace")
+                    raise DataError(f"{path} line {number} should be one JSON object, found {shown!r}")
+                if text:
+                    self._offsets.append(offset)
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> Row:
+        path = self._paths[self._file(index)]
+        with path.open("rb") as file:  # opened for each row, so that nothing is left to close or shared with a fork
+            file.seek(self._offsets[index])
+            line = file.readline()
+        try:
+            row = json.loads(line)
+        except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
+            raise DataError(f"{self.where(index)} is not valid JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{self.where(index)} should be one JSON object, found {type(row).__name__}")
+        return row
+
+    def where(self, index: int) -> str:
+        path, number, left = self._paths[self._file(index)], 1, self._offsets[index]
+        with path.open("rb") as file:
+            while left and (chunk := file.read(min(left, 1 << 20))):
+                number += chunk.count(b"\n")
+                left -= len(chunk)
+        return f"{path} line {number}"
+
+    def folder(self, index: int) -> Path:
+        return self._paths[self._file(index)].parent
+
+    def _file(self, index: int) -> int:
+        if not 0 <= index < len(self._offsets):
+            raise IndexError(f"row {index} of {len(self._offsets)} in {self.place}")
+        return bisect_right(self._firsts, index) - 1
+
+
+class ParquetRows:
+    """Parquet files, read by row group; the last few row groups stay in memory."""
+
+    columns: Mapping[str, str] = {}
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.place = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+        self._groups: list[tuple[Path, int]] = []
+        self._metadata: dict[Path, pyarrow.parquet.FileMetaData] = {}
+        sizes: list[int] = []
+        for path in paths:
+            metadata = self._metadata[path] = _metadata(path)
+            self._groups += [(path, number) for number in range(metadata.num_row_groups)]
+            sizes += [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        self.blocks = sizes
+        self._firsts = [0, *itertools.accumulate(sizes)]  # number of the first row of each group, then the total
+        self._cache: OrderedDict[int, pyarrow.Table] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        group = self._group(index)
+        row: Row = self._table(group).slice(index - self._firsts[group], 1).to_pylist()[0]
+        return row
+
+    def where(self, index: int) -> str:
+        path, _ = self._groups[self._group(index)]
+        first = next(number for number, (other, _) in enumerate(self._groups) if other == path)
+        return f"{path} row {index - self._firsts[first]}"
+
+    def folder(self, index: int) -> Path:
+        return self._groups[self._group(index)][0].parent
+
+    def _group(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)} in {self.place}")
+        return bisect_right(self._firsts, index) - 1
+
+    def _table(self, group: int) -> pyarrow.Table:
+        if group not in self._cache:
+            path, number = self._groups[group]
+            with pyarrow.parquet.ParquetFile(path, metadata=self._metadata[path]) as file:
+                self._cache[group] = file.read_row_group(number)
+            if len(self._cache) > GROUPS_IN_MEMORY:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(group)
+        return self._cache[group]
+
+
+def _metadata(path: Path) -> pyarrow.parquet.FileMetaData:
+    try:
+        return pyarrow.parquet.read_metadata(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from error

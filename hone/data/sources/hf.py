@@ -1,0 +1,39 @@
+"""The Hugging Face `datasets` library as a source: local folders, saved data sets, and names on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hone.data.settings import HfSettings, PromptSetConfig
+from hone.data.sources.base import DataError, ListRows
+
+SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # files that `save_to_disk` writes
+
+
+def open_hf(config: PromptSetConfig) -> ListRows:
+    """Open one split, memory-mapped by the library. Never runs code that comes with a data set."""
+    settings = config.source if config.source is not None else HfSettings()
+    assert isinstance(settings, HfSettings)
+    if not config.path:
+        raise DataError("source hf needs path: a folder, or a name on the hub such as openai/gsm8k")
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"path={config.path} needs the package datasets, which cannot be imported: {error}") from error
+    try:
+        return ListRows(_load(datasets, config.path, settings), f"{config.path} [{settings.split}]")
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"datasets cannot load {config.path} (split {settings.split}): {reason}") from error
+
+
+def _load(datasets: Any, path: str, settings: HfSettings) -> Any:
+    if any((Path(path) / name).is_file() for name in SAVED):
+        loaded = datasets.load_from_disk(path)
+        if not isinstance(loaded, dict):
+            return loaded
+        if settings.split not in loaded:
+            raise ValueError(f"no split {settings.split!r} (there is: {', '.join(loaded)})")
+        return loaded[settings.split]
+    return datasets.load_dataset(path, settings.subset, split=settings.split, revision=settings.revision)

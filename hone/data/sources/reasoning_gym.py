@@ -1,0 +1,67 @@
+"""The reasoning-gym package as a source: problems made on demand, each row from a separate random generator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hone.data.settings import PromptSetConfig, ReasoningGymSettings
+from hone.data.sources.base import DataError, Row
+from hone.data.sources.reasoning_gym_patches import load_package
+from hone.registry import unknown
+
+
+class TaskRows:
+    """A task's problems. The package's verifier scores an answer by the columns `task` and `entry`."""
+
+    blocks = None
+    columns: Mapping[str, str] = {
+        "prompt": "question",
+        "ground_truth": "answer",
+        "completion": "answer",
+        "data_source": "task",
+    }
+
+    def __init__(self, problems: Any, task: str) -> None:
+        self._problems = problems
+        self._task = task
+        self.place = f"reasoning_gym task {task}"
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def __getitem__(self, index: int) -> Row:
+        entry = self._problems[index]
+        return {**entry, "entry": entry, "task": self._task}
+
+    def where(self, index: int) -> str:
+        return f"{self.place} row {index}"
+
+    def folder(self, index: int) -> Path:
+        return Path()
+
+
+def open_task(config: PromptSetConfig) -> TaskRows:
+    """Open the problems of one task. Raises DataError for an unknown task or option, with the nearest valid name."""
+    settings = config.source
+    assert isinstance(settings, ReasoningGymSettings)
+    try:
+        factory = load_package().factory
+    except ImportError as error:
+        raise DataError(f"source reasoning_gym needs the package reasoning-gym: {error}") from error
+    task = settings.task
+    if task not in factory.DATASETS:
+        raise DataError(unknown("reasoning_gym task", task, list(factory.DATASETS)))
+    known = [
+        field.name for field in dataclasses.fields(factory.DATASETS[task][1]) if field.name not in ("seed", "size")
+    ]
+    for option in settings.options:
+        if option not in known:
+            raise DataError(unknown(f"option of reasoning_gym task {task}", option, known))
+    try:
+        problems = factory.create_dataset(task, seed=settings.seed, size=settings.size, **settings.options)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise DataError(f"reasoning_gym task {task} refuses its options {settings.options}: {error}") from error
+    return TaskRows(problems, task)

@@ -1,0 +1,6 @@
+"""The `fsdp2` engine: FSDP2 around transformers models.
+
+In reading order: `engine` builds the model and moves its parts; `settings`; `mesh`, the process groups; `sharding`
+applies tensor and expert parallelism and FSDP2; `shards` says which part of a weight a rank holds, and gathers
+whole weights; `weights` holds masters and working weights; `compiled`, torch.compile of each layer.
+"""

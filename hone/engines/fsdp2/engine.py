@@ -1,0 +1,232 @@
+"""The `fsdp2` engine: any Hugging Face causal language model, or a value model on its body, in plain PyTorch.
+
+In one process the model is loaded whole; on a mesh (see `mesh`) it is sharded while it is empty, and each rank reads
+its parts. Either way a forward takes packed tokens, and a trial of the loaded model refuses architectures that break
+the engine's assumptions (see `hone.engines.probe`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hone.engines.activations import kept_in_cpu_memory, recompute_layers
+from hone.engines.base import EngineSpec, OneProcess
+from hone.engines.engine import Engine
+from hone.engines.forward import Forward, head_of_reference, language_forward, value_forward
+from hone.engines.fsdp2.compiled import compile_layers
+from hone.engines.fsdp2.mesh import Mesh, open_mesh
+from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig
+from hone.engines.fsdp2.sharding import Sharder, inside, sharded_forward
+from hone.engines.fsdp2.shards import place, whole_weight
+from hone.engines.fsdp2.weights import ProcessWeights, ShardedWeights
+from hone.engines.logprobs import Head
+from hone.engines.moe import open_experts
+from hone.engines.probe import check_body, check_head, check_images, check_training, try_body
+from hone.models.errors import ModelError
+from hone.models.fused_norm import fuse_norms
+from hone.models.loading import DTYPES, load_language_model, load_value_model
+from hone.models.transformers_patches import ShardFn
+from hone.platforms.base import current_platform
+from hone.types import Batch, ModelOutput
+
+
+class Fsdp2Engine(Engine):
+    """Loads the model, and moves its parts between the device and CPU memory."""
+
+    weights: ProcessWeights | ShardedWeights
+
+    def __init__(self, spec: EngineSpec, device: str) -> None:
+        backend = spec.engine.backend
+        assert isinstance(backend, Fsdp2Settings)
+        self._parallel = backend.parallel or ParallelConfig()
+        self.mesh = open_mesh(self._parallel, device)
+        if backend.compile and self.mesh is not None and self.mesh.sizes.tensor > 1:
+            raise ValueError(
+                f"{backend.key_of('compile')} does not work with {self._parallel.key_of('tensor')} = "
+                f"{self._parallel.tensor}: torch cannot compile split matrices for rows of any length; remove one"
+            )
+        super().__init__(spec, device, self.mesh or OneProcess())
+        self._home = device
+        self._backend = backend
+        self._at_work: frozenset[str] = frozenset()  # with `offload`: what is on the device now
+
+    # ------------------------------------------------------------------------------------------------------- building
+
+    def initialize(self) -> None:
+        super().initialize()
+        if self._backend.offload:
+            self.to("cpu")
+
+    def _build(self) -> Forward:
+        forward = self._build_whole() if self.mesh is None else self._build_sharded(self.mesh)
+        checkpointing = self.spec.engine.activation_checkpointing
+        if checkpointing and self.trained:
+            recompute_layers(self._body)
+        if self._backend.compile:
+            self._compile("inductor" if self._backend.compile is True else self._backend.compile)
+        return _offloading(forward) if checkpointing == "offload" else forward
+
+    def _compile(self, backend: str) -> None:
+        key, name = self._backend.key_of("compile"), self._name(self._body)
+        if self.experts is not None:
+            raise ModelError(
+                f"{key}: {name} is a mixture of experts, whose sizes of matrices change with the routes of every "
+                "micro-batch: each would be compiled anew; remove the key"
+            )
+        compile_layers(self._body, backend, key, name)
+
+    def _build_whole(self) -> Forward:
+        self.model = self._load(None)
+        frozen: frozenset[str] = frozenset()
+        if self.adapter is not None:
+            adapted: Any = self.model.body if self.model_type == "value_model" else self.model
+            self.adapter.layers.attach(adapted, self._name(adapted))
+            self.adapter.fill(self.model, self._prefix, "cpu", _whole, _placed)
+            frozen = self.adapter.names
+        elif self.spec.follows:  # a blend in compute precision would lose small differences
+            frozen = frozenset(name for name, _ in self.model.named_parameters())
+        self.weights = ProcessWeights(self.model, self.compute, self.trained, frozen)
+        self.model.to(self.device)
+        if self.device == "cpu" and not self._backend.compile:  # which fuses them itself
+            fuse_norms(self.model)
+        return self._checked_forward()
+
+    def _build_sharded(self, mesh: Mesh) -> Forward:
+        layers = None if self.adapter is None else self.adapter.layers
+        sharder = Sharder(mesh, self._parallel, DTYPES[self.spec.model.dtype], self.compute, layers)
+        self.model = self._load(lambda model: sharder.shard(model, self._name(model)))
+        self.model.to(self.device)
+        if self.adapter is not None:
+            self.adapter.layers.show()
+            gather = functools.partial(whole_weight, mesh=mesh)
+            placing = functools.partial(place, device=self.device, mesh=mesh)
+            self.adapter.fill(self.model, self._prefix, self.device, gather, placing)
+        sharder.wrap(self.model)
+        if self.device == "cpu" and not self._backend.compile:  # which fuses them itself
+            fuse_norms(self.model)
+        forward = inside(self.model, self._checked_forward)
+        self.model.reshard()  # type: ignore[operator]
+        self.weights = ShardedWeights(self.model, mesh, self.trained, sharder.partial)
+        return sharded_forward(self.model, forward, mesh)
+
+    def _load(self, shard: ShardFn | None) -> nn.Module:
+        spec = self.spec
+        if self.adapter is None:
+            load: Any = load_value_model if self.model_type == "value_model" else load_language_model
+            model: nn.Module = load(spec.model, shard)
+            return model
+        frozen = spec.model.model_copy(update={"dtype": self.compute_dtype})  # nothing updates these weights
+        four_bit = self.adapter.layers.four_bit
+        if self.model_type == "value_model":
+            return load_value_model(frozen, shard, DTYPES[spec.model.dtype], four_bit)
+        return load_language_model(frozen, shard, four_bit)
+
+    def _name(self, model: Any) -> str:
+        return self.spec.model.path or f"architecture {model.config.model_type!r}"
+
+    def _checked_forward(self) -> Forward:
+        """The forward of the loaded model. Raises ModelError if the model does not behave as the engine assumes."""
+        spec, name = self.spec, self._name(self._body)
+        self.model.eval()
+        hidden = check_body(self._body, name)
+        check_images(self._body, name)
+        if self.trained and not spec.model.used.dropout:
+            with nullcontext() if self.adapter is None else self.adapter.disabled():
+                check_training(self._body, name)
+        moe = spec.engine.moe if self.trained else None  # a model that only infers keeps its own routes
+        self.experts = open_experts(self._body, moe, name, lambda: try_body(self._body))
+        if self.model_type == "value_model":
+            return value_forward(self.model, self.experts)  # type: ignore[arg-type]
+        check_head(self.model, hidden, name)
+        head = None
+        if spec.reference is not None:
+            head = head_of_reference(spec.reference, self.compute_dtype, self.device, self._head_dtype)
+        if self.adapter is not None and spec.reference == spec.model:
+            lora = spec.engine.lora
+            if lora is not None and lora.path and hasattr(self.model.get_output_embeddings(), "active"):
+                raise ValueError(
+                    f"algorithm.kl.kind: full needs the head of the policy before training, and the one that "
+                    f"{lora.key_of('path')}={lora.path} brings is trained on; choose another kind"
+                )
+            head = self._base_head
+        chunk = spec.engine.logprob_chunk_tokens
+        return language_forward(self.model, spec.temperature, chunk, head, self.experts, self._head_dtype)
+
+    def _base_head(self) -> Head:
+        """The head of the policy before training."""
+        with self.disable_adapter():
+            return replace(Head.of(self.model), dtype=self._head_dtype).converted()
+
+    @property
+    def _prefix(self) -> str:
+        """What the names of an adapted model's weights begin with in this model's state dict."""
+        return "body." if self.model_type == "value_model" else ""
+
+    @property
+    def _body(self) -> Any:
+        return self.model.body if self.model_type == "value_model" else self.model.base_model
+
+    # ------------------------------------------------------------------------------------------------------ placement
+
+    def _infer(self, batch: Batch, cut: list[list[int]], needs: frozenset[str]) -> list[ModelOutput]:
+        outputs = super()._infer(batch, cut, needs)
+        if self.mesh is not None:
+            self.model.reshard()  # type: ignore[operator]
+        return outputs
+
+    def _on_device(self, parts: frozenset[str]) -> AbstractContextManager[None]:
+        return self._brought(parts - self._at_work) if self._backend.offload else nullcontext()
+
+    @contextmanager
+    def _brought(self, missing: frozenset[str]) -> Iterator[None]:
+        """Bring parts to the device for the duration, and take them away afterwards."""
+        if not missing:
+            yield
+            return
+        self.to(self._home, **{part: part in missing for part in ("model", "optimizer", "grad")})
+        self._at_work |= missing
+        try:
+            yield
+        finally:
+            self._at_work -= missing
+            self.to("cpu", **{part: part in missing for part in ("model", "optimizer", "grad")})
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move parts; the engine computes where its model is."""
+        if model:
+            for module in self.model.modules():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = buffer.to(device) if buffer is not None else None
+            self.device = device
+        self.weights.move(device, model=model, optimizer=optimizer, grad=grad)
+        if optimizer and self.trained:
+            for state in self.update.optimizer.state.values():
+                state |= {k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
+        if device == "cpu" != self._home:
+            current_platform().empty_cache()  # otherwise the allocator keeps the memory from other processes
+
+
+def _offloading(forward: Forward) -> Forward:
+    """`forward`, which keeps what its backward needs in CPU memory."""
+
+    def run(batch: Batch, needs: frozenset[str]) -> ModelOutput:
+        with kept_in_cpu_memory():
+            return forward(batch, needs)
+
+    return run
+
+
+def _whole(name: str, weight: Tensor) -> Tensor:
+    return weight.detach()
+
+
+@torch.no_grad()
+def _placed(empty: Any, value: Tensor, trained: bool) -> nn.Parameter:
+    return nn.Parameter(value.to("cpu", copy=True), requires_grad=trained)

@@ -1,0 +1,74 @@
+"""Settings that only the `fsdp2` engine has: `actor.backend: {name: fsdp2, parallel: {tensor: 2}}`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hone.config import Config, setting
+from hone.engines.settings import BackendSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many ranks each dimension of the mesh has; replicate x shard x sequence x tensor is all of them."""
+
+    replicate: int
+    shard: int
+    sequence: int
+    tensor: int
+    expert: int
+
+    @property
+    def world(self) -> int:
+        return self.replicate * self.shard * self.sequence * self.tensor
+
+
+class ParallelConfig(Config):
+    """How ranks divide a model and its batches; by default both are sharded over all ranks (FSDP)."""
+
+    replicate: int = setting(1, "copies of the sharded model, each with batches of its own (HSDP)", ge=1)
+    shard: int | None = setting(None, "ranks that shard weights and batches; null: all remaining ranks", ge=1)
+    sequence: int = setting(1, "ranks that split the tokens of each micro-batch (Ulysses)", ge=1)
+    tensor: int = setting(1, "ranks that split each layer's matrices", ge=1)
+    expert: int = setting(1, "ranks that split the experts; the same ranks as above, not additional ones", ge=1)
+
+    def sizes(self, world: int) -> Sizes:
+        """The mesh over `world` ranks. Raises ValueError naming the dimension that does not fit."""
+        rest = world
+        for name, size in (("replicate", self.replicate), ("sequence", self.sequence), ("tensor", self.tensor)):
+            if rest % size:
+                whole = f"{rest} of {world} ranks" if rest != world else f"{world} ranks"
+                raise ValueError(f"{self.key_of(name)} = {size} does not divide {whole}")
+            rest //= size
+        if self.shard is not None and self.shard != rest:
+            raise ValueError(
+                f"{self.key_of('shard')} = {self.shard}, but {rest} of {world} ranks are left for it: replicate x "
+                f"shard x sequence x tensor should be {world}; leave it null, or change the number of ranks"
+            )
+        holders = rest * self.sequence * self.tensor
+        if holders % self.expert:
+            raise ValueError(
+                f"{self.key_of('expert')} = {self.expert} does not divide the {holders} ranks of one copy of the model "
+                "(shard x sequence x tensor)"
+            )
+        if self.expert > 1 and self.expert % self.tensor:
+            raise ValueError(f"{self.key_of('expert')} = {self.expert} should be a multiple of tensor = {self.tensor}")
+        return Sizes(self.replicate, rest, self.sequence, self.tensor, self.expert)
+
+
+class Fsdp2Settings(BackendSettings):
+    """PyTorch's FSDP2 around a transformers model, with transformers' own tensor and expert plans."""
+
+    name: str = "fsdp2"
+    parallel: ParallelConfig | None = setting(
+        None, "how ranks divide the work; null: all ranks shard weights and split batches (FSDP)"
+    )
+    offload: bool = setting(False, "keep weights and optimizer state in CPU memory while the model is idle")
+
+    compile: bool | Literal["aot_eager"] = setting(
+        False, "compile each layer with torch.compile; aot_eager: without generating code, to find errors faster"
+    )
+
+    def alone(self) -> Fsdp2Settings:
+        return self.model_copy(update={"parallel": None})

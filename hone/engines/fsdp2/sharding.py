@@ -1,0 +1,269 @@
+"""Distribute a Hugging Face model over a mesh: transformers' own tensor and expert plans, then `fully_shard`.
+
+    layers' matrices --tensor plan--> slices over `tensor`        experts --expert plan--> whole experts over `expert`
+    everything --fully_shard, layer by layer--> shards over `fsdp`, gathered for use, gradients summed back into shards
+
+Gradients are summed over ranks, not averaged: the loss weights contain the denominator of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from transformers import __version__ as transformers_version
+from transformers.distributed import tensor_parallel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hone.engines.forward import Forward
+from hone.engines.fsdp2.mesh import EXPERT, TENSOR, Mesh
+from hone.engines.fsdp2.settings import ParallelConfig, Sizes
+from hone.engines.lora.targets import Split
+from hone.models.attention.sequence_parallel import shared_by
+from hone.models.errors import ModelError
+from hone.models.four_bit import seen_as_plain, still_empty
+from hone.models.precision import wide_weights
+from hone.types import Batch, ModelOutput
+
+if TYPE_CHECKING:
+    from hone.engines.lora.peft_layers import AdapterLayers
+
+R = TypeVar("R")
+
+_PARTIAL = "replicated_with_grad_allreduce"  # transformers' name for norms inside a layer whose heads are split
+_DISPATCH = "ep_dispatch_experts"
+
+
+class ShardingError(ModelError):
+    """Error for a model that does not fit the mesh; the message names the key (actor.backend.parallel.tensor)."""
+
+
+class Sharder:
+    """Shards one engine's model over a mesh."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parallel: ParallelConfig,
+        stored: torch.dtype,
+        compute: torch.dtype,
+        layers: AdapterLayers | None = None,
+    ) -> None:
+        """`stored` is the precision of the optimizer's weights; `layers` adds an adapter's layers to the model."""
+        self._mesh = mesh
+        self._key = parallel.key_of
+        self._stored = stored
+        self._compute = compute
+        self._layers = layers
+        self._styles: dict[str, str] = {}  # how `tensor` cut each kind of module
+        self.partial: list[str] = []  # weights whose gradients are to be summed over `tensor` (norms of single heads)
+
+    def shard(self, model: Any, name: str) -> None:
+        """Turn a transformers model, empty (meta) or filled, into its shards, in place; `name` is for errors.
+
+        Raises ShardingError naming the dimension of the mesh that does not fit the model.
+        """
+        model.tie_weights()
+        sizes = self._mesh.sizes
+        _require_plans(sizes, self._key)
+        if sizes.sequence > 1:
+            _require_shared_heads(model, sizes, self._key("sequence"), name)
+        if sizes.tensor > 1:
+            self._split_matrices(model, name)
+        if sizes.expert > 1:
+            self._split_experts(model, name)
+        if self._layers is not None:
+            with seen_as_plain(model):
+                self._layers.attach(model, name, self._split())
+        self._shard_parameters(model)
+        if self._layers is not None:
+            self._layers.hide(model)
+
+    def _split(self) -> Split | None:
+        """The cut that an adapter's layers follow; None: matrices and experts are whole."""
+        sizes = self._mesh.sizes
+        if sizes.tensor == sizes.expert == 1:
+            return None
+        tensor = self._mesh.dense[TENSOR] if sizes.tensor > 1 else None
+        return Split(self._styles, tensor, sizes.expert > 1, self._key("").removesuffix("."))
+
+    def wrap(self, model: nn.Module) -> None:
+        """Shard what a wrapper adds to a model (a value head), and let `inside` run in its forward."""
+        if not isinstance(model, FSDPModule):
+            self._fully_shard(model, self._mesh.fsdp, self._precision(), last=True)
+        for part in (model, getattr(model, "body", None)):  # the body of a value model is sharded by itself
+            if isinstance(part, FSDPModule):
+                part._hone_inside = _call  # type: ignore[attr-defined]
+                register_fsdp_forward_method(part, "_hone_inside")
+
+    # ---------------------------------------------------------------------------------------------------- tensor
+
+    def _split_matrices(self, model: Any, name: str) -> None:
+        size = self._mesh.sizes.tensor
+        plan = {key: style for key, style in model.tp_plan.items() if ".layers." in f".{key}"}
+        if not plan:
+            raise ShardingError(
+                f"{self._key('tensor')} = {size}: {name} has no tensor-parallel plan in transformers; leave it at 1 "
+                "and use shard or sequence"
+            )
+        _require_heads(model, size, self._key("tensor"), name)
+        partial = [key for key, style in plan.items() if style == _PARTIAL]
+        partial += _norms_of_split_heads(model, plan)
+        plan = {key: style for key, style in plan.items() if style != _PARTIAL}
+        if self._mesh.sizes.expert > 1:
+            experts = tuple(model.ep_plan)
+            plan = {key: style for key, style in plan.items() if not key.startswith(experts)}
+        self._styles = plan
+        try:
+            tensor_parallel.apply_tensor_parallelism(model, self._mesh.dense[TENSOR], plan)
+        except (ValueError, RuntimeError) as error:
+            raise ShardingError(f"{self._key('tensor')} = {size} does not fit {name}: {error}") from error
+        self.partial = [n for n, _ in model.named_parameters() if _wildcard(n).rpartition(".")[0] in partial]
+
+    # --------------------------------------------------------------------------------------------------- experts
+
+    def _split_experts(self, model: Any, name: str) -> None:
+        size, plan = self._mesh.sizes.expert, dict(model.ep_plan)
+        if _DISPATCH not in plan.values():
+            raise ShardingError(
+                f"{self._key('expert')} = {size}: {name} has no expert-parallel plan in transformers; leave it at 1"
+            )
+        count = next((getattr(m, "num_experts", 0) for m in model.modules() if getattr(m, "num_experts", 0)), 0)
+        if count % size:
+            raise ShardingError(f"{self._key('expert')} = {size} does not divide the {count} experts of {name}")
+        tensor_parallel.apply_expert_parallelism(model, self._mesh.experts[EXPERT], self._mesh.dense[TENSOR], plan)
+        if self._mesh.sizes.tensor > 1:
+            for module in _experts(model):
+                module.forward = _cloned(module.forward)
+
+    # ------------------------------------------------------------------------------------------------------ fsdp
+
+    def _shard_parameters(self, model: Any) -> None:
+        policy = self._precision()
+        if self._mesh.sizes.expert > 1:
+            for module in _experts(model):
+                self._fully_shard(module, self._mesh.expert_fsdp, policy)
+        wide = wide_weights(model)
+        for path, module in list(model.named_modules()):
+            weights = [f"{path}.{key}" for key, _ in module.named_parameters(recurse=False)]
+            if weights and policy.param_dtype is not None and all(wide(weight) for weight in weights):
+                self._fully_shard(module, self._mesh.fsdp, self._precision(wide=True))
+        for layer in _layers(model):
+            self._fully_shard(layer, self._mesh.fsdp, policy)
+        self._fully_shard(model, self._mesh.fsdp, policy, last=True)
+
+    def _precision(self, wide: bool = False) -> MixedPrecisionPolicy:
+        """Gather in compute precision (`wide`: as stored), sum gradients in float32 at least, update as stored."""
+        narrow = self._compute == torch.bfloat16
+        return MixedPrecisionPolicy(
+            param_dtype=None if wide or self._stored == self._compute else self._compute,
+            reduce_dtype=torch.float32 if narrow else None,
+            cast_forward_inputs=False,
+        )
+
+    def _fully_shard(self, module: nn.Module, mesh: Any, policy: MixedPrecisionPolicy, last: bool = False) -> None:
+        reshard = None if last else True
+        fully_shard(
+            module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=still_empty(module)
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def inside(model: Any, run: Callable[[], R]) -> R:
+    """Call `run` as the forward of a sharded model, so that weights outside of its layers are gathered.
+
+    `run` must return tuples, lists, dicts and tensors only: the backward hooks find no tensors in other objects.
+    """
+    return model._hone_inside(run)  # type: ignore[no-any-return]
+
+
+def sharded_forward(model: nn.Module, forward: Forward, mesh: Mesh) -> Forward:
+    """Wrap `forward` to run `inside` a sharded model."""
+
+    def run(batch: Batch, needs: frozenset[str]) -> ModelOutput:
+        def plain() -> dict[str, Any]:
+            with shared_by(mesh.sequence):
+                output = forward(batch, needs)
+            return {
+                "logprobs": output.logprobs,
+                "entropy": output.entropy,
+                "values": output.values,
+                "extras": dict(output.extras),
+            }
+
+        return ModelOutput(**inside(model, plain))
+
+    return run
+
+
+def _call(run: Callable[[], R]) -> R:
+    return run()
+
+
+def _cloned(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Clone the result of experts: under tensor parallelism it is a view, which loses the hooks of `fully_shard`."""
+
+    def run(*arguments: Any) -> Tensor:
+        return forward(*arguments).clone()
+
+    return run
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+
+
+def _experts(model: Any) -> Iterator[nn.Module]:
+    keys = [key for key, style in model.ep_plan.items() if style == _DISPATCH]
+    return (module for path, module in model.named_modules() if _wildcard(path) in keys)
+
+
+def _norms_of_split_heads(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
+    """Norms of single heads that the plan leaves out although it splits queries and keys (GLM-4-MoE).
+
+    Each rank has only its heads' part of their gradient.
+
+    Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/glm4_moe/configuration_glm4_moe.py
+    """
+    split = [key.removesuffix("_proj") for key, style in plan.items() if style == "colwise" and key.endswith("_proj")]
+    norms = {f"{key}_norm" for key in split} - plan.keys()
+    return sorted(norms & {_wildcard(path) for path, _ in model.named_modules()})
+
+
+def _wildcard(name: str) -> str:
+    """Write a path as plans do: model.layers.3.mlp -> model.layers.*.mlp."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _require_plans(sizes: Sizes, key: Callable[[str], str]) -> None:
+    """Raise ShardingError if the installed transformers cannot apply a plan of hone's choice (it can from 5.19 on)."""
+    for name, size in (("tensor", sizes.tensor), ("expert", sizes.expert)):
+        if size > 1 and not hasattr(tensor_parallel, "apply_expert_parallelism"):
+            raise ShardingError(
+                f"{key(name)} = {size} needs transformers 5.19, found {transformers_version}; leave it at 1, or "
+                "install that version"
+            )
+
+
+def _require_shared_heads(model: Any, sizes: Sizes, setting: str, name: str) -> None:
+    """Raise ShardingError unless sequence ranks can share the heads; fewer key and value heads are repeated."""
+    config = model.config.get_text_config()
+    queries = config.num_attention_heads // sizes.tensor
+    pairs = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // sizes.tensor
+    for count, key in ((queries, "num_attention_heads"), (pairs, "num_key_value_heads")):
+        if count == 0 or (count % sizes.sequence and (key == "num_attention_heads" or sizes.sequence % count)):
+            of = f"{count} {key} of {name}" + (f" on each of {sizes.tensor} tensor ranks" if sizes.tensor > 1 else "")
+            raise ShardingError(f"{setting}: {of} cannot be shared out over {sizes.sequence} ranks")
+
+
+def _require_heads(model: Any, size: int, setting: str, name: str) -> None:
+    config = model.config.get_text_config()
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, key, None)
+        if heads is not None and heads % size:
+            raise ShardingError(f"{setting}: {heads} {key} of {name} cannot be shared out over {size} ranks")

@@ -1,0 +1,119 @@
+"""Which part of each tensor a rank holds. Checkpoints and adapters read it to work with every backend.
+
+A tensor in one process is one piece. A backend that cuts weights over ranks describes its cut as a `Shard`: the boxes
+of the whole tensor that lie in the rank's local one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a whole tensor, and where it lies in this rank's local tensor."""
+
+    offset: tuple[int, ...]  # in the whole tensor
+    shape: tuple[int, ...]
+    at: tuple[slice, ...]  # in the local tensor
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Shard(Protocol):
+    """How one tensor is distributed over the ranks, as one rank sees it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank is the first of those that hold the same part, and writes it."""
+
+    def pieces(self) -> list[Piece]:
+        """The boxes of the whole tensor that this rank holds."""
+
+    def local_shape(self) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor that this rank holds all of."""
+
+    shape: tuple[int, ...]
+    is_owner: bool = True
+
+    def pieces(self) -> list[Piece]:
+        at = tuple(slice(0, length) for length in self.shape)
+        return [] if 0 in self.shape else [Piece((0,) * len(self.shape), self.shape, at)]
+
+    def local_shape(self) -> list[int]:
+        return list(self.shape)
+
+
+Part = tuple[str, Tensor, Shard]
+"""A name, the live tensor that this rank holds, and which part of the whole tensor that is."""
+
+GatherFn = Callable[[str, Tensor], Tensor]
+"""A weight's name and this rank's part of it -> the whole weight. Every rank calls it."""
+
+PlaceFn = Callable[[Any, Tensor, bool], nn.Parameter]
+"""An empty parameter, a whole tensor, whether it is trained -> a parameter with this rank's part of the tensor."""
+
+
+class Weights(Protocol):
+    """The weights of one engine's model, by name, tied ones once; a backend has its own implementation."""
+
+    masters: dict[str, Tensor]
+    """What the optimizer updates, in `model.dtype`: this rank's parts of the trained weights."""
+
+    def collect(self) -> None:
+        """Add a backward's gradients to the masters'; called once after each micro-batch."""
+
+    def settle(self) -> None:
+        """Complete gradients that are sums over ranks; called once before each optimizer step."""
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of all gradients of all ranks; a part that several ranks hold counts once."""
+
+    def publish(self, names: frozenset[str] | None = None) -> None:
+        """Copy the masters (only those of `names`, if given) into the forward's weights; called after each change."""
+
+    def clear_gradients(self) -> None: ...
+
+    def parts(self) -> Iterable[Part]:
+        """Every weight (live), in the highest precision there is; as several parts if its boxes are apart here."""
+
+    def trained(self) -> Iterable[Part]:
+        """The parts of the masters."""
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every entry of the model's state dict, whole, tied ones under each name; each tensor owns its storage.
+
+        Gathered as they are taken: every rank takes all of them.
+        """
+
+    def chosen(self, names: frozenset[str]) -> dict[str, Tensor]:
+        """Gather some of `parts`. Every rank calls it."""
+
+
+def blend_part(live: Tensor, shard: Shard, whole: Tensor, mixup: float) -> None:
+    """Set the local part of a weight to mixup * whole + (1 - mixup) * weight; numbers that are counts are copied."""
+    for piece in shard.pieces():
+        there = tuple(slice(start, start + length) for start, length in zip(piece.offset, piece.shape, strict=True))
+        own, new = live[piece.at], whole[there].to(live.device, live.dtype)
+        if own.is_floating_point():
+            own.lerp_(new, mixup)
+        else:
+            own.copy_(new)
+
+
+__all__ = ["GatherFn", "Part", "Piece", "PlaceFn", "Shard", "Weights", "Whole", "blend_part"]

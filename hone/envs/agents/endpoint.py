@@ -1,0 +1,329 @@
+"""OpenAI-compatible endpoint of the policy, which records every token that an agent samples.
+
+    agent program --HTTP, loopback, its key--> Endpoint --AgentSession: history -> ids--> generate(ids) --> rollout
+         ^--------- text, tool calls -----------'   `-- what was sampled, committed before it is told --> trajectories
+
+    async with Endpoint(language) as endpoint:
+        session = endpoint.open_session(AgentTask(generate, sampling, "1/7/0", seed_of))
+        await program(endpoint.base_url, session_key)
+        endpoint.close_session(session_key).trajectories("task/7", 0)
+
+Supports chat completions and text completions, whole or streamed, `n`, `stop`, log-probs and tool calls. A key is valid
+for one session, until `close_session`; it may also stand in the path (`/s/KEY/v1`). An adapter of the task answers
+requests that name it as `model`.
+The endpoint runs on the caller's event loop and waits only for `generate`, which has the rollout's deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
+
+from hone.config import ConfigError
+from hone.envs.agents.openai_protocol import Answer, BadRequest, ChatRequest, Reply, TextRequest, error_body, supported
+from hone.envs.agents.sessions import AgentSession, AgentTask
+from hone.envs.base import Language
+from hone.envs.tool_calls import ParseFn, arguments_text, hermes
+from hone.processes.guard import LOOPBACK, PathToken, TokenGuard, bearer_token
+from hone.processes.listening import Refusals, bounded, read_body
+from hone.processes.untrusted_json import parse_json
+from hone.types import Completion, PromptTooLong, SamplingParams, StopReason
+
+START_S, STOP_S = 10.0, 10.0
+MOST_CONNECTIONS = 4096
+LARGEST_BODY = 16 << 20  # bytes of one request
+ON_THE_LOOP = 1 << 16  # bytes; a longer request is tokenised in a thread, because that takes 4 s for each MiB
+BUDGET_EXHAUSTED, TOO_LONG = "token_budget_exhausted", "context_length_exceeded"  # error codes for length
+LOG = logging.getLogger(__name__)
+PlaceFn = Callable[..., Awaitable[Any]]  # runs a function with its arguments, on the event loop or in a thread
+CLIENT_GONE = 499  # the status for logs; the client is gone
+
+
+class Endpoint:
+    """HTTP server for all agents of a run."""
+
+    def __init__(self, language: Language, parse_tools: ParseFn = hermes) -> None:
+        """`parse_tools` finds tool calls in generated text, for requests that offer tools."""
+        self._language = language
+        self._parse_tools = parse_tools
+        self._sessions: dict[str, AgentSession] = {}
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._listener: socket.socket | None = None
+        app = FastAPI(openapi_url=None)
+        app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/completions", self._text, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/models", self._models, methods=["GET"], response_model=None)
+        self._app = PathToken(TokenGuard(app, self._sessions.__contains__))
+
+    # --------------------------------------------------------------------------------------- start, stop, sessions
+
+    async def __aenter__(self) -> Endpoint:
+        self._listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+        config = uvicorn.Config(
+            self._app,
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            http=bounded(Refusals("agent endpoint"), MOST_CONNECTIONS),
+        )
+        self._server = _InLoopServer(config)
+        self._serving = asyncio.create_task(self._server.serve([self._listener]), name="agent endpoint")
+        async with asyncio.timeout(START_S):
+            while not self._server.started and not self._serving.done():
+                await asyncio.sleep(0.005)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        assert self._serving is not None
+        assert self._listener is not None
+        self._server.should_exit = True
+        try:
+            await asyncio.wait_for(self._serving, STOP_S)
+        finally:
+            self._listener.close()
+
+    @property
+    def base_url(self) -> str:
+        """URL for OpenAI clients; valid while the endpoint is open."""
+        assert self._listener is not None
+        return f"http://{LOOPBACK}:{self._listener.getsockname()[1]}/v1"
+
+    def url_of(self, key: str) -> str:
+        """URL with the key of a session in its path: a client may then send any key, or none."""
+        return self.base_url.removesuffix("/v1") + f"/s/{key}/v1"
+
+    def open_session(self, task: AgentTask) -> str:
+        """Open a session and return its key, which also identifies it."""
+        key = f"hone-{secrets.token_hex(24)}"
+        self._sessions[key] = AgentSession(task, self._language)
+        return key
+
+    def session(self, key: str) -> AgentSession:
+        return self._sessions[key]
+
+    def close_session(self, key: str) -> AgentSession:
+        """End a session and return it with its record; its key is no longer valid."""
+        return self._sessions.pop(key)
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    async def _models(self, request: Request) -> Response:
+        names = ("policy", *self._sessions[bearer_token(request.scope)].task.adapters)
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "hone"} for name in names]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._serve(request, ChatRequest)
+
+    async def _text(self, request: Request) -> Response:
+        return await self._serve(request, TextRequest)
+
+    async def _serve(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
+        """Answer one request, or return an error in the protocol's form (400 for an invalid request)."""
+        session = self._sessions[bearer_token(request.scope)]
+        try:
+            with _client_errors():
+                text = await read_body(request, LARGEST_BODY)
+                place = _in_turn if len(text) <= ON_THE_LOOP else asyncio.to_thread
+                body = kind(**supported(await place(parse_json, text)))
+            reply = await self._answer_unless_gone(request, session, body, place)
+        except (ConfigError, ValueError) as error:  # invalid request, rendering, or refused by the engine
+            message, code = _reason(error)
+            session.refused_for_length = code in (BUDGET_EXHAUSTED, TOO_LONG)
+            return _refuse(400, message, code)
+        except Exception as error:
+            session.failure = error
+            LOG.exception("request of session %s failed", session.task.request_id)
+            return _refuse(500, f"the rollout engine failed: {error}", "engine_failed")
+        if reply is None:
+            return Response(status_code=CLIENT_GONE)
+        if body.stream:
+            return StreamingResponse(reply.stream(body.wants_usage), media_type="text/event-stream")
+        return JSONResponse(reply.whole())
+
+    async def _answer_unless_gone(
+        self, request: Request, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn
+    ) -> Reply | None:
+        """Return the reply, or None if the client hung up first: then sampling stops and nothing is recorded."""
+        answer = asyncio.create_task(self._answer(session, body, place))
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return await answer
+            session.client_gone_at = asyncio.get_running_loop().time()
+            return None
+        finally:
+            answer.cancel()
+            gone.cancel()
+            await asyncio.gather(answer, gone, return_exceptions=True)
+
+    async def _answer(self, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn) -> Reply:
+        """Generate within the budget."""
+        if body.model in session.task.adapters:
+            return await self._ask_adapter(session, body, place)
+        count = body.n or 1
+        longest = await session.room(body.longest, count)
+        if longest < 1:
+            left = f"{session.budget} left for {count} answers"
+            raise BadRequest(f"the episode's budget of sampled tokens is used up ({left})", BUDGET_EXHAUSTED)
+        with session.reserved(longest * count):
+            return await self._generate(session, body, longest, place)
+
+    async def _ask_adapter(self, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn) -> Reply:
+        """Answer by an adapter other than the policy's; the answer is not recorded and uses no token budget."""
+        task = session.task
+        with _client_errors():
+            if isinstance(body, ChatRequest):
+                prompt = await place(session.rendered, body.messages, body.offered)
+            else:
+                prompt = await place(session.encoded, body.only_prompt)
+            sampling = body.sampling(task.sampling, task.sampling.max_tokens, task.client_sampling)
+        completions = await self._sample(session, prompt, replace(sampling, adapter=body.model), body.n or 1)
+        with _server_errors():
+            answers = [self._answer_to(one, body) for one in completions]
+        return Reply(body.model, answers, len(prompt), isinstance(body, ChatRequest), body.return_token_ids)
+
+    async def _generate(
+        self, session: AgentSession, body: ChatRequest | TextRequest, longest: int, place: PlaceFn
+    ) -> Reply:
+        """Generate, record, then return the reply."""
+        chat = isinstance(body, ChatRequest)
+        with _client_errors():
+            async with session.recording:
+                if isinstance(body, ChatRequest):
+                    placed = await place(session.place_chat, body.messages, body.offered)
+                else:
+                    placed = await place(session.place_text, body.only_prompt)
+        try:
+            with _client_errors():
+                sampling = body.sampling(session.task.sampling, longest, session.task.client_sampling)
+            completions = await self._sample(session, placed.prompt, sampling, body.n or 1)
+            with _server_errors():
+                answers = [self._answer_to(one, body) for one in completions]
+                recorded = [(one.completion, one.message if chat else None) for one in answers]
+                async with session.recording:
+                    session.commit(placed, recorded)  # type: ignore[arg-type]  answers are messages
+        except BaseException:
+            session.release(placed)
+            raise
+        return Reply(body.model, answers, len(placed.prompt), chat, body.return_token_ids)
+
+    async def _sample(
+        self, session: AgentSession, prompt: tuple[int, ...], sampling: SamplingParams, count: int
+    ) -> Sequence[Completion]:
+        task = session.task
+        numbers = [session.next_number() for _ in range(count)]
+        session.waiting += count
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(
+                        task.generate(  # type: ignore[arg-type]  a GenerateFn returns a coroutine
+                            f"{task.request_id}/{number}", prompt, replace(sampling, seed=task.seed_of(number))
+                        )
+                    )
+                    for number in numbers
+                ]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        finally:
+            session.waiting -= count
+        completions = [await one for one in running]
+        if any(one.stop_reason is StopReason.ABORTED for one in completions):
+            raise RuntimeError("the request was aborted")
+        return completions
+
+    def _answer_to(self, completion: Completion, body: ChatRequest | TextRequest) -> Answer:
+        """Return what the client sees: no special tokens, nothing after a stop string, tool calls separate."""
+        text = self._language.decode(completion.token_ids)
+        ends = [place for stop in body.stops if (place := text.find(stop)) >= 0]
+        text = text[: min(ends)] if ends else text
+        calls: list[dict[str, Any]] = []
+        if isinstance(body, ChatRequest) and body.offered:
+            content, found = self._parse_tools(text)
+            whole = [{"name": one.name, "arguments": arguments_text(one)} for one in found if not one.error]
+            calls = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": one} for one in whole]
+            if calls:  # a broken call stays text
+                text = content + "".join(one.text for one in found if one.error)
+        wanted = body.logprobs if isinstance(body, ChatRequest) else body.logprobs is not None
+        tokens = [self._language.decode([one], keep_special=True) for one in completion.token_ids] if wanted else []
+        return Answer(completion, text, tuple(calls), tuple(tokens))
+
+
+async def _in_turn(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Do short work on the event loop."""
+    return work(*arguments)
+
+
+class _InLoopServer(uvicorn.Server):
+    """Server on a shared event loop; it leaves signals to the run."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def _client_errors() -> Iterator[None]:
+    """Treat failed lookups and conversions as errors in the client's request."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise BadRequest(f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _server_errors() -> Iterator[None]:
+    """Treat failures as errors of the server."""
+    try:
+        yield
+    except ValueError as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has hung up. The request's body must have been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _reason(error: Exception) -> tuple[str, str]:
+    """Return why a request is refused: a message for people and a code for programs."""
+    if isinstance(error, BadRequest):
+        return str(error), error.code
+    if isinstance(error, PromptTooLong):
+        return str(error), TOO_LONG
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        return f"{place}: {first['msg']} (found {first['input']!r:.80})", "invalid_request"
+    return f"{type(error).__name__}: {error}", "invalid_request"
+
+
+def _refuse(status: int, message: str, code: str) -> JSONResponse:
+    """Return an error that clients do not retry, because a retry would be recorded as another sample."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse(error_body(message, kind, code), status, headers={"x-should-retry": "false"})
+
+
+__all__ = ["AgentTask", "Endpoint"]

@@ -1,0 +1,132 @@
+"""Run episodes in which an agent program calls the policy.
+
+    prompt --(n samples)--> key --> program(base_url, key, prompt) <--HTTP--> endpoint <--> rollout
+                                        | ends, fails, or its deadline passes
+                            recorded trajectories of the episode --> score(group) -> TrajectoryGroup
+
+It has the same `run` method as `hone.envs.episode.EpisodeRunner`. An episode may give several trajectories (branches,
+several agents); they share its number, so the episode counts once in its group's baseline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hone.config import ConfigError
+from hone.data.rendering import Renderer
+from hone.deadline import Deadline
+from hone.envs.agents.endpoint import Endpoint
+from hone.envs.agents.program import load_program
+from hone.envs.agents.sessions import AgentSession, AgentTask
+from hone.envs.episode import Play, ScoreFn, request_seed
+from hone.envs.settings import AgentSettings, EpisodeConfig
+from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
+
+
+class AgentRunner:
+    """Runs groups of agent episodes, and scores each group as soon as it is complete."""
+
+    def __init__(self, config: EpisodeConfig, settings: AgentSettings, renderer: Renderer) -> None:
+        self._program = load_program(settings.program)
+        self._client_sampling = settings.client_sampling
+        self._adapters = tuple(settings.adapters)
+        self._timeout_s = config.timeout_s
+        self._renderer = renderer
+
+    async def run(self, prompts: Sequence[Prompt], play: Play, score: ScoreFn) -> list[TrajectoryGroup]:
+        """Return the groups of `prompts`, in their order; errors of the rollout engine and of scoring are raised.
+
+        Raises ConfigError for a prompt with images: the endpoint takes text only.
+        """
+        with_images = next((one for one in prompts if one.images), None)
+        if with_images is not None:
+            raise ConfigError(f"{with_images.prompt_id} has images, which an agent program (episode.env) does not get")
+        async with Endpoint(self._renderer) as endpoint:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [tasks.create_task(self._group(endpoint, one, play, score)) for one in prompts]
+            except BaseExceptionGroup as failures:
+                first: BaseException = failures
+                while isinstance(first, BaseExceptionGroup):
+                    first = first.exceptions[0]
+                raise first from failures
+            return [await task for task in running]
+
+    async def close(self) -> None:
+        return None
+
+    async def _group(self, endpoint: Endpoint, prompt: Prompt, play: Play, score: ScoreFn) -> TrajectoryGroup:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._episode(endpoint, prompt, i, play)) for i in range(play.samples)]
+            alone = (
+                tasks.create_task(self._episode(endpoint, prompt, play.samples, play.greedily)) if play.greedy else None
+            )
+        played = [one for task in running for one in await task]
+        scored = await score(TrajectoryGroup(prompt, tuple(played)))
+        if alone is None:
+            return scored
+        greedy = await score(TrajectoryGroup(prompt, tuple((await alone)[:1])))
+        return replace(scored, greedy=greedy.trajectories[0])
+
+    async def _episode(self, endpoint: Endpoint, prompt: Prompt, sample: int, play: Play) -> list[Trajectory]:
+        deadline = Deadline(self._timeout_s)
+        task = AgentTask(
+            generate=deadline.over(play.generate),
+            sampling=play.sampling,
+            request_id=f"{play.step}/{prompt.draw}/{sample}",
+            seed_of=lambda number: request_seed(play.seed, play.step, prompt.draw, sample, number),
+            client_sampling=self._client_sampling,
+            adapters=self._adapters,
+        )
+        key = endpoint.open_session(task)
+        session = endpoint.session(key)
+        answer, status, error = None, Status.OK, ""
+        try:
+            async with deadline:
+                answer = await self._program(endpoint.url_of(key), key, prompt)
+        except Exception as failure:  # noqa: BLE001  user code: its error becomes the trajectory's
+            status, error = self._failed(session, failure, deadline)
+        finally:
+            endpoint.close_session(key)
+        if session.failure is not None:
+            raise session.failure
+        return _with_status(session.trajectories(prompt.prompt_id, sample, answer), prompt, sample, status, error)
+
+    def _failed(self, session: AgentSession, failure: Exception, deadline: Deadline) -> tuple[Status, str]:
+        """Return why a program failed: its deadline, a length limit of the policy, or the program itself."""
+        if deadline.expired():  # a request open at that time means that the engine was slow
+            for_engine = session.waiting or session.client_gone_at >= (deadline.when() or 0.0)
+            waited = "the rollout engine" if for_engine else "the program"
+            status = Status.ENGINE_FAILED if for_engine else Status.ENV_FAILED
+            return status, f"not finished after {self._timeout_s:g} s, waiting for {waited}"
+        reason = f"{type(failure).__name__}: {failure}"
+        if session.tracks and session.refused_for_length and _is_refusal(failure):
+            return Status.TRUNCATED, reason
+        return Status.ENV_FAILED, reason
+
+
+def _is_refusal(failure: BaseException | None) -> bool:
+    """Whether an exception comes from a request that the endpoint refused (OpenAI clients keep the HTTP status)."""
+    while failure is not None:
+        if getattr(failure, "status_code", None) == 400:
+            return True
+        failure = failure.__cause__ or failure.__context__
+    return False
+
+
+def _with_status(
+    recorded: list[Trajectory], prompt: Prompt, sample: int, status: Status, error: str
+) -> list[Trajectory]:
+    """Set the episode's status on its trajectories; without any, return one failed trajectory."""
+    if not recorded:
+        nothing = Trajectory(prompt.prompt_id, sample, (), 0, (), (), (), "", StopReason.STOP, episode=sample)
+        failed = Status.ENV_FAILED if status is Status.OK else status
+        return [nothing.with_(status=failed, error=error or "the program asked the policy nothing")]
+    if status is Status.OK:
+        return recorded
+    return [one.with_(status=status, error=error) for one in recorded]
+
+
+__all__ = ["AgentRunner"]

@@ -1,0 +1,281 @@
+"""What a policy said: content, thought and tool calls, found in generated text by the parser of its model's family.
+
+    hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>        Qwen 2.5 and 3, Hermes
+    qwen3_coder   <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
+    llama3        {"name": "add", "parameters": {"a": 1}}, also after <|python_tag|>
+    mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], or [TOOL_CALLS]add[ARGS]{"a": 1}
+    pythonic      [add(a=1), add(a=2)]                                                  Llama 4
+
+The policy wrote the text, so it may be anything: a parser takes time linear in its length and raises nothing. A call
+that is cut off or malformed is a call with an error, never a final answer.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.config import ConfigError
+from hone.envs import PARSERS
+from hone.processes.untrusted_json import DEEPEST, parse_json
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call as the policy wrote it."""
+
+    name: str = ""  # empty if none can be read
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""  # as written, with its marks
+    error: str = ""  # what is wrong with a broken call
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One completion as an environment reads it. Said("So:", thought="3 and 4", calls=(Call("add", {"a": 3}),))."""
+
+    content: str  # without thought, calls and special tokens
+    thought: str = ""
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether no call is broken."""
+        return not any(call.error for call in self.calls)
+
+
+ParseFn = Callable[[str], tuple[str, tuple[Call, ...]]]
+"""Text with its special tokens -> (the text without calls, the calls)."""
+
+# What a chat template renders around a call -> the parser of that form; the first that is found counts.
+_FORMS = {
+    "<function=": "qwen3_coder",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|python_start|>": "pythonic",
+    "<|python_tag|>": "llama3",
+}
+_THINK, _END_THINK = "<think>", "</think>"
+_LONGEST_EXPRESSION = 20_000  # characters of a pythonic call
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """(thought, the rest) of a text with `<think>` marks; a thought that does not end is all of the text.
+
+    >>> split_thought("<think>two and two</think>4"), split_thought("4")
+    (('two and two', '4'), ('', '4'))
+    """
+    before, found, after = text.partition(_END_THINK)
+    if found:
+        return before.strip().removeprefix(_THINK).strip(), after.lstrip("\n")
+    if text.lstrip().startswith(_THINK):
+        return text.strip().removeprefix(_THINK).strip(), ""
+    return "", text
+
+
+# ------------------------------------------------------------------------------------------------------- the parsers
+
+
+def hermes(text: str) -> tuple[str, tuple[Call, ...]]:
+    """Calls as JSON between `<tool_call>` and `</tool_call>`."""
+    return _between(text, _json_call)
+
+
+def qwen3_coder(text: str) -> tuple[str, tuple[Call, ...]]:
+    """Calls as `<function=NAME>` and `<parameter=NAME>` between `<tool_call>` marks; all arguments are text."""
+    return _between(text, _tagged_call)
+
+
+def llama3(text: str) -> tuple[str, tuple[Call, ...]]:
+    """JSON objects, separated by `;`, after `<|python_tag|>` or as the whole text."""
+    before, tagged, after = text.partition("<|python_tag|>")
+    written = (after if tagged else before).strip()
+    if not tagged and not re.match(r'\{\s*"(?:name|type)"\s*:', written):
+        return text, ()
+    calls = tuple(_json_call(one, one, "parameters") for one in _objects(written))
+    return before.strip() if tagged else "", calls or (Call(text=written, error="there is no JSON object"),)
+
+
+def mistral(text: str) -> tuple[str, tuple[Call, ...]]:
+    """After each `[TOOL_CALLS]`: a JSON list of calls, or a name, `[ARGS]` and a JSON object."""
+    content, *written = text.split("[TOOL_CALLS]")
+    return content.strip() if written else text, tuple(call for one in written for call in _mistral_calls(one.strip()))
+
+
+def pythonic(text: str) -> tuple[str, tuple[Call, ...]]:
+    """A Python list of function calls with named arguments, as the whole text."""
+    written = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    if not re.match(r"\[\s*[A-Za-z_]\w*\(", written):
+        return text, ()
+    try:
+        return "", tuple(_python_calls(written))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        name = re.match(r"\[\s*(\w+)", written)
+        return "", (Call(name[1] if name else "", {}, written, f"not a list of calls: {_short(error)}"),)
+
+
+def no_calls(text: str) -> tuple[str, tuple[Call, ...]]:
+    """Every text is content."""
+    return text, ()
+
+
+# ----------------------------------------------------------------------------------------------------------- parts
+
+
+def _between(text: str, read: Callable[[str, str], Call]) -> tuple[str, tuple[Call, ...]]:
+    """Calls between `<tool_call>` marks, in linear time; the last one may lack its end."""
+    opening, closing = "<tool_call>", "</tool_call>"
+    left: list[str] = []
+    calls: list[Call] = []
+    at = 0
+    while (begin := text.find(opening, at)) >= 0:
+        left.append(text[at:begin])
+        end = text.find(closing, begin)
+        if end < 0:
+            body = text[begin + len(opening) :]
+            calls.append(Call(_name_in(body), {}, text[begin:], f"{closing} is missing"))
+            at = len(text)
+            break
+        at = end + len(closing)
+        calls.append(read(text[begin + len(opening) : end], text[begin:at]))
+    left.append(text[at:])
+    return ("".join(left).strip() if calls else text), tuple(calls)
+
+
+def _json_call(body: str, written: str, key: str = "arguments") -> Call:
+    """A call as a JSON object with a name and `key`."""
+    try:
+        call = parse_json(body)
+    except ValueError as error:
+        return Call(_name_in(body), {}, written, f"not JSON: {_short(error)}")
+    return _checked(call, written, key)
+
+
+def _checked(call: Any, written: str, key: str = "arguments") -> Call:
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+        return Call("", {}, written, 'a call should be an object with "name" (text) and "arguments"')
+    arguments = call.get(key, call.get("arguments", {}))
+    if isinstance(arguments, str):  # some models write the object as text
+        try:
+            arguments = parse_json(arguments)
+        except ValueError as error:
+            return Call(call["name"], {}, written, f"arguments are not JSON: {_short(error)}")
+    if not isinstance(arguments, dict):
+        return Call(call["name"], {}, written, f"{key} should be an object, found {type(arguments).__name__}")
+    return Call(call["name"], arguments, written)
+
+
+def _tagged_call(body: str, written: str) -> Call:
+    function = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", body, re.DOTALL)
+    if function is None:
+        return Call("", {}, written, "<function=NAME> ... </function> is missing")
+    arguments: dict[str, str] = {}
+    for part in function[2].split("<parameter=")[1:]:
+        name, opened, value = part.partition(">")
+        value, closed, _ = value.rpartition("</parameter>")
+        if not opened or not closed:
+            return Call(function[1], {}, written, "a <parameter=NAME> is not closed")
+        arguments[name] = value.removeprefix("\n").removesuffix("\n")
+    return Call(function[1].strip(), arguments, written)
+
+
+def _mistral_calls(written: str) -> Iterator[Call]:
+    marked = f"[TOOL_CALLS]{written}"
+    if written.startswith("["):
+        try:
+            listed = parse_json(written)
+        except ValueError as error:
+            yield Call(_name_in(written), {}, marked, f"not JSON: {_short(error)}")
+            return
+        yield from (_checked(one, marked) for one in listed)
+        return
+    name, _, arguments = written.partition("[ARGS]") if "[ARGS]" in written else written.partition("{")
+    body = arguments if "[ARGS]" in written else "{" + arguments
+    name = name.partition("[CALL_ID]")[0].strip()
+    yield _json_arguments(name, body, marked)
+
+
+def _json_arguments(name: str, body: str, written: str) -> Call:
+    try:
+        arguments = parse_json(body)
+    except ValueError as error:
+        return Call(name, {}, written, f"arguments are not JSON: {_short(error)}")
+    return _checked({"name": name, "arguments": arguments}, written)
+
+
+def _python_calls(written: str) -> Iterator[Call]:
+    """Read a list of calls whose arguments are literals; nothing is evaluated."""
+    depth = deepest = 0
+    for character in written:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > DEEPEST or len(written) > _LONGEST_EXPRESSION:
+        raise ValueError("it is too long or too deep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Python, about the policy's text
+        tree = ast.parse(written, mode="eval").body
+    if not isinstance(tree, ast.List):
+        raise ValueError("found no list")
+    for node in tree.elts:
+        if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
+            raise ValueError("a call is written as name(argument=value, ...)")
+        arguments = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
+        yield Call(ast.unparse(node.func), arguments, f"[{ast.get_source_segment(written, node)}]")
+
+
+def _objects(written: str) -> Iterator[str]:
+    """The JSON objects of a text one after another; what is left at the end is the last, if anything is."""
+    start, depth, text = 0, 0, False
+    escaped = False
+    for place, character in enumerate(written):
+        if text:
+            text = escaped or character != '"'
+            escaped = character == "\\" and not escaped
+            continue
+        text = character == '"'
+        depth += (character == "{") - (character == "}")
+        if character == "}" and depth == 0:
+            yield written[start : place + 1].strip(" ;\n")
+            start = place + 1
+    if rest := written[start:].strip(" ;\n"):
+        yield rest
+
+
+def _name_in(body: str) -> str:
+    """The name in a call that cannot be read whole."""
+    found = re.search(r'"name"\s{0,8}:\s{0,8}"([^"\\]{1,128})"|<function=([^>\n]{1,128})>', body[:1000])
+    return (found[1] or found[2]) if found else ""
+
+
+def _short(error: BaseException) -> str:
+    return " ".join((str(error) or type(error).__name__).split())[:200]
+
+
+def parser_of(name: str, template: str) -> ParseFn:
+    """The tool-call parser `name`; "auto" finds it in the text of the chat template.
+
+    Raises UnknownName for an unknown parser, ConfigError if the template has no form of calls that hone knows.
+    """
+    if name == "auto":
+        found = next((parser for form, parser in _FORMS.items() if form in template), None)
+        if found is None:
+            raise ConfigError(
+                f"episode.env.parser: the chat template renders tool calls in no form that hone knows; name a parser "
+                f"({', '.join(PARSERS)}), or register your own in hone.envs.PARSERS"
+            )
+        name = found
+    parse: ParseFn = PARSERS.get(name)
+    return parse
+
+
+def arguments_text(call: Call) -> str:
+    """The arguments as JSON text, as protocols carry them."""
+    return json.dumps(call.arguments, ensure_ascii=False, default=str)
+
+
+__all__ = ["Call", "ParseFn", "Said", "arguments_text", "hermes", "parser_of", "split_thought"]

@@ -1,0 +1,355 @@
+"""Attention over packed sequences: no padding, no dense mask, one function for every transformers architecture.
+
+    with packed(cu_seqlens):            # which tokens belong together, for this forward (and its backward)
+        model(input_ids[None], position_ids=position_ids[None])
+             |-- mask functions  -> `packed_mask`: no mask at all, or the layer's `Window`
+             `-- attention       -> `packed_attention_forward` -> one kernel call per run of equal lengths
+
+Importing this module registers both under the name `PACKED` in transformers' attention and mask registries, so a model
+loaded with `attn_implementation=PACKED` uses them. An attention feature of a model is either supported (scale,
+sliding window, score soft-capping, attention sinks, dropout) or an error; none is ignored.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hone.models.attention import cpu as cpu_attention
+from hone.models.attention.cpu import band, causal_mask
+from hone.models.attention.sequence_parallel import SequenceRanks, current_ranks
+
+PACKED = "hone_packed"
+
+# What transformers passes along to an attention function without any effect on its result here: positions are already
+# in the rotated queries and keys, and what belongs together comes from `packed`.
+_WITHOUT_EFFECT = {
+    *("position_ids", "cache_position", "use_cache", "layer_idx", "logits_to_keep", "num_items_in_batch"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Stands in for a mask tensor: this layer's tokens see themselves and `size - 1` tokens before."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring segments of one shape, which share a kernel call."""
+
+    count: int
+    length: int  # tokens of each segment
+    prefix: int = 0  # tokens of the shared prefix that each segment sees besides its own
+    source: int = 0  # the run that these prefixes are
+    rows: Tensor | None = None  # [count] which segment of that run is whose prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where each segment of a packed row begins and ends, and what it sees, in the forms that the kernels want.
+
+    A segment is a sequence, or the rest of one whose beginning (its prefix, a segment of its own earlier in the row) is
+    shared with others: n answers to one question need the question's tokens once.
+    """
+
+    cu_seqlens: Tensor  # [N+1] int32, on the device of the batch
+    lengths: tuple[int, ...]
+    runs: tuple[Run, ...]
+    ranks: SequenceRanks | None = None  # who shares the row; each has a slice of its tokens
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, parents: Sequence[int | None] | None = None) -> Packing:
+        """`parents[i]` is the segment that is segment i's prefix, or None; segments of equal length lie side by side.
+
+        Raises ValueError unless `cu_seqlens` starts at 0 and increases, and prefixes come first and have none.
+        """
+        ends = [int(end) for end in cu_seqlens.tolist()]
+        lengths = tuple(b - a for a, b in itertools.pairwise(ends))
+        if not lengths or ends[0] != 0 or min(lengths) < 1:
+            raise ValueError(f"cu_seqlens should start at 0 and increase, found {ends[:8]}{'...' * (len(ends) > 8)}")
+        parents = parents or [None] * len(lengths)
+        return cls(cu_seqlens.to(torch.int32), lengths, _runs(lengths, parents, cu_seqlens.device), current_ranks())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def _runs(lengths: Sequence[int], parents: Sequence[int | None], device: torch.device) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    place: dict[int, tuple[int, int]] = {}  # segment without a prefix -> (its run, its position there)
+
+    def shape(segment: int) -> tuple[int, int, int]:
+        parent = parents[segment]
+        if parent is None:
+            return lengths[segment], 0, 0
+        if parent not in place:
+            raise ValueError(f"segment {segment} has prefix {parent}, which should come before it and have no prefix")
+        return lengths[segment], lengths[parent], place[parent][0]
+
+    segment = 0
+    while segment < len(lengths):
+        length, prefix, source = shape(segment)
+        members = [segment]
+        if not prefix:
+            place[segment] = (len(runs), 0)
+        while segment + len(members) < len(lengths) and shape(segment + len(members)) == (length, prefix, source):
+            if not prefix:
+                place[segment + len(members)] = (len(runs), len(members))
+            members.append(segment + len(members))
+        of = [place[parent][1] for member in members if (parent := parents[member]) is not None]
+        rows = torch.tensor(of, device=device) if prefix else None
+        runs.append(Run(len(members), length, prefix, source, rows))
+        segment += len(members)
+    return tuple(runs)
+
+
+_CURRENT: ContextVar[Packing | None] = ContextVar("hone_packing", default=None)
+
+
+@contextmanager
+def packed(cu_seqlens: Tensor | Packing) -> Iterator[Packing]:
+    """Restrict attention in this context to the sequences of `cu_seqlens` ([N+1], starting at 0)."""
+    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing.of(cu_seqlens)
+    token = _CURRENT.set(packing)
+    try:
+        yield packing
+    finally:
+        _CURRENT.reset(token)
+
+
+def longest_sequence() -> int:
+    """Tokens of the longest sequence of the current forward; 0 outside of `packed`."""
+    packing = _CURRENT.get()
+    return 0 if packing is None else max(run.prefix + run.length for run in packing.runs)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The `context_fn` for `torch.utils.checkpoint`: recomputation, in whatever thread, sees the forward's packing."""
+    return packed(_current()), packed(_current())
+
+
+def _current() -> Packing:
+    packing = _CURRENT.get()
+    if packing is None:
+        raise RuntimeError(f"a model with attention {PACKED!r} has to be called inside `with packed(cu_seqlens):`")
+    return packing
+
+
+# --------------------------------------------------------------------------------------------- the attention itself
+
+
+def packed_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Packing, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """Causal attention within each packed sequence.
+
+    q [1, heads, T, d], k [1, kv_heads, T, d], v [1, kv_heads, T, dv] as transformers lays them out; cu_seqlens [N+1];
+    scale defaults to d**-0.5; with `window`, a token sees itself and `window - 1` tokens before. Returns
+    [1, heads, T, dv].
+    """
+    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing.of(cu_seqlens)
+    return attend(q, k, v, packing, Scoring(scale=scale if scale is not None else q.shape[-1] ** -0.5, window=window))
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What an architecture does to its attention scores."""
+
+    scale: float
+    window: int | None = None
+    dropout: float = 0.0
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap) (Gemma 2)
+    sinks: Tensor | None = None  # [heads]: one more score per head that takes weight and gives nothing (gpt-oss)
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
+    """`packed_sdpa` with an architecture's scoring. Raises ValueError on shapes that do not fit."""
+    if q.shape[0] != 1 or q.shape[2] != packing.num_tokens or k.shape[2] != packing.num_tokens:
+        raise ValueError(
+            f"packed attention wants one row of {packing.num_tokens} tokens, found queries {tuple(q.shape)} and "
+            f"keys {tuple(k.shape)} (KV caches are not supported here)"
+        )
+    sizes = [run.count * run.length for run in packing.runs]
+    queries, keys, values = (torch.split(x[0], sizes, 1) for x in (q, k, v))
+    parts = [
+        (_rows(one_q, run), _seen(keys, index, run), _seen(values, index, run))
+        for index, (one_q, run) in enumerate(zip(queries, packing.runs, strict=True))
+    ]
+    if _flash_varlen_fits(q, v, scoring):
+        return _flash_varlen(q, parts, packing, scoring)
+    outputs = [_attend_run(*part, scoring) for part in parts]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))[None]
+
+
+def _rows(part: Tensor, run: Run) -> Tensor:
+    """[heads, count * length, d] -> [count, heads, length, d], a view."""
+    return part.view(part.shape[0], run.count, run.length, part.shape[2]).transpose(0, 1)
+
+
+def _seen(parts: Sequence[Tensor], index: int, run: Run) -> Tensor:
+    """Keys or values of a run's segments, each behind those of its prefix: [count, heads, prefix + length, d]."""
+    own = _rows(parts[index], run)
+    if run.rows is None:
+        return own
+    whole = parts[run.source]
+    prefixes = whole.transpose(0, 1).reshape(-1, run.prefix, *whole.shape[::2])  # [segments, prefix, heads, d]
+    return torch.cat([prefixes.index_select(0, run.rows), own.transpose(1, 2)], 1).transpose(1, 2)
+
+
+def _attend_run(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """[count, heads, length, d] -> [heads, count * length, dv]."""
+    out = _sdpa(q, k, v, scoring) if scoring.plain else _explicit(q, k, v, scoring)
+    return out.transpose(0, 1).flatten(1, 2)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    if scoring.dropout == 0.0 and cpu_attention.fits(q, k, v):
+        return cpu_attention.causal_attention(q, k, v, scoring.scale, scoring.window)
+    mask = causal_mask(q.shape[2], k.shape[2], scoring.window, q.device)
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=scoring.dropout,
+        is_causal=mask is None,
+        scale=scoring.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """Attention written out, for scores that no kernel computes: [rows, heads, length, keys] at once, so slower."""
+    rows, heads, length, _ = q.shape
+    groups = heads // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = (q @ k.transpose(-1, -2)) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    visible = band(length, k.shape[2], scoring.window or k.shape[2], q.device)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype).view(1, heads, 1, 1).expand(rows, heads, length, 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = F.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    return F.dropout(weights[..., : k.shape[2]], scoring.dropout) @ v
+
+
+def _flash_varlen_fits(q: Tensor, v: Tensor, scoring: Scoring) -> bool:
+    """Whether torch's FlashAttention for packed rows has a kernel for this."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and half and scoring.plain and scoring.dropout == 0.0 and q.shape[-1] == v.shape[-1] <= 256
+
+
+def _flash_varlen(
+    q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], packing: Packing, scoring: Scoring
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # a kernel that exists only in builds with an accelerator
+
+    keys, values = (torch.cat([part[i].transpose(1, 2).flatten(0, 1) for part in parts]) for i in (1, 2))
+    seen = [run.prefix + run.length for run in packing.runs for _ in range(run.count)]
+    cu_keys = F.pad(torch.tensor(seen, device=q.device).cumsum(0, dtype=torch.int32), (1, 0))
+    out = varlen_attn(
+        q[0].transpose(0, 1),
+        keys,
+        values,
+        packing.cu_seqlens,
+        cu_keys,
+        max(packing.lengths),
+        max(seen),
+        scale=scoring.scale,
+        window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
+        enable_gqa=q.shape[1] != keys.shape[1],
+    )
+    assert isinstance(out, Tensor)  # without `return_aux` it is the output alone
+    return out.transpose(0, 1)[None]
+
+
+# ------------------------------------------------------------------------------------------- seen from transformers
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Window | Tensor | None,
+    scaling: float | None = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls: returns [1, T, heads, dv] and no weights.
+
+    Raises NotImplementedError for an attention feature that is not supported.
+    """
+    scoring = Scoring(
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=_window(attention_mask, asked.pop("sliding_window", None)),
+        dropout=asked.pop("dropout", 0.0),
+        softcap=asked.pop("softcap", None),
+        sinks=asked.pop("s_aux", None),
+    )
+    if asked.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"{type(module).__name__} is not causal; packed attention is for causal models")
+    strange = [name for name, value in asked.items() if value is not None and name not in _WITHOUT_EFFECT]
+    if strange:
+        raise NotImplementedError(f"{type(module).__name__} asks for {strange} in its attention: not supported")
+    packing = _current()
+    if packing.ranks is None:
+        return attend(query, key, value, packing, scoring).transpose(1, 2), None
+    if scoring.sinks is not None:  # one for each head: those of the heads that this rank has in attention
+        scoring = replace(scoring, sinks=scoring.sinks.chunk(packing.ranks.size)[packing.ranks.rank])
+    query, key, value = (packing.ranks.to_heads(x, packing.num_tokens) for x in (query, key, value))
+    return packing.ranks.to_tokens(attend(query, key, value, packing, scoring)).transpose(1, 2), None
+
+
+def _window(mask: Window | Tensor | None, argument: int | None) -> int | None:
+    """The layer's window: some architectures say it by their mask, some by an argument, most by both."""
+    if isinstance(mask, Tensor):
+        raise NotImplementedError("packed attention takes no mask tensor; sequences are marked off by `packed`")
+    if mask is not None and argument is not None and mask.size != argument:
+        raise ValueError(f"the mask's window of {mask.size} tokens is not the layer's of {argument}")
+    return mask.size if mask is not None else argument
+
+
+def packed_mask(
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    config: Any = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> Window | None:
+    """The mask function that transformers calls: None for causal attention, `Window` for a sliding window."""
+    if attention_mask is not None or q_length != kv_length:
+        raise NotImplementedError("packed attention has no padding mask and no KV cache: pass neither")
+    if use_vmap:
+        raise NotImplementedError("this architecture draws its own attention mask, which packed attention cannot")
+    if local_size is None:
+        return None
+    if getattr(config, "attention_chunk_size", None) == local_size:
+        raise NotImplementedError(f"chunked attention (attention_chunk_size={local_size}) is not supported")
+    return Window(local_size)
+
+
+ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, packed_mask)

@@ -1,0 +1,47 @@
+"""Which weights a model keeps in float32 while it computes in a narrower dtype.
+
+transformers computes these in float32 whatever the rest is in: parameters that the architecture names in
+`_keep_in_fp32_modules_strict` (some routers), and buffers of the state dict (the bias that balances DeepSeek-V3's
+experts). `_keep_in_fp32_modules`, without `strict`, concerns float16 only.
+
+The trainer, the weight sync, the built-in rollout and exports all ask `wide_weights`, so they hold the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+WideFn = Callable[[str], bool]
+
+
+def wide_weights(model: nn.Module) -> WideFn:
+    """Whether the weight of a name in the model's state dict stays in float32. A LoRA adapter changes no answer."""
+    lists = [getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in model.modules()]
+    patterns = {pattern for patterns in lists for pattern in patterns}
+    buffers = {name.replace(".base_layer", "") for name, _ in _buffers(model)}
+    return lambda name: name in buffers or any(pattern in name for pattern in patterns)
+
+
+def in_dtype(name: str, tensor: Tensor, dtype: torch.dtype, wide: WideFn) -> Tensor:
+    """A weight as a model that computes in `dtype` holds it: the same tensor if it is held so already."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.promote_types(dtype, torch.float32) if wide(name) else dtype)
+
+
+def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast every weight of a model, in place, to the dtype in which it is held while computing in `dtype`."""
+    wide = wide_weights(model)
+    for name, tensor in (*model.named_parameters(), *_buffers(model)):
+        tensor.data = in_dtype(name, tensor.data, dtype, wide)
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of the state dict; those that a model computes for itself (rotary frequencies) are not in it."""
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{path}.{key}" if path else key, buffer

@@ -1,0 +1,146 @@
+"""A model's image processor, which turns encoded images into patches for the vision tower.
+
+It uses transformers' processor for PIL images (resize, rescale, normalise, cut into patches), which needs no
+torchvision. An image's number of tokens depends only on its size.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image as Pillow
+from PIL import UnidentifiedImageError
+from transformers import AutoConfig, AutoImageProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+from hone.models.errors import ModelError
+from hone.models.settings import ModelConfig, VisionBuildConfig, VisionConfig
+from hone.models.source import check_source, locate
+from hone.models.tokenizer import IMAGE, SPECIAL_TOKENS, VISION_TOKENS, load_tokenizer
+from hone.models.vision.model import FAMILIES
+from hone.types import Image
+
+
+class ImageProcessor:
+    """Reads images for one model; a `hone.data.images.ImageReader`."""
+
+    def __init__(self, processor: Any, token_id: int) -> None:
+        """`processor` is transformers' processor for PIL images, `token_id` the placeholder token of images."""
+        self.token_id = token_id
+        self._processor = processor
+
+    def image(self, data: bytes) -> Image:
+        """Read an image and its number of tokens. Raises ValueError if it cannot be decoded or used."""
+        opened, processor = _decoded(data), self._processor
+        height, width = smart_resize(
+            opened.height,
+            opened.width,
+            factor=processor.patch_size * processor.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+        )
+        grid = (1, height // processor.patch_size, width // processor.patch_size)
+        return Image(data, grid, grid[1] * grid[2] // processor.merge_size**2, self.token_id, self.patches)
+
+    def patches(self, data: bytes) -> NDArray[np.float32]:
+        """Patches of an image, [patches, values of a patch]."""
+        made = self._processor(images=[_decoded(data)], return_tensors="np")["pixel_values"]
+        return np.ascontiguousarray(made, dtype=np.float32)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write preprocessor_config.json, as the model's own processor reads it."""
+        self._processor.save_pretrained(folder)
+
+
+def _decoded(data: bytes) -> Pillow.Image:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Pillow.DecompressionBombWarning)
+            opened = Pillow.open(io.BytesIO(data))
+            opened.load()
+            return opened.convert("RGB")
+    except UnidentifiedImageError as error:
+        raise ValueError(f"its {len(data)} bytes are no image of a known format") from error
+    except (OSError, SyntaxError, Pillow.DecompressionBombWarning, Pillow.DecompressionBombError) as error:
+        raise ValueError(f"it cannot be decoded: {error}") from error
+
+
+def load_image_processor(model: ModelConfig) -> ImageProcessor | None:
+    """Load the image processor of a model; None for a model of text only.
+
+    Raises ModelError if a vision model has no usable processor, or if `model.use.vision` is set for a model of text.
+    """
+    if model.build is not None:
+        vision = model.build.vision
+        processor = None if vision is None else _limited(build_image_processor(vision), model.used.vision)
+        if processor is None:
+            _refuse_vision(model)
+            return None
+        return ImageProcessor(processor, (*SPECIAL_TOKENS, *VISION_TOKENS).index(IMAGE))
+    assert model.path is not None
+    config = check_source(model.path, "model.path", "config.json", model.trust_remote_code, model.revision)
+    if config.get("model_type") not in FAMILIES:
+        _refuse_vision(model)
+        return None
+    check_source(model.path, "model.path", "preprocessor_config.json", model.trust_remote_code, model.revision)
+    folder = locate(model.path, "model.path", model.revision, weights=False).folder
+    try:
+        loaded: Any = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+            folder, backend="pil", trust_remote_code=model.trust_remote_code
+        )
+        full = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"model.path {model.path!r} has no usable image processor: {reason}") from error
+    if not isinstance(loaded, Qwen2VLImageProcessorPil):
+        raise ModelError(
+            f"model.path {model.path!r} has the image processor {type(loaded).__name__}; hone knows that of Qwen-VL"
+        )
+    return ImageProcessor(_limited(loaded, model.used.vision), full.image_token_id)
+
+
+def save_language(model: ModelConfig, folder: str | Path) -> None:
+    """Save a model's tokenizer, and its image processor if it has one, into a folder."""
+    load_tokenizer(model).save_pretrained(folder)
+    processor = load_image_processor(model)
+    if processor is not None:
+        processor.save_pretrained(folder)
+
+
+def build_image_processor(vision: VisionBuildConfig) -> Qwen2VLImageProcessorPil:
+    """Make the processor of a model from `model.build`; the smallest image is one token."""
+    side = vision.patch_size * vision.merge_size
+    return Qwen2VLImageProcessorPil(
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        min_pixels=side * side,
+        max_pixels=vision.max_pixels,
+    )
+
+
+def _limited(processor: Qwen2VLImageProcessorPil, vision: VisionConfig | None) -> Qwen2VLImageProcessorPil:
+    if vision is None:
+        return processor
+    size = processor.size
+    least = vision.min_pixels or size["shortest_edge"]
+    most = vision.max_pixels or size["longest_edge"]
+    if least > most:
+        raise ModelError(f"model.use.vision.min_pixels={least} should be at most max_pixels={most}")
+    limits = {"shortest_edge": least, "longest_edge": most}
+    return type(processor)(**{**processor.to_dict(), "size": limits})
+
+
+def _refuse_vision(model: ModelConfig) -> None:
+    if model.used.vision is not None:
+        raise ModelError(
+            f"model.use.vision is set, but the model takes no images; those that do here: {', '.join(FAMILIES)}"
+        )
+
+
+__all__ = ["ImageProcessor", "build_image_processor", "load_image_processor", "save_language"]

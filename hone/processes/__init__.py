@@ -1,0 +1,6 @@
+"""Child processes: started under a supervisor, asked with deadlines, ended with everything they started.
+
+Read in this order: `supervisor` (the program between hone and a child), `tree` (a command under a supervisor), `child`
+(a server with a log), `frames` (messages), `request_process` and `request_loop` (the two ends of a child that gets
+requests), `restarts` (when to start again), `guard` (the token check of HTTP servers).
+"""

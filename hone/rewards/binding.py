@@ -1,0 +1,107 @@
+"""Which arguments a reward function gets: hone's own signature, verl's, or any part of them, found by parameter names.
+
+    def reward(response, ground_truth, row, **options)                              hone; other names go by position
+    def reward(response)                    def reward(ground_truth, response)      by name, in any order
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None)     verl, by name
+
+The worker processes import this file, so it imports neither torch, transformers nor pydantic, directly or indirectly.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+HONE = ("response", "ground_truth", "row")
+_MEANINGS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], Any]] = {
+    "response": lambda response, truth, row: response,
+    "solution_str": lambda response, truth, row: response,
+    "ground_truth": lambda response, truth, row: truth,
+    "row": lambda response, truth, row: row,
+    "extra_info": lambda response, truth, row: row.get("extra_info", row),
+    "data_source": lambda response, truth, row: row.get("data_source", ""),
+}
+_LISTS = ("completions", "prompts", "samples", "solution_strs", "reward_inputs")
+_SHOWN = "def reward(response, ground_truth, row, **options)"
+
+
+class CannotBind(ValueError):
+    """A function's parameters are not those of a reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How a function is called. `names`: its parameters that hone fills by name; None: by position, in hone's order."""
+
+    names: tuple[str, ...] | None
+    needs_ground_truth: bool = False  # it names `ground_truth`, without a default
+
+    def call(
+        self, function: Callable[..., Any], case: tuple[str, Any, Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> Any:
+        """Call it with the answer, the ground truth and the row of `case`."""
+        if self.names is None:
+            return function(*case, **options)
+        return function(**{name: _MEANINGS[name](*case) for name in self.names}, **options)
+
+
+def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Binding:
+    """Choose how to call a reward function with these options. Raises CannotBind."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return Binding(None)  # a C function without a signature; the first call checks it
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    required = [one.name for one in named if one.default is one.empty and one.name not in options]
+    lists = [name for name in required if name in _LISTS]
+    if lists:
+        raise CannotBind(
+            f"its parameter {lists[0]!r} is a list of answers, as TRL's reward functions take; hone calls a reward for "
+            f"one answer at a time: {_SHOWN}"
+        )
+    needs = "ground_truth" in required
+    if tuple(required[:3]) == HONE or not _is_by_name(required):
+        _check_positions(function, options)
+        return Binding(None, needs)
+    unknown = [name for name in required if name not in _MEANINGS]
+    if unknown:
+        raise CannotBind(
+            f"hone cannot fill its parameter {unknown[0]!r} (it can: {', '.join(_MEANINGS)}); give it a default, or "
+            f"set it in the component's options"
+        )
+    filled = [one.name for one in named if one.name in _MEANINGS and one.name not in options]
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        filled += [name for name in HONE[1:] if name not in filled]
+    _check_options(function, filled, options)
+    return Binding(tuple(filled), needs)
+
+
+def _is_by_name(required: list[str]) -> bool:
+    """Whether the names say what the parameters are: verl's names, or fewer than three of which one is known."""
+    foreign = set(_MEANINGS) - set(HONE)
+    return bool(foreign & set(required)) or (bool(required) and set(required) <= set(_MEANINGS))
+
+
+def _check_positions(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind("", None, {}, **options)
+    except TypeError as error:
+        raise _not_called(error, options, list(signature.parameters)[3:]) from error
+
+
+def _check_options(function: Callable[..., Any], filled: list[str], options: Mapping[str, Any]) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(filled), **options)
+    except TypeError as error:
+        raise _not_called(error, options, [name for name in signature.parameters if name not in filled]) from error
+
+
+def _not_called(error: TypeError, options: Mapping[str, Any], accepted: list[str]) -> CannotBind:
+    return CannotBind(
+        f"the function cannot be called as (response, ground_truth, row, **options) with options {dict(options)}: "
+        f"{error} (it accepts the options: {', '.join(accepted) or 'none'})"
+    )

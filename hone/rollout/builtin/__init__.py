@@ -1,0 +1,5 @@
+"""The built-in rollout engine.
+
+In reading order: `engine` (the verbs), `scheduler` (queue and driver), `batching` (one token per row and step),
+`requests`, `cache` (KV), `sampling`, `decoder` with its two implementations `fused` and `generic`, `scoring`.
+"""

@@ -1,0 +1,218 @@
+"""The KV cache: one row per running sequence, preallocated, addressed by (layer, row, KV head, column).
+
+    keys   [layers, rows, kv_heads, columns, key_size]      column c of a row holds token c of its sequence
+    values [layers, rows, kv_heads, columns, value_size]
+
+Rows and columns are what the running requests need: the cache grows when they need more (its content is copied) and is
+kept between requests until `release`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.models.attention.packed import Packing, Scoring
+from hone.models.vision.model import RowImages
+from hone.rollout.images import PlacedImages, row_of
+
+# Matrix and attention kernels round differently for a few rows, or for odd lengths. Keeping off those paths makes a
+# sequence's log-probs the same to the bit whatever else is in the batch (observed on x86; nothing relies on it for
+# correctness, only runs that should repeat exactly do).
+COLUMN_STEP = 16  # attention looks at a multiple of this many columns
+MINIMUM_ROWS = 16  # matrix products have at least so many rows
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Memory of one token in the cache."""
+
+    layers: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLimits:
+    """Maximum size of the cache."""
+
+    rows: int
+    tokens: int  # rows x columns
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decode step: row i of the batch is row i of the cache; the rows beyond `rows` are padding."""
+
+    token_ids: Tensor  # [max(rows, MINIMUM_ROWS)] int64, the token that each row reads now
+    positions: Tensor  # the same shape: the column that each row writes now
+    rows: int
+    columns: int  # of the cache, that attention looks at
+    hidden: Tensor  # [rows, 1, 1, columns]: 0 where a row may look, -inf where not
+    turned: Tensor | None = None  # as `positions`: what turns query and key, ahead of the column after images
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPrompts:
+    """Sequences to prefill in one forward, end to end; the tokens beyond `rows` are padding."""
+
+    token_ids: Tensor  # [max(T, MINIMUM_ROWS)] int64
+    positions: Tensor  # the same shape; for the first T tokens also the column that each writes
+    rows: Tensor  # [T] int64, the row that each token writes
+    packing: Packing  # of the tokens, padding as a sequence of its own
+    turned: Tensor | None = None  # [max(T, MINIMUM_ROWS), 3] positions of frame, row, column; None: all as `positions`
+    images: RowImages | None = None
+
+    @classmethod
+    def of(
+        cls,
+        sequences: list[tuple[int, ...]],
+        rows: list[int],
+        device: torch.device,
+        placed: Sequence[PlacedImages] = (),
+    ) -> PackedPrompts:
+        """Pack sequences, each for its row; `placed` has the images of each; empty if none has any."""
+        lengths = [len(sequence) for sequence in sequences]
+        total = sum(lengths)
+        padding = [MINIMUM_ROWS - total] if total < MINIMUM_ROWS else []
+        spans = lengths + padding
+        token_ids = np.fromiter(itertools.chain(*sequences, itertools.repeat(0, sum(padding))), np.int64)
+        starts = np.cumsum([0, *spans])
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1], spans)
+        turned, images = row_of(placed, lengths, int(starts[-1]), device) if any(placed) else (None, None)
+        return cls(
+            token_ids=torch.from_numpy(token_ids).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            rows=torch.from_numpy(np.repeat(np.array(rows, np.int64), lengths)).to(device),
+            packing=Packing.of(torch.from_numpy(starts).to(device)),
+            turned=turned,
+            images=images,
+        )
+
+
+class KVCache:
+    """Keys and values of every layer; sized by `reserve`."""
+
+    def __init__(self, shape: CacheShape, limits: CacheLimits, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.limits = limits
+        self.dtype = dtype
+        self.device = device
+        # The CPU kernel repacks keys and values of narrow types for each block of queries, except for a single query.
+        self._head_by_head = device.type == "cpu" and dtype.itemsize == 2
+        self.release()
+
+    def release(self) -> None:
+        """Give all memory back; the content is lost."""
+        self.keys, self.values = self._empty(0, 0)
+
+    @property
+    def rows(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def columns(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def reserve(self, rows: int, columns: int, live_rows: int) -> None:
+        """Make room for `rows` x `columns`; the content of the first `live_rows` rows is kept.
+
+        It grows by doubling its rows, and never shrinks a dimension, where the limit lets it; while it moves, the old
+        and the new content exist side by side.
+        """
+        if rows <= self.rows and columns <= self.columns:
+            return
+        wide = max(columns, self.columns)
+        roomy = max(rows, self.rows, min(2 * self.rows, self.limits.rows, self.limits.tokens // wide))
+        if roomy * wide <= self.limits.tokens:
+            rows, columns = roomy, wide
+        old_keys, old_values, kept = self.keys, self.values, min(columns, self.columns)
+        self.release()
+        if not live_rows:
+            del old_keys, old_values  # free before the new is taken
+            self.keys, self.values = self._empty(rows, columns)
+            return
+        self.keys, self.values = self._empty(rows, columns)
+        self.keys[:, :live_rows, :, :kept] = old_keys[:, :live_rows, :, :kept]
+        self.values[:, :live_rows, :, :kept] = old_values[:, :live_rows, :, :kept]
+
+    def _empty(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Zeros, not uninitialised memory: masked columns are multiplied by 0, and 0 x NaN is NaN."""
+        layers, heads = self.shape.layers, self.shape.kv_heads
+        return (
+            torch.zeros(layers, rows, heads, columns, self.shape.key_size, dtype=self.dtype, device=self.device),
+            torch.zeros(layers, rows, heads, columns, self.shape.value_size, dtype=self.dtype, device=self.device),
+        )
+
+    def addresses(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Where n tokens go, given the row and column of each: [n * kv_heads] for `write`, the same in every layer."""
+        heads = torch.arange(self.shape.kv_heads, device=self.device)
+        return ((rows[:, None] * self.shape.kv_heads + heads) * self.columns + columns[:, None]).flatten()
+
+    def write(self, layer: int, addresses: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write keys [n, kv_heads, d] and values of n tokens to `addresses`."""
+        for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            stored.view(-1, stored.shape[-1]).index_copy_(0, addresses, new.reshape(-1, stored.shape[-1]))
+
+    def copy_row(self, source: int, targets: Tensor, columns: int) -> None:
+        """Copy the first `columns` columns of one row to the rows `targets` [n]."""
+        self.keys[:, targets, :, :columns] = self.keys[:, source : source + 1, :, :columns]
+        self.values[:, targets, :, :columns] = self.values[:, source : source + 1, :, :columns]
+
+    def move_row(self, source: int, target: int, columns: int) -> None:
+        self.keys[:, target, :, :columns] = self.keys[:, source, :, :columns]
+        self.values[:, target, :, :columns] = self.values[:, source, :, :columns]
+
+    def attend(self, layer: int, queries: Tensor, step: Step, scoring: Scoring) -> Tensor:
+        """One query token per row over its row: queries [rows, heads, d] -> [rows, heads * value_size].
+
+        The query heads that share a KV head become its query length: no key or value is repeated in memory.
+        """
+        keys = self.keys[layer, : step.rows, :, : step.columns]
+        values = self.values[layer, : step.rows, :, : step.columns]
+        hidden = step.hidden if scoring.window is None else _outside(step, scoring.window)
+        groups = queries.shape[1] // self.shape.kv_heads
+        if scoring.plain and self._head_by_head and groups <= 4:
+            query = queries[:, :, None]
+            out = F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=hidden, scale=scoring.scale, enable_gqa=True
+            )
+            return out.reshape(step.rows, -1)
+        folded = queries.reshape(step.rows, self.shape.kv_heads, groups, -1)
+        if scoring.plain:
+            mask = hidden.expand(-1, 1, groups, -1)
+            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scoring.scale)
+        else:
+            out = _explicit(folded, keys, values, hidden, scoring)
+        return out.reshape(step.rows, -1)
+
+
+def _outside(step: Step, window: int) -> Tensor:
+    """The step's mask, with columns hidden that a sliding window has left behind."""
+    columns = torch.arange(step.columns, device=step.hidden.device)
+    behind = columns[None] <= step.positions[: step.rows, None] - window
+    return step.hidden.masked_fill(behind[:, None, None, :], float("-inf"))
+
+
+def _explicit(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scoring: Scoring) -> Tensor:
+    """Attention written out, for scores that no kernel computes (soft-capping, sinks)."""
+    scores = (queries @ keys.transpose(-1, -2)) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores + hidden
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype).view(1, *queries.shape[1:3], 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = F.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+    return weights[..., : keys.shape[2]] @ values

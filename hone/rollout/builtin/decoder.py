@@ -1,0 +1,49 @@
+"""The built-in engine's model: it fills the KV cache with prompts, and turns one token per row into logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from hone.models.routing import Routers
+from hone.rollout.builtin.cache import CacheShape, KVCache, PackedPrompts, Step
+from hone.rollout.builtin.fused import FusedDecoder, unfit_for_fusing
+from hone.rollout.builtin.generic import GenericDecoder
+
+
+class Decoder(Protocol):
+    """A causal language model over a `KVCache`, with storage of its own for the weights."""
+
+    cache_shape: CacheShape
+    routers: Routers | None  # of a mixture of experts that can be watched; see `hone.models.routing`
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights under Hugging Face names: writing to these tensors changes the model."""
+
+    def prefill(self, prompts: PackedPrompts, cache: KVCache) -> None:
+        """Write keys and values of every token of the prompts."""
+
+    def decode(self, step: Step, cache: KVCache) -> Tensor:
+        """Write keys and values of each row's token; logits of the next one, [step.rows, V] float32 or wider."""
+
+    def score(self, prompts: PackedPrompts, temperature: float) -> Tensor:
+        """Log-prob of each token after the earlier ones of its sequence, [T]; 0 for first tokens. No cache is used."""
+
+
+def build_decoder(
+    execution: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, longest: int
+) -> Decoder:
+    """The execution path for an architecture; weights are uninitialised. `longest` is the longest sequence in tokens.
+
+    Raises ValueError for an architecture that the wanted path cannot run exactly, with the reason.
+    """
+    obstacle = unfit_for_fusing(config, longest)
+    if execution == "fused" and obstacle:
+        raise ValueError(f"execution 'fused' cannot run this model: {obstacle}; use 'auto' or 'generic'")
+    if execution == "generic" or obstacle:
+        return GenericDecoder(config, dtype, device)
+    return FusedDecoder(config, dtype, device)

@@ -1,0 +1,171 @@
+"""Run any Hugging Face causal LM by its own forward, with attention replaced by one over the slot cache.
+
+    engine --tokens of all rows as one row [1, T]--> model.forward --per layer--> `slot_attention` <--> KVCache
+
+Works for models that mix tokens in attention only. The constructor refuses models with other token mixing (state-space
+or convolution layers) and attention features that `slot_attention` does not have.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hone.models.attention.packed import Scoring, Window, packed, packed_attention_forward, packed_mask
+from hone.models.errors import ModelError
+from hone.models.precision import hold_in
+from hone.models.rotary import fix_rotary
+from hone.models.routing import Routers
+from hone.models.vision.model import attention_names, auto_class, hidden_states
+from hone.rollout.builtin.cache import CacheShape, KVCache, PackedPrompts, Step
+from hone.rollout.builtin.scoring import following_logprobs
+
+SLOTS = "hone_slots"  # the name of `slot_attention` in transformers' registries
+
+
+@dataclass(slots=True)
+class _Forward:
+    """State of the current forward, for the attention function."""
+
+    tokens: int  # in this forward, without padding
+    cache: KVCache | None = None  # None in `_find_shape`
+    at: Tensor | None = None  # `cache.addresses` of the tokens
+    step: Step | None = None  # None in prefill
+    seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # layer -> KV heads, key and value size
+
+
+_CURRENT: ContextVar[_Forward] = ContextVar("hone_slots_forward")
+
+
+@contextmanager
+def _during(forward: _Forward) -> Iterator[None]:
+    token = _CURRENT.set(forward)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Window | None,
+    scaling: float | None = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for transformers: [1, heads, T, d] and so on -> [1, T, heads, value_size]."""
+    forward = _CURRENT.get()
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    forward.seen[layer] = (key.shape[1], key.shape[3], value.shape[3])
+    tokens = forward.tokens
+    if forward.cache is not None and forward.at is not None:
+        written = (x[0, :, :tokens].transpose(0, 1) for x in (key, value))
+        forward.cache.write(layer, forward.at, *written)
+    if forward.step is None or forward.cache is None:
+        return packed_attention_forward(module, query, key, value, attention_mask, scaling, **asked)
+    scoring = Scoring(
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=attention_mask.size if attention_mask is not None else asked.get("sliding_window"),
+        softcap=asked.get("softcap"),
+        sinks=asked.get("s_aux"),
+    )
+    out = forward.cache.attend(layer, query[0, :, :tokens].transpose(0, 1), forward.step, scoring)
+    out = F.pad(out, (0, 0, 0, query.shape[2] - tokens))
+    return out.unflatten(1, (query.shape[1], -1))[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(SLOTS, slot_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(SLOTS, packed_mask)
+
+
+class GenericDecoder:
+    """`Decoder` for a transformers model of any architecture that mixes tokens in attention only."""
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+        with no_init_weights(), torch.device(device):
+            kind = config.model_type
+            model: PreTrainedModel = auto_class(kind).from_config(
+                copy.deepcopy(config), dtype=dtype, attn_implementation=attention_names(kind, SLOTS)
+            )
+        model.tie_weights()
+        hold_in(model, dtype)
+        fix_rotary(model, getattr(config, "run_context", None), type(model).__name__)
+        if getattr(model, "_is_stateful", False) or not getattr(model, "_supports_attention_backend", False):
+            raise ValueError(f"the built-in engine cannot run {type(model).__name__}: its attention is not replaceable")
+        self._model = model.eval().requires_grad_(False)
+        self._weights: dict[str, Tensor] = model.state_dict()
+        self._device = device
+        self.cache_shape = self._find_shape()
+        self.routers = self._find_routers()
+
+    def _find_shape(self) -> CacheShape:
+        """Run one token through the model, with any weights, and record the shapes that its attention uses."""
+        name = type(self._model).__name__
+        layers = self._model.config.get_text_config().num_hidden_layers
+        prompts = PackedPrompts.of([(0,)], [0], self._device)
+        forward = _Forward(tokens=1)
+        try:
+            self._run(prompts, forward)
+        except NotImplementedError as error:
+            raise ValueError(f"the built-in engine cannot run {name}: {error}") from error
+        if len(forward.seen) != layers or len(set(forward.seen.values())) != 1:
+            raise ValueError(
+                f"the built-in engine cannot run {name}: of its {layers} layers, {len(forward.seen)} have plain "
+                f"attention, with (KV heads, key size, value size) {sorted(set(forward.seen.values()))}; expected one "
+                "attention per layer, all of one shape"
+            )
+        return CacheShape(layers, *forward.seen[0])
+
+    def _find_routers(self) -> Routers | None:
+        """Return the routers of a mixture of experts, if their choices can be recorded."""
+        prompts = PackedPrompts.of([(0, 1)], [0], self._device)
+        try:
+            routers = Routers.find(self._model)
+            if routers is not None:
+                routers.check(lambda: self._run(prompts, _Forward(tokens=2)), type(self._model).__name__)
+        except ModelError:  # it can generate, but refuses requests for routed experts
+            return None
+        return routers
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._weights
+
+    def prefill(self, prompts: PackedPrompts, cache: KVCache) -> None:
+        tokens = prompts.rows.shape[0]
+        at = cache.addresses(prompts.rows, prompts.positions[:tokens])
+        self._run(prompts, _Forward(tokens, cache, at))
+
+    def _run(self, prompts: PackedPrompts, forward: _Forward) -> None:
+        with torch.inference_mode(), _during(forward), packed(prompts.packing):
+            turned = prompts.positions if prompts.turned is None else prompts.turned
+            hidden_states(self._model.base_model, prompts.token_ids, turned, prompts.images)
+
+    def score(self, prompts: PackedPrompts, temperature: float) -> Tensor:
+        """See `Decoder`. All logits of the prompts exist at once, because a model may post-process them."""
+        with torch.inference_mode(), _during(_Forward(prompts.rows.shape[0])), packed(prompts.packing):
+            output = self._model(
+                input_ids=prompts.token_ids[None], position_ids=prompts.positions[None], use_cache=False
+            )
+        return following_logprobs(prompts, output.logits[0], lambda logits: logits, temperature)
+
+    def decode(self, step: Step, cache: KVCache) -> Tensor:
+        at = cache.addresses(torch.arange(step.rows, device=self._device), step.positions[: step.rows])
+        with _during(_Forward(step.rows, cache, at, step)):
+            turned = step.positions if step.turned is None else step.turned
+            output = self._model(input_ids=step.token_ids[None], position_ids=turned[None], use_cache=False)
+        logits: Tensor = output.logits[0, : step.rows]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))

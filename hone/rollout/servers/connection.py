@@ -1,0 +1,192 @@
+"""One server process and the HTTP connection to its private socket: `ServerConnection`.
+
+start     a private folder from the host, the process, wait until it is ready, check that it asks for the token
+get, post one HTTP request with the run's token; a failure says whether the server is lost, late or refuses
+close     end the process with everything it started, remove the folder
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from hone.processes.child import SILENT_S, Process, ServerFailed
+from hone.processes.descriptors import OutOfDescriptors, is_exhausted, when_free
+from hone.rollout.base import ReplicaLost, ServerSpec
+from hone.rollout.servers.host import Site
+from hone.rollout.settings import CONTROLS
+
+CONTROL_S = 60.0  # deadline of a control request that has nothing to wait for
+DYING_S = 5.0  # a server whose engine has failed ends within this time
+LOG_LINES = 500  # of the server's log, searched for the error that began its end
+CAUSE = re.compile(r"(?:^|\] |\) )((?:[\w.]*(?:Error|Exception)|[\w. ]+: error): .+)$", re.MULTILINE)
+
+LaunchFn = Callable[[Site], tuple[Sequence[str], Mapping[str, str]]]
+"""Command and environment of a server whose private folder and interpreter are those of the site."""
+
+
+class ServerConnection:
+    """The process of one server at a time, and requests to it."""
+
+    def __init__(self, spec: ServerSpec, health: str) -> None:
+        """`health`: a path that answers 200 to a GET when the server is ready."""
+        self.name = spec.name
+        self.process: Process | None = None
+        self.folder: Path | None = None  # private; with the server's socket
+        self._host = spec.host
+        self._token = spec.token
+        self._log = spec.logs / f"{spec.name}.log"
+        self._health = health
+        self._most = spec.settings.requests_per_replica + CONTROLS
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the session
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process is not None and self.process.alive
+
+    async def start(self, launch: LaunchFn, timeout_s: float) -> None:
+        """Start the server and wait until it is ready. Raises ServerFailed with the last lines of its log."""
+        self.process = None
+        try:
+            await when_free(lambda: self._launch(launch, timeout_s), timeout_s)
+            await self._check_guard()
+        except ServerFailed as error:
+            cause = first_error(self.process.last_lines(LOG_LINES)) if self.process is not None else ""
+            await self.close()
+            raise ServerFailed(f"{cause}{error}") from error
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _launch(self, launch: LaunchFn, timeout_s: float) -> None:
+        if self.folder is None:
+            self.folder = (site := await self._host.open()).folder
+            self.process = self._host.process(self.name, *launch(site), self._log)
+        assert self.process is not None
+        await self.process.start(self._is_ready, timeout_s)
+
+    async def _is_ready(self) -> bool:
+        try:
+            await self.get(self._health, timeout_s=5.0)
+        except (ReplicaLost, RuntimeError) as error:
+            raise ConnectionError(str(error)) from error
+        return True
+
+    async def _check_guard(self) -> None:
+        """Raise RuntimeError for a server that answers without the token."""
+        async with self.session().get(f"http://server{self._health}", headers={"Authorization": ""}) as reply:
+            if reply.status != 401:
+                raise RuntimeError(f"server {self.name} answers without the run's token (status {reply.status})")
+
+    async def close(self) -> None:
+        """End the server with everything it started; again is fine."""
+        if self._session is not None and not self._session.closed:
+            await self._session.close()
+        self._session = None
+        try:
+            if self.process is not None:
+                await self.process.stop()
+        finally:
+            if self.folder is not None:
+                self.folder = None
+                await self._host.close()
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    async def get(self, path: str, timeout_s: float = CONTROL_S) -> dict[str, Any]:
+        return await self._request("GET", path, None, timeout_s)
+
+    async def beat(self) -> None:
+        """Wait until the health route answers; raises as `get` does, but does not wait for a free descriptor."""
+        await self._send("GET", self._health, None, CONTROL_S)
+
+    async def post(self, path: str, body: Any = None, timeout_s: float = CONTROL_S) -> dict[str, Any]:
+        return await self._request("POST", path, body, timeout_s)
+
+    async def _request(self, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
+        """Send one request and return its JSON. Waits while this process has no free file descriptor.
+
+        Raises ReplicaLost, TimeoutError, ValueError (status 400), RuntimeError (other statuses).
+        """
+        return await when_free(lambda: self._send(method, path, body, timeout_s), timeout_s)
+
+    async def _send(self, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
+        process = self.process  # the one asked: by the time the reply comes, another may have been started
+        try:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            url = f"http://server{path}"
+            async with self.session().request(method, url, json=body, timeout=timeout) as reply:
+                status, text = reply.status, await reply.text()
+                found = await reply.json() if "json" in reply.headers.get("content-type", "") else {"text": text}
+        except TimeoutError as error:
+            message = f"replica {self.name} did not answer {path} within {timeout_s:g} s"
+            if self._host.machine and process is not None and await process.ends_within(SILENT_S):
+                raise ReplicaLost(f"{message}{self._last_words()}") from error
+            raise TimeoutError(message) from error
+        except (aiohttp.ClientError, OSError) as error:
+            if is_exhausted(error):  # says nothing about the replica
+                raise OutOfDescriptors(f"no connection to replica {self.name}: {error}") from error
+            raise ReplicaLost(f"replica {self.name} was lost during {path}: {error!r}{self._last_words()}") from error
+        if status == 200:
+            return found if isinstance(found, dict) else {}
+        message = f"replica {self.name} refused {path} (status {status}): {error_text(found, text)}"
+        if status == 400:
+            raise ValueError(message)
+        if status >= 500 and (process is None or await self._is_ending(process)):
+            raise ReplicaLost(f"{message}{self._last_words()}")
+        raise RuntimeError(message)
+
+    def session(self) -> aiohttp.ClientSession:
+        """The client session of the running event loop. Raises ReplicaLost if no server was started."""
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session.closed or self._loop is not loop:
+            if self.folder is None:
+                raise ReplicaLost(f"replica {self.name} does not run")
+            self._loop = loop
+            # A connection per request: a server may close one that is kept at the moment in which it is used again.
+            # Requests beyond the limit wait for a connection here, within their deadline.
+            connector = self._host.connector(limit=self._most, force_close=True)
+            headers = {"Authorization": f"Bearer {self._token}"}
+            self._session = aiohttp.ClientSession(headers=headers, connector=connector)
+        return self._session
+
+    async def _is_ending(self, process: Process) -> bool:
+        """Whether the server ends within a moment, because its engine has died."""
+        timeout = aiohttp.ClientTimeout(total=DYING_S)
+        with suppress(aiohttp.ClientError, OSError, ReplicaLost):
+            async with self.session().get(f"http://server{self._health}", timeout=timeout) as reply:
+                if reply.status == 200 and self.process is process:
+                    return False
+        return await process.ends_within(DYING_S)
+
+    def _last_words(self) -> str:
+        """How a server ended, and the first error in the end of its log; empty while it runs."""
+        if self.process is None or self.process.alive:
+            return ""
+        cause = first_error(self.process.last_lines(LOG_LINES))
+        return f"; it ended with {self.process.ended}" + (f", after {cause.strip()}" if cause else "")
+
+
+def first_error(log: str) -> str:
+    """The first error in a log, with a line end: the last lines only tell its consequences."""
+    found = CAUSE.search(log)
+    return f"{found[1]}\n" if found else ""
+
+
+def error_text(found: Any, text: str) -> str:
+    """The message in the reply to a request that failed, on one line."""
+    error = found.get("error") or found.get("message") if isinstance(found, dict) else None
+    if isinstance(error, dict):
+        error = error.get("message")
+    return " ".join(str(error or (found.get("detail") if isinstance(found, dict) else "") or text).split())[:2000]
+
+
+__all__ = ["CONTROL_S", "LaunchFn", "ServerConnection"]

@@ -1,0 +1,57 @@
+"""The record of an asynchronous run: one line of `schedule.jsonl` before each update, on the disk before it begins.
+
+    {"step": 7, "version": 6, "admitted": [28, 29], "taken": [24, 25], "dropped": {"25": "reward is 0 for all ..."},
+     "spans": {"24": [[[5, 9]], [[5, 4]]]}, "batch": "9f86d0..."}
+
+`version` is that of the weights which the step trains; `spans` has for each draw and answer the runs of tokens,
+[version, tokens]. A step without an update has a line too, without `batch`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+JOURNAL = "schedule.jsonl"
+
+
+class Journal:
+    """Appends records, each with its `step`.
+
+    The first one removes those of its step and of later ones, which a resumed run writes again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_cut = False
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record; when this returns, it is on the disk."""
+        if not self._is_cut:
+            self._cut(record["step"])
+            self._is_cut = True
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _cut(self, step: int) -> None:
+        kept = [record for record in read_journal(self._path) if record["step"] < step]
+        partial = self._path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        partial.replace(self._path)
+
+
+def read_journal(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a journal, in order; a last line that a kill cut off is left out."""
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+__all__ = ["JOURNAL", "Journal", "read_journal"]

@@ -1,0 +1,30 @@
+"""Settings of asynchronous training. Does not import torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hone.config import Config, setting
+
+
+class AsynchronyConfig(Config):
+    """Generation that goes on while the trainer trains. Without this section the two take turns."""
+
+    staleness: int = setting(
+        0,
+        "most updates between the weights that sampled a token and the weights that it trains; 0: generate and train "
+        "in turns, 1: generate the next batch while this one trains",
+        unit="updates",
+        ge=0,
+    )
+    new_weights: Literal["finish", "recompute", "keep_cache"] = setting(
+        "finish",
+        "what new weights do to answers that are being written: finish lets them end first, recompute goes on under "
+        "the new weights with the KV cache computed again, keep_cache goes on with the old KV cache",
+    )
+    drain_timeout_s: float = setting(
+        600.0, "longest wait for open answers before an evaluation, a checkpoint or the end of the run", unit="s", gt=0
+    )
+
+
+__all__ = ["AsynchronyConfig"]

@@ -1,0 +1,232 @@
+"""Which prompts are drawn ahead of the trainer, from which weights each is answered, and what became of it.
+
+    step s   collect   admitted(room(short))   draws at the end of the queue, answered from the newest version
+                       taken(short)            draws at its head, in draw order, however late one of them is
+             update    trained(s)              version s exists; a step without an update makes no version
+
+After `admitted`, `short` + `staleness` x `per_step` draws are open. Step s takes `short` of them at least, every later
+step `per_step`, always the oldest. So a draw that is admitted in step s is trained in step s + `staleness` at the
+latest, and at most `staleness` updates lie between the weights that answered it and the weights that it trains.
+
+`PromptLedger` checks that every draw is trained exactly once, or dropped with a reason:
+
+    drawn -> in flight -> finished -> trained
+                 |            \\----> dropped (why)
+                 \\--skipped (why)--> dropped
+
+It is part of the checkpoint. On restart, prompts that were drawn after the checkpoint are drawn again by the resumed
+prompt stream, with the same numbers, so nothing is lost and nothing is trained twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from hone.schedule.seats import NEWEST, Versions
+
+
+class ScheduleError(RuntimeError):
+    """The schedule of asynchronous training was broken: a bug, never a matter of load."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDraw:
+    """A prompt that was drawn and is not trained yet."""
+
+    number: int
+    step: int  # that admitted it
+    versions: Versions  # that may sample it
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The open draws of a run. A value: every transition returns another window.
+
+    >>> window = Window(staleness=1, per_step=2, steps=3)
+    >>> window.room(2, step=1)  # two for this step, two ahead
+    4
+    >>> window = window.admitted([0, 1, 2, 3], step=1).taken(2).trained(1)
+    >>> window = window.admitted([4, 5], step=2)
+    >>> [(one.number, one.versions) for one in window.open]
+    [(2, (0, 0)), (3, (0, 0)), (4, (1, 1)), (5, (1, 1))]
+    """
+
+    staleness: int  # most updates between the weights that sampled a token and the weights that it trains
+    per_step: int  # draws that a step trains on
+    steps: int  # of the run: nothing is drawn that would be trained after the last one
+    one_version: bool = True  # an answer is sampled from one version: the newest at its admission
+    versions: tuple[int, ...] = (0,)  # that a trained token may come from: the last `staleness` + 1, oldest first
+    open: tuple[OpenDraw, ...] = ()  # in draw order
+
+    @property
+    def version(self) -> int:
+        """Of the weights that are trained next: the step of the last update."""
+        return self.versions[-1]
+
+    def room(self, short: int, step: int) -> int:
+        """How many draws to admit in `step`, which still takes `short`."""
+        ahead = min(self.staleness, self.steps - step) * self.per_step
+        return max(short + ahead - len(self.open), 0)
+
+    def admitted(self, numbers: Iterable[int], step: int, short: int = 0) -> Window:
+        """Open new draws in `step`, which still takes `short` draws.
+
+        Raises ScheduleError if numbers do not increase, or if more are open than the bound allows.
+        """
+        first = len(self.open)
+        drawn = tuple(
+            OpenDraw(number, step, self._versions(place, short)) for place, number in enumerate(numbers, first)
+        )
+        together = (*self.open, *drawn)
+        if any(a.number >= b.number for a, b in pairwise(together)):
+            raise ScheduleError(f"draws are admitted out of order: {[one.number for one in together]}")
+        return replace(self, open=together)
+
+    def _versions(self, place: int, short: int) -> Versions:
+        """The versions that may sample the draw at this place of the queue: none that is too old when it is trained."""
+        if self.one_version:
+            return self.version, self.version
+        later = max(place - short, -1) // self.per_step + 1  # steps until it is trained
+        spare = self.staleness - later
+        if spare < 0:
+            raise ScheduleError(f"a draw at place {place} would be trained {later} steps later")
+        return self.versions[max(len(self.versions) - 1 - spare, 0)], NEWEST
+
+    def taken(self, count: int) -> Window:
+        """Close the `count` oldest draws: they are trained, or dropped with a reason."""
+        if count > len(self.open):
+            raise ScheduleError(f"{count} draws are taken, but only {len(self.open)} are open")
+        return replace(self, open=self.open[count:])
+
+    def reopened(self, numbers: Collection[int]) -> Window:
+        """Let these open draws be answered from the newest version, because their answers were lost."""
+        now = (self.version, self.version if self.one_version else NEWEST)
+        return replace(self, open=tuple(replace(o, versions=now) if o.number in numbers else o for o in self.open))
+
+    def trained(self, version: int) -> Window:
+        """Note an update, which made `version`. A step without an update has no such call: its version stays."""
+        if version <= self.version:
+            raise ScheduleError(f"version {version} follows version {self.version}")
+        return replace(self, versions=(*self.versions, version)[-self.staleness - 1 :])
+
+    def ages(self, versions: Collection[int]) -> dict[int, int]:
+        """Version -> updates since, for the versions that sampled a batch. Raises ScheduleError beyond the bound."""
+        newest = len(self.versions) - 1
+        late = sorted(set(versions) - set(self.versions))
+        if late:
+            raise ScheduleError(
+                f"tokens of weight version {late[0]} were about to be trained, but only the versions "
+                f"{', '.join(map(str, self.versions))} are within asynchrony.staleness = {self.staleness}"
+            )
+        return {version: newest - self.versions.index(version) for version in versions}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON-compatible data."""
+        return {
+            "staleness": self.staleness,
+            "versions": list(self.versions),
+            "open": [[one.number, one.step, *one.versions] for one in self.open],
+        }
+
+    def restored(self, state: Mapping[str, Any]) -> Window:
+        """The window of a checkpoint, under this one's settings.
+
+        Raises ScheduleError if the run was started with a larger bound and has draws open.
+        """
+        if state["open"] and state["staleness"] > self.staleness:
+            raise ScheduleError(
+                f"asynchrony.staleness = {self.staleness}, but the run that is continued had {state['staleness']} and "
+                f"{len(state['open'])} prompts drawn ahead; set asynchrony.staleness={state['staleness']}"
+            )
+        opened = tuple(OpenDraw(number, step, (least, most)) for number, step, least, most in state["open"])
+        return replace(self, versions=tuple(state["versions"])[-self.staleness - 1 :], open=opened)
+
+
+class LedgerError(RuntimeError):
+    """A prompt was about to be trained twice, lost, or invented."""
+
+
+class PromptLedger:
+    """Counts what became of every draw, and lists the draws that are still open."""
+
+    def __init__(self) -> None:
+        self._next = 0  # draws below this number are settled or open
+        self._open: dict[int, str] = {}  # draw -> "in flight" | "finished"
+        self._trained = 0
+        self._dropped: Counter[str] = Counter()
+
+    def drawn(self, draws: Iterable[int]) -> None:
+        """New draws go in flight; they must continue the numbering without a gap."""
+        for draw in draws:
+            if draw != self._next:
+                raise LedgerError(f"draw {draw} follows draw {self._next - 1}: a prompt was skipped or repeated")
+            self._next += 1
+            self._open[draw] = "in flight"
+
+    def finished(self, draws: Iterable[int]) -> None:
+        for draw in draws:
+            self._move(draw, "in flight", "finished")
+
+    def trained(self, draws: Iterable[int]) -> None:
+        for draw in draws:
+            self._move(draw, "finished", None)
+            self._trained += 1
+
+    def trained_all_finished(self, ahead: Collection[int] = ()) -> None:
+        """End a step: mark all finished draws as trained. Raises LedgerError if other draws than `ahead` stay open."""
+        self.trained([draw for draw, state in self._open.items() if state == "finished"])
+        self.require_settled(ahead)
+
+    def dropped(self, draws: Iterable[int], reason: str) -> None:
+        for draw in draws:
+            self._move(draw, "finished", None)
+            self._dropped[reason] += 1
+
+    def skipped(self, draws: Iterable[int], reason: str) -> None:
+        """Drop draws before they are played."""
+        for draw in draws:
+            self._move(draw, "in flight", None)
+            self._dropped[reason] += 1
+
+    def require_settled(self, ahead: Collection[int] = ()) -> None:
+        """Raise LedgerError if other draws are open than `ahead`, which later steps take."""
+        if lost := sorted(self._open.keys() - set(ahead)):
+            raise LedgerError(f"draws {lost[:8]} were neither trained nor dropped")
+        if invented := sorted(set(ahead) - self._open.keys()):
+            raise LedgerError(f"draws {invented[:8]} are still played, but they were trained or dropped before")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Totals since the run began: drawn, trained, open, and dropped by reason."""
+        reasons = {f"dropped: {reason}": count for reason, count in sorted(self._dropped.items())}
+        return {"drawn": self._next, "trained": self._trained, "open": len(self._open), **reasons}
+
+    def _move(self, draw: int, before: str, after: str | None) -> None:
+        found = self._open.get(draw)
+        if found != before:
+            raise LedgerError(f"draw {draw} is {found or 'not open'}, expected it {before}")
+        if after is None:
+            del self._open[draw]
+        else:
+            self._open[draw] = after
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "next": self._next,
+            "open": {str(draw): state for draw, state in self._open.items()},
+            "trained": self._trained,
+            "dropped": dict(self._dropped),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next = state["next"]
+        self._open = {int(draw): found for draw, found in state["open"].items()}
+        self._trained = state["trained"]
+        self._dropped = Counter(state["dropped"])
+
+
+__all__ = ["LedgerError", "OpenDraw", "PromptLedger", "ScheduleError", "Window"]

@@ -1,0 +1,44 @@
+"""trackio, through its library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from hone.tracking.base import RunInfo, Tracker, keep_id, known_id
+from hone.tracking.settings import TrackioSettings
+
+try:
+    import trackio
+    from trackio.utils import TRACKIO_DIR
+except ImportError as error:
+    raise ImportError(f"tracker trackio needs the package trackio: pip install 'hone-rl[trackio]' ({error})") from error
+
+
+class TrackioTracker(Tracker):
+    """Writes scalars and settings to one trackio run, which a resumed run continues.
+
+    trackio keeps every value that it gets, so steps that a resumed run repeats appear twice. It writes in its own
+    thread, and warns instead of raising if that fails.
+    """
+
+    def __init__(self, settings: TrackioSettings, run: RunInfo) -> None:
+        mark = known_id(run, "trackio") or keep_id(run, "trackio", uuid4().hex[:8])
+        self._run: Any = trackio.init(
+            project=settings.project,
+            name=f"{run.name}-{mark}",
+            space_id=settings.space,
+            config=dict(run.config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        self.where = settings.space or f"{TRACKIO_DIR} project {settings.project}"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

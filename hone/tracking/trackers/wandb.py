@@ -1,0 +1,40 @@
+"""Weights & Biases, through its library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from uuid import uuid4
+
+from hone.tracking.base import RunInfo, Tracker, keep_id, known_id
+from hone.tracking.settings import WandbSettings
+
+try:
+    import wandb
+except ImportError as error:
+    raise ImportError(f"tracker wandb needs the package wandb: pip install 'hone-rl[wandb]' ({error})") from error
+
+
+class WandbTracker(Tracker):
+    """Writes scalars and settings to one W&B run, which a resumed run continues. Files are in `<run folder>/wandb`.
+
+    W&B ignores a step that it already has: steps that a resumed run repeats keep their first values, which are equal.
+    """
+
+    def __init__(self, settings: WandbSettings, run: RunInfo) -> None:
+        self._run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            name=run.name,
+            id=known_id(run, "wandb") or keep_id(run, "wandb", uuid4().hex),
+            resume="allow",
+            dir=str(run.run_dir),
+            config=dict(run.config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self.where = self._run.url or str(self._run.dir)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

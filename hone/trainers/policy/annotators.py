@@ -1,0 +1,101 @@
+"""The models that add fields to a collected batch before its advantages are computed.
+
+    old log-probs -> values -> reference log-probs -> teachers -> process rewards        (those that the run has)
+
+`PolicyAssembly` makes the ordered list once. Start-up checks read it to see whether every field that the algorithm
+needs is filled, before any model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hone.config import ConfigError
+from hone.trainers.run.roles import FrozenModel
+from hone.types import Batch
+from hone.workers.train import TrainHandle
+
+
+class Annotator(Protocol):
+    """Adds fields to a batch."""
+
+    @property
+    def learner(self) -> TrainHandle | None:
+        """The model that this annotator trains while it annotates, if any."""
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with more fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One annotator of a run, before its model is loaded."""
+
+    name: str
+    provides: frozenset[str]  # fields of `Batch` that it fills; `components.x` names a reward component
+    needs: frozenset[str]  # fields that have to be filled before
+    build: Callable[[], Annotator]
+
+
+def check_stages(stages: Iterable[Stage], collected: frozenset[str]) -> frozenset[str]:
+    """All fields that are filled after the last stage. Raises ConfigError for a stage that reads a missing field."""
+    filled = collected
+    for stage in stages:
+        missing = sorted(stage.needs - filled)
+        if missing:
+            raise ConfigError(f"{stage.name}: needs {', '.join(missing)}, which no earlier part of this run produces")
+        filled |= stage.provides
+    return filled
+
+
+class OldLogprobs:
+    """The policy's log-probs before the update, and other outputs of the same forward."""
+
+    learner: TrainHandle | None = None
+
+    def __init__(self, actor: TrainHandle, needs: frozenset[str]) -> None:
+        """`needs` names outputs beyond log-probs; they become the fields of `Batch` with their names."""
+        self._actor = actor
+        self._needs = needs
+
+    def __call__(self, batch: Batch) -> Batch:
+        output = self._actor.infer_batch(batch, self._needs)
+        outputs = {"entropy": output.entropy, **output.extras}
+        return batch.with_(old_logprobs=output.logprobs, **{name: outputs[name] for name in self._needs})
+
+
+class Values:
+    """The critic's value of the state before each token."""
+
+    learner: TrainHandle | None = None  # the critic learns with the actor, after annotation
+
+    def __init__(self, critic: TrainHandle) -> None:
+        self._critic = critic
+
+    def __call__(self, batch: Batch) -> Batch:
+        return batch.with_(values=self._critic.infer_batch(batch).values)
+
+
+class ReferenceLogprobs:
+    """The reference model's log-probs; for KL over the whole vocabulary also its hidden states."""
+
+    learner: TrainHandle | None = None
+
+    def __init__(self, reference: FrozenModel, needs: frozenset[str]) -> None:
+        """`needs`: {"states"} for the hidden states."""
+        self._reference = reference
+        self._needs = needs
+
+    def __call__(self, batch: Batch) -> Batch:
+        output = self._reference.infer_batch(batch, self._needs)
+        batch = batch.with_(ref_logprobs=output.logprobs)
+        if "states" not in self._needs:
+            return batch
+        return batch.with_(reference_states=output.extras["states"])
+
+
+def learners_of(annotators: Sequence[Annotator]) -> list[TrainHandle]:
+    """The models that annotators train."""
+    return [one.learner for one in annotators if one.learner is not None]

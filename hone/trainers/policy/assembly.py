@@ -1,0 +1,233 @@
+"""Builds the trainer of a policy run from its settings. Only this file knows all parts.
+
+model folder --+--> actor, critic, reference, teachers, process reward model (train workers) --.
+               +--> generation (rollout engine, rewards) --------------------------------------+--> PolicyTrainer
+data ------------> prompt stream -------------------------------------------------------------'
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.distillation.losses import Distillation
+from hone.config import ConfigError
+from hone.data.rendering import Renderer
+from hone.data.stream import PromptStream
+from hone.models.routing import ROUTES
+from hone.models.settings import ModelConfig
+from hone.schedule.journal import JOURNAL, Journal
+from hone.schedule.settings import AsynchronyConfig
+from hone.schedule.window import Window
+from hone.trainers.policy.annotators import OldLogprobs, ReferenceLogprobs, Stage, Values
+from hone.trainers.policy.checks import check_policy_run
+from hone.trainers.policy.collection import RolloutLog
+from hone.trainers.policy.feed import Feed
+from hone.trainers.policy.generation import Generation
+from hone.trainers.policy.process_reward import ProcessRewards
+from hone.trainers.policy.settings import FollowConfig, PolicyRunConfig
+from hone.trainers.policy.teacher_placement import TeacherPlacement
+from hone.trainers.policy.teachers import TeacherChoice, Teachers
+from hone.trainers.policy.trainer import Following, PolicyParts, PolicyTrainer
+from hone.trainers.run.context import RunContext
+from hone.trainers.run.roles import (
+    FrozenModel,
+    WithoutAdapter,
+    frozen_engine,
+    is_its_own_reference,
+    place_role,
+    require_same_vocabulary,
+)
+from hone.workers.train import TrainHandle, TrainSpec
+
+
+class PolicyAssembly:
+    """Builds the models and the trainer of a policy run around its generation, and checks that they fit."""
+
+    def __init__(
+        self,
+        config: PolicyRunConfig,
+        model: ModelConfig,
+        renderer: Renderer,
+        context: RunContext,
+        generation: Generation,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._renderer = renderer
+        self._context = context
+        self._generation = generation
+        self._steps_per_batch = config.update.minibatches * config.update.epochs
+        self._temperature = config.rollout.sampling.temperature or 1.0
+
+    def trainer(self) -> PolicyTrainer:
+        """The trainer, with weight version 0 served. Raises ConfigError if parts do not fit each other."""
+        trainer = self.build()
+        self._generation.rollout.sync_from(trainer.actor, version=0)
+        return trainer
+
+    def build(self) -> PolicyTrainer:
+        """The trainer, with no weights in the rollout yet. Raises ConfigError if parts do not fit each other."""
+        config, algorithm, distillation = self._config, self._algorithm, self._distillation
+        stages = self._stages()
+        check_policy_run(config, algorithm, stages)
+        prompts = PromptStream(config.data, self._renderer, config.run.seed)
+        self._generation.check_ground_truth(prompts.peek(config.update.prompts_per_step))
+        per_step = config.tracking.rollouts_per_step
+        policy = algorithm.policy_objective()
+        parts = PolicyParts(
+            prompts=prompts,
+            generation=self._generation,
+            feed=self._feed(),
+            algorithm=algorithm,
+            actor=self._actor,
+            critic=self._critic if algorithm.needs_values else None,
+            annotators=[stage.build() for stage in stages],
+            adjust=[] if distillation is None else [distillation.after_advantages],
+            objective=policy if distillation is None else distillation.objective(policy),
+            teacher_choice=self._teacher_choice(),
+            following=self._following(),
+            rollout_log=RolloutLog(self._context.tracking, None if per_step == "all" else per_step),
+        )
+        return PolicyTrainer(config, parts, self._context)
+
+    def _feed(self) -> Feed:
+        config, generation = self._config, self._generation
+        asynchrony = config.asynchrony or AsynchronyConfig()
+        one_version = asynchrony.staleness == 0 or asynchrony.new_weights == "finish"
+        window = Window(asynchrony.staleness, config.update.prompts_per_step, config.run.steps, one_version)
+        journal = Journal(self._context.folder / JOURNAL)
+        drain_s = asynchrony.drain_timeout_s if asynchrony.staleness else 0.0
+        return Feed(window, generation.collector, generation.rollout, self._context.recorder, journal, drain_s)
+
+    def _stages(self) -> list[Stage]:
+        """What annotates a batch, in this order; no model is loaded yet."""
+        config, algorithm, distillation = self._config, self._algorithm, self._distillation
+        stages = []
+        if algorithm.needs_old_logprobs or (distillation is not None and distillation.needs_old_logprobs):
+            routes = {ROUTES} if config.actor.routing_replay == "old_logprobs" else set()
+            needs = algorithm.infer_needs | routes
+            provides = {"old_logprobs", *needs}
+            stages.append(
+                Stage("actor", frozenset(provides), frozenset(), lambda: OldLogprobs(self._actor, frozenset(needs)))
+            )
+        if algorithm.needs_values:
+            stages.append(Stage("critic", frozenset({"values"}), frozenset(), lambda: Values(self._critic)))
+        if algorithm.needs_reference or config.process_reward is not None:
+            stages.append(Stage("reference", frozenset({"ref_logprobs"}), frozenset(), self._reference))
+        if distillation is not None:
+            in_reward = {"token_rewards"} if distillation.fills_token_rewards else set()
+            needed = frozenset({"old_logprobs"} if distillation.needs_old_logprobs else ())
+            stages.append(Stage("distillation", frozenset({"teacher_logprobs"} | in_reward), needed, self._teachers))
+        if config.process_reward is not None:
+            needed = frozenset({"ref_logprobs", "rewards"})
+            stages.append(Stage("process_reward", frozenset({"process_rewards"}), needed, self._process_rewards))
+        return stages
+
+    @cached_property
+    def _algorithm(self) -> Algorithm:
+        config = self._config
+        try:
+            longest = config.rollout.sampling.max_response_tokens
+            return Algorithm(config.algorithm, self._steps_per_batch, longest, config.run.seed)
+        except ValueError as error:
+            raise ConfigError(f"algorithm: {error}") from error
+
+    @cached_property
+    def _distillation(self) -> Distillation | None:
+        config = self._config.distillation
+        return None if config is None else Distillation(config)
+
+    @property
+    def _optimizer_steps(self) -> int:
+        return self._config.run.steps * self._steps_per_batch
+
+    @cached_property
+    def _actor(self) -> TrainHandle:
+        config = self._config
+        steps = self._optimizer_steps
+        if config.critic is not None:  # its schedule begins when it does
+            steps -= config.critic.warmup_steps * self._steps_per_batch
+        kl = config.algorithm.penalty
+        whole = kl.coef > 0 and kl.kind == "full"  # then the actor compares its own logits with the reference's
+        spec = TrainSpec(
+            self._model,
+            config.actor,
+            temperature=self._temperature,
+            total_steps=steps,
+            reference=self._reference_model if whole else None,
+        )
+        return self._role("actor", spec)
+
+    @property
+    def _reference_model(self) -> ModelConfig:
+        return self._other_reference or self._model
+
+    @property
+    def _other_reference(self) -> ModelConfig | None:
+        return None if self._config.reference is None else self._config.reference.model
+
+    def _reference(self) -> ReferenceLogprobs:
+        return ReferenceLogprobs(self._reference_role(), self._algorithm.reference_needs)
+
+    def _reference_role(self) -> FrozenModel:
+        """The policy before training, or another model; it computes with the actor's engine."""
+        other, engine = self._other_reference, self._config.actor
+        if other is not None:
+            require_same_vocabulary("reference.model", other, self._renderer.tokenizer)
+        elif is_its_own_reference(engine):
+            return WithoutAdapter(self._actor)
+        return self._own_reference
+
+    @cached_property
+    def _own_reference(self) -> TrainHandle:
+        asked = frozen_engine(self._config.actor, keep_adapter=self._other_reference is None)
+        follows = self._follow is not None
+        spec = TrainSpec(self._reference_model, asked, temperature=self._temperature, follows=follows)
+        return self._role("reference", spec)
+
+    @property
+    def _follow(self) -> FollowConfig | None:
+        return None if self._config.reference is None else self._config.reference.follow
+
+    def _following(self) -> Following | None:
+        follow = self._follow
+        return None if follow is None else Following(self._own_reference, follow.every_steps, follow.mixup)
+
+    def _teacher_choice(self) -> TeacherChoice:
+        config = self._config.distillation
+        return TeacherChoice() if config is None else TeacherChoice(config.teacher_field, list(config.teachers))
+
+    def _teachers(self) -> Teachers:
+        config = self._config.distillation
+        assert config is not None
+        assert self._distillation is not None
+        placing = TeacherPlacement(self._config, self._renderer.tokenizer, self._context, self._generation)
+        found = [placing.place(name, one) for name, one in config.teachers.items()]
+        return Teachers(found, self._distillation, self._context.recorder)
+
+    def _process_rewards(self) -> ProcessRewards:
+        config = self._config.process_reward
+        assert config is not None
+        if config.model is not None:
+            require_same_vocabulary("process_reward.model", config.model, self._renderer.tokenizer)
+        parts = self._config.update.minibatches
+        spec = TrainSpec(
+            config.model or self._model,
+            config.engine,
+            temperature=self._temperature,
+            total_steps=self._config.run.steps * parts,
+        )
+        return ProcessRewards(config, self._role("process_reward", spec), self._context.recorder, parts)
+
+    @cached_property
+    def _critic(self) -> TrainHandle:
+        critic = self._config.critic
+        assert critic is not None  # `check_policy_run` saw to it
+        if critic.model is not None:  # a reward model, say
+            require_same_vocabulary("critic.model", critic.model, self._renderer.tokenizer)
+        model = critic.model or self._model
+        return self._role("critic", TrainSpec(model, critic.engine, "value_model", total_steps=self._optimizer_steps))
+
+    def _role(self, role: str, spec: TrainSpec) -> TrainHandle:
+        return place_role(role, spec, self._config.runtime, self._context.recorder)

@@ -1,0 +1,233 @@
+"""What has to fit in a policy run before any model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hone.algorithms.algorithm import Algorithm, check_takes_token_rewards
+from hone.algorithms.filtering.group_filter import GREEDY_REWARD, OVERLONG
+from hone.algorithms.objective import FULL_KL
+from hone.config import ConfigError
+from hone.engines.settings import EngineConfig
+from hone.envs import ENVS
+from hone.envs.base import is_single_turn
+from hone.registry import unknown
+from hone.trainers.policy.annotators import Stage, check_stages
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.types import Prompt
+
+OBJECTIVE_OUTPUTS = frozenset({"entropy", "sum_pi_squared", FULL_KL})  # of an engine's forward, beyond log-probs
+
+
+def check_policy_run(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequence[Stage]) -> None:
+    """Raise ConfigError for parts of a run file that do not fit each other."""
+    if not config.reward.components and config.episode.env.name == "chat":
+        raise ConfigError("reward.components: name at least one; the environment chat gives no reward")
+    _check_critic(config, algorithm)
+    _check_reference(config, algorithm)
+    _check_process_rewards(config, algorithm)
+    _check_teachers(config)
+    _check_fields(config, algorithm, stages)
+    _check_replay(config, algorithm)
+    _check_token_budgets(config)
+    _check_rollout_logprobs(config)
+    _check_answers_differ(config)
+    _check_metric(config, algorithm)
+
+
+def _check_fields(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequence[Stage]) -> None:
+    """Every field that the algorithm reads is collected, or filled by a stage."""
+    filled = check_stages(stages, _collected(config, algorithm))
+    fields = {name for name in algorithm.required_fields if name.partition("/")[0] not in filled}  # x/y: part of x
+    missing = sorted(fields | (algorithm.policy_objective().needs - OBJECTIVE_OUTPUTS))
+    if missing:
+        raise ConfigError(
+            f"algorithm {algorithm.name}: needs {', '.join(missing)}, which no part of this run produces "
+            f"(there is: {', '.join(sorted(filled))})"
+        )
+
+
+def _collected(config: PolicyRunConfig, algorithm: Algorithm) -> frozenset[str]:
+    """The fields of a batch that comes from trajectories."""
+    fields = {"rewards", "rollout_logprobs", "weight_versions"}
+    fields |= {f"components.{name}" for name in config.reward.components}
+    overlong = config.algorithm.overlong
+    if overlong is not None and overlong.buffer_tokens is not None:
+        fields.add(f"components.{OVERLONG}")
+    if algorithm.needs_greedy:  # every prompt is then answered greedily, too
+        fields.add(f"components.{GREEDY_REWARD}")
+        if GREEDY_REWARD in config.reward.components:
+            raise ConfigError(
+                f"reward.components.{GREEDY_REWARD}: {algorithm.name} uses this name for its baseline; "
+                "give the component another name"
+            )
+    return frozenset(fields)
+
+
+def _check_critic(config: PolicyRunConfig, algorithm: Algorithm) -> None:
+    advantage = config.algorithm.advantage.name
+    if config.critic is None and algorithm.needs_values:
+        raise ConfigError(f"critic: algorithm.advantage {advantage} needs a critic; add the section `critic: {{}}`")
+    if config.critic is None:
+        return
+    if not algorithm.needs_values:
+        raise ConfigError(f"critic: algorithm.advantage {advantage} has no critic; remove the section")
+    if config.critic.warmup_steps >= config.run.steps:
+        raise ConfigError(
+            f"critic.warmup_steps = {config.critic.warmup_steps} should be less than run.steps = "
+            f"{config.run.steps}: the policy would never be trained"
+        )
+
+
+def _check_reference(config: PolicyRunConfig, algorithm: Algorithm) -> None:
+    used = algorithm.needs_reference or config.process_reward is not None
+    if config.reference is not None and not used:
+        raise ConfigError("reference: algorithm.kl.coef is 0, so there is no reference; remove the section")
+    if config.reference is not None and config.reference.follow is not None:
+        _check_follow(config, config.reference.model is not None)
+
+
+def _check_follow(config: PolicyRunConfig, has_own_model: bool) -> None:
+    """A reference that follows is a model of its own with the policy's weights, and only KL is measured against it."""
+    fixed = {
+        "reference.model": (has_own_model, "a reference that follows begins as the policy before training"),
+        "actor.lora": (
+            config.actor.lora is not None,
+            "the reference is the policy without its adapter, whose weights never change",
+        ),
+        "algorithm.kl.kind: full": (
+            config.algorithm.penalty.kind == "full",
+            "the actor keeps a copy of the reference's head, which would not follow; k1, k2 and k3 need none",
+        ),
+        "process_reward": (
+            config.process_reward is not None,
+            "process rewards are defined against the policy before training",
+        ),
+    }
+    for key, (is_set, reason) in fixed.items():
+        if is_set:
+            raise ConfigError(f"reference.follow cannot be combined with {key}: {reason}; remove one of them")
+
+
+def _check_process_rewards(config: PolicyRunConfig, algorithm: Algorithm) -> None:
+    """The estimator reads process rewards, and their model has an outcome to learn from."""
+    if config.process_reward is None:
+        return
+    if "process_rewards" not in algorithm.required_fields:
+        advantage = config.algorithm.advantage.name
+        raise ConfigError(f"process_reward: algorithm.advantage {advantage} has no use for it (prime has)")
+    known = ["reward", *config.reward.components]
+    if config.process_reward.outcome.partition("/")[0] not in known:
+        raise ConfigError(unknown("process_reward.outcome", config.process_reward.outcome, known))
+
+
+def _check_teachers(config: PolicyRunConfig) -> None:
+    if config.distillation is None or config.distillation.where != "in_reward":
+        return
+    try:
+        check_takes_token_rewards(config.algorithm.advantage, "distillation.where: in_reward")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_replay(config: PolicyRunConfig, algorithm: Algorithm) -> None:
+    """The routes that are to be replayed come from a forward that this run makes."""
+    if config.actor.routing_replay == "old_logprobs" and not algorithm.needs_old_logprobs:
+        steps = config.update.minibatches * config.update.epochs
+        raise ConfigError(
+            f"actor.moe.routing_replay: old_logprobs replays the routes of the forward for old log-probs, and "
+            f"{algorithm.name} has no such forward here (update.minibatches x update.epochs = {steps}, "
+            f"algorithm.correction.old: {config.algorithm.correction.old}); set none, or rollout"
+        )
+
+
+def _check_token_budgets(config: PolicyRunConfig) -> None:
+    """The longest prompt with the longest answer fits into a micro-batch of every model that reads it."""
+    sets = {"data.train": config.data.train, **{f"data.mix.{name}": one for name, one in config.data.mix.items()}}
+    limits = {f"{name}.max_prompt_tokens": one.max_prompt_tokens for name, one in sets.items()}
+    key, prompt = max(limits.items(), key=lambda pair: pair[1] or 0)
+    TokenBudgets(config).check(prompt or 1, f"{key} ({prompt})" if prompt else "a prompt of 1 token or more")
+
+
+class TokenBudgets:
+    """The most tokens that each model reads at once, against a prompt with the longest answer."""
+
+    def __init__(self, config: PolicyRunConfig) -> None:
+        self._response = config.rollout.sampling.max_response_tokens
+        builtin = config.rollout.backend == "builtin"
+        self._longest = config.rollout.builtin.max_sequence_tokens if builtin else None
+        engines = _engines(config).items()
+        scorers = {f"reward.components.{name}.model": one.model for name, one in config.reward.components.items()}
+        budgets = {f"{key}.max_tokens_per_microbatch": one.max_tokens_per_microbatch for key, one in engines}
+        budgets |= {f"{key}.max_tokens_per_batch": one.max_tokens_per_batch for key, one in scorers.items() if one}
+        self._key, self._budget = min(budgets.items(), key=lambda pair: pair[1])
+
+    def check(self, prompt: int, what: str) -> None:
+        """Raise ConfigError if a prompt of so many tokens does not fit the smallest budget; `what` names the prompt."""
+        total = min(prompt + self._response, self._longest or prompt + self._response)
+        if total > self._budget:
+            raise ConfigError(
+                f"{self._key} = {self._budget} is less than the longest sequence of {total} tokens: {what} + "
+                f"rollout.sampling.max_response_tokens ({self._response}); raise the budget, or lower one of the limits"
+            )
+
+    def check_drawn(self, prompts: Sequence[Prompt]) -> None:
+        """The same for prompts that were drawn: sets without max_prompt_tokens show their lengths only then."""
+        for one in prompts:
+            tokens = len(one.token_ids)
+            self.check(tokens, f"prompt {one.prompt_id} ({tokens} tokens; see max_prompt_tokens of its data set)")
+
+
+def _engines(config: PolicyRunConfig) -> dict[str, EngineConfig]:
+    """The engines that read whole sequences, by their key; the reference computes as the actor does."""
+    engines = {"actor": config.actor}
+    if config.critic is not None:
+        engines["critic.engine"] = config.critic.engine
+    if config.process_reward is not None:
+        engines["process_reward.engine"] = config.process_reward.engine
+    teachers = config.distillation.teachers if config.distillation is not None else {}
+    placed = {name: one.engine for name, one in teachers.items() if one.served_by == "engine"}
+    return engines | {f"distillation.teachers.{name}.engine": one for name, one in placed.items() if one is not None}
+
+
+def _check_rollout_logprobs(config: PolicyRunConfig) -> None:
+    """A correction compares the trainer's log-probs with the rollout's: both have to be over the whole vocabulary."""
+    sampling, correction = config.rollout.sampling, config.algorithm.correction
+    filters = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0.0)}
+    chosen = {name: off for name, (value, off) in filters.items() if value != off}
+    parts = {
+        f"old: {correction.old}": ("old=trainer", correction.old == "rollout"),
+        f"weights: {correction.weights}": ("weights=null", correction.weights is not None),
+        "rejections": ("rejections=[]", bool(correction.rejections)),
+    }
+    compared = {part: remedy for part, (remedy, used) in parts.items() if used}
+    if compared and chosen:
+        off = " ".join(f"rollout.sampling.{name}={value:g}" for name, value in chosen.items())
+        remedies = " ".join(f"algorithm.correction.{remedy}" for remedy in compared.values())
+        raise ConfigError(
+            f"algorithm.correction.{next(iter(compared))} with rollout.sampling.{next(iter(chosen))}: the rollout "
+            "normalises its log-probs over the tokens that the filter leaves, the trainer over the whole vocabulary, "
+            f"so ratios would be below 1 even for fresh samples; set {off}, or {remedies}"
+        )
+
+
+def _check_answers_differ(config: PolicyRunConfig) -> None:
+    """Several answers to one prompt are sampled: greedy ones would be the same, and teach nothing."""
+    name, samples = config.episode.env.name, config.update.samples_per_prompt
+    single_turn = name in ENVS and is_single_turn(ENVS.get(name))
+    if single_turn and samples > 1 and config.rollout.sampling.temperature == 0:
+        raise ConfigError(
+            f"rollout.sampling.temperature = 0 (greedy) with update.samples_per_prompt = {samples}: all answers to a "
+            "prompt would be the same; set temperature above 0, or samples_per_prompt=1"
+        )
+
+
+def _check_metric(config: PolicyRunConfig, algorithm: Algorithm) -> None:
+    """Dynamic sampling compares something that the rewards have."""
+    sampling = config.algorithm.dynamic_sampling
+    if sampling is None:
+        return
+    collected = _collected(config, algorithm)
+    parts = sorted(name.removeprefix("components.") for name in collected if name.startswith("components."))
+    if sampling.metric.partition("/")[0] not in ("reward", *parts):
+        raise ConfigError(unknown("algorithm.dynamic_sampling.metric", sampling.metric, ["reward", *parts]))

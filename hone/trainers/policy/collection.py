@@ -1,0 +1,205 @@
+"""Turns prompts into scored groups, and writes some of them for people to read, with the trainer's log-probs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+from hone.data.packing import select
+from hone.envs.episode import Play
+from hone.envs.runners import Runner
+from hone.rewards.rubric import Rubric
+from hone.tracking.hub import Tracking
+from hone.tracking.rollouts import places_to_keep
+from hone.trainers.policy.turn_metrics import describe_turns
+from hone.trainers.run.event_loop import EventLoop
+from hone.trainers.run.recorder import Recorder
+from hone.types import Batch, Completion, Image, Metric, Metrics, Prompt, SamplingParams, Status, TrajectoryGroup
+from hone.workers.publication import RolloutHandle
+from hone.workers.train import TrainHandle
+
+Position = tuple[int, int]  # group, trajectory within the group
+
+
+class Collector:
+    """Turns prompts into scored groups; training and evaluation share one."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        rollout: RolloutHandle,
+        rubric: Rubric,
+        loop: EventLoop,
+        recorder: Recorder,
+    ) -> None:
+        self._runner = runner
+        self._rollout = rollout
+        self._loop = loop
+        self._recorder = recorder
+        self._rubric = rubric
+        self._last_token = 0.0
+
+    def collect(
+        self, prompts: Sequence[Prompt], play: Play, versions: tuple[int, int] | None = None
+    ) -> list[TrajectoryGroup]:
+        """The scored groups of `prompts`, in order, sampled from weights within `versions`; None: any.
+
+        The time until the last generated token counts as generation, the rest as reward. Reward models in this process
+        run when all answers are complete. Errors of the rollout engine are raised; a reward or environment that fails
+        sets the status of its trajectory.
+        """
+        with self._recorder.phase("generate"):
+            self._last_token = time.perf_counter()  # if nothing is generated, all of it is waiting
+            generate = self._generate if versions is None else partial(self._generate, versions=versions)
+            groups = self._loop.run(self._runner.run(prompts, replace(play, generate=generate), self._rubric.score))
+            self._recorder.timer.move(time.perf_counter() - self._last_token, "reward")
+        return self.complete(groups)
+
+    def start(self, prompt: Prompt, play: Play, versions: tuple[int, int]) -> Future[TrajectoryGroup]:
+        """Play and score one prompt while the caller goes on; `complete` its group when it is there."""
+        return self._loop.start(self._play_one(prompt, play, versions))
+
+    async def _play_one(self, prompt: Prompt, play: Play, versions: tuple[int, int]) -> TrajectoryGroup:
+        with ExitStack() as held:
+            held.enter_context(self._rollout.hold(versions))
+
+            async def score(group: TrajectoryGroup) -> TrajectoryGroup:
+                held.close()  # all answers have ended: a slow reward does not keep a replica from new weights
+                return await self._rubric.score(group)
+
+            generate = partial(self._generate, versions=versions)
+            groups = await self._runner.run([prompt], replace(play, generate=generate), score)
+        return groups[0]
+
+    def complete(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """The groups with the scores of reward models in this process."""
+        return self._rubric.complete(groups)
+
+    def metrics(self) -> Metrics:
+        """Metrics of the rollout engine and the rewards since the last call."""
+        return {**self._rollout.metrics(), **self._rubric.metrics()}
+
+    async def _generate(
+        self,
+        request_id: str,
+        token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        images: tuple[Image, ...] = (),
+        versions: tuple[int, int] | None = None,
+    ) -> Completion:
+        completion = await self._rollout.generate(request_id, token_ids, sampling, images, versions)
+        self._last_token = time.perf_counter()
+        return completion
+
+
+class RolloutLog:
+    """Writes the trajectories that the trackers keep; computes the actor's log-probs of these only."""
+
+    def __init__(self, tracking: Tracking, per_step: int | None) -> None:
+        self._tracking = tracking
+        self._per_step = per_step  # None: all of them
+
+    def write(self, step: int, played: Sequence[TrajectoryGroup], batch: Batch | None, actor: TrainHandle) -> None:
+        """Write a step's trajectories, dropped groups included. `batch` holds those that are trained on, if any.
+
+        Call it before the update, so that the actor still has the weights that sampled.
+        """
+        if self._per_step == 0:
+            return
+        packed = _packed_positions(played)
+        chosen = [position for position in places_to_keep(played, self._per_step, step) if position in packed]
+        logprobs: dict[Position, list[float]] = {}
+        if chosen and batch is not None:
+            part = select(batch, [packed[position] for position in chosen])
+            found = actor.infer_batch(part).logprobs
+            assert found is not None  # an actor is a language model
+            split = found.split(part.lengths.tolist())
+            logprobs = {position: one.tolist() for position, one in zip(chosen, split, strict=True)}
+        self._tracking.rollouts(step, played, logprobs)
+
+
+def _packed_positions(played: Sequence[TrajectoryGroup]) -> dict[Position, int]:
+    """Row of each trainable trajectory in the packed batch; `pack` keeps their order."""
+    trainable = [
+        (i, j) for i, group in enumerate(played) for j, one in enumerate(group.trajectories) if one.status.trainable
+    ]
+    return {position: row for row, position in enumerate(trainable)}
+
+
+def describe_greedy(groups: Sequence[TrajectoryGroup]) -> Metrics:
+    """Metrics of the greedy answers, for algorithms that use them. Failed answers are left out of the means."""
+    played = [group.greedy for group in groups if group.greedy is not None]
+    if not played:
+        return {}
+    usable = [one for one in played if one.status.trainable]
+    metrics: Metrics = {"rollout/greedy_failed": Metric.sum(len(played) - len(usable))}
+    if usable:
+        rewards, lengths = [one.reward for one in usable], [one.response_length for one in usable]
+        metrics["rollout/greedy_reward"] = Metric.mean(sum(rewards) / len(usable), len(usable))
+        metrics["rollout/greedy_response_length"] = Metric.mean(sum(lengths) / len(usable), len(usable))
+    return metrics
+
+
+def count_statuses(groups: Sequence[TrajectoryGroup]) -> Metrics:
+    """How many of a step's trajectories have each status."""
+    counts = Counter(one.status for group in groups for one in group.trajectories)
+    return {f"rollout/status/{status}": Metric.sum(counts[status]) for status in Status}
+
+
+def describe(groups: Sequence[TrajectoryGroup]) -> Metrics:
+    """Rewards and lengths of a step's trajectories, before any is filtered out."""
+    every = [one for group in groups for one in group.trajectories]
+    usable = [one for one in every if one.status.trainable]
+    metrics: Metrics = {"rollout/trajectories": Metric.sum(len(every))}
+    if not usable:
+        return metrics
+    lengths = [one.response_length for one in usable]
+    rewards = [one.reward for one in usable]
+    count = len(usable)
+    metrics |= {
+        "reward/mean": Metric.mean(sum(rewards) / count, count),
+        "reward/max": Metric.max(max(rewards)),
+        "reward/min": Metric.min(min(rewards)),
+        "rollout/response_length": Metric.mean(sum(lengths) / count, count),
+        "rollout/response_length_max": Metric.max(max(lengths)),
+        "rollout/truncated_fraction": Metric.mean(sum(one.status is Status.TRUNCATED for one in usable) / count, count),
+        "rollout/zero_variance_fraction": Metric.mean(_zero_variance(groups), len(groups)),
+    }
+    for name in sorted({name for one in usable for name in one.components}):
+        found = [one.components[name] for one in usable if name in one.components]
+        metrics[f"reward/{name}"] = Metric.mean(sum(found) / len(found), len(found))
+    if any(len(one.spans) > 1 or one.metrics or any(span.calls for span in one.spans) for one in every):
+        metrics |= describe_turns(groups)
+    return metrics
+
+
+def describe_lengths(drawn: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> Metrics:
+    """How long a step's answers are: all that were drawn, those that failed, and those that are trained on.
+
+    A trained distribution that is shorter than the drawn one means that deadlines or filters prefer short answers.
+    """
+    every = [one for group in drawn for one in group.trajectories]
+    lengths = {
+        "drawn": [one.response_length + one.unfinished_tokens for one in every],
+        "failed": [one.response_length + one.unfinished_tokens for one in every if not one.status.trainable],
+        "trained": [one.response_length for group in kept for one in group.trainable if one.response_length],
+    }
+    metrics: Metrics = {}
+    for name, found in lengths.items():
+        if found:
+            ordered, count = sorted(found), len(found)
+            metrics[f"rollout/{name}_length"] = Metric.mean(sum(found) / count, count)
+            metrics[f"rollout/{name}_length_max"] = Metric.max(ordered[-1])
+            for share in (50, 90):
+                metrics[f"rollout/{name}_length_p{share}"] = Metric.mean(ordered[(count - 1) * share // 100], count)
+    return metrics
+
+
+def _zero_variance(groups: Sequence[TrajectoryGroup]) -> float:
+    """The share of groups whose members all have the same reward: their group-relative advantages are 0."""
+    return sum(len({one.reward for one in group.trainable}) <= 1 for group in groups) / len(groups)

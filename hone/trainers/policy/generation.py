@@ -1,0 +1,215 @@
+"""Generation of a run: rollout engine, environments and rewards. `hone eval` uses it without training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hone.config import ConfigError
+from hone.data.rendering import Renderer
+from hone.data.settings import PromptSetConfig
+from hone.data.stream import read_prompts
+from hone.envs.episode import Play
+from hone.envs.runners import make_runner
+from hone.envs.settings import AgentSettings
+from hone.models.settings import ModelConfig
+from hone.models.tokenizer import vocabulary_digest
+from hone.platforms.base import compute_dtype, current_platform
+from hone.processes.descriptors import open_descriptors, raise_limit
+from hone.rewards.model import RewardModels
+from hone.rewards.rubric import Rubric
+from hone.rollout.settings import CONTROLS, RolloutConfig, SamplingConfig
+from hone.tracking.hub import Tracking
+from hone.trainers.policy.collection import Collector
+from hone.trainers.policy.evaluation import EvaluationSet, Evaluator
+from hone.trainers.policy.settings import EvaluationSamplingConfig, PolicyRunConfig
+from hone.trainers.reward_models.placement import place_reward_models
+from hone.trainers.run.event_loop import EventLoop
+from hone.trainers.run.recorder import Recorder
+from hone.trainers.run.roles import place_role
+from hone.types import Prompt, SamplingParams
+from hone.workers.publication import RolloutHandle
+from hone.workers.rollout import NewWeights, RolloutSpec, start_rollout
+from hone.workers.train import TrainHandle, TrainSpec
+
+R = TypeVar("R")
+LOG = logging.getLogger("hone.trainers")
+RESERVED_DESCRIPTORS = 256  # for what opens files now and then: checkpoints, logs, weight sync, data sets
+EVALUATION_SEED = 1_000_003  # added to the run's: an evaluation must not replay the random numbers of a training step
+
+
+def sampling_params(renderer: Renderer, config: SamplingConfig) -> SamplingParams:
+    """How answers are sampled; the tokens that end an answer come from the chat template."""
+    return replace(config.params(seed=0), stop_token_ids=tuple(sorted(renderer.end_token_ids)))
+
+
+def within_descriptors(config: PolicyRunConfig) -> RolloutConfig:
+    """The rollout's settings, with as many requests at a time as this process may open connections.
+
+    Raises the limit of open files first. Warns, with the count, where a run needs more; ConfigError if nothing is left.
+    """
+    rollout, limit = config.rollout, raise_limit()
+    if rollout.backend == "builtin" and rollout.builtin.process == "inside":
+        return rollout
+    episodes = config.update.prompts_per_step * config.update.samples_per_prompt
+    needs = {
+        "open now": open_descriptors(),
+        "files and weight sync": RESERVED_DESCRIPTORS,
+        "reward processes": 4 * config.reward.workers,
+        "agents": 2 * episodes if isinstance(config.episode.env, AgentSettings) else 0,  # client and endpoint
+    }
+    most = max(1, min(rollout.requests_per_replica, episodes))
+    left = (limit - sum(needs.values())) // rollout.replicas - CONTROLS
+    if left >= most:
+        return rollout
+    counted = ", ".join(f"{name} {count:,}" for name, count in needs.items() if count)
+    found = (
+        f"file descriptors: this run needs {rollout.replicas} x {most + CONTROLS:,} for requests to servers, beside "
+        f"{counted}; {limit:,} are allowed. Raise the hard limit (ulimit -Hn)"
+    )
+    if left < 1:
+        raise ConfigError(f"{found}; none is left for requests")
+    LOG.warning(
+        "%s. Each server gets at most %d requests at a time instead (rollout.requests_per_replica)", found, left
+    )
+    return rollout.model_copy(update={"requests_per_replica": left})
+
+
+def _new_weights(config: PolicyRunConfig) -> NewWeights | None:
+    """What new weights do to answers that are being written; None: there are none then."""
+    asynchrony = config.asynchrony
+    return asynchrony.new_weights if asynchrony is not None and asynchrony.staleness else None
+
+
+class Generation:
+    """Generates answers to prompts and scores them. The engine has no weights before the first weight sync.
+
+    Constructing starts the reward processes and the rollout's servers, and raises ConfigError for a reward that cannot
+    be loaded.
+    """
+
+    def __init__(
+        self,
+        config: PolicyRunConfig,
+        model: ModelConfig,
+        renderer: Renderer,
+        recorder: Recorder,
+        adapters: Mapping[str, str] | None = None,
+    ) -> None:
+        """`adapters`: LoRA adapters (name -> folder) of a policy that is not trained; None: the policy is trained."""
+        self._renderer = renderer
+        self._trained = adapters is None
+        env = config.episode.env
+        self._adapters = {**(env.adapters if isinstance(env, AgentSettings) else {}), **(adapters or {})}
+        self._recorder = recorder
+        self._config = config
+        self._started: RolloutHandle | None = None
+        self._rubric: Rubric | None = None
+        self._closing = ExitStack()  # closed with this
+        self._kept: dict[str, Any] = {}
+        self.loop = EventLoop()
+        models = self._reward_models()
+        try:
+            self.collector, self.rollout = self._start(model, models)
+        except BaseException:
+            self.close()
+            raise
+        routes = config.actor.routing_replay == "rollout"
+        sampling = replace(sampling_params(renderer, config.rollout.sampling), routed_experts=routes)
+        self.play = Play(self.rollout.generate, sampling, config.run.seed, config.update.samples_per_prompt)
+
+    def _start(self, model: ModelConfig, models: RewardModels) -> tuple[Collector, RolloutHandle]:
+        """Start the rollout engine and the reward processes."""
+        config, renderer = self._config, self._renderer
+        rubric = self._rubric = Rubric(config.reward, models, self._reward_logs)
+        self.loop.run(rubric.start())
+        spec = RolloutSpec(
+            settings=within_descriptors(config),
+            weights=config.weights,
+            model=model,
+            compute_dtype=compute_dtype(config.actor.compute_dtype, current_platform()),
+            tokenizer=renderer.tokenizer,
+            folder=Path(config.run.dir),
+            lora=config.actor.lora,
+            adapters=self._adapters,
+            trained=self._trained,
+            routed_experts=config.actor.routing_replay == "rollout",
+            runtime=config.runtime,
+            new_weights=_new_weights(config) if self._trained else None,
+        )
+        rollout = self._started = start_rollout(spec, self.loop, self._recorder.phase)
+        runner = make_runner(config.episode, renderer)
+        self._closing.callback(lambda: self.loop.run(runner.close()))
+        return Collector(runner, rollout, rubric, self.loop, self._recorder), rollout
+
+    def _reward_models(self) -> RewardModels:
+        def role(name: str, spec: TrainSpec) -> TrainHandle:
+            return place_role(name, spec, self._config.runtime, self._recorder)
+
+        digest = vocabulary_digest(self._renderer.tokenizer)
+        return place_reward_models(self._config.reward, digest, role, self._reward_logs)
+
+    @property
+    def _reward_logs(self) -> Path:
+        return Path(self._config.run.dir) / "rewards"
+
+    def check_ground_truth(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ConfigError if training prompts lack the ground truth that a reward function needs."""
+        keys = {"train": "data.train", **{name: f"data.mix.{name}" for name in self._config.data.mix}}
+        if self._rubric is not None:
+            for name, key in keys.items():
+                self._rubric.check([one for one in prompts if one.prompt_id.startswith(f"{name}/")], key)
+
+    def evaluator(self, tracking: Tracking, adapter: str = "") -> Evaluator:
+        """The held-out sets of the run file, read and rendered; `adapter` names a LoRA adapter that answers."""
+        config = self._config.evaluation
+        sets = [self._evaluation_set(name, one, tracking) for name, one in config.sets.items()]
+        if not sets:  # their other settings stay unread, so that a run file that sets them is refused
+            return Evaluator([], self.collector, self.play, tracking)
+        chosen = config.sampling or EvaluationSamplingConfig()
+        sampling = replace(
+            self.play.sampling,
+            temperature=chosen.temperature,
+            top_k=chosen.top_k,
+            top_p=chosen.top_p,
+            min_p=0.0,
+            max_tokens=chosen.max_response_tokens or self.play.sampling.max_tokens,
+            routed_experts=False,
+            adapter=adapter,
+        )
+        play = replace(self.play, sampling=sampling, samples=config.samples, seed=self.play.seed + EVALUATION_SEED)
+        return Evaluator(sets, self.collector, play, tracking, config)
+
+    def once(self, name: str, make: Callable[[], R]) -> R:
+        """The result of `make`, called once and cached, because a run with a warm start is assembled twice."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        kept: R = self._kept[name]
+        return kept
+
+    def ends(self, close: Callable[[], None]) -> None:
+        """Call `close` when this is closed, before its event loop is."""
+        self._closing.callback(close)
+
+    def close(self) -> None:
+        """End the rollout's servers, the reward processes and the event loop."""
+        try:
+            with self._closing:
+                if self._started is not None:
+                    self._started.close()
+        finally:
+            if self._rubric is not None:
+                self.loop.run(self._rubric.close())
+            self.loop.close()
+
+    def _evaluation_set(self, name: str, config: PromptSetConfig, tracking: Tracking) -> EvaluationSet:
+        prompts, dropped = read_prompts(name, config, self._renderer, f"evaluation.sets.{name}")
+        if self._rubric is not None:
+            self._rubric.check(prompts, f"evaluation.sets.{name}")
+        if dropped:
+            tracking.message(f"evaluation set {name}: {dropped} prompts are too long and were dropped")
+        return EvaluationSet(name, tuple(prompts))

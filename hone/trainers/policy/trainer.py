@@ -1,0 +1,288 @@
+"""Reinforcement learning of a policy: GRPO, PPO and their variants use this loop with different parts.
+
+    prompts --take--> episodes (environment <-> rollout engine) --> rewards --> keep? --> pack      collect
+                                                                                            |
+       rollout <--sync weights-- actor, critic <--train-- mini-batches <-- advantages <-- forwards   update
+
+One thread runs both halves in turn; inside `collect` everything happens on one event loop (`run.event_loop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.filtering.group_filter import lost_to_failures
+from hone.algorithms.filtering.history import SKIPPED
+from hone.data.packing import minibatches, pack, select
+from hone.data.stream import PromptStream
+from hone.platforms.host_memory import give_back
+from hone.schedule.window import PromptLedger
+from hone.trainers.policy.annotators import Annotator, learners_of
+from hone.trainers.policy.checks import TokenBudgets
+from hone.trainers.policy.collection import (
+    RolloutLog,
+    count_statuses,
+    describe,
+    describe_greedy,
+    describe_lengths,
+)
+from hone.trainers.policy.feed import PART, Feed
+from hone.trainers.policy.generation import Generation
+from hone.trainers.policy.health import RunHealth
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.policy.teachers import TeacherChoice
+from hone.trainers.run.checkpoints import Checkpoint, PartWriter
+from hone.trainers.run.context import RunContext
+from hone.trainers.run.loop import Trainer
+from hone.trainers.run.randomness import draw_chance
+from hone.trainers.run.recorder import NotFinite
+from hone.types import Batch, LossFn, Metric, Prompt, TrajectoryGroup
+from hone.workers.train import TrainHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """A reference that follows the policy."""
+
+    reference: TrainHandle
+    every_steps: int
+    mixup: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyParts:
+    """The parts of a policy trainer; `PolicyAssembly` builds them."""
+
+    prompts: PromptStream
+    generation: Generation
+    feed: Feed
+    algorithm: Algorithm
+    actor: TrainHandle
+    critic: TrainHandle | None
+    annotators: Sequence[Annotator]  # in the order in which a batch goes through them
+    adjust: Sequence[Callable[[Batch], Batch]]  # what changes advantages after the algorithm has computed them
+    objective: LossFn  # the actor's loss
+    teacher_choice: TeacherChoice
+    following: Following | None
+    rollout_log: RolloutLog
+
+
+class PolicyTrainer(Trainer):
+    """Collects trajectories with the current weights, updates on them, and sends the new weights."""
+
+    def __init__(self, config: PolicyRunConfig, parts: PolicyParts, context: RunContext) -> None:
+        super().__init__(config.run.steps, config.checkpoint, context, evaluates=bool(config.evaluation.sets))
+        self.prompts = parts.prompts
+        self.collector = parts.generation.collector
+        self.feed = parts.feed
+        self.play = replace(parts.generation.play, greedy=parts.algorithm.needs_greedy)
+        self.rollout = parts.generation.rollout
+        self.algorithm = parts.algorithm
+        self.actor = parts.actor
+        self.critic = parts.critic
+        self.annotators = parts.annotators
+        self.adjust = parts.adjust
+        self.objective = parts.objective
+        self.teacher_choice = parts.teacher_choice
+        self.following = parts.following
+        self.evaluator = parts.generation.evaluator(context.tracking)
+        self.rollout_log = parts.rollout_log
+        self.ledger = PromptLedger()
+        self.budgets = TokenBudgets(config)
+        grouped = config.update.samples_per_prompt > 1
+        self.health = RunHealth(config.reward.max_failed_fraction, grouped, self.tracking.message)
+        self.watchers.append(self.health.look)
+        self.prompts_per_step = config.update.prompts_per_step
+        self.minibatches = config.update.minibatches
+        self.epochs = config.update.epochs
+        self.critic_warmup_steps = config.critic.warmup_steps if config.critic else 0
+        self.seed = config.run.seed
+
+    # ------------------------------------------------------------------------------------------------- the step
+
+    def step(self, step: int) -> None:
+        batch = self.collect(step)
+        if batch is None:
+            self.move_reference(step)
+        else:
+            self.update(batch, version=step)
+
+    def collect(self, step: int) -> Batch | None:
+        """Prompts -> episodes -> rewards -> filters -> one packed batch; None if the filters left nothing.
+
+        Raises ValueError, with the first failure's text, if there is nothing because trajectories failed.
+        """
+        kept: list[TrajectoryGroup] = []
+        drawn: list[TrajectoryGroup] = []
+        played: list[TrajectoryGroup] = []
+        for _ in range(self.algorithm.groups.max_draws):
+            missing = self.prompts_per_step - len(kept)
+            wanted = self.algorithm.groups.prompts_for(missing)
+            before = self.prompts.state_dict()
+            self.feed.admit(self.draw(self.feed.room(wanted, step)), self.play.at(step), wanted, before)
+            groups = self.algorithm.groups.shape(self.feed.take(wanted))
+            drawn += groups
+            played += self.settle(groups, missing)
+            kept = [group for group in played if group.trainable]
+            if len(kept) == self.prompts_per_step:
+                break
+        self.recorder.record(describe_lengths(drawn, kept))
+        if not kept and not all(lost_to_failures(group) for group in played):
+            self.recorder.record({"train/skipped_updates": Metric.sum(1)})
+            self.rollout_log.write(step, played, None, self.actor)
+            self.feed.commit(step, played, None)
+            return None
+        batch = pack(played)  # dropped groups have nothing trainable left
+        self.feed.commit(step, played, batch)
+        self.recorder.tokens(batch.num_tokens)
+        self.rollout_log.write(step, played, batch, self.actor)
+        return self.teacher_choice.assign(batch, played)
+
+    def update(self, batch: Batch, version: int) -> None:
+        """Annotate -> advantages -> train -> move the reference, if it follows -> weight sync."""
+        self.rollout.make_room()
+        batch = self.advantages(self.annotate(batch), version)
+        self.update_begins()
+        try:
+            for minibatch in self.cut(batch, version):
+                for model, loss in self.learners(version):
+                    model.train_batch(minibatch, loss)
+        except NotFinite as error:
+            raise NotFinite(f"{error}; fields of its batch: {', '.join(not_finite(batch)) or 'all finite'}") from error
+        self.move_reference(version)
+        self.recorder.record(self.feed.publish(self.actor, version))
+        self.ledger.trained_all_finished(self.feed.ahead)
+        give_back()  # return freed host memory to the system, once a step
+
+    # ------------------------------------------------------------------------------------------------ its parts
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next prompts of the stream, without those that are skipped; the ledger notes them as in flight."""
+        prompts, skipped = self.prompts.take_unless(self.skips, count)
+        self.ledger.drawn(sorted(prompt.draw for prompt in [*prompts, *skipped]))
+        self.ledger.skipped((prompt.draw for prompt in skipped), SKIPPED)
+        self.teacher_choice.check(prompts)
+        self.budgets.check_drawn(prompts)
+        if self.algorithm.groups.skips_prompts:
+            self.recorder.record({"rollout/prompts_skipped": Metric.sum(len(skipped))})
+        self.recorder.record(
+            {
+                "rollout/epoch": Metric.max(self.prompts.epoch),
+                "rollout/prompts_too_long": Metric.max(sum(self.prompts.dropped.values())),
+            }
+        )
+        return prompts
+
+    def skips(self, prompt: Prompt) -> bool:
+        """Whether a prompt is skipped because its last groups had no variance; the same in every launch."""
+        probability = self.algorithm.groups.skip_probability(prompt.prompt_id)
+        return probability > 0 and draw_chance(self.seed, prompt.draw) < probability
+
+    def settle(self, groups: list[TrajectoryGroup], missing: int) -> list[TrajectoryGroup]:
+        """At most `missing` groups to train on, then the others, marked as not trainable and dropped in the ledger."""
+        self.health.note(groups)
+        self.recorder.record({**describe(groups), **describe_greedy(groups)})
+        self.recorder.record(self.collector.metrics())
+        self.ledger.finished(group.prompt.draw for group in groups)
+        kept, dropped = self.algorithm.groups.keep(groups, missing)
+        for one in dropped:
+            self.ledger.dropped([one.group.prompt.draw], one.reason)
+        settled = [*kept, *(one.group for one in dropped)]
+        self.recorder.record(self.algorithm.groups.measure())
+        self.recorder.record({**count_statuses(settled), "rollout/groups_dropped": Metric.sum(len(dropped))})
+        return settled
+
+    def annotate(self, batch: Batch) -> Batch:
+        """The batch with log-probs, values and process rewards that are computed before the update."""
+        for annotator in self.annotators:
+            if annotator.learner is not None:
+                self.update_begins()
+            batch = annotator(batch)
+        return batch
+
+    def advantages(self, batch: Batch, step: int) -> Batch:
+        """The batch with advantages; records its metrics."""
+        batch = self.algorithm.advantages(batch, pretraining=step <= self.critic_warmup_steps)
+        self.recorder.record(self.algorithm.measure(batch))
+        for adjust in self.adjust:
+            batch = adjust(batch)
+        return batch
+
+    def cut(self, batch: Batch, step: int) -> Iterator[Batch]:
+        """The mini-batches of every epoch, each with the loss weights of its whole optimizer step."""
+        count = min(self.minibatches, len(batch.group_index.unique()))  # a mini-batch has one group at least
+        for epoch in range(self.epochs):
+            for indices in minibatches(batch, count, epoch, self.seed + step):
+                yield self.algorithm.weigh(select(batch, indices))
+
+    def move_reference(self, step: int) -> None:
+        """Move a reference that follows the policy towards it, if one is due after this step."""
+        following = self.following
+        if following is not None and step % following.every_steps == 0:
+            self.update_begins()
+            following.reference.follow(self.actor, following.mixup)
+
+    def changing_roles(self) -> list[TrainHandle]:
+        """All models whose weights change, and so belong into a checkpoint."""
+        return self.trained_roles() + ([] if self.following is None else [self.following.reference])
+
+    def trained_roles(self) -> list[TrainHandle]:
+        """All models that learn."""
+        critic = [] if self.critic is None else [self.critic]
+        return [self.actor, *critic, *learners_of(self.annotators)]
+
+    def learners(self, step: int) -> Iterator[tuple[TrainHandle, LossFn]]:
+        """The models that learn in this step, each with its loss."""
+        if self.critic:
+            yield self.critic, self.algorithm.value_objective()
+        if step > self.critic_warmup_steps:
+            yield self.actor, self.objective
+
+    # --------------------------------------------------------------------------------- around the step (base.py)
+
+    def evaluate(self, step: int) -> Mapping[str, float]:
+        if not self.evaluator.due(step, self.steps):
+            return {}
+        with self.recorder.phase("evaluate"):
+            return self.evaluator.run(step, self.feed.versions_of_evaluation())
+
+    def score_of(self, figures: Mapping[str, float]) -> float | None:
+        return self.evaluator.score(figures)
+
+    def parts(self) -> Mapping[str, PartWriter]:
+        parts: dict[str, PartWriter] = {role.role: role.save_checkpoint for role in self.changing_roles()}
+        return parts | ({PART: self.feed.write} if self.feed.has_groups else {})
+
+    def written(self, wait: bool) -> bool:
+        done = [role.checkpoint_written(wait) for role in self.changing_roles()]  # each is a meeting of its ranks
+        return self.feed.written(wait) and all(done)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "prompts": self.prompts.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "feed": self.feed.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+        }
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        for role in self.changing_roles():
+            role.load_checkpoint(checkpoint.part(role.role))
+        self.prompts.load_state_dict(checkpoint.state["prompts"])
+        self.ledger.load_state_dict(checkpoint.state["ledger"])
+        self.algorithm.load_state_dict(checkpoint.state["algorithm"])
+        self.feed.restore(checkpoint, self.prompts, self.play, self.actor)
+
+    def finish(self) -> None:
+        self.actor.export(self.folder)
+
+
+def not_finite(batch: Batch) -> list[str]:
+    """The fields of a batch that have a NaN or an infinite number on a trained token."""
+    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "process_rewards", "values",
+             "token_rewards", "advantages", "returns")  # fmt: skip
+    filled = {name: value for name in names if (value := getattr(batch, name)) is not None}
+    return [name for name, value in filled.items() if not bool(value[batch.loss_mask].isfinite().all())]

@@ -1,0 +1,4 @@
+"""Reward models of a policy run.
+
+`placement`, `scorer` (scores answers), `process` (a scorer in a process of its own).
+"""

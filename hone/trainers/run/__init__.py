@@ -1,0 +1,6 @@
+"""What every run has.
+
+In reading order: `settings`, `context` (folder, trackers, metrics), `roles` (the models of a run on its devices),
+`loop` (the training loop), `checkpoints`, `launch` (a run from start to end), `folder`, `run_model` (the one model that
+all parts load), `recorder`, `randomness`, `event_loop` (asyncio), `export`, `exported_rendering`.
+"""

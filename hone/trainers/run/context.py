@@ -1,0 +1,42 @@
+"""What every part of a run is given: its folder, its trackers, its metrics."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hone.data.rendering import Renderer
+from hone.tracking.base import RunInfo
+from hone.tracking.hub import Tracking
+from hone.tracking.metrics import Timer
+from hone.tracking.settings import TrackingConfig
+from hone.trainers.run.profiler import Profiler
+from hone.trainers.run.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class RunControl:
+    """How the caller of a run follows it and ends it early."""
+
+    on_step: Callable[[int, Mapping[str, float]], None] | None = None  # gets each step's metrics, on the run's thread
+    stop: threading.Event = field(default_factory=threading.Event)  # set: end after this step, as the first Ctrl-C does
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """Where a run writes its files, figures and timings."""
+
+    folder: Path
+    tracking: Tracking
+    recorder: Recorder
+    profiler: Profiler
+    control: RunControl = field(default_factory=RunControl)
+
+
+def untracked_context(folder: Path, renderer: Renderer) -> RunContext:
+    """A context without trackers: nothing is written, messages go to standard error."""
+    decode = renderer.decode
+    hub = Tracking(TrackingConfig(trackers=()), RunInfo(run_dir=folder), lambda ids: decode(ids, keep_special=True))
+    return RunContext(folder, hub, Recorder(Timer()), Profiler(None, None, folder, hub))

@@ -1,0 +1,131 @@
+"""The run folder: one run at a time writes into it; config.yaml holds the settings of the run.
+
+<run.dir>/config.yaml  metrics.jsonl  rollouts.jsonl  tensorboard/  checkpoints/  model/  export/  report.html
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hone.config import Config, ConfigError, dump, plain
+from hone.runtime import ranks
+from hone.tracking.hub import RUN_FILE
+
+LOCK = ".lock"
+IDENTITY = ("kind", "model", "warm_start")
+"""Sections that must not change in a run folder: with another model it is another run."""
+_ELSEWHERE = "give another run.dir, or --restart to set this one aside and begin again"
+
+
+@contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Lock the run folder. The kernel releases the lock however the process ends. Of several ranks, the first holds it.
+
+    Raises ConfigError if another process is writing this run.
+    """
+    if not ranks.is_first():
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise ConfigError(
+                f"run.dir: process {lock.read().strip() or '?'} is writing the run in {folder}"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a process is writing the run."""
+    try:
+        with (folder / LOCK).open("r", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def write_config(folder: Path, config: Config, steps: int | None = None) -> list[str]:
+    """Write `config.yaml`, and keep the one before it as `config-0001.yaml` and so on.
+
+    Returns what differs from it, as `key: before -> now`. Raises ConfigError if the folder holds another run: one of
+    another kind, model or warm start, or one that has finished `steps` with other settings.
+    """
+    path = folder / "config.yaml"
+    changes = _changes(path, config)
+    shown = [f"{key}: {_short(before)} -> {_short(now)}" for key, (before, now) in changes.items()]
+    if any(key.split(".")[0] in IDENTITY for key in changes):
+        other = [one for key, one in zip(changes, shown, strict=True) if key.split(".")[0] in IDENTITY]
+        raise ConfigError(f"run.dir: {folder} holds another run ({', '.join(other[:3])}); {_ELSEWHERE}")
+    if changes and steps is not None and _finished_steps(folder) >= steps:
+        raise ConfigError(f"run.dir: {folder} is finished with other settings ({', '.join(shown[:3])}); {_ELSEWHERE}")
+    if changes:
+        path.rename(next(one for number in count(1) if not (one := folder / f"config-{number:04d}.yaml").exists()))
+    temporary = path.with_suffix(".yaml.partial")
+    temporary.write_text(dump(config), encoding="utf-8")
+    temporary.replace(path)
+    return shown
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Rename a run folder, so that its run can begin again; returns its new name, None if there is no such folder."""
+    if not folder.exists():
+        return None
+    with claim(folder):
+        other = next(one for number in count(1) if not (one := folder.with_name(f"{folder.name}-{number}")).exists())
+        return folder.rename(other)
+
+
+def _changes(path: Path, config: Config) -> dict[str, tuple[Any, Any]]:
+    """The keys whose values differ from those in the file: key -> (before, now)."""
+    if not path.is_file():
+        return {}
+    before = _flat(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    now = _flat(plain(config))
+    return {
+        key: (before.get(key), now.get(key))
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    }
+
+
+def _finished_steps(folder: Path) -> int:
+    """How many steps a finished run took; -1 if it has not finished, or that is not known."""
+    try:
+        facts = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return -1
+    total = facts.get("total_steps")
+    return total if facts.get("outcome") == "finished" and isinstance(total, int) else -1
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,217 @@
+"""Runs a whole run: folder, settings, model, warm start, training, report.
+
+claim folder -> write config.yaml -> model folder -> warm start (once) -> assemble -> every setting read? -> run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from hone.config import Loaded, count_as_read, plain, require_all_read
+from hone.data.rendering import Renderer
+from hone.data.stream import make_renderer
+from hone.models.settings import ModelConfig
+from hone.models.tokenizer import load_tokenizer
+from hone.models.vision.image_processor import load_image_processor
+from hone.platforms.base import compute_dtype, current_platform, why_compute_dtype
+from hone.runtime import ranks
+from hone.runtime.watchdog import Watchdog
+from hone.tracking.base import RunInfo
+from hone.tracking.hub import Tracking
+from hone.tracking.metrics import Timer
+from hone.tracking.muted import MutedTracking
+from hone.trainers.policy.assembly import PolicyAssembly
+from hone.trainers.policy.generation import Generation
+from hone.trainers.policy.settings import PolicyRunConfig, WarmStartConfig
+from hone.trainers.run.context import RunContext, RunControl, untracked_context
+from hone.trainers.run.exported_rendering import write_rendering
+from hone.trainers.run.folder import claim, write_config
+from hone.trainers.run.loop import Trainer
+from hone.trainers.run.profiler import Profiler
+from hone.trainers.run.randomness import seed_everything
+from hone.trainers.run.recorder import Recorder
+from hone.trainers.run.roles import prepare_process
+from hone.trainers.run.run_model import FOLDER, local_model
+from hone.trainers.run.settings import CheckpointConfig
+from hone.trainers.supervised.assembly import (
+    assemble_preference,
+    assemble_reward_model,
+    assemble_supervised,
+    with_steps,
+)
+from hone.trainers.supervised.settings import (
+    PreferenceRunConfig,
+    RewardModelRunConfig,
+    SupervisedConfig,
+    SupervisedRunConfig,
+    SupervisedRunSection,
+)
+
+S = TypeVar("S", bound=SupervisedConfig)
+
+WARM_START = "warm_start"
+
+
+def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = None) -> Path:
+    """Train a policy until `run.steps`, from the newest checkpoint if there is one; returns the run folder."""
+    control = control or RunControl()
+    config = loaded.config
+    ranks.require_one("hone distill" if config.kind == "distill" else "hone train")
+    folder = Path(config.run.dir)
+    with claim(folder), ExitStack() as started:
+        changes, model, renderer = _begin(config, folder)
+        recorder = Recorder(Timer(), config.run.max_skipped_steps)
+
+        def start(model: ModelConfig) -> Generation:
+            generation = Generation(config, model, renderer, recorder)
+            started.callback(generation.close)
+            return generation
+
+        generation: Generation | None = None
+        if config.warm_start is not None:
+            supervised = _warm_start(config, config.warm_start, model)
+            if (folder / WARM_START / "export" / "config.json").is_file():
+                count_as_read(config.warm_start)
+            else:
+                generation = start(model)
+                _check_whole_run(loaded, supervised, renderer, generation)
+                _warm_up(supervised, renderer, RunControl(stop=control.stop))
+                seed_everything(config.run.seed)  # what follows is the same whether these steps ran now or before
+            model = model.at(folder / WARM_START / "export")
+        with _run_context(config, renderer, recorder, control) as context:
+            _introduce(config, context, changes)
+            generation = generation or start(model)
+            trainer = PolicyAssembly(config, model, renderer, context, generation).trainer()
+            require_all_read(loaded)
+            trainer.run()
+            write_rendering(folder / "export", config, config.data, renderer)
+    return folder
+
+
+def run_supervised(loaded: Loaded[SupervisedRunConfig], control: RunControl | None = None) -> Path:
+    """Fine-tune a model to the end of its run file; returns the run folder."""
+    return _run(loaded, assemble_supervised, control or RunControl())
+
+
+def run_preference(loaded: Loaded[PreferenceRunConfig], control: RunControl | None = None) -> Path:
+    """Train a model on preferences to the end of its run file; returns the run folder."""
+    return _run(loaded, assemble_preference, control or RunControl())
+
+
+def run_reward_model(loaded: Loaded[RewardModelRunConfig], control: RunControl | None = None) -> Path:
+    """Train a reward model to the end of its run file; returns the run folder."""
+    return _run(loaded, assemble_reward_model, control or RunControl())
+
+
+def _run(
+    loaded: Loaded[S], assemble: Callable[[S, ModelConfig, Renderer, RunContext], Trainer], control: RunControl
+) -> Path:
+    """A run of the supervised family: its parts from `assemble`, the rest is the same for all."""
+    config = loaded.config
+    folder = Path(config.run.dir)
+    with claim(folder):
+        changes, model, renderer = _begin(config, folder)
+        config = with_steps(config, renderer)
+        recorder = Recorder(Timer(), config.run.max_skipped_steps)
+        with _run_context(config, renderer, recorder, control) as context:
+            _introduce(config, context, changes)
+            trainer = assemble(config, model, renderer, context)
+            if ranks.is_first():  # the trackers' settings are read by its trackers only
+                require_all_read(loaded)
+            trainer.run()
+            if ranks.is_first():
+                write_rendering(folder / "export", config, config.data, renderer)
+    return folder
+
+
+def _warm_start(config: PolicyRunConfig, warm: WarmStartConfig, model: ModelConfig) -> SupervisedRunConfig:
+    """Run the warm start in `warm_start/`: once, and continue it if it was interrupted."""
+    return SupervisedRunConfig(
+        run=SupervisedRunSection(
+            dir=str(Path(config.run.dir) / WARM_START),
+            steps=warm.steps,
+            seed=config.run.seed,
+            max_skipped_steps=config.run.max_skipped_steps,
+        ),
+        model=model,
+        data=warm.data,
+        samples_per_step=warm.samples_per_step,
+        actor=warm.actor,
+        checkpoint=CheckpointConfig(every_steps=warm.steps, keep=1, keep_best=False),
+        tracking=config.tracking,
+        runtime=config.runtime,
+    )
+
+
+def _warm_up(supervised: SupervisedRunConfig, renderer: Renderer, control: RunControl) -> None:
+    folder = Path(supervised.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(Timer(), supervised.run.max_skipped_steps)
+    with _run_context(supervised, renderer, recorder, control) as context:
+        assemble_supervised(supervised, supervised.model, renderer, context, "warm_start.data").run()
+
+
+def _check_whole_run(
+    loaded: Loaded[PolicyRunConfig], supervised: SupervisedRunConfig, renderer: Renderer, generation: Generation
+) -> None:
+    """Assemble the whole run once before its warm start, so that a wrong setting is found before the warm start ends.
+
+    Servers and reward processes stay up; the rollout gets its first weights after the warm start.
+    """
+    config = loaded.config
+    context = untracked_context(Path(config.run.dir), renderer)
+    assemble_supervised(supervised, supervised.model, renderer, context, "warm_start.data")
+    PolicyAssembly(config, supervised.model, renderer, context, generation).build()
+    context.tracking.message(f"{config.kind} run in {context.folder}: {supervised.run.steps} supervised steps first")
+    if config.profile is not None:
+        count_as_read(config.profile)
+    require_all_read(loaded)
+    generation.rollout.make_room()
+
+
+@contextmanager
+def _run_context(
+    config: PolicyRunConfig | SupervisedConfig, renderer: Renderer, recorder: Recorder, control: RunControl
+) -> Iterator[RunContext]:
+    """Where a run writes, how it is timed and watched; the trackers are closed however it ends."""
+    folder = Path(config.run.dir)
+    info = RunInfo(run_dir=folder, total_steps=config.run.steps, config=plain(config))
+    kind = Tracking if ranks.is_first() else MutedTracking
+    with (
+        kind(config.tracking, info, partial(renderer.decode, keep_special=True)) as hub,
+        Watchdog(config.runtime.stall_timeout_s) as watchdog,
+    ):
+        recorder.timer.shown_by(watchdog.begins, hub.phase)
+        profiler = Profiler(config.profile, config.run.steps, folder, hub)
+        yield RunContext(folder, hub, recorder, profiler, control)
+
+
+def _begin(config: PolicyRunConfig | SupervisedConfig, folder: Path) -> tuple[list[str], ModelConfig, Renderer]:
+    """Set this process up, and write down settings and model.
+
+    Returns the settings that differ from the last launch, the model in its folder, and its renderer.
+    """
+    prepare_process(config.runtime)
+    seed_everything(config.run.seed)
+    changes = write_config(folder, config, config.run.steps) if ranks.is_first() else []
+    model = ranks.first_alone(lambda: local_model(config.model, folder / FOLDER))
+    renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
+    return changes, model, renderer
+
+
+def _introduce(config: PolicyRunConfig | SupervisedConfig, context: RunContext, changes: list[str]) -> None:
+    platform, chosen = current_platform(), config.actor.compute_dtype
+    context.tracking.message(
+        f"{config.kind} run in {context.folder}: {config.run.steps} steps, seed {config.run.seed}, "
+        f"on {platform.name} ({platform.device_name()}), computed in {compute_dtype(chosen, platform)} "
+        f"({why_compute_dtype(chosen, platform)})"
+    )
+    slow = platform.why_bfloat16_is_slow()
+    if slow and chosen == "bfloat16":
+        context.tracking.message(f"{slow}: actor.compute_dtype=float32 is faster here")
+    if changes:
+        context.tracking.message(f"settings that differ from before: {', '.join(changes)}")

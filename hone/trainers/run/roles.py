@@ -1,0 +1,96 @@
+"""The models of a run: one process set up for them, each placed on the run's devices."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from hone.config import ConfigError
+from hone.engines.settings import EngineConfig
+from hone.models.settings import ModelConfig
+from hone.models.tokenizer import load_tokenizer
+from hone.platforms.base import compute_dtype, current_platform
+from hone.platforms.host_memory import keep_freed
+from hone.runtime import RUNTIMES, ranks
+from hone.runtime.settings import RuntimeConfig
+from hone.trainers.run.recorder import Recorder
+from hone.types import Batch, ModelOutput
+from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
+
+POLICY = "actor"  # the role that is trained on what it samples
+
+
+def prepare_process(runtime: RuntimeConfig) -> None:
+    """Set this process's threads, determinism and memory, and join the other ranks if torchrun started several.
+
+    Raises ConfigError if torchrun started ranks of a runtime that starts its own.
+    """
+    if ranks.ranks() > 1 and runtime.backend.name != "local":
+        raise ConfigError(
+            f"runtime.backend: {runtime.backend.name} starts its own ranks, and this is one of {ranks.ranks()} that "
+            "torchrun started; start it without torchrun, or set runtime.backend=local"
+        )
+    ranks.join(runtime.collective_timeout_s)
+    keep_freed()
+    torch.set_num_threads(runtime.threads or max(1, len(os.sched_getaffinity(0)) // ranks.local_ranks()))
+    if runtime.deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def require_same_vocabulary(key: str, model: ModelConfig, tokenizer: Any) -> None:
+    """Raise ConfigError if a model's token ids mean something else than the policy's."""
+    theirs, ours = load_tokenizer(model).get_vocab(), tokenizer.get_vocab()
+    unlike = sorted(token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token))
+    if unlike:
+        token = unlike[0]
+        raise ConfigError(
+            f"{key}: its tokens are not the policy's: {len(unlike)} differ, the first is {token!r}, number "
+            f"{theirs.get(token, 'none')} there and {ours.get(token, 'none')} here"
+        )
+
+
+def place_role(role: str, spec: TrainSpec, runtime: RuntimeConfig, recorder: Recorder) -> TrainHandle:
+    """Place one model on the devices of the run. Raises ConfigError if its settings clash."""
+    if spec.replays_routes and role != POLICY:
+        raise ConfigError(
+            f"{role}: moe.routing_replay = {spec.engine.routing_replay} is for the policy of a reinforcement-learning "
+            "run (actor.moe): nothing else is trained on tokens that it sampled; remove the key"
+        )
+    dtype = compute_dtype(spec.engine.compute_dtype, current_platform())
+    spec = replace(spec, driver_dtype=dtype)
+    try:
+        group = RUNTIMES.get(runtime.backend.name).place(role, TrainWorker, spec, runtime, recorder.phase)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    handle = TrainHandle(group, recorder.record, spec.replays_routes)
+    handle.initialize()
+    return handle
+
+
+class FrozenModel(Protocol):
+    """A language model that is never trained; `TrainHandle` satisfies this."""
+
+    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput: ...
+
+
+class WithoutAdapter:
+    """A LoRA policy before training: its frozen weights, so that no second model is loaded."""
+
+    def __init__(self, policy: TrainHandle) -> None:
+        self._policy = policy
+
+    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
+        return self._policy.infer_batch(batch, needs, adapter=False)
+
+
+def is_its_own_reference(policy: EngineConfig) -> bool:
+    """Whether a policy without its adapter is the policy before training: not if training continues an adapter."""
+    return policy.lora is not None and policy.lora.path is None
+
+
+def frozen_engine(engine: EngineConfig, keep_adapter: bool = False) -> EngineConfig:
+    """Engine settings of a model that is never trained: without an adapter, unless the policy starts with one."""
+    return engine if keep_adapter else engine.model_copy(update={"lora": None})

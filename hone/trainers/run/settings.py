@@ -1,0 +1,64 @@
+"""The sections of a run file that every kind of run has."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from hone.config import Config, setting
+from hone.data.settings import DatasetConfig
+from hone.models.settings import ModelConfig
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, int) else value
+
+
+class RunConfig(Config):
+    """Which run this is. The same folder continues the same run."""
+
+    dir: str = setting(meaning="the run folder: everything a run writes is in it; an existing run in it is continued")
+    steps: int = setting(meaning="training steps of the whole run, resumed parts included", unit="steps", ge=1)
+    max_skipped_steps: int = setting(
+        10, "the run fails after this many optimizer steps in a row whose gradient was not finite", unit="steps", ge=1
+    )
+    seed: int = setting(0, "of data order, sampling and fresh weights; the same seed gives the same run", ge=0)
+
+
+class CheckpointConfig(Config):
+    """When the run's state is saved, and how much of the past is kept."""
+
+    every_steps: int = setting(50, "steps between checkpoints; the last step always has one", unit="steps", ge=1)
+    keep: int = setting(2, "newest checkpoints that are kept", unit="checkpoints", ge=1)
+    keep_best: bool = setting(True, "also keep the checkpoint with the best evaluation score")
+
+
+class ProfileConfig(Config):
+    """Traces of single steps by torch.profiler, written to `profile/step-N.json` in the run folder."""
+
+    steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_listed)] = setting(
+        meaning="the steps to trace: one number, or a list", unit="steps", min_length=1
+    )
+
+    def of(self, steps: int | None) -> frozenset[int]:
+        """The steps to trace. Raises ValueError for one that a run of `steps` steps does not have."""
+        for step in self.steps:
+            if steps is not None and step > steps:
+                raise ValueError(
+                    f"{self.key_of('steps')}: the run has no step {step}; choose from 1 to {steps} (run.steps)"
+                )
+        return frozenset(self.steps)
+
+
+class EvaluationConfig(Config):
+    """Held-out sets that are measured before training, every so many steps, and after it."""
+
+    sets: dict[str, DatasetConfig] = setting(meaning="held-out data sets by name", factory=dict)
+    every_steps: int = setting(0, "steps between evaluations; 0: only before and after training", unit="steps", ge=0)
+
+
+class ReferenceConfig(Config):
+    """The model that the policy is compared with."""
+
+    model: ModelConfig | None = setting(None, "its weights; default: the policy before training")

@@ -1,0 +1,190 @@
+"""Builds the trainer of a supervised run from its settings.
+
+kind          items of a row    task             model
+sft           Sample            SftTask          language_model
+prefer        Pair | Judged     PairTask | ...   language_model, and a reference
+reward_model  Pair | Steps      ComparisonTask   value_model
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from hone.algorithms.preference.settings import KtoSettings, PreferenceSettings, ProcessSettings
+from hone.config import ConfigError, count_as_read, plain
+from hone.data.preference_readers import JudgedMaker, PairMaker, StepsMaker
+from hone.data.rendering import Renderer
+from hone.data.settings import DatasetConfig
+from hone.data.stream import ItemStream, MakerOf, SampleMaker, count_items, read_all
+from hone.models.settings import ModelConfig
+from hone.platforms.base import compute_dtype, current_platform
+from hone.trainers.run.context import RunContext
+from hone.trainers.run.roles import (
+    FrozenModel,
+    WithoutAdapter,
+    frozen_engine,
+    is_its_own_reference,
+    place_role,
+    require_same_vocabulary,
+)
+from hone.trainers.supervised.preference import JudgedTask, PairTask
+from hone.trainers.supervised.reference import (
+    FILE,
+    LiveReference,
+    Reference,
+    StoredReference,
+)
+from hone.trainers.supervised.reward_tasks import ComparisonTask, StepTask
+from hone.trainers.supervised.settings import (
+    PreferenceRunConfig,
+    RewardModelRunConfig,
+    SupervisedConfig,
+    SupervisedRunConfig,
+)
+from hone.trainers.supervised.trainer import SftTask, SupervisedParts, SupervisedTrainer, Task
+from hone.workers.train import TrainHandle, TrainSpec
+
+T = TypeVar("T")
+C = TypeVar("C", bound=SupervisedConfig)
+
+
+class SupervisedAssembly:
+    """Builds the parts that every kind has: the data, the model, the trainer."""
+
+    def __init__(
+        self,
+        config: SupervisedConfig,
+        model: ModelConfig,
+        renderer: Renderer,
+        context: RunContext,
+        data_key: str = "data",
+    ) -> None:
+        """`data_key` is where the training data are set."""
+        self._config = config
+        self._model = model
+        self._renderer = renderer
+        self._context = context
+        self._data_key = data_key
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._renderer.tokenizer
+
+    def model(self, model_type: str = "language_model") -> TrainHandle:
+        """The model that is trained."""
+        config = self._config
+        spec = TrainSpec(self._model, config.actor, model_type, total_steps=config.run.steps)
+        return place_role("actor", spec, config.runtime, self._context.recorder)
+
+    def reference(self, other: ModelConfig | None, policy: TrainHandle) -> FrozenModel:
+        """The policy before training, or another model. It is never trained and uses the policy's engine settings."""
+        engine = self._config.actor
+        if other is None and is_its_own_reference(engine):
+            return WithoutAdapter(policy)
+        spec = TrainSpec(other or self._model, frozen_engine(engine, keep_adapter=other is None))
+        return place_role("reference", spec, self._config.runtime, self._context.recorder)
+
+    def trainer(self, maker: MakerOf[T], task: Task[T], model: TrainHandle) -> SupervisedTrainer[T]:
+        """The trainer of a task, over the items that `maker` makes of rows."""
+        config = self._config
+        parts = SupervisedParts(
+            source=ItemStream(maker, config.data, self._renderer, config.run.seed, self._data_key),
+            task=task,
+            model=model,
+            held_out={name: self._held_out(maker, name, one) for name, one in config.evaluation.sets.items()},
+            samples_per_step=config.samples_per_step,
+            evaluate_every=config.evaluation.every_steps if config.evaluation.sets else 0,
+        )
+        return SupervisedTrainer(config.run.steps, config.checkpoint, parts, self._context)
+
+    def _held_out(self, maker: MakerOf[T], name: str, config: DatasetConfig) -> Sequence[T]:
+        items, dropped = read_all(maker(name, config, self._renderer, f"evaluation.sets.{name}"))
+        if dropped:
+            self._context.tracking.message(f"evaluation set {name}: {dropped} rows are too long and were dropped")
+        return items
+
+
+def maker_of(config: SupervisedConfig) -> MakerOf[Any]:
+    """The class that makes a run's items from the rows of its data. Raises ConfigError for a loss without a reader."""
+    loss = getattr(config, "loss", None)
+    if isinstance(loss, KtoSettings):
+        return JudgedMaker
+    if isinstance(loss, ProcessSettings):
+        return partial(StepsMaker, separator=loss.step_separator)
+    if isinstance(loss, PreferenceSettings) and not loss.paired:
+        raise ConfigError(f"loss {loss.name}: hone prefer reads single answers with loss kto only")
+    return SampleMaker if loss is None else PairMaker
+
+
+def with_steps(config: C, renderer: Renderer) -> C:
+    """The settings with `run.steps`, counted from the training data if the run file sets `run.epochs`."""
+    if config.run.epochs is None:
+        return config
+    items = count_items(maker_of(config), config.data, renderer)
+    exact = round(config.run.epochs * items / config.samples_per_step, 9)  # 1.1 * 100 / 10 is more than 11 in binary
+    steps = max(math.ceil(exact), 1)
+    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
+
+
+def assemble_supervised(
+    config: SupervisedRunConfig, model: ModelConfig, renderer: Renderer, context: RunContext, data_key: str = "data"
+) -> SupervisedTrainer:
+    """A fine-tuning trainer with its data opened and its model loaded."""
+    parts = SupervisedAssembly(config, model, renderer, context, data_key)
+    task = SftTask(config.aggregation, config.actor.max_tokens_per_microbatch)
+    return parts.trainer(maker_of(config), task, parts.model())
+
+
+def assemble_preference(
+    config: PreferenceRunConfig, model: ModelConfig, renderer: Renderer, context: RunContext
+) -> SupervisedTrainer:
+    """A trainer of a preference loss. Loads the reference if the loss needs one and its log-probs are not stored."""
+    loss = config.loss
+    assert isinstance(loss, PreferenceSettings)
+    count_as_read(loss)  # its values are read in every step
+    parts = SupervisedAssembly(config, model, renderer, context)
+    policy = parts.model()
+    reference = _reference(config, parts, policy, context) if loss.needs_reference else None
+    budget = config.actor.max_tokens_per_microbatch
+    if isinstance(loss, KtoSettings):
+        judged = JudgedTask(loss, reference, budget, policy, context.recorder.record)
+        return parts.trainer(maker_of(config), judged, policy)
+    return parts.trainer(maker_of(config), PairTask(loss, reference, budget), policy)
+
+
+def _reference(
+    config: PreferenceRunConfig, parts: SupervisedAssembly, policy: TrainHandle, context: RunContext
+) -> Reference:
+    other = config.reference.model
+    if other is not None:
+        require_same_vocabulary("reference.model", other, parts.tokenizer)
+    if config.reference.logprobs == "live":
+        return LiveReference(parts.reference(other, policy))
+    if other is not None:
+        count_as_read(other)  # `load` reads it, and a continued run need not call `load`
+    start = "the policy before training"  # not its path, which may change: the run folder holds the model
+    dtype = compute_dtype(config.actor.compute_dtype, current_platform())
+    identity = json.dumps([start if other is None else plain(other), dtype], sort_keys=True)
+
+    def load() -> FrozenModel:
+        context.tracking.message(f"computing the reference's log-probs, once: {FILE} in the run folder keeps them")
+        return parts.reference(other, policy)
+
+    return StoredReference(context.folder / FILE, identity, load)
+
+
+def assemble_reward_model(
+    config: RewardModelRunConfig, model: ModelConfig, renderer: Renderer, context: RunContext
+) -> SupervisedTrainer:
+    """A trainer of a value model that scores answers, or their steps."""
+    parts = SupervisedAssembly(config, model, renderer, context)
+    value_model = parts.model("value_model")
+    if isinstance(config.loss, ProcessSettings):
+        steps = StepTask(config.loss, config.actor.max_tokens_per_microbatch)
+        return parts.trainer(maker_of(config), steps, value_model)
+    task = ComparisonTask(config.loss, config.actor.max_tokens_per_microbatch)
+    return parts.trainer(maker_of(config), task, value_model)

@@ -1,0 +1,132 @@
+"""Log-probs of the reference model of preference losses: computed in every step, or once before training.
+
+    live         batch --> forward of the reference model, in every step (a LoRA policy runs without its adapter)
+    precomputed  all batches of the run, before step 1 --> reference.safetensors in the run folder --> lookup
+
+Losses of whole answers need one number per answer: the sum over its loss tokens. The file stores this sum under a hash
+of the answer's tokens. A row that is drawn again, in another epoch or after a restart, has the same hash; a row whose
+data changed has another one and is computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hone.algorithms.objective import present
+from hone.algorithms.segments import on_last_loss_token, sequence_sum
+from hone.data.packed_images import image_names
+from hone.runtime import ranks
+from hone.trainers.run.roles import FrozenModel
+from hone.types import Batch, BatchImages
+
+FILE = "reference.safetensors"
+
+
+class Reference(Protocol):
+    """Gives a task the reference's log-probs."""
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Log-probs [T]; only each sequence's sum over its loss tokens is meaningful."""
+
+    def prepare(self, batches: Iterable[Batch]) -> None:
+        """Compute what is needed for these batches, in this order."""
+
+
+class LiveReference:
+    """Runs the reference model on every batch."""
+
+    def __init__(self, model: FrozenModel) -> None:
+        self._model = model
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        return present(self._model.infer_batch(batch).logprobs, "the reference model's log-probs")
+
+    def prepare(self, batches: Iterable[Batch]) -> None:
+        """Does nothing: every batch has its own forward."""
+
+
+class StoredReference:
+    """Runs the reference model before training, stores its log-probs in a file, and frees the model.
+
+    If one answer of a batch is missing, the whole batch is computed, and stored numbers are not replaced. So a run that
+    was stopped and continued reads exactly the numbers of an uninterrupted run.
+    """
+
+    def __init__(self, path: Path, identity: str, load: Callable[[], FrozenModel]) -> None:
+        """`load` loads the model; it is called only if something is missing. `identity` describes the model.
+
+        A file with another identity is computed again.
+        """
+        self._path = path
+        self._identity = identity
+        self._load = load
+        self._sums = _read(path, identity)
+
+    def prepare(self, batches: Iterable[Batch]) -> None:
+        model: FrozenModel | None = None
+        for batch in batches:
+            keys = sequence_keys(batch)
+            if all(key in self._sums for key in keys):
+                continue
+            model = model or self._load()
+            logprobs = present(model.infer_batch(batch).logprobs, "the reference model's log-probs")
+            sums = sequence_sum(torch.where(batch.loss_mask, logprobs.double(), 0), batch.cu_seqlens).tolist()
+            for key, total in zip(keys, sums, strict=True):
+                self._sums.setdefault(key, total)
+        if model is not None and ranks.is_first():
+            self._write()
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        sums = [self._sums[key] for key in sequence_keys(batch)]
+        placed = torch.tensor(sums, dtype=torch.float32, device=batch.loss_mask.device)
+        return on_last_loss_token(placed, batch.loss_mask, batch.cu_seqlens)
+
+    def _write(self) -> None:
+        tensors = {
+            "keys": torch.tensor(list(self._sums), dtype=torch.int64),
+            "sums": torch.tensor(list(self._sums.values()), dtype=torch.float64),
+        }
+        partial = self._path.with_suffix(".partial")
+        save_file(tensors, partial, metadata={"reference": self._identity})
+        partial.replace(self._path)
+
+
+def _read(path: Path, identity: str) -> dict[int, float]:
+    if not path.is_file():
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get("reference") != identity:
+                return {}
+            keys, sums = file.get_tensor("keys").tolist(), file.get_tensor("sums").tolist()
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); remove it, and it is computed again") from error
+    return dict(zip(keys, sums, strict=True))
+
+
+def sequence_keys(batch: Batch) -> list[int]:
+    """A hash of each sequence's tokens, loss mask and images."""
+    tokens, mask = batch.token_ids.tolist(), batch.loss_mask.tolist()
+    ends = batch.cu_seqlens.tolist()
+    digests = [b""] * batch.num_sequences if batch.images is None else _image_contents(batch.images)
+    keys = []
+    for (start, end), images in zip(itertools.pairwise(ends), digests, strict=True):
+        content = f"{tokens[start:end]}{mask[start:end]}".encode() + images
+        keys.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big", signed=True))
+    return keys
+
+
+def _image_contents(images: BatchImages) -> list[bytes]:
+    """Digests of each sequence's images."""
+    patches = images.patches.cpu().split(images.grids.prod(1).tolist())
+    digests = [hashlib.blake2b(one.contiguous().numpy().tobytes(), digest_size=8).digest() for one in patches]
+    return [b"".join(digests[name] for name in names) for names in image_names(images)]

@@ -1,0 +1,88 @@
+"""Run files of `hone sft`, `hone prefer` and `hone reward-model`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import SerializeAsAny, model_validator
+
+from hone.algorithms import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
+from hone.algorithms.preference.settings import BradleyTerrySettings, DpoSettings
+from hone.algorithms.settings import AggregationSettings
+from hone.config import Choice, Config, FromRegistry, setting
+from hone.data.settings import DataConfig
+from hone.engines.settings import EngineConfig
+from hone.models.settings import ModelConfig
+from hone.runtime.settings import RuntimeConfig
+from hone.tracking.settings import TrackingConfig
+from hone.trainers.run.settings import CheckpointConfig, EvaluationConfig, ProfileConfig, ReferenceConfig, RunConfig
+
+
+class SupervisedRunSection(RunConfig):
+    """Which run this is, and how long: `steps`, or `epochs`."""
+
+    steps: int | None = setting(  # type: ignore[assignment]
+        None, "training steps of the whole run, resumed parts included", unit="steps", ge=1
+    )
+    epochs: float | None = setting(None, "passes over the training data, in place of steps", gt=0)
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> SupervisedRunSection:
+        if (self.steps is None) == (self.epochs is None):
+            found = "neither is set" if self.steps is None else f"found steps {self.steps} and epochs {self.epochs:g}"
+            raise ValueError(f"set steps or epochs: {found}")
+        return self
+
+
+class SupervisedConfig(Config):
+    """What every supervised run has."""
+
+    kind: str = setting(meaning="which kind of run")
+    run: SupervisedRunSection = setting(meaning="which run")
+    model: ModelConfig = setting(meaning="the model before training")
+    data: DataConfig = setting(meaning="the training data")
+    samples_per_step: int = setting(meaning="samples (or pairs) in one optimizer step", unit="samples", ge=1)
+    actor: EngineConfig = setting(meaning="how the model is trained", factory=EngineConfig)
+    evaluation: EvaluationConfig = setting(meaning="held-out measurements", factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = setting(meaning="saved states", factory=CheckpointConfig)
+    profile: ProfileConfig | None = setting(None, "traces of single steps, for Perfetto; null: none")
+    tracking: TrackingConfig = setting(meaning="where figures are written", factory=TrackingConfig)
+    runtime: RuntimeConfig = setting(meaning="where the workers run", factory=RuntimeConfig)
+
+
+class SupervisedRunConfig(SupervisedConfig):
+    """A supervised fine-tuning run: `hone sft`."""
+
+    kind: Literal["sft"] = setting("sft", "supervised fine-tuning")
+    aggregation: AggregationSettings = setting(
+        meaning="how token losses become one number", factory=AggregationSettings
+    )
+
+
+class PreferenceReferenceConfig(ReferenceConfig):
+    """The model that the policy is compared with, and when it is run."""
+
+    logprobs: Literal["precomputed", "live"] = setting(
+        "precomputed", "computed once before step 1 and kept in the run folder, or in every step"
+    )
+
+
+class PreferenceRunConfig(SupervisedConfig):
+    """A run that learns from preferences: `hone prefer`."""
+
+    kind: Literal["prefer"] = setting("prefer", "learning from preferences")
+    loss: Annotated[SerializeAsAny[Choice], FromRegistry(PREFERENCE_LOSSES)] = setting(
+        factory=DpoSettings, meaning="what is done with two answers, or (kto) with one"
+    )
+    reference: PreferenceReferenceConfig = setting(
+        meaning="what log-ratios are taken against", factory=PreferenceReferenceConfig
+    )
+
+
+class RewardModelRunConfig(SupervisedConfig):
+    """A run that trains a reward model: `hone reward-model`."""
+
+    kind: Literal["reward_model"] = setting("reward_model", "training a reward model")
+    loss: Annotated[SerializeAsAny[Choice], FromRegistry(REWARD_MODEL_LOSSES)] = setting(
+        factory=BradleyTerrySettings, meaning="comparisons of whole answers, or verdicts on each step"
+    )

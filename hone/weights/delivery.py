@@ -1,0 +1,125 @@
+"""Receive weights in a rollout server's process: from an offer to an iterator of tensors.
+
+    with receive(offer, rank, token) as delivery:
+        for name, tensor in delivery:
+            ...load...
+    WeightReceipt(replica, delivery.version, digest, delivery.tensors, delivery.bytes)
+
+It runs in the Python environment of vLLM or SGLang, and needs only torch, numpy, pyzmq and xxhash there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from hone.weights import TRANSPORTS
+from hone.weights.base import Intake, NamedTensor, Offer, Payload, WeightReceiver, WeightSyncError
+from hone.weights.digests.digest import Method, new_digest
+
+
+class Delivery:
+    """One sync on one rank: iterate once to get every (name, tensor).
+
+    After the iteration, `digest`, `tensors` and `bytes` describe everything that was received.
+    """
+
+    def __init__(self, receiver: WeightReceiver, copy: bool, targets: Mapping[str, Tensor]) -> None:
+        self._receiver = receiver
+        self._copy = copy
+        self._targets = targets
+        self._hexdigest = ""
+        self._state = "new"
+        self.tensors = 0
+        self.bytes = 0
+
+    @property
+    def version(self) -> int:
+        return self._receiver.offer.version
+
+    @property
+    def replica(self) -> str:
+        return self._receiver.offer.replica
+
+    @property
+    def payload(self) -> Payload:
+        return self._receiver.offer.payload
+
+    @property
+    def complete(self) -> bool:
+        """Whether the sender finished and every tensor was iterated over."""
+        return self._state == "complete"
+
+    @property
+    def method(self) -> Method:
+        """The digest method of both sides."""
+        return self._receiver.method
+
+    @property
+    def digest(self) -> str:
+        """Digest of all received tensors. Raises WeightSyncError before the end of the iteration."""
+        if not self.complete:
+            raise WeightSyncError(
+                f"{self.replica}: version {self.version} has not arrived completely, so it has no digest"
+            )
+        return self._hexdigest
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        if self._state != "new":
+            raise WeightSyncError(
+                f"{self.replica}: the weights of version {self.version} can be iterated over only once"
+            )
+        self._state = "partial"
+        digest = new_digest(self.method)
+        for came in self._receiver.stream(Intake(digest, self._copy, self._targets)):
+            self.tensors += came.count
+            self.bytes += came.bytes
+            yield from came.tensors
+        self._hexdigest = digest.hexdigest()
+        if self._receiver.expected not in ("", self._hexdigest):
+            raise WeightSyncError(
+                f"{self.replica}/{self._receiver.rank}: weight version {self.version} arrived with digest "
+                f"{self._hexdigest}, expected the sender's {self._receiver.expected}: it was changed on the way"
+            )
+        self._state = "complete"
+
+
+@contextmanager
+def receive(
+    offer: Mapping[str, Any],
+    rank: int,
+    token: str,
+    copy: bool = True,
+    targets: Mapping[str, Tensor] | None = None,
+) -> Iterator[Delivery]:
+    """Connect to the sender of `offer` as `rank` of its replica, and receive its weights.
+
+    With `copy` each tensor owns its memory; without, it is valid only until the next one is requested. `targets` are
+    tensors of this process by name. A received tensor may be written directly into the target of the same name, dtype
+    and shape, which is then returned for it. A failed sync leaves targets partly written. `digest` covers what was
+    received; if targets share memory, digest the targets themselves to learn what they hold.
+
+    The sender is told how the block ended: everything received, or the exception. Leaving the block early is a failure
+    too. Raises WeightSyncError if the token is refused, the version differs, or the sender is absent, dies, stays
+    silent past the offer's deadline or breaks the protocol.
+    """
+    parsed = Offer.from_json(offer)
+    receiver: WeightReceiver = TRANSPORTS.get(parsed.transport).receiver(parsed, rank, token)
+    delivery = Delivery(receiver, copy, targets or {})
+    failure = "it stopped without an error"
+    try:
+        receiver.init_process_group()
+        yield delivery
+        if not delivery.complete:
+            raise WeightSyncError(
+                f"{parsed.replica}/{rank} stopped after {delivery.tensors} tensors of weight version {parsed.version}"
+            )
+        failure = ""
+    except BaseException as error:
+        failure = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        receiver.finalize(failure, delivery.digest if not failure else "")

@@ -1,0 +1,140 @@
+"""Weights between processes on one machine: buckets in shared memory, announced over ZeroMQ.
+
+It uses GPU memory if every receiver can access the sender's GPU and the platform can share it, else host memory. All
+receivers read the same buckets, so more receivers cost the sender nothing. The sockets are in a folder that only this
+user can access. `bucketed.py` has a picture of a sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.platforms.base import current_platform
+from hone.weights.base import Offer, WeightReceiver, WeightSyncError
+from hone.weights.transports.bucketed import COUNT, BucketedEngine, BucketedReceiver
+from hone.weights.transports.buckets import Filled
+from hone.weights.transports.channel import SenderChannel
+from hone.weights.transports.folders import OwnFolder
+from hone.weights.transports.memory import (
+    Buffers,
+    CudaBuffers,
+    MemoryListener,
+    SharedBuffers,
+    connect,
+    device_uuids,
+    open_buffers,
+)
+from hone.weights.transports.wire import BrokenMessage, expect
+
+PART = 16 << 20  # bytes per part in host memory; receivers read one part while the next is written
+ENOUGH = 32 << 20  # bytes after which the next bucket begins; two of this size stay in the processor's cache
+
+
+class IpcEngine(BucketedEngine):
+    """The trainer's side: buckets in shared memory or in the memory of its GPU."""
+
+    transport = "ipc"
+
+    def __init__(self, bucket_bytes: int, timeout_s: float, token: str) -> None:
+        super().__init__(bucket_bytes, timeout_s, token)
+        self._buffers: Buffers | None = None
+        self._folder: OwnFolder | None = None
+        self._listener: MemoryListener | None = None
+
+    async def finalize(self) -> None:
+        """Keep the buckets: allocating and mapping them again would cost a page fault per 4 KiB."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            await listener.close()
+        await super().finalize()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.close()
+
+    async def close(self) -> None:
+        await self.finalize()
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
+
+    @classmethod
+    def receiver(cls, offer: Offer, rank: int, token: str) -> WeightReceiver:
+        return IpcReceiver(offer, rank, token)
+
+    def _open(self, channel: SenderChannel) -> Mapping[str, Any]:
+        self._folder = OwnFolder()
+        memory = str(self._folder.path / "memory")
+        self._listener = MemoryListener(memory, self._opened, self._gone)
+        return {"memory": memory, "channel": channel.bind(f"ipc://{self._folder.path}/channel")}
+
+    async def _share(self, channel: SenderChannel) -> None:
+        self._choose_buffers(channel)
+        for peer in channel.left():
+            ticket = self._listener.ticket(peer.name) if self._listener is not None else ""
+            await channel.send({"type": "memory", **self._opened().describe(), "ticket": ticket}, to=peer)
+
+    def _bucket(self, number: int) -> Tensor:
+        return self._opened().tensors[number % COUNT]
+
+    def _portions(self) -> tuple[int, int]:
+        return super()._portions() if self._bucket(0).is_cuda else (min(self.bucket_bytes, PART), ENOUGH)
+
+    async def _ship(self, number: int, filled: Filled, last: bool) -> None:
+        self._opened().synchronize()
+        await self.channel.send({"type": "bucket", "number": number, "groups": filled.groups, "last": last})
+
+    def _opened(self) -> Buffers:
+        if self._buffers is None:
+            raise WeightSyncError("no receiver is connected yet, so there are no buckets")
+        return self._buffers
+
+    def _choose_buffers(self, channel: SenderChannel) -> None:
+        """Choose device memory if all receivers can access it. Reuse the last sync's buckets if they fit."""
+        platform = current_platform()
+        kind: type[Buffers] = SharedBuffers
+        if platform.supports_ipc and platform.device == "cuda":
+            own = device_uuids()[torch.cuda.current_device()]
+            if all(own in peer.facts.get("devices", ()) for peer in channel.left()):
+                kind = CudaBuffers
+        if not isinstance(self._buffers, kind):
+            if self._buffers is not None:
+                self._buffers.close()
+            self._buffers = kind(self.bucket_bytes)
+
+    def _gone(self, name: str) -> None:
+        if self._channel is not None:
+            self._channel.gone(name)
+
+
+class IpcReceiver(BucketedReceiver):
+    """A rank's side."""
+
+    def __init__(self, offer: Offer, rank: int, token: str) -> None:
+        super().__init__(offer, rank, token)
+        self._buckets: list[Tensor] = []
+
+    def init_process_group(self) -> None:
+        address = self.offer.address
+        expect({"type": "address", **address}, session=str, memory=str, channel=str)
+        connection = connect(address["memory"], self._channel.name, self._channel.remaining_s())
+        self._channel.watch(connection)
+        self._channel.connect(address["channel"], address["session"], {"devices": device_uuids(), "holds": self.holds})
+        message = self._channel.receive("open its memory for")
+        if message["type"] != "memory":
+            raise BrokenMessage(f"a {message['type'][:40]} message came where memory was due")
+        self._buckets = open_buffers(message, connection)
+        self._channel.send({"type": "ready"})
+
+    def _device(self) -> torch.device:
+        return self._buckets[0].device
+
+    def _bucket(self, message: Mapping[str, Any]) -> Tensor:
+        return self._buckets[message["number"] % COUNT]
+
+    def _release(self) -> None:
+        if self._buckets[0].is_cuda:
+            torch.cuda.synchronize(self._buckets[0].device)

@@ -1,0 +1,75 @@
+"""Patches of vLLM 0.32, each with its reason and when it can be removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+Named = tuple[str, torch.Tensor]
+
+
+def pack_cpu_experts_again(model: torch.nn.Module) -> None:
+    """Make vLLM pack the experts of a model on a CPU again when the weights of an update are complete.
+
+    vLLM packs them only when it creates the kernel, and keeps the kernel over updates, so new weights stay unpacked
+    but are read as packed. Remove this when `UnquantizedFusedMoEMethod._setup_kernel` packs updated weights.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and _on_cpu(module):
+            method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def _on_cpu(module: torch.nn.Module) -> bool:
+    return all(weight.device.type in ("cpu", "meta") for weight in module.parameters())
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat each request's value for its proposed tokens: x [requests], their ends -> [num_tokens].
+
+    On a CPU, vLLM's own function writes types other than int64 into a copy and returns uninitialised memory
+    (temperatures and top-p of speculative decoding). Remove this when `_expand_kernel_impl` copies its result back.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/utils/cpu_triton_utils.py
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    found = x.repeat_interleave(counts, output_size=num_tokens)
+    return found.masked_fill(found == replace_from, replace_to)
+
+
+def as_loaders_want(model: torch.nn.Module, config: Any, weights: Iterable[Named], rank: int) -> Iterator[Named]:
+    """Rearrange `weights` of a model's files so that `model.load_weights` uses the parameters' loaders for all.
+
+    An update loses what vLLM copies without a loader, because parameters have no storage until their layer is complete.
+    `rank` is this worker's tensor-parallel rank.
+    """
+    if config.model_type == "gpt_oss" and not hasattr(config, "quantization_config"):
+        weights = _gpt_oss(model, weights, rank)
+    tied = getattr(config, "tie_word_embeddings", False)
+    headless = not any(name.endswith("lm_head") for name, _ in model.named_modules(remove_duplicate=False))
+    for name, tensor in weights:
+        if not (tied and headless and name == "lm_head.weight"):  # Gemma 2: the head is the embedding
+            yield name, tensor
+
+
+def _gpt_oss(model: torch.nn.Module, weights: Iterable[Named], rank: int) -> Iterator[Named]:
+    """Yield experts one by one and pass sinks to their loader: vLLM copies fused experts and sinks without loaders.
+
+    Remove this when `GptOssModel._load_weights_other` calls the loaders of all parameters.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/gpt_oss.py
+    """
+    for name, tensor in weights:
+        before, experts, part = name.partition(".mlp.experts.")
+        if experts:
+            for number, expert in enumerate(tensor):
+                yield f"{before}{experts}{number}.{part}", expert
+        elif name.endswith(".self_attn.sinks"):
+            sinks: Any = model.get_parameter(name.replace(".self_attn.", ".attn."))
+            heads = len(sinks)
+            sinks.weight_loader(sinks, tensor.narrow(0, heads * rank, heads))
+        else:
+            yield name, tensor

@@ -1,0 +1,145 @@
+"""What a model is, from its config and headers: counts of the loaded model, memory of a real engine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hone.cli.anatomy import activation_bytes_per_token, examine, training_memory
+from hone.data.packing import Sample, pack_samples
+from hone.engines.fsdp2.engine import Fsdp2Engine
+from hone.engines.settings import EngineConfig
+from hone.models.attention.packed import packed
+from hone.models.errors import ModelError
+from hone.models.four_bit import FourBitLinear
+from hone.models.loading import load_language_model, without_progress_bars
+from hone.models.settings import BuildConfig, ModelConfig
+from hone.rollout.builtin.decoder import build_decoder
+from hone.types import LossOutput
+from tests.families.families import FAMILIES, save
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3-MoE", "DeepSeek-V3", "gpt-oss", "Mistral", "Gemma 3"])
+def test_it_is_what_the_loaded_model_is(name, tmp_path):
+    family = FAMILIES[name]
+    save(family, tmp_path)
+    found = examine(ModelConfig(path=str(tmp_path)))
+    model = load_language_model(ModelConfig(path=str(tmp_path)))
+    assert found.parameters == sum(one.numel() for one in model.parameters())
+    assert (found.family, found.architecture) == (family.architecture, type(model).__name__)
+    assert found.tied == model.config.tie_word_embeddings
+    assert (found.files.count, found.files.dtype, found.files.head) == (1, "F32", "language model")
+    assert bool(found.experts) == family.experts
+    assert (found.active < found.parameters) == family.experts
+    assert found.window == family.options.get("sliding_window", 0)
+    cache = build_decoder("generic", model.config, torch.float32, torch.device("cpu"), longest=64).cache_shape
+    assert (found.layers, found.kv_heads, found.key_size, found.value_size) == (
+        cache.layers,
+        cache.kv_heads,
+        cache.key_size,
+        cache.value_size,
+    )
+    assert found.kv_bytes_per_token() == cache.layers * cache.kv_heads * (cache.key_size + cache.value_size) * 2
+
+
+def test_memory_by_hand(tmp_path):
+    """40,480 weights of Qwen3; of them 18,528 - the norm's 32 - in each layer's ... see the engine for the rest."""
+    save(FAMILIES["Qwen3"], tmp_path)
+    found = examine(ModelConfig(path=str(tmp_path)))
+    assert found.parameters == 40480
+    alone = training_memory(found, 1)
+    assert (alone.weights, alone.gradients, alone.optimizer) == (6 * 40480, 6 * 40480, 8 * 40480)
+    shared = training_memory(found, 4)
+    layer = (40480 - 104 * 32 - 32) // 2
+    assert (shared.weights, shared.gradients, shared.optimizer) == (4 * 10120, 4 * 10120, 8 * 10120)
+    assert shared.gathered == 2 * (2 * layer + 104 * 32)
+    adapter = 2 * 16 * ((32 + 128) * 2 + (32 + 64) * 2 + (32 + 64) * 3)  # q and o, k and v, gate and up and down
+    assert found.lora_parameters(16) == adapter
+    assert training_memory(found, 1, lora_rank=16).optimizer == 8 * adapter
+
+
+def test_an_engine_holds_what_is_said(tmp_path):
+    save(FAMILIES["Qwen3"], tmp_path)
+    spec = SimpleNamespace(
+        model=ModelConfig(path=str(tmp_path)),
+        engine=EngineConfig(),
+        model_type="language_model",
+        temperature=1.0,
+        total_steps=1,
+        reference=None,
+        follows=False,
+    )
+    engine = Fsdp2Engine(spec, "cpu")
+    engine.initialize()
+    batch = pack_samples([Sample((1, 9, 8, 2), (0, 1, 1, 1))])
+    batch = batch.with_(loss_weights=torch.full((4,), 1 / 3))
+    engine.train_batch(batch, lambda output, part: LossOutput(-output.logprobs))
+    said = training_memory(examine(ModelConfig(path=str(tmp_path))), 1)
+    masters = engine.weights.masters.values()
+    held = sum(one.nbytes for one in {id(one): one for one in [*masters, *engine.model.parameters()]}.values())
+    assert held == said.weights
+    state = engine.update.optimizer.state
+    states = sum(value.nbytes for one in state.values() for value in one.values() if value.dim())
+    assert states == said.optimizer
+
+
+def test_an_engine_in_four_bits_holds_what_is_said(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="comes with hone-rl[qlora]")
+    save(FAMILIES["Qwen3"], tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    config = EngineConfig(lora={"rank": 16, "quantise": {}})
+    spec = SimpleNamespace(
+        model=model,
+        engine=config,
+        model_type="language_model",
+        temperature=1.0,
+        total_steps=1,
+        reference=None,
+        follows=False,
+    )
+    engine = Fsdp2Engine(spec, "cpu")
+    engine.initialize()
+    said = training_memory(examine(model), 1, lora_rank=16, four_bit=True)
+    found = {id(one): one for one in [*engine.weights.masters.values(), *engine.model.parameters()]}
+    held = sum(one.nbytes for one in found.values())
+    layers = [one for one in engine.model.modules() if isinstance(one, FourBitLinear)]
+    codes = len(layers) * (4 * 256 + 4)  # of 8 bits, and an offset: nothing in a model of usual size
+    scales = sum(-(-one.absmax.numel() // 256) * 4 - one.absmax.numel() / 64 for one in layers)
+    assert held + sum(one.bytes() for one in layers) - codes == pytest.approx(said.weights + scales, abs=len(layers))
+    plain = training_memory(examine(model), 1, lora_rank=16)
+    linear = 2 * (2 * 32 * 128 + 2 * 32 * 64 + 3 * 32 * 64)  # q and o, k and v, gate and up and down
+    assert examine(model).linear_parameters == linear
+    assert plain.weights - said.weights == round(linear * (2 - 0.5 - 1 / 64 - 1 / 4096))
+    four = training_memory(examine(model), 4, lora_rank=16, four_bit=True)
+    assert four.weights > said.weights / 4
+    assert said.gathered == 2 * 32 * 128  # q, the largest
+
+
+def test_activations_are_estimated_within_a_third(tmp_path):
+    """Against the tensors that autograd keeps in a forward of a model with the proportions of real ones."""
+    build = BuildConfig(hidden_size=128, layers=2, heads=4, kv_heads=2, head_size=32, mlp_size=384)
+    with without_progress_bars():
+        load_language_model(ModelConfig(build=build)).save_pretrained(tmp_path)
+    model = load_language_model(ModelConfig(path=str(tmp_path), dtype="bfloat16"))
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    length = 64
+    with packed(torch.tensor([0, length])), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        states = model.base_model(
+            torch.randint(0, 100, (1, length)), position_ids=torch.arange(length)[None], use_cache=False
+        )
+    said = activation_bytes_per_token(examine(ModelConfig(path=str(tmp_path))), checkpointing=False)
+    assert states.last_hidden_state.requires_grad
+    assert 2 / 3 < said / (sum(kept.values()) / length) < 3 / 2
+
+
+def test_what_cannot_be_loaded_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="no folder"):
+        examine(ModelConfig(path=str(tmp_path / "none")))

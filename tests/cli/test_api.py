@@ -1,0 +1,164 @@
+"""`import hone`, as a script and a notebook use it."""
+
+import asyncio
+import json
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hone
+from tests.trainers.tiny import recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def half(response, ground_truth):
+    """Half of the right characters; found by its file, and called by name."""
+    return sum(a == b for a, b in zip(response, ground_truth, strict=False)) / 2
+
+
+def untimed(result):
+    return [{name: x for name, x in step.items() if not name.startswith("perf/")} for step in result.metrics]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """One run of three steps, by the API, with a Python function as its reward, inside a running event loop."""
+    folder = tmp_path_factory.mktemp("api")
+    settings = yaml.safe_load(recipe(folder).read_text())
+    settings["reward"]["components"] = {"half": {"reward": half}}
+    seen = {}
+
+    async def notebook():
+        return hone.train(settings, "run.steps=3", on_step=lambda step, values: seen.update({step: dict(values)}))
+
+    return settings, asyncio.run(notebook()), seen
+
+
+def test_a_run_inside_an_event_loop_calls_on_step_and_returns_what_it_wrote(done):
+    _, result, seen = done
+    assert [one["step"] for one in result.metrics] == list(seen) == [0, 1, 2, 3]
+    assert result.metrics[3]["reward/half"] == seen[3]["reward/half"]
+    assert (result.model / "config.json").is_file()
+
+
+def test_the_result_is_the_command_s_to_the_last_digit(done, tmp_path):
+    settings, result, _ = done
+    again = hone.train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "b")}}, "run.steps=3")
+    before, after = (
+        [{k: v for k, v in step.items() if not k.startswith("perf/")} for step in one.metrics]
+        for one in (result, again)
+    )
+    assert before == after
+
+
+def test_evaluate_generate_and_score(done):
+    settings, result, seen = done
+    figures = hone.evaluate(settings, "run.steps=3")
+    assert figures["eval/held_out/half"] == pytest.approx(seen[3]["eval/held_out/half"])
+    answers = hone.generate(result.model, ["abc", "dca"], samples=2, max_response_tokens=3)
+    assert [len(found) for found in answers] == [2, 2]
+    rows = [{"response": "cba", "ground_truth": "cba", "level": 1}, {"response": "xbx", "ground_truth": "cba"}]
+    scored = hone.score(half, rows, workers=1)
+    assert [row["reward"] for row in scored] == [1.5, 0.5]
+    assert scored[0]["level"] == 1
+    assert hone.score("exact_match", rows[:1], workers=1)[0]["components"] == {"reward": 1.0}
+
+
+NOTEBOOK = """
+import asyncio, json, sys
+import hone
+
+def on_step(step, values):
+    print(f"step {step}", flush=True)
+    if step == 1:
+        sys.stdin.readline()  # until the stop button was pressed
+
+async def cell():
+    return hone.train(json.loads(sys.argv[1]), on_step=on_step)
+
+loop = asyncio.new_event_loop()  # as a notebook's: Ctrl-C raises KeyboardInterrupt in the cell
+try:
+    loop.run_until_complete(cell())
+except hone.Interrupted as stop:
+    print(stop, flush=True)
+print([int(one["step"]) for one in loop.run_until_complete(cell()).metrics])
+"""
+
+
+def test_the_stop_button_of_a_notebook_saves_the_run_and_the_same_call_continues_it(done, tmp_path):
+    settings = json.loads(json.dumps({**done[0], "reward": {"components": {"share": {"reward": "exact_match"}}}}))
+    settings["run"] = {**settings["run"], "dir": str(tmp_path / "c"), "steps": 40}
+    settings["evaluation"] = {"every_steps": 0}
+    with subprocess.Popen(
+        [sys.executable, "-c", NOTEBOOK, json.dumps(settings)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        lines = iter(process.stdout.readline, "")
+        assert any(line == "step 1\n" for line in lines)
+        process.send_signal(signal.SIGINT)
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        stopped = next(line for line in lines if not line.startswith("step "))
+        assert re.fullmatch(r"stopped after step \d+, which is saved\n", stopped)
+        rest = list(lines)
+    assert process.returncode == 0
+    at = int(stopped.split()[3].strip(","))
+    assert rest[0] == f"step {at + 1}\n"
+    assert json.loads(rest[-1]) == list(range(41))
+
+
+def test_the_example_of_the_documentation_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), flags=re.S)
+    script = tmp_path / "example.py"  # it is not run again by the process that imports its function
+    script.write_text(example.replace("runs/first", str(tmp_path / "first")))
+    runpy.run_path(str(script), run_name="__main__")
+    printed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("rl run", "step "))]
+    assert printed[0] == "16 command line"
+    assert [line.split()[0] for line in printed[1:5]] == ["0", "1", "2", "3"]
+    assert len(json.loads(printed[-1])) == 2
+
+
+def test_a_function_without_a_file_is_stored_with_the_run(done, tmp_path):
+    """As in a notebook, whose cells are no files."""
+    cell = "def mine(response):\n    return float(len(set(response)))\n"
+    program = (
+        "import json, linecache, sys, hone\n"
+        f"cell = {cell!r}\n"
+        "linecache.cache['<cell 1>'] = (len(cell), None, cell.splitlines(True), '<cell 1>')\n"
+        "exec(compile(cell, '<cell 1>', 'exec'))\n"
+        "settings = json.loads(sys.argv[1])\n"
+        "settings['reward']['components'] = {'mine': {'reward': mine}}\n"
+        "print(hone.load(settings).config.reward.components['mine'].reward)\n"
+    )
+    settings = {**done[0], "run": {**done[0]["run"], "dir": str(tmp_path / "d")}, "reward": {}}
+    found = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(settings)], capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout.strip() == f"{tmp_path}/d/functions/mine.py:mine", found.stderr
+    assert "len(set(response))" in (tmp_path / "d" / "functions" / "mine.py").read_text()
+
+
+def test_what_cannot_be_used_is_one_error(done):
+    settings = done[0]
+    with pytest.raises(hone.ConfigError, match="<lambda> cannot be found by other processes"):
+        hone.load({**settings, "reward": {"components": {"a": {"reward": lambda response: 0.0}}}})
+    with pytest.raises(hone.ConfigError, match="the mapping has kind: rl, expected sft"):
+        hone.sft(settings)
+    with pytest.raises(hone.ConfigError, match=r"the mapping: unknown key 'learning_rate'; did you mean 'actor.optim"):
+        hone.load({**settings, "learning_rate": 1})
+    with pytest.raises(AttributeError, match=r"has no attribute 'fit' \(it has: .*train\)"):
+        _ = hone.fit
+
+
+def test_the_package_itself_is_light():
+    program = "import sys, hone; print(hone.__version__, [m for m in ('torch', 'pydantic') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert found.stdout == f"{hone.__version__} []\n"

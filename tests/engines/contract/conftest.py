@@ -1,0 +1,63 @@
+"""Models in folders, and what every mesh made of them: its processes start once."""
+
+import importlib.util
+
+import pytest
+
+from tests.engines.contract.cases import MIXTURES, MODELS, Mesh, save_model, train_models
+from tests.ranks import run_ranks
+
+NEEDS = {"megatron": "megatron"}  # backend -> package
+
+
+def there(backend):
+    return backend not in NEEDS or importlib.util.find_spec(NEEDS[backend]) is not None
+
+
+@pytest.fixture
+def needs_backend():
+    """needs_backend("megatron") skips the test where the backend's package is not installed."""
+
+    def need(backend):
+        if not there(backend):
+            pytest.skip(f"{NEEDS[backend]} is not installed: make test-{backend}")
+
+    return need
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Name -> the folder of a tiny model."""
+    return {name: save_model(name, tmp_path_factory.mktemp("models") / name) for name in MODELS | MIXTURES}
+
+
+@pytest.fixture(scope="session")
+def cases(folders):
+    """What every mesh trains: (name, folder, settings)."""
+    value = ("value", folders["llama"], {"model_type": "value_model"})
+    return [*((name, folders[name], {}) for name in MODELS), value]
+
+
+@pytest.fixture(scope="session")
+def mixtures(folders):
+    """The mixtures of experts, which fewer meshes divide."""
+    return [(name, folders[name], {}) for name in MIXTURES]
+
+
+@pytest.fixture(scope="session")
+def alone(cases):
+    """What fsdp2 makes of them in one process."""
+    return train_models(Mesh("fsdp2", 1), cases)
+
+
+@pytest.fixture(scope="session")
+def trained(cases):
+    """trained(mesh) -> what each rank of a mesh made of them."""
+    found = {}
+
+    def train(mesh):
+        if str(mesh) not in found:
+            found[str(mesh)] = run_ranks(mesh.world, train_models, mesh, cases)
+        return found[str(mesh)]
+
+    return train

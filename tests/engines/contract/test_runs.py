@@ -1,0 +1,32 @@
+"""Whole runs: GRPO with every engine, on ranks under Ray, has the figures of one process with `fsdp2`."""
+
+import pytest
+
+from hone.config import load
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
+from tests.trainers.tiny import metrics, recipe
+
+pytestmark = pytest.mark.slow
+
+STEPS = ["run.steps=2", "model.build.layers=2", "actor.max_tokens_per_microbatch=64", "evaluation.every_steps=0"]
+RAY = ["runtime.backend=ray", "runtime.backend.devices=2"]
+MESHES = {
+    "tensor": ["actor.backend.name=megatron", "actor.backend.parallel.tensor=2"],
+    "pipeline": ["actor.backend.name=megatron", "actor.backend.parallel.pipeline=2"],
+}
+
+
+def train(folder, *given):
+    run_policy(load(PolicyRunConfig, recipe(folder), [*STEPS, *given]))
+    return metrics(folder / "run")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_policy_run_on_two_ranks_is_that_of_one_process(tmp_path, mesh, needs_backend):
+    needs_backend("megatron")
+    ranks, alone = train(tmp_path / "ranks", *RAY, *MESHES[mesh]), train(tmp_path / "alone")
+    assert len(ranks) == len(alone) == 3
+    for mine, theirs in zip(ranks, alone, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert {k: mine[k] for k in theirs} == pytest.approx(theirs, abs=1e-5, rel=1e-5)

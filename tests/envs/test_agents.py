@@ -1,0 +1,187 @@
+"""Agent programs in a run: what they caused to be sampled is what is trained on."""
+
+import asyncio
+
+import pytest
+
+from hone.cli.recipe import load_recipe
+from hone.config import ConfigError
+from hone.data.rendering import Renderer
+from hone.envs.agents.program import load_program
+from hone.envs.agents.runner import AgentRunner
+from hone.envs.episode import Play
+from hone.envs.settings import AgentSettings, EpisodeConfig
+from hone.models.building import build_model
+from hone.models.loading import DTYPES
+from hone.models.settings import BuildConfig
+from hone.models.tokenizer import build_tokenizer
+from hone.rollout.builtin.engine import BuiltinEngine
+from hone.rollout.settings import BuiltinSettings
+from hone.trainers.run.launch import run_policy
+from hone.types import Prompt, PromptTooLong, SamplingParams, Status
+from tests.trainers.tiny import BASE, metrics, recipe
+
+PROGRAMS = """
+import asyncio
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+def client_of(base_url, api_key):
+    http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
+    return AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http)
+
+async def once(base_url, api_key, prompt):
+    async with client_of(base_url, api_key) as client:
+        await client.chat.completions.create(model="policy", messages=list(prompt.messages))
+
+async def twice(base_url, api_key, prompt):
+    async with client_of(base_url, api_key) as client:
+        history = list(prompt.messages)
+        reply = await client.chat.completions.create(model="policy", messages=history, max_tokens=4)
+        history += [reply.choices[0].message, {"role": "user", "content": "again"}]
+        await client.chat.completions.create(model="policy", messages=history, max_tokens=4, n=2)
+        return "what is judged"
+
+async def greedy_for_words(base_url, api_key, prompt):
+    async with client_of(base_url, api_key) as client:
+        while True:
+            await client.chat.completions.create(model="policy", messages=list(prompt.messages), max_tokens=4)
+
+async def breaks(base_url, api_key, prompt):
+    await once(base_url, api_key, prompt)
+    raise OSError("the tool is gone")
+
+async def sleeps(base_url, api_key, prompt):
+    await once(base_url, api_key, prompt)
+    await asyncio.sleep(60)
+
+async def tidies_up(base_url, api_key, prompt):
+    try:
+        await once(base_url, api_key, prompt)
+    finally:
+        await asyncio.sleep(0.2)
+
+async def idle(base_url, api_key, prompt):
+    pass
+
+def blocking(base_url, api_key, prompt):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("agents") / "programs.py"
+    path.write_text(PROGRAMS)
+    return path
+
+
+def test_an_agent_that_asks_once_trains_as_the_plain_environment_does(tmp_path, programs):
+    changes = {"run": {**BASE["run"], "steps": 3}}
+    agent = {"episode": {"env": {"name": "agent", "program": f"{programs}:once"}}}
+    for name, more in (("chat", {}), ("agent", agent)):
+        run_policy(load_recipe(recipe(tmp_path / name, changes, more)))
+    one, two = (tmp_path / name / "run" for name in ("chat", "agent"))
+    by_arrival = ("rollout/batch_size", "rollout/kv_cache", "rollout/prefill", "rollout/shared")
+    same = [
+        [{k: v for k, v in line.items() if not k.startswith(by_arrival)} for line in metrics(run)] for run in (one, two)
+    ]
+    assert same[0] == same[1]
+    assert (one / "rollouts.jsonl").read_bytes() == (two / "rollouts.jsonl").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def language():
+    return Renderer(build_tokenizer(BuildConfig()))
+
+
+@pytest.fixture(scope="module")
+def engine(language):
+    build = BuildConfig(hidden_size=32, layers=1, heads=2, mlp_size=64, max_positions=256)
+    return BuiltinEngine(BuiltinSettings(), build_model(build, DTYPES["float32"]), language.tokenizer)
+
+
+@pytest.fixture
+def play(programs, language, engine):
+    """`play(program)`: the group of two samples of one prompt."""
+
+    async def unjudged(group):
+        return group
+
+    def run(program, generate=None, timeout_s=30, budget=40):
+        runner = AgentRunner(
+            EpisodeConfig(timeout_s=timeout_s), AgentSettings(program=f"{programs}:{program}"), language
+        )
+        message = {"role": "user", "content": "ab"}
+        prompt = Prompt("task/0", language.render_prompt([message]), (message,), None, "task")
+        sampling = SamplingParams(budget, stop_token_ids=tuple(language.end_token_ids))
+        how = Play(generate or engine.generate, sampling, seed=0, samples=2)
+        (group,) = asyncio.run(asyncio.wait_for(runner.run([prompt], how, unjudged), 60))
+        return group.trajectories
+
+    return run
+
+
+def test_branches_belong_to_their_episode_and_what_it_returns_is_judged(play):
+    found = play("twice")
+    assert sorted((one.sample, one.episode) for one in found) == [(0, 0), (0, 0), (1, 1), (1, 1)]
+    assert {one.response for one in found} == {"what is judged"}
+    assert sorted(one.turns for one in found) == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "error"),
+    [
+        ("breaks", Status.ENV_FAILED, "OSError: the tool is gone"),
+        ("idle", Status.ENV_FAILED, "asked the policy nothing"),
+        ("greedy_for_words", Status.TRUNCATED, "budget of sampled tokens"),
+    ],
+)
+def test_how_a_program_ends_is_the_status_of_its_trajectories(play, program, status, error):
+    found = play(program)
+    assert len(found) >= 2
+    assert {one.status for one in found} == {status}
+    assert all(error in one.error for one in found)
+    if program == "breaks":
+        assert all(sum(one.loss_mask) for one in found), "what was sampled is kept, for people to read"
+
+
+def test_a_late_program_is_ended_and_who_was_waited_for_is_named(play):
+    async def never(request_id, token_ids, sampling):
+        await asyncio.sleep(60)
+
+    late = play("sleeps", timeout_s=1.0)
+    assert {(one.status, one.error) for one in late} == {
+        (Status.ENV_FAILED, "not finished after 1 s, waiting for the program")
+    }
+    stuck = play("tidies_up", generate=never, timeout_s=1.0)
+    assert {(one.status, one.error) for one in stuck} == {
+        (Status.ENGINE_FAILED, "not finished after 1 s, waiting for the rollout engine")
+    }
+
+
+@pytest.mark.parametrize(("refusal", "status"), [(PromptTooLong, Status.TRUNCATED), (ValueError, Status.ENV_FAILED)])
+def test_only_a_refusal_for_its_length_truncates_an_episode(play, engine, refusal, status):
+    async def first_turns_only(request_id, token_ids, sampling):
+        if not request_id.endswith("/0"):
+            raise refusal("not this prompt")
+        return await engine.generate(request_id, token_ids, sampling)
+
+    found = play("twice", generate=first_turns_only)
+    assert [(one.status, one.turns) for one in found] == [(status, 1)] * 2
+    assert all("not this prompt" in one.error for one in found)
+
+
+def test_an_engine_that_breaks_ends_the_run(play):
+    async def broken(request_id, token_ids, sampling):
+        raise RuntimeError("weights are not finite")
+
+    with pytest.raises(RuntimeError, match="weights are not finite"):
+        play("once", generate=broken)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("blocking", "should be an async function"), ("nothing", "unknown name"), ("", "should be")]
+)
+def test_what_is_no_program_is_refused_at_the_start(programs, name, message):
+    with pytest.raises(ConfigError, match=message):
+        load_program(f"{programs}:{name}" if name else "")

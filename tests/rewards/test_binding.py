@@ -1,0 +1,100 @@
+"""Reward functions of other signatures are called rightly or refused, never with an argument in another's place."""
+
+import functools
+
+import pytest
+
+from hone.rewards.binding import CannotBind, bind
+
+ROW = {"data_source": "gsm8k", "extra_info": {"index": 3}, "level": 2}
+CASE = ("an answer", "42", ROW)
+
+
+def hone_s(response, ground_truth, row, scale=1.0):
+    return response, ground_truth, row, scale
+
+
+def by_position(text, truth, case):
+    return text, truth, case
+
+
+def verl_s(data_source, solution_str, ground_truth, extra_info=None):
+    return data_source, solution_str, ground_truth, extra_info
+
+
+def swapped(ground_truth, response):
+    return ground_truth, response
+
+
+def response_only(response):
+    return response
+
+
+def the_rest(response, **kwargs):
+    return response, kwargs
+
+
+def anything(*args, **kwargs):
+    return args, kwargs
+
+
+def keyword_only(*, response, ground_truth=None):
+    return response, ground_truth
+
+
+def with_option(response, threshold):
+    return response, threshold
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "returned", "needs"),
+    [
+        (hone_s, {"scale": 2.0}, ("an answer", "42", ROW, 2.0), True),
+        (by_position, {}, CASE, False),
+        (verl_s, {}, ("gsm8k", "an answer", "42", {"index": 3}), True),
+        (swapped, {}, ("42", "an answer"), True),
+        (response_only, {}, "an answer", False),
+        (the_rest, {}, ("an answer", {"ground_truth": "42", "row": ROW}), False),
+        (anything, {"a": 1}, (CASE, {"a": 1}), False),
+        (keyword_only, {}, ("an answer", "42"), False),
+        (with_option, {"threshold": 3}, ("an answer", 3), False),
+        (functools.partial(verl_s, "mine"), {}, None, True),
+    ],
+)
+def test_arguments_are_found_by_name_or_position(function, options, returned, needs):
+    binding = bind(function, options)
+    assert binding.needs_ground_truth is needs
+    if returned is not None:
+        assert binding.call(function, CASE, options) == returned
+
+
+def trl_s(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+def trl_with_prompts(prompts, completions, answer):
+    return [0.0 for _ in completions]
+
+
+def one_more(data_source, solution_str, ground_truth, extra_info, tokenizer):
+    return 0.0
+
+
+def two_of_its_own(text, truth):
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (trl_s, {}, "'completions' is a list of answers, as TRL's.*: def reward\\(response, ground_truth, row"),
+        (trl_with_prompts, {}, "'prompts' is a list of answers"),
+        (one_more, {}, "cannot fill its parameter 'tokenizer' \\(it can: response, solution_str, ground_truth"),
+        (two_of_its_own, {}, "cannot be called as \\(response, ground_truth, row"),
+        (verl_s, {"scale": 2.0}, "unexpected keyword argument 'scale' \\(it accepts the options: none"),
+        (hone_s, {"scal": 2.0}, "unexpected keyword argument 'scal' \\(it accepts the options: scale"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(function, options, message):
+    with pytest.raises(CannotBind, match=message):
+        bind(function, options)

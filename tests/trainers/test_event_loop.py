@@ -1,0 +1,123 @@
+"""The loop of a run: on the caller's thread until something is started on it, then on a thread of its own."""
+
+import _thread
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from hone.trainers.run.event_loop import EventLoop
+
+WAIT_S = 30.0  # for events that come at once
+
+
+@pytest.fixture
+def loop():
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+async def thread_name():
+    return threading.current_thread()
+
+
+def test_a_synchronous_run_computes_on_the_callers_thread(loop):
+    with torch.no_grad():  # a property of the thread
+        assert loop.run(thread_name()) is threading.current_thread()
+
+        async def records_gradients():
+            return torch.is_grad_enabled()
+
+        assert loop.run(records_gradients()) is False
+
+
+def test_started_coroutines_go_on_between_two_calls_of_run(loop):
+    made = loop.run(asyncio.sleep(0, asyncio.Event))()  # of before the loop moved
+
+    async def waits():
+        await made.wait()
+        return threading.current_thread()
+
+    async def sets():
+        made.set()
+        return threading.current_thread()
+
+    future = loop.start(waits())
+    own = loop.run(sets())
+    assert future.result(WAIT_S) is own is not threading.current_thread()
+
+
+def test_coroutines_begin_in_the_order_of_the_calls(loop):
+    begun = []
+
+    async def note(number):
+        begun.append(number)
+
+    futures = [loop.start(note(number)) for number in range(20)]
+    loop.run(note(20))
+    assert begun == list(range(21))
+    assert all(future.done() for future in futures)
+
+
+def test_an_error_reaches_the_one_who_asked(loop):
+    async def fails(text):
+        raise ValueError(text)
+
+    future = loop.start(fails("started"))
+    with pytest.raises(ValueError, match="run"):
+        loop.run(fails("run"))
+    with pytest.raises(ValueError, match="started"):
+        future.result(WAIT_S)
+
+
+def test_an_interrupt_ends_the_coroutine_that_run_waits_for_and_no_other(loop):
+    ended, released = [], loop.run(asyncio.sleep(0, asyncio.Event))()
+
+    async def other():
+        await released.wait()
+        return "goes on"
+
+    async def interrupted():
+        try:
+            _thread.interrupt_main()
+            await asyncio.sleep(WAIT_S)
+        finally:
+            await asyncio.sleep(0.05)  # what it cleans up takes time
+            ended.append(True)
+
+    async def release():
+        released.set()
+
+    future = loop.start(other())
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(interrupted())
+    assert ended == [True]
+    loop.run(release())
+    assert future.result(WAIT_S) == "goes on"
+
+
+def test_a_coroutine_that_would_wait_for_itself_is_an_error(loop):
+    async def waits_for_itself():
+        loop.run(asyncio.sleep(0))
+
+    with pytest.raises(RuntimeError, match="use await"):
+        loop.start(waits_for_itself()).result(WAIT_S)
+
+
+def test_closing_cancels_what_was_started():
+    loop, cancelled = EventLoop(), []
+
+    async def never():
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    future = loop.start(never())
+    loop.run(asyncio.sleep(0))
+    loop.close()
+    assert cancelled == [True]
+    assert future.cancelled()

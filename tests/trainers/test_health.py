@@ -1,0 +1,97 @@
+"""What goes wrong in silence: rewards that fail, and steps with nothing to learn from."""
+
+import pytest
+
+from hone.cli.recipe import load_recipe
+from hone.config import ConfigError
+from hone.trainers.policy.health import FAILED_STEPS, WARN_AFTER, RewardsFailed, RunHealth
+from hone.trainers.run.launch import run_policy
+from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
+from tests.trainers.tiny import recipe
+
+HEALTHY = {
+    "reward/max": 1.0, "reward/min": 0.0, "rollout/truncated_fraction": 0.5, "rollout/zero_variance_fraction": 0.5,
+    "train/grad_norm": 0.1, "rollout/trajectories": 64.0, "rollout/status/reward_failed": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sick", "said"),
+    [
+        ({"reward/max": 0.0}, "every answer had reward 0: read some of them in rollouts.jsonl"),
+        ({"rollout/truncated_fraction": 1.0}, "was cut at its length limit: raise rollout.sampling.max_response_tok"),
+        ({"train/grad_norm": 0.0}, "the gradient was 0"),
+        ({"rollout/zero_variance_fraction": 1.0}, "all answers to a prompt had the same reward"),
+    ],
+)
+def test_a_symptom_is_told_once_when_it_lasts(sick, said):
+    told = []
+    health = RunHealth(0.2, True, told.append)
+    for _ in range(WARN_AFTER - 1):
+        health.look({**HEALTHY, **sick})
+    health.look(HEALTHY)  # begins again
+    for _ in range(WARN_AFTER - 1):
+        health.look({**HEALTHY, **sick})
+    assert told == []
+    for _ in range(WARN_AFTER):
+        health.look({**HEALTHY, **sick})
+    (line,) = told
+    assert line.startswith(f"warning: in the last {WARN_AFTER} steps, ")
+    assert said in line
+
+
+def test_one_answer_to_a_prompt_has_no_variance_to_miss():
+    told = []
+    health = RunHealth(0.2, False, told.append)
+    for _ in range(WARN_AFTER):
+        health.look({**HEALTHY, "rollout/zero_variance_fraction": 1.0})
+        health.look({"step": 3.0})  # a step without an update measures little
+    assert told == []
+
+
+@pytest.mark.parametrize(("failed", "ends"), [((0, 0, 39), True), ((13, 13, 12), False), ((64, 64), False)])
+def test_too_many_failed_rewards_over_three_steps_end_the_run(failed, ends):
+    """More than 0.2 of 3 x 64 answers: 38.4."""
+    health = RunHealth(0.2, True, lambda line: None)
+    prompt = Prompt("train/7", (), (1,), None, "", {}, 0)
+    one = Trajectory(
+        "train/7", 2, (1, 2), 1, (0, 1), (0.0, -1.0), (-1, 0), "r", StopReason.STOP, Status.REWARD_FAILED,
+        error="share: no answer\nwithin 5 s",
+    )  # fmt: skip
+    health.note([TrajectoryGroup(prompt, (one,))])
+    steps = [{**HEALTHY, "rollout/status/reward_failed": float(count)} for count in failed]
+    for step in steps[: FAILED_STEPS - 1]:
+        health.look(step)
+    if ends:
+        with pytest.raises(RewardsFailed, match=r"39 of 192 .* = 0.2; train/7 sample 2: share: no answer within 5 s"):
+            health.look(steps[-1])
+    elif len(steps) == FAILED_STEPS:
+        health.look(steps[-1])
+
+
+def test_a_run_whose_reward_mostly_fails_ends_with_its_cause_and_is_saved(tmp_path):
+    task = tmp_path / "reward.py"
+    task.write_text(
+        "import zlib\n"
+        "def fails(response, ground_truth, row):\n"
+        "    if zlib.crc32(response.encode()) % 2:\n"
+        "        raise OSError('the judge is gone')\n"
+        "    return len(set(response)) / 3\n"
+    )
+    reward = {"reward": {"components": {"a": {"reward": f"{task}:fails"}}, "workers": 1}}
+    path = recipe(tmp_path / "r", reward, {"evaluation": {"every_steps": 0, "sets": {}}})
+    with pytest.raises(RewardsFailed, match=r"of 48 answers .* could not be scored.*the judge is gone"):
+        run_policy(load_recipe(path, [], kind="rl"))
+    assert (tmp_path / "r" / "run" / "checkpoints" / "step_00000003").is_dir()
+
+
+def test_ground_truth_that_a_reward_needs_and_the_data_lack_is_an_error_at_start(tmp_path):
+    path = recipe(tmp_path)
+    text = (tmp_path / "task.py").read_text()
+    (tmp_path / "task.py").write_text(text.replace('"ground_truth": text[::-1]', '"solution": text[::-1]'))
+    with pytest.raises(
+        ConfigError,
+        match=r"reward.components.share: its function needs ground_truth, but prompt train/\d+ has none "
+        r"\(columns: solution\); set data.train.columns.ground_truth to the column that has it",
+    ):
+        run_policy(load_recipe(path, [], kind="rl"))

@@ -1,0 +1,130 @@
+"""The training loop: which checkpoint is the best one, and when a run that cannot learn is ended."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from hone.tracking.base import RunInfo
+from hone.tracking.hub import Tracking
+from hone.tracking.metrics import Timer
+from hone.tracking.settings import TrackingConfig
+from hone.trainers.run.checkpoints import CheckpointStore
+from hone.trainers.run.context import RunContext
+from hone.trainers.run.loop import Trainer
+from hone.trainers.run.profiler import Profiler
+from hone.trainers.run.recorder import NotFinite, Recorder
+from hone.trainers.run.settings import CheckpointConfig, ProfileConfig
+from hone.types import Metric
+
+
+class Counting(Trainer):
+    """Its weights are the number of the step; scores say which steps are evaluated."""
+
+    def __init__(self, folder, scores, traced=(), **checkpoint):
+        tracking = Tracking(TrackingConfig(trackers=()), RunInfo(run_dir=folder), lambda ids: "")
+        profiler = Profiler(ProfileConfig(steps=traced) if traced else None, 7, folder, tracking)
+        context = RunContext(folder, tracking, Recorder(Timer()), profiler)
+        super().__init__(7, CheckpointConfig(**checkpoint), context, evaluates=True)
+        self.scores = scores
+        self.weights = 0
+
+    def step(self, step):
+        self.update_begins()
+        self.weights = int(torch.eye(step).trace())
+
+    def evaluate(self, step):
+        return {"eval/set/right": self.scores[step]} if step in self.scores else {}
+
+    def score_of(self, figures):
+        return figures.get("eval/set/right")
+
+    def parts(self):
+        return {"actor": lambda folder: (folder / "weights.txt").write_text(str(self.weights))}
+
+    def state(self):
+        return {}
+
+    def restore(self, checkpoint):
+        self.weights = int((checkpoint.part("actor") / "weights.txt").read_text())
+
+    def finish(self):
+        pass
+
+
+def saved(folder):
+    store = CheckpointStore(folder / "checkpoints", keep=1)
+    return {found.name: store.read(found).score for found in sorted((folder / "checkpoints").iterdir())}, store
+
+
+def test_a_score_belongs_to_the_step_that_was_evaluated(tmp_path):
+    # Step 3 is the best, and is no multiple of 2; without a checkpoint of its own, its score went to step 4.
+    Counting(tmp_path, {0: 0.1, 3: 0.9, 6: 0.5}, every_steps=2, keep=2).run()
+    scores, store = saved(tmp_path)
+    assert scores == {"step_00000003": 0.9, "step_00000006": 0.5, "step_00000007": None}
+    assert (store.best() / "actor" / "weights.txt").read_text() == "3"
+
+
+def test_an_evaluation_without_a_finite_score_does_not_stand_in_the_way_of_the_best(tmp_path):
+    Counting(tmp_path, {0: math.nan, 3: 0.5, 5: math.nan}, every_steps=100, keep=1).run()
+    scores, store = saved(tmp_path)
+    assert scores == {"step_00000003": 0.5, "step_00000007": None}
+    assert store.best().name == "step_00000003"
+
+
+def test_a_run_that_is_continued_knows_its_best_score(tmp_path):
+    first = Counting(tmp_path, {0: 0.1, 3: 0.9}, every_steps=2, keep=2)
+    first.steps = 4
+    first.run()
+    Counting(tmp_path, {5: 0.8}, every_steps=100, keep=2).run()
+    scores, store = saved(tmp_path)
+    assert store.best().name == "step_00000003"
+    assert "step_00000005" not in scores, "0.8 is less than 0.9"
+
+
+def test_without_keep_best_an_evaluation_saves_nothing(tmp_path):
+    Counting(tmp_path, {3: 0.9}, every_steps=5, keep=9, keep_best=False).run()
+    assert list(saved(tmp_path)[0]) == ["step_00000000", "step_00000005", "step_00000007"]
+
+
+def skipped(count=1.0, **others):
+    return {"train/skipped_steps": Metric.sum(count), **{name: Metric.mean(value) for name, value in others.items()}}
+
+
+def test_skipped_steps_in_a_row_end_a_run_and_say_what_was_not_finite():
+    recorder = Recorder(Timer(), max_skipped_steps=3)
+    for _ in range(2):
+        recorder.record(skipped())
+        recorder.record({"critic/skipped_steps": Metric.sum(1.0)})
+    recorder.record(skipped(0.0))  # a step that was taken: the count begins anew
+    for _ in range(2):
+        recorder.record(skipped())
+    with pytest.raises(NotFinite, match=r"3 optimizer steps in a row .*run.max_skipped_steps = 3.*policy_loss = nan"):
+        recorder.record(skipped(policy_loss=math.nan, lr=0.1))
+
+
+def test_a_run_without_a_limit_goes_on():
+    recorder = Recorder(Timer())
+    for _ in range(99):
+        recorder.record(skipped())
+
+
+# -------------------------------------------------------------------------------------------------------------- traces
+
+
+def test_a_trace_holds_the_operators_of_its_step_and_other_steps_have_none(tmp_path, capfd):
+    Counting(tmp_path, {}, traced=(2, 5)).run()
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["step-2.json", "step-5.json"]
+    events = json.loads((tmp_path / "profile" / "step-2.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "cpu_op"]
+    assert names.count("aten::trace") == 1  # of step 2 alone
+    assert f"trace of step 2: {tmp_path}/profile/step-2.json" in capfd.readouterr().err
+
+
+def test_one_step_may_be_a_number_and_a_step_the_run_lacks_is_refused(tmp_path):
+    assert ProfileConfig(steps=3).steps == (3,)
+    with pytest.raises(ValueError, match=r"steps: the run has no step 8; choose from 1 to 7 \(run.steps\)"):
+        Counting(tmp_path, {}, traced=(2, 8))
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        ProfileConfig(steps=(0,))
