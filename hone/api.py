@@ -40,7 +40,7 @@ from hone.trainers.policy.evaluate_model import AnswerRequest, evaluate_model, g
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.context import RunControl
 from hone.trainers.run.launch import run_policy, run_preference, run_reward_model, run_supervised
-from hone.trainers.run.loop import Interrupted
+from hone.trainers.run.loop import Interrupted as Interrupted
 from hone.types import Message
 
 R = TypeVar("R")
@@ -251,19 +251,3 @@ def _is_constant(node: ast.stmt) -> bool:
     except ValueError:
         return False
     return True
-
-
-__all__ = [
-    "ConfigError",
-    "Interrupted",
-    "Result",
-    "distill",
-    "evaluate",
-    "generate",
-    "load",
-    "prefer",
-    "reward_model",
-    "score",
-    "sft",
-    "train",
-]

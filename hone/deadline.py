@@ -58,7 +58,7 @@ class Deadline:
         return self._timeout.when()
 
     def over(self, generate: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
-        """`generate` for tasks that the episode did not start, such as those of an HTTP server."""
+        """`generate` for tasks that the episode did not start, such as the handlers of an HTTP server."""
 
         async def call(*args: P.args, **kwargs: P.kwargs) -> R:
             token = _CURRENT.set(self)

@@ -147,7 +147,7 @@ def learn(parts: Parts, groups: Sequence[TrajectoryGroup]) -> Metrics:
     batch = parts.algorithm.advantages(batch)  # (reward - mean of the group) / its standard deviation, on every token
     batch = parts.algorithm.weigh(batch)  # the weight of each token in the loss: here 1 / number of sampled tokens
     # The loss is max(-A r, -A clip(r)), where r is the ratio of the policy to the one that sampled. With one optimizer
-    # step per batch r is 1, so no forward for old log-probs is needed; the gradient of r is still that of log p.
+    # step per batch r is 1, so no forward for old log-probs is needed; r still has the gradient of log p.
     return parts.policy.train_batch(batch, parts.algorithm.policy_objective())
 
 

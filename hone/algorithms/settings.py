@@ -187,7 +187,7 @@ class TirOptimalTokenBaselineSettings(OptimalTokenBaselineSettings):
 
 
 class MtGrpoSettings(GrpoSettings):
-    """Rewards of turns against those of the same turn in the group, plus the outcome against the group's mean."""
+    """Rewards of turns against rewards of the same turn in the group, plus the outcome against the group's mean."""
 
     name: str = "mt_grpo"
     outcome_coef: float = setting(1.0, "strength of the outcome's advantage in the turns before the last", ge=0)
@@ -472,7 +472,8 @@ class CorrectionSettings(Config):
     """Correction of the difference between the rollout policy and the policy being trained."""
 
     old: Literal["trainer", "rollout"] = setting(
-        "trainer", "source of the old log-probs in the ratio: recomputed by the trainer, or those of the rollout engine"
+        "trainer",
+        "source of the old log-probs in the ratio: recomputed by the trainer, or taken from the rollout engine",
     )
     weights: Literal["token", "sequence"] | None = setting(
         None, "importance weights exp(old - rollout), per token or per sequence"

@@ -251,8 +251,8 @@ def _take(value: torch.Tensor | None, at: torch.Tensor, rows: int, name: str) ->
 def microbatches(batch: Batch, max_tokens: int) -> list[list[int]]:
     """Cut a batch into index lists of at most `max_tokens` tokens each: few and even, the largest first.
 
-    The number of lists is the smallest for which largest-first balancing stays within the cap, and at most that of
-    best-fit-decreasing. The largest comes first so that a run that does not fit into memory fails at once.
+    The number of lists is the smallest for which largest-first balancing stays within the cap, and never larger
+    than with best-fit-decreasing. The largest comes first so that a run that does not fit into memory fails at once.
 
     Raises ValueError for a sequence that is longer than the cap.
     """

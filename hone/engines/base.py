@@ -37,7 +37,7 @@ class EngineSpec(Protocol):
 
     @property
     def temperature(self) -> float:
-        """The rollout's temperature: log-probs are those of logits / temperature."""
+        """The rollout's temperature: log-probs are computed from logits / temperature."""
 
     @property
     def total_steps(self) -> int:

@@ -149,8 +149,8 @@ def head_of_reference(
 ) -> Callable[[], Head]:
     """Return a function that loads the reference's head for "full_kl" at its first call, and keeps it.
 
-    Another worker runs the reference's body and sends its "states". The weights are those of `compute_dtype`, held in
-    `head_dtype` if that is given.
+    Another worker runs the reference's body and sends its "states". The weights have the precision of
+    `compute_dtype` and are held in `head_dtype` if it is given.
     """
 
     @cache

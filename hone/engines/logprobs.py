@@ -28,7 +28,7 @@ Compared = tuple[Tensor, Tensor]  # the reference's logits [C, V], and the gradi
 
 
 class Vocabulary(Protocol):
-    """How the last dimension of logits covers the vocabulary. Token ids are those of the whole vocabulary."""
+    """How the last dimension of logits covers the vocabulary. Token ids count over the whole vocabulary."""
 
     def width(self, rows: int) -> int:
         """The most logits of a token that one rank has; `rows` is the number of rows of this rank's head."""

@@ -73,7 +73,7 @@ class Update:
         self.apply_schedule()
 
     def apply_schedule(self) -> None:
-        """Set the optimizer's learning rate to that of the current step."""
+        """Set the optimizer's learning rate to the schedule's value at the current step."""
         self._lr = self._config.lr * self.schedule.factor(self.schedule.step_count)
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr

@@ -85,7 +85,7 @@ class Weights(Protocol):
         """The 2-norm of all gradients of all ranks; a part that several ranks hold counts once."""
 
     def publish(self, names: frozenset[str] | None = None) -> None:
-        """Copy the masters (only those of `names`, if given) into the forward's weights; called after each change."""
+        """Copy the masters (only `names`, if given) into the forward's weights; called after each change."""
 
     def clear_gradients(self) -> None: ...
 

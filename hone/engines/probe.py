@@ -78,7 +78,7 @@ def check_images(body: Any, name: str) -> None:
     theirs, _ = body.get_rope_index(tokens[None], mm_token_type_ids=is_image, image_grid_thw=grids)
     ours = positions_of(len(tokens), [(2, grid)], merge)[0].to(device)
     if not torch.equal(theirs[:, 0].T, ours):
-        raise ModelError(f"{name} cannot be trained with images: its position ids of an image are not those of hone")
+        raise ModelError(f"{name} cannot be trained with images: hone computes other position ids for its images")
     patches = torch.linspace(-1, 1, 6 * merge**2 * patch_values(config), device=device).sin().view(6 * merge**2, -1)
     whole = Packing.of(torch.tensor([0, len(tokens)], device=device))
     at = is_image[0].nonzero()[:, 0]

@@ -124,7 +124,7 @@ class _Group:
 
 
 class Toolbox:
-    """The tools that a run file names; `bound` gives those of one episode."""
+    """The tools that a run file names; `bound` gives the tools of one episode."""
 
     def __init__(self, references: Sequence[str], options: Mapping[str, Any]) -> None:
         """`references`: "file.py:Class", "file.py:function", or "file.py" for its functions with `@tool`.

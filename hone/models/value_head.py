@@ -1,6 +1,6 @@
 """Files of value heads: hone's own file next to the model, or a transformers sequence classifier with one label.
 
-value_head.safetensors     score.weight [1, hidden]; the value at a token is that of the text before it
+value_head.safetensors     score.weight [1, hidden]; the value at a token judges the text before it
 *ForSequenceClassification score.weight among the weights; the score of a text is taken after its last token
 """
 

@@ -32,7 +32,7 @@ class Process(ABC):
     """One server, on this machine or another: `start`, `alive`, `wait_dead`, `stop`."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """`environment` is added to that of the starting process. Put secrets there, never into `command`."""
+        """`environment` is added to the starting process's own. Put secrets there, never into `command`."""
         self.name = name
         self.log = log
         self._command = list(command)

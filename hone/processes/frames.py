@@ -1,6 +1,6 @@
 """The messages between hone and its child processes: a header of fixed size, then JSON.
 
-    length 4 bytes | kind 1 | process id 4 | batch 8 | JSON object        (big-endian; length is that of the JSON)
+    length 4 bytes | kind 1 | process id 4 | batch 8 | JSON object        (big-endian; length counts the JSON only)
 
 The process id is the sender's at the time of sending, so a frame of a forked copy of a child is recognised. `batch` is
 the number of the request, so a late reply to an earlier request is recognised. A reader checks size and depth before it

@@ -28,7 +28,7 @@ _SHOWN = "def reward(response, ground_truth, row, **options)"
 
 
 class CannotBind(ValueError):
-    """A function's parameters are not those of a reward."""
+    """A function does not have the parameters of a reward."""
 
 
 @dataclass(frozen=True, slots=True)

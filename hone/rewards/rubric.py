@@ -125,7 +125,7 @@ class Rubric:
 
     @property
     def _processes(self) -> list[Any]:
-        """All pools of processes: that of the functions, and one per served model."""
+        """All pools of processes: one for the functions, and one per served model."""
         return [*([self._pool] if self._pool is not None else []), *self._served.values()]
 
     async def _score_one(self, prompt: Prompt, trajectory: Trajectory, case: str) -> Trajectory:

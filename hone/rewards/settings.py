@@ -90,5 +90,7 @@ class RewardConfig(Config):
                     f"component name {name!r} should not be empty or contain '/', which separates sub-components"
                 )
         if ENVIRONMENT in value:
-            raise ValueError(f"component name {ENVIRONMENT!r} is that of the rewards of turns; choose another name")
+            raise ValueError(
+                f"component name {ENVIRONMENT!r} is reserved for the rewards of turns; choose another name"
+            )
         return value

@@ -186,7 +186,7 @@ def read_adapter(
 ) -> tuple[dict[str, Delta], dict[str, Tensor]]:
     """Read an adapter: the delta of each weight, and the weights that it replaces, by the names of the weights.
 
-    `shapes` are those of the model's weights. Raises ValueError for an adapter that does not fit them.
+    `shapes` has the shape of each of the model's weights. Raises ValueError for an adapter that does not fit them.
     """
     refuse_other_kinds(config)
     deltas: dict[str, Delta] = {}

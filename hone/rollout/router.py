@@ -48,7 +48,7 @@ class PoisonRequest(ValueError):
 
 
 class Seats:
-    """Places at the replicas, and the requests that wait for one, in order among those of the same weight versions."""
+    """Places at the replicas, and the requests that wait for one: a queue for each range of weight versions."""
 
     def __init__(self, pool: ReplicaPool, per_replica: int) -> None:
         self.paused = False
@@ -107,7 +107,7 @@ class Seats:
 
     @property
     def waiting(self) -> list[Versions]:
-        """The versions that requests without a seat may be sampled from, each once, those of older requests first."""
+        """The versions that requests without a seat may be sampled from, each once, oldest request first."""
         ranges = (versions for versions, some in self._waiting.items() if any(not seat.done() for _, seat in some))
         return [versions for versions in ranges if versions is not None]
 

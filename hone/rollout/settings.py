@@ -11,7 +11,7 @@ from hone.registry import load_plugins, unknown
 from hone.rollout import ROLLOUT_ENGINES
 from hone.types import SamplingParams
 
-CONTROLS = 16  # connections to one server beside those of `requests_per_replica`
+CONTROLS = 16  # connections to one server for everything but the `requests_per_replica` requests
 
 
 class SamplingConfig(Config):
@@ -69,7 +69,7 @@ class BuiltinSettings(Config):
     prefill_tokens: int = setting(8192, "prompt tokens per forward; a longer prompt goes alone", unit="tokens", ge=1)
     share_prompts: bool = setting(True, "compute the KV of identical prompts once and copy it")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
-        "auto", "dtype of weights and KV cache; auto: that of the model that the engine is built from"
+        "auto", "dtype of weights and KV cache; auto: the dtype of the model that the engine is built from"
     )
     execution: Literal["auto", "fused", "generic"] = setting(
         "auto", "fused: the decoder written for Llama, Mistral, Qwen2 and Qwen3; generic: transformers' own forward"

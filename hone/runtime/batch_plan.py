@@ -66,7 +66,7 @@ class Piece:
 class Distant:
     """The driver's stand-in for per-token values [T, ...] that stay with the ranks.
 
-    It can be cut like a tensor; a cut has no pieces of its own, ranks take those of the whole batch.
+    It can be cut like a tensor; a cut has no pieces of its own: ranks take pieces of the whole batch.
     """
 
     tokens: int

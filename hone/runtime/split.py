@@ -27,7 +27,7 @@ SLACK = 1.05  # how much busier than after a cut by sequences the busiest rank m
 def split_batch(
     batch: Batch, parts: int, whole_groups: bool = False, equal_cost_length: float | None = None
 ) -> list[list[int]]:
-    """`parts` lists of sequences of near-equal cost; `equal_cost_length` is that of `hone.data.packing`.
+    """`parts` lists of sequences of near-equal cost; `equal_cost_length` is explained in `hone.data.packing`.
 
     The answers to one prompt share its tokens when they are in one micro-batch, so groups (`batch.group_index`) stay
     together as long as no rank gets more than `SLACK` of what a cut by sequences would give the busiest. Otherwise
@@ -73,7 +73,7 @@ def merge(results: Sequence[bytes], parts: Sequence[Sequence[int]] | None, batch
 
 
 def tensors_of(output: ModelOutput) -> dict[str, Tensor]:
-    """The tensors that an output has, by name; those of `extras` as `extras.NAME`."""
+    """The tensors that an output has, by name; tensors in `extras` are called `extras.NAME`."""
     found = {name: value for name in _FIELDS if (value := getattr(output, name)) is not None}
     return found | {f"extras.{name}": value for name, value in output.extras.items()}
 

@@ -3,7 +3,7 @@
     {"step": 7, "version": 6, "admitted": [28, 29], "taken": [24, 25], "dropped": {"25": "reward is 0 for all ..."},
      "spans": {"24": [[[5, 9]], [[5, 4]]]}, "batch": "9f86d0..."}
 
-`version` is that of the weights which the step trains; `spans` has for each draw and answer the runs of tokens,
+`version` names the weights that the step trains; `spans` has for each draw and answer the runs of tokens,
 [version, tokens]. A step without an update has a line too, without `batch`.
 """
 
@@ -21,7 +21,7 @@ JOURNAL = "schedule.jsonl"
 class Journal:
     """Appends records, each with its `step`.
 
-    The first one removes those of its step and of later ones, which a resumed run writes again.
+    The first one removes the records of its step and of later steps, which a resumed run writes again.
     """
 
     def __init__(self, path: Path) -> None:

@@ -41,7 +41,7 @@ def moves(
 ) -> dict[str, int]:
     """Which replicas take which version now: name -> version.
 
-    `waiting` are the ranges of requests without a seat, oldest first; `held` those of all open draws; `kept` the
+    `waiting` are the ranges of requests without a seat, oldest first; `held` the ranges of all open draws; `kept` the
     versions of which there is a snapshot. A request that no replica can serve gets one first, even by going back to an
     older version, because the replica that had it may have died. Every other replica moves towards the newest.
     """

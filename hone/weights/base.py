@@ -36,8 +36,8 @@ PATIENCE = 1 / 3  # of the deadline of a sync: how long one silent replica may h
 class WeightSyncError(RuntimeError):
     """A replica does not serve the weights it was sent; the message names the replica and what differs.
 
-    `replicas` has the names of those that failed; the others serve the new version. `silent` has those of them that
-    did not even confirm that they stopped: their owner has to kill them.
+    `replicas` names the replicas that failed; the others serve the new version. `silent` names the failed ones that did
+    not even confirm that they stopped: their owner has to kill them.
     """
 
     def __init__(self, message: str, replicas: Sequence[str] = (), silent: Sequence[str] = ()) -> None:

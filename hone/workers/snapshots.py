@@ -97,7 +97,7 @@ class SnapshotPublication:
         self._times.waited += time.perf_counter() - began
 
     async def metrics(self) -> Metrics:
-        """The rollout's figures and those of publications since the last call."""
+        """Figures of the rollout and of publications since the last call."""
         self.check()
         found, self._metrics = self._metrics, {}
         times, self._times = self._times, _Times()

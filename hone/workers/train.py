@@ -36,7 +36,7 @@ class TrainSpec:
     model: ModelConfig
     engine: EngineConfig
     model_type: str = "language_model"
-    temperature: float = 1.0  # of the rollout: log-probs are those of the distribution that it samples from
+    temperature: float = 1.0  # of the rollout, so that log-probs describe the distribution that it samples from
     total_steps: int = 0  # optimizer steps of the whole run, for the schedule; 0: a model that is never trained
     driver_dtype: str = ""  # `compute_dtype` as the driver resolved it for the rollout; "": no driver
     reference: ModelConfig | None = None  # for "full_kl": the engine loads its head, the batch has its hidden states

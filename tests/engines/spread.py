@@ -12,6 +12,7 @@ from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig
 from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.types import LossOutput
+from tests.engines.contract.cases import policy, values
 
 OPTIONS = {
     "qwen3": {},
@@ -99,20 +100,6 @@ def own_part(engine: Fsdp2Engine, batch):
 
 def likelihood(output, batch):
     return LossOutput(-output.logprobs)
-
-
-def policy(output, batch):
-    """A clipped ratio to log-probs of another policy, and an entropy bonus."""
-    ratio = (output.logprobs - output.logprobs.detach() * 1.01).exp()
-    clipped = torch.maximum(-batch.advantages * ratio, -batch.advantages * ratio.clamp(0.8, 1.2))
-    return LossOutput(clipped - 0.01 * output.entropy, {"train/entropy": output.entropy.detach()})
-
-
-policy.needs = frozenset({"entropy"})
-
-
-def values(output, batch):
-    return LossOutput((output.values - batch.advantages) ** 2)
 
 
 LOSSES = {"likelihood": likelihood, "policy": policy, "values": values}

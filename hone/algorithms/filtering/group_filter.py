@@ -24,7 +24,7 @@ GREEDY_REWARD = "greedy_reward"  # of Trajectory.components: the reward of the g
 class Dropped(NamedTuple):
     """A group that is not trained on, and why; none of its trajectories is trainable any more.
 
-    Their status is now `filtered`, or that of the greedy answer that failed.
+    Their status is now `filtered`, or the status of the greedy answer that failed.
     """
 
     group: TrajectoryGroup

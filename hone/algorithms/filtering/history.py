@@ -5,7 +5,7 @@ values of `explore`: for easy prompts (the metric was above 0 in all answers) an
 batch either moves by `explore_step`, within 0.05 and 0.95: down while the share of its kind in the batch has reached
 the target, else up. They do not move until a prompt comes back for the first time, because before that they had no
 effect.
-The constants are those of the authors' code, github.com/Infini-AI-Lab/GRESO (`ray_trainer.py`,
+The constants come from the authors' code, github.com/Infini-AI-Lab/GRESO (`ray_trainer.py`,
 `presampling_selector.py`).
 """
 

@@ -36,7 +36,7 @@ class Rows(Protocol):
         """The row's place for messages, such as 'train.jsonl line 12'."""
 
     def folder(self, index: int) -> Path:
-        """The folder that relative paths in the row start from: that of its file, or the working folder."""
+        """The folder that relative paths in the row start from: its file's folder, or the working folder."""
 
 
 def open_rows(config: PromptSetConfig, key: str = "data.train") -> Rows:

@@ -50,7 +50,7 @@ class AdapterLayers:
     """The layers of one adapter, and the modules that are trained whole."""
 
     def __init__(self, config: LoraConfig, stored: StoredAdapter | None, dtype: torch.dtype) -> None:
-        """`dtype` is that of the adapter's tensors. Raises AdapterError for settings that do not fit."""
+        """The adapter's tensors get `dtype`. Raises AdapterError for settings that do not fit."""
         self._config = config
         self._stored = stored
         self._dtype = dtype

@@ -6,7 +6,7 @@
     linear_proj, linear_fc2                       o_proj, down_proj: all rows, this rank's columns
     local_experts.N.linear_fc1, linear_fc2        one expert of gate_up_proj and down_proj, which hold all experts
 
-Loading, exports, weight sync and checkpoints use this table. Names are those of the transformers model's state dict.
+Loading, exports, weight sync and checkpoints use this table. Names are the keys of the transformers model's state dict.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class MegatronWeights:
         ranks: MegatronRanks,
         dtype: torch.dtype,
     ) -> None:
-        """`parts` are this rank's parts of the model, wrapped for training or plain; `dtype` is that of the masters."""
+        """`parts` are this rank's parts of the model, wrapped for training or plain; the masters have `dtype`."""
         self._parts = parts
         self._table = table
         self._ranks = ranks

@@ -206,7 +206,7 @@ def _rows(part: Tensor, run: Run) -> Tensor:
 
 
 def _seen(parts: Sequence[Tensor], index: int, run: Run) -> Tensor:
-    """Keys or values of a run's segments, each behind those of its prefix: [count, heads, prefix + length, d]."""
+    """Keys or values of a run's segments, each after the rows of its prefix: [count, heads, prefix + length, d]."""
     own = _rows(parts[index], run)
     if run.rows is None:
         return own
@@ -315,7 +315,7 @@ def packed_attention_forward(
     packing = _current()
     if packing.ranks is None:
         return attend(query, key, value, packing, scoring).transpose(1, 2), None
-    if scoring.sinks is not None:  # one for each head: those of the heads that this rank has in attention
+    if scoring.sinks is not None:  # one for each head: keep the heads that this rank has in attention
         scoring = replace(scoring, sinks=scoring.sinks.chunk(packing.ranks.size)[packing.ranks.rank])
     query, key, value = (packing.ranks.to_heads(x, packing.num_tokens) for x in (query, key, value))
     return packing.ranks.to_tokens(attend(query, key, value, packing, scoring)).transpose(1, 2), None

@@ -99,7 +99,8 @@ def load_image_processor(model: ModelConfig) -> ImageProcessor | None:
         raise ModelError(f"model.path {model.path!r} has no usable image processor: {reason}") from error
     if not isinstance(loaded, Qwen2VLImageProcessorPil):
         raise ModelError(
-            f"model.path {model.path!r} has the image processor {type(loaded).__name__}; hone knows that of Qwen-VL"
+            f"model.path {model.path!r} has the image processor {type(loaded).__name__}; "
+            "hone knows Qwen2VLImageProcessor only"
         )
     return ImageProcessor(_limited(loaded, model.used.vision), full.image_token_id)
 

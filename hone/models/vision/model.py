@@ -47,7 +47,7 @@ class RowImages:
 
     patches: Tensor  # [P, D], all images concatenated
     grids: Tensor  # [I, 3] int64
-    feature: Tensor  # [M] int64: index of each placeholder's feature, among those of all images
+    feature: Tensor  # [M] int64: index of each placeholder's feature among the features of all images
     at: Tensor  # [M] int64: position of the placeholder in the row
 
     def within(self, start: int, length: int) -> RowImages:

@@ -46,7 +46,7 @@ class RolloutServer(ABC):
     positional_seed: bool
 
     def __init__(self, spec: ServerSpec, config: PreTrainedConfig, dtype: torch.dtype, has_tokenizer: bool) -> None:
-        """`config` is the model's (`model_config`); `dtype` that of weights and computation."""
+        """`config` is the model's (`model_config`); `dtype` is used for weights and computation."""
         count_as_read(spec.settings.builtin)
         self.name = spec.name
         self.ranks = spec.settings.tensor_parallel

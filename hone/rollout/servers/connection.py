@@ -28,7 +28,7 @@ LOG_LINES = 500  # of the server's log, searched for the error that began its en
 CAUSE = re.compile(r"(?:^|\] |\) )((?:[\w.]*(?:Error|Exception)|[\w. ]+: error): .+)$", re.MULTILINE)
 
 LaunchFn = Callable[[Site], tuple[Sequence[str], Mapping[str, str]]]
-"""Command and environment of a server whose private folder and interpreter are those of the site."""
+"""Command and environment of a server; the site gives its private folder and its interpreter."""
 
 
 class ServerConnection:

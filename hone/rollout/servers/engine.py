@@ -172,7 +172,9 @@ def check_packages(python: Path, engine: str, how_to_install: str) -> None:
     """Raises ConfigError for an interpreter without `engine`, or without what hone's part in its processes imports."""
     packages = {engine: engine, "torch": "torch", "numpy": "numpy", "zmq": "pyzmq", "xxhash": "xxhash"}
     command = [str(python), "-c", LACKING, *packages]
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # that of the trainer's Python
+    clean = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }  # it would add the trainer's packages
     try:
         done = subprocess.run(command, cwd="/", env=clean, capture_output=True, text=True, timeout=LOOK_S)
     except (OSError, subprocess.SubprocessError) as error:

@@ -183,7 +183,7 @@ class VllmServer(EngineServer):
         return _scored(token_ids, reply.get("prompt_logprobs") or [], top_k)
 
     async def _computed(self) -> int | None:
-        """vLLM counts tokens in its engine, whose process can hang while that of the health route answers."""
+        """vLLM counts tokens in its engine's process, which can hang while the server answers the health route."""
         with suppress(RuntimeError):  # no such page: its health route counts alone
             return tokens_of((await self.connection.get("/metrics"))["text"])
         return None

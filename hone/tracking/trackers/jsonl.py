@@ -4,7 +4,7 @@
              metrics.jsonl  += one line               so a killed process leaves at most one incomplete last line
              (the trainer saves checkpoint k)
     resume   truncate both files after the last whole line with step <= k,
-             so the resumed run's files equal those of a run that was never stopped
+             so the files equal the files of a run that was never stopped
 
 The report, resumed runs and notebooks read these files. So, unlike with other trackers, a failure here ends the run:
 training on would leave a gap in the record. No training is lost, because the run resumes from its last checkpoint.

@@ -3,7 +3,7 @@
     answer --its own tokens if the vocabulary is the same, else rendered again--> tokens with marks
            --infer_batch--> values at the marks --the one value, or for a process reward model min, mean, last--> score
 
-A mark is on the token that follows what is judged, because a value is that of the state before its token: the end token
+A mark is on the token that follows what is judged, because a value belongs to the state before its token: the end token
 of the answer, or for a process reward model also the first token of each separator, as in the training of such models.
 A sequence classifier of transformers (most published reward models) judges the whole rendered conversation instead, its
 last token read too.

@@ -2,7 +2,7 @@
 
     synchronous run     trainer's thread   [ run ........ ]  train  [ run ........ ]  train
     after `start`       trainer's thread   start  train   [ run: waits ]  train
-                        loop's thread      [ the started coroutine, and those of `run` ............ ]
+                        loop's thread      [ the started coroutine, and coroutines of `run` ........ ]
 
 A coroutine may wait only within its own deadlines; `run` returns when it ends.
 """

@@ -4,7 +4,7 @@
             copied to the host (`row_digest`)
     bytes   XXH3 of the bytes in host memory; the faster one if both sides have the weights there (`byte_digest`)
 
-Only digests of the same method can be compared; those of different methods are never equal. Both sides of a weight sync
+Only digests of the same method can be compared; any two others are never equal. Both sides of a weight sync
 use the method for the memory that carries the weights (`method_for`). A digest detects faults, not forgery: somebody
 who knows the method can construct a collision.
 """

@@ -30,15 +30,6 @@ def test_every_patch_is_still_needed():
             assert literal in source, f"{module} no longer has {literal}: remove it from {patch}"
 
 
-def test_upstream_fails_without_its_patch():
-    """What the modules do with the real torch, which has no CUDA here."""
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    for call in (torch.cuda.current_device, torch.cuda.synchronize, lambda: torch.zeros([], device="cuda")):
-        with pytest.raises((AssertionError, RuntimeError)):
-            call()
-
-
 def test_patched_modules_make_cpu_tensors_and_torch_stays(monkeypatch):
     for patch in cpu_patches.PATCHES:
         for module in LITERALS[patch.__name__]:
