@@ -1,11 +1,13 @@
 """A Ray cluster of several machines on this one: a raylet for each, with an address of its own on loopback."""
 
 import gc
+import os
+import secrets
 
 import ray
 from ray.cluster_utils import Cluster
 
-from hone.runtime.ray_patches import LOOPBACK, on_loopback
+from hone.runtime.ray_patches import LOOPBACK, TOKEN, forget_token, on_loopback
 
 SECOND, THIRD = "127.0.0.2", "127.0.0.3"
 
@@ -16,6 +18,9 @@ class Machines:
     def __init__(self, *others):
         gc.collect()
         ray.shutdown()  # what other tests of this process have started
+        self._users = os.environ.get(TOKEN)
+        os.environ[TOKEN] = secrets.token_hex(32)  # a machine on which Ray never ran has no file with a token
+        forget_token()
         with on_loopback():
             first = {"num_cpus": 1, "node_ip_address": LOOPBACK, "include_dashboard": False}
             self._cluster = Cluster(initialize_head=True, head_node_args=first)
@@ -35,3 +40,8 @@ class Machines:
         gc.collect()
         ray.shutdown()
         self._cluster.shutdown()
+        if self._users is None:
+            del os.environ[TOKEN]
+        else:
+            os.environ[TOKEN] = self._users
+        forget_token()
