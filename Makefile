@@ -17,7 +17,7 @@ ARGS ?=
 SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-oldest test-megatron test-vllm .venv-vllm test-sglang .venv-sglang check oracle docs bench gpu-kit clean install
+.PHONY: help quickstart test test-all test-oldest test-megatron test-vllm .venv-vllm test-sglang .venv-sglang check oracle wheel docs bench gpu-kit clean install
 
 help:
 	@echo "make quickstart   install pinned versions into $(VENV), train a small model with RL, show the result"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-sglang  run the tests with the real SGLang; installs it into $(SGLANG_VENV) once (2 GB)"
 	@echo "make check        check style, types and architecture"
 	@echo "make oracle       compare formulas and training steps with TRL and verl, in a separate environment"
+	@echo "make wheel        build dist/hone_rl-*.whl, which also has the recipe of hone quickstart"
 	@echo "make docs         build the documentation into site/"
 	@echo "make bench        run the benchmarks, in a separate environment"
 	@echo "make gpu-kit      download what a GPU machine without network needs into .gpu-kit/ (20 MB)"
@@ -68,6 +69,11 @@ check: $(VENV)/.check
 
 oracle: $(ORACLE_VENV)/.oracle
 	$(ORACLE_VENV)/bin/python -m pytest tests/oracle $(ARGS)
+
+wheel: $(VENV)/.base
+	rm -rf build
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
 
 docs: $(DOCS_VENV)/.docs
 	$(DOCS_VENV)/bin/sphinx-build --fail-on-warning --keep-going --quiet docs site

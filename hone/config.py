@@ -208,6 +208,9 @@ class _Builder:
         source, last = layers[-1]
         layers = _since(layers, lambda data: data is not None)  # `critic: null` in one layer: later layers start anew
         arms = [arm for arm in get_args(annotation) if arm is not type(None)] if _is_union(annotation) else [annotation]
+        if last is None and (annotation is dict or get_origin(annotation) is dict):  # `columns=null` empties a mapping
+            self.sources[path] = source
+            return {}
         if last is None:
             if annotation not in (Any, None) and type(None) not in get_args(annotation):
                 raise ConfigError(f"{source}: {path} is null, but needs a value; remove the key to get its default")

@@ -10,7 +10,7 @@ _PROMPTS = ("update.prompts_per_step", "samples_per_step")
 _KL = ("algorithm.kl.coef",)
 _ANSWER = ("rollout.sampling.max_response_tokens",)
 _STEPS = ("run.steps",)
-_EPOCHS = ("run.epochs", "run.steps")
+_EPOCHS = ("run.epochs",)
 _FOLDER = ("run.dir",)
 _MODEL = ("model.path",)
 _TOKENS = ("actor.max_tokens_per_microbatch",)
@@ -61,6 +61,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "lr": _LR,
     "lr_scheduler_type": ("actor.schedule",),
     "lr_warmup_steps": ("actor.schedule.warmup_steps",),
+    "lr_warmup_steps_ratio": ("actor.schedule.warmup_fraction",),
     "max_completion_length": _ANSWER,
     "max_grad_norm": ("actor.max_grad_norm",),
     "max_length": ("data.train.max_sample_tokens",),
@@ -114,7 +115,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "use_vllm": ("rollout.backend",),
     "val_files": ("evaluation.sets",),
     "vllm_gpu_memory_utilization": ("rollout.engine",),
-    "warmup_ratio": ("actor.schedule.warmup_steps",),
+    "warmup_ratio": ("actor.schedule.warmup_fraction",),
     "weight_decay": ("actor.optimizer.weight_decay",),
 }
 """Last part of a key -> keys of hone that mean the same or take its place. A kind of run has some of them."""

@@ -1,25 +1,27 @@
-"""`hone distill`: on-policy distillation from a run file."""
+"""`hone distill`: on-policy distillation, from a run file or from flags."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from hone.cli.recipe import load_recipe
+from hone.cli.flags import Data, Flags, Model, Overrides, Recipe, Teacher, Write, load_command
 from hone.cli.running import Restart, report_run
 from hone.trainers.run.launch import run_policy
 
 
 def distill(
-    recipe: Annotated[Path, typer.Argument(help="run file (YAML)")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings, such as run.steps=10")] = None,
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    model: Model = "",
+    data: Data = "",
+    teacher: Teacher = "",
+    write: Write = None,
     restart: Restart = False,
 ) -> None:
     """Distil one or more teacher models into a policy, on the policy's own samples.
 
-    With the run.dir of an earlier run, continue that run.
+    With the run.dir of an earlier run, continue that run. Give a run file, or --model, --data and --teacher. Every key
+    of a run file is a flag too: --run.steps 10.
     """
-    loaded = load_recipe(recipe, overrides or [], kind="distill")
+    loaded = load_command("distill", recipe, overrides, Flags(model, data, teacher=teacher, write=write))
     report_run(Path(loaded.config.run.dir), lambda: run_policy(loaded), restart)

@@ -22,6 +22,7 @@ REGISTRIES = {
     "parsers": "hone.envs:PARSERS",
     "rewards": "hone.rewards:REWARDS",
     "engines": "hone.engines.registry:EngineRegistry",
+    "schedules": "hone.engines.registry:SCHEDULES",
     "rollout": "hone.rollout:ROLLOUT_ENGINES",
     "transports": "hone.weights:TRANSPORTS",
     "runtimes": "hone.runtime:RUNTIMES",

@@ -14,6 +14,7 @@ import typer
 
 from hone import __version__
 from hone.cli.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, report, say
+from hone.cli.keys import keys_of
 from hone.other_frameworks import COMMANDS as OTHER_COMMANDS
 from hone.registry import CannotLoad, UnknownName, load_plugins, reason, resolve, unknown
 
@@ -27,6 +28,8 @@ class Command:
 
 
 COMMANDS = {
+    "quickstart": Command("hone.cli.quickstart:quickstart", "Train a small model in two minutes, on a CPU."),
+    "init": Command("hone.cli.init:init", "Write a run file for your own model, data and reward."),
     "train": Command("hone.cli.train:train", "Train a policy with reinforcement learning."),
     "sft": Command("hone.cli.sft:sft", "Fine-tune a model on examples."),
     "prefer": Command("hone.cli.prefer:prefer", "Train a model on preferences: DPO and its variants, KTO."),
@@ -43,6 +46,8 @@ COMMANDS = {
     "list": Command("hone.cli.listing:listing", "List the names that a run file may use, by kind."),
 }
 
+TAKES_KEYS = ("quickstart", "train", "sft", "prefer", "reward-model", "distill", "eval", "config")
+
 
 def run() -> None:
     """The entry point of the installed `hone` command."""
@@ -58,12 +63,18 @@ def main(arguments: Sequence[str]) -> int:
                 raise UnknownName(f"unknown command {name!r}: here it is hone {OTHER_COMMANDS[name]}")
             raise UnknownName(unknown("command", name, list(COMMANDS)))
         command = typer.main.get_command(_app(name, asks_help="--help" in arguments))
+        arguments = _with_keys(name, arguments)
         code = command.main(args=list(arguments) or ["--help"], prog_name="hone", standalone_mode=False)
     except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 (every error ends here)
         return _usage_error(error, name) or report(error, name)
     if code == EXIT_INTERRUPTED:  # typer turns Ctrl-C into this code
         return report(KeyboardInterrupt(), name)
     return code if isinstance(code, int) else EXIT_DONE
+
+
+def _with_keys(name: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command that reads settings, in which `--run.steps 10` is `run.steps=10`."""
+    return keys_of(arguments) if name in TAKES_KEYS else list(arguments)
 
 
 def _app(chosen: str, asks_help: bool) -> typer.Typer:

@@ -1,22 +1,25 @@
-"""`hone reward-model`: train a reward model from a run file."""
+"""`hone reward-model`: training a reward model, from a run file or from flags."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from hone.cli.recipe import load_recipe
+from hone.cli.flags import Data, Flags, Model, Overrides, Recipe, Write, load_command
 from hone.cli.running import Restart, report_run
 from hone.trainers.run.launch import run_reward_model
 
 
 def reward_model(
-    recipe: Annotated[Path, typer.Argument(help="run file (YAML)")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings, such as run.steps=10")] = None,
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    model: Model = "",
+    data: Data = "",
+    write: Write = None,
     restart: Restart = False,
 ) -> None:
-    """Train a model that scores answers or their steps. With the run.dir of an earlier run, continue that run."""
-    loaded = load_recipe(recipe, overrides or [], kind="reward_model")
+    """Train a model that scores answers or their steps. With the run.dir of an earlier run, continue that run.
+
+    Give a run file, or --model and --data. Every key of a run file is a flag too: --run.steps 10.
+    """
+    loaded = load_command("reward_model", recipe, overrides, Flags(model, data, write=write))
     report_run(Path(loaded.config.run.dir), lambda: run_reward_model(loaded), restart)

@@ -417,10 +417,12 @@ def read_all(maker: Maker[T]) -> tuple[list[T], int]:
     return items, len(reader) - len(items)
 
 
-def count_items(maker: MakerOf[Any], config: DataConfig, renderer: Renderer, key: str = "data") -> int:
-    """How many items one pass over the training sets gives. Reads every row of a set that drops long ones."""
-    makers = [(one, maker(name, one, renderer, where)) for name, one, where in _named(config, key)]
-    return sum(len(read_all(made)[0]) if one.max_sample_tokens else len(made.reader) for one, made in makers)
+def count_items(
+    maker: MakerOf[Any], config: DataConfig, renderer: Renderer, drops: Callable[[DatasetConfig], bool]
+) -> int:
+    """How many items one pass over the training sets gives. Reads every row of a set that `drops` some for length."""
+    makers = [(one, maker(name, one, renderer, where)) for name, one, where in _named(config, "data")]
+    return sum(len(read_all(made)[0]) if drops(one) else len(made.reader) for one, made in makers)
 
 
 def _named(config: DataConfig, key: str) -> Iterator[tuple[str, DatasetConfig, str]]:

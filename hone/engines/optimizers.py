@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.optim import Optimizer
 
 from hone.engines.base import Ranks
 from hone.engines.parts import Weights
-from hone.engines.settings import EngineConfig, OptimizerConfig, ScheduleConfig
+from hone.engines.registry import SCHEDULES
+from hone.engines.settings import CosineConfig, EngineConfig, LinearConfig, OptimizerConfig, ScheduleConfig, WsdConfig
 from hone.registry import unknown
 from hone.types import Metric, Metrics
 
@@ -79,6 +81,10 @@ class Update:
             group["lr"] = self._lr
 
 
+Shape = Callable[[int], float]
+"""The factor of an optimizer step after the warm-up, counted from 0 at the begin of the run."""
+
+
 class Schedule:
     """The learning rate of each optimizer step, as a factor of the peak, and the number of the current step.
 
@@ -91,27 +97,38 @@ class Schedule:
     def __init__(self, config: ScheduleConfig, total_steps: int) -> None:
         """Raises ValueError if the warm-up leaves no step for the rest."""
         self.step_count = 0
-        self._name = config.name
-        self._warmup = config.warmup_steps
-        self._total = total_steps
-        # Read only where they matter: a setting that this schedule does not use counts as unread.
-        self._min = config.min_ratio if config.name != "constant" else 1.0
-        self._decay = max(1, round(config.decay_fraction * total_steps)) if config.name == "wsd" else 0
-        if self._name != "constant" and self._warmup >= total_steps:
-            raise ValueError(f"{config.key_of('warmup_steps')}={self._warmup} leaves nothing of {total_steps} steps")
+        self._warmup = config.warmup(total_steps)
+        self._shape: Shape = SCHEDULES.get(config.name)(config, self._warmup, total_steps)
 
     def factor(self, step: int) -> float:
         """The factor of optimizer step `step`, counted from 0."""
-        if step < self._warmup:
-            return (step + 1) / self._warmup
-        if self._name == "constant":
-            return 1.0
-        last = self._total - 1
-        start = last - self._decay if self._name == "wsd" else self._warmup
-        x = min(max(step - start, 0) / max(last - start, 1), 1.0)
-        if self._name == "cosine":
-            return self._min + (1 - self._min) * (1 + math.cos(math.pi * x)) / 2
-        return 1 - x * (1 - self._min)
+        return (step + 1) / self._warmup if step < self._warmup else self._shape(step)
+
+
+def constant(config: ScheduleConfig, warmup: int, total: int) -> Shape:
+    """The peak."""
+    return lambda step: 1.0
+
+
+def linear(config: LinearConfig, warmup: int, total: int) -> Shape:
+    """Down to the smallest factor on a line."""
+    least = config.min_ratio
+    return lambda step: 1 - _progress(step, warmup, total) * (1 - least)
+
+
+def cosine(config: CosineConfig, warmup: int, total: int) -> Shape:
+    """Down to the smallest factor on half a cosine."""
+    least = config.min_ratio
+    return lambda step: least + (1 - least) * (1 + math.cos(math.pi * _progress(step, warmup, total))) / 2
+
+
+def wsd(config: WsdConfig, warmup: int, total: int) -> Shape:
+    """The peak, and a line at the end."""
+    return linear(config, total - 1 - max(1, round(config.decay_fraction * total)), total)
+
+
+def _progress(step: int, start: int, total: int) -> float:
+    return min(max(step - start, 0) / max(total - 1 - start, 1), 1.0)
 
 
 def build_optimizer(config: OptimizerConfig, weights: dict[str, Tensor], in_parts: bool = False) -> Optimizer:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hone.registry import CannotLoad, Registry, UnknownName, resolve, unknown
+from hone.registry import CannotLoad, Entry, Registry, UnknownName, resolve, unknown
 
 if TYPE_CHECKING:  # settings are read without torch
     from hone.engines.base import BaseEngine, EngineSpec
@@ -14,6 +14,17 @@ if TYPE_CHECKING:  # settings are read without torch
 ANY = "*"
 DEVICE_VARIABLE = "HONE_ENGINE_DEVICE"
 VENDOR_VARIABLE = "HONE_ENGINE_VENDOR"
+
+SCHEDULES = Registry(
+    "schedule",
+    {
+        "constant": Entry("hone.engines.optimizers:constant", "hone.engines.settings:ScheduleConfig"),
+        "linear": Entry("hone.engines.optimizers:linear", "hone.engines.settings:LinearConfig"),
+        "cosine": Entry("hone.engines.optimizers:cosine", "hone.engines.settings:CosineConfig"),
+        "wsd": Entry("hone.engines.optimizers:wsd", "hone.engines.settings:WsdConfig"),
+    },
+)
+"""Name -> function `(settings, warm-up, total steps)` that gives the factor of a step after the warm-up."""
 
 C = TypeVar("C", bound=type)
 Key = tuple[str, str, str, str]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import SerializeAsAny
+from pydantic import SerializeAsAny, model_validator
 
 from hone.config import Choice, Config, FromRegistry, setting
-from hone.engines.registry import EngineRegistry
+from hone.engines.registry import SCHEDULES, EngineRegistry
 from hone.models.settings import FourBitConfig
 
 
@@ -23,15 +23,53 @@ class OptimizerConfig(Config):
     options: dict[str, Any] = setting(factory=dict, meaning="other arguments of the class, such as eps or momentum")
 
 
-class ScheduleConfig(Config):
-    """The learning rate over the optimizer steps of the run, as a factor of `optimizer.lr`."""
+class ScheduleConfig(Choice):
+    """The learning rate over the optimizer steps of the run, as a factor of `optimizer.lr`; here constant."""
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = setting(
-        "constant", "shape after the warm-up; wsd: constant, then a linear decay at the end"
-    )
+    name: str = "constant"
     warmup_steps: int = setting(0, "optimizer steps of linear warm-up", unit="steps", ge=0)
-    min_ratio: float = setting(0.0, "the factor at the last step (not for constant)", ge=0, le=1)
-    decay_fraction: float = setting(0.1, "share of all steps that wsd decays over", gt=0, le=1)
+    warmup_fraction: float = setting(0.0, "the warm-up as a share of all optimizer steps, instead", ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> ScheduleConfig:
+        if self.warmup_steps and self.warmup_fraction:
+            raise ValueError(
+                f"warmup_steps = {self.warmup_steps} and warmup_fraction = {self.warmup_fraction:g} both set the "
+                "warm-up; remove one of them"
+            )
+        return self
+
+    def warmup(self, total_steps: int) -> int:
+        """The optimizer steps of the warm-up. Raises ValueError if they leave none for the decay that follows."""
+        fraction, steps = self.warmup_fraction, self.warmup_steps
+        steps = steps or min(round(fraction * total_steps), total_steps - 1)
+        if self.name != "constant" and steps >= total_steps:
+            raise ValueError(
+                f"{self.key_of('warmup_steps')}={steps} leaves no step for the {self.name} decay, because the run has "
+                f"{total_steps} optimizer steps; set {self.key_of('warmup_steps')}=0 and "
+                f"{self.key_of('warmup_fraction')}=0.1, or train for more steps"
+            )
+        return steps
+
+
+class LinearConfig(ScheduleConfig):
+    """A linear decay from the end of the warm-up to the last step."""
+
+    name: str = "linear"
+    min_ratio: float = setting(0.0, "the factor at the last step", ge=0, le=1)
+
+
+class CosineConfig(LinearConfig):
+    """A decay along half a cosine from the end of the warm-up to the last step."""
+
+    name: str = "cosine"
+
+
+class WsdConfig(LinearConfig):
+    """Constant after the warm-up, then a linear decay at the end of the run."""
+
+    name: str = "wsd"
+    decay_fraction: float = setting(0.1, "share of all steps that the decay takes", gt=0, le=1)
 
 
 class LoraConfig(Config):
@@ -111,7 +149,9 @@ class EngineConfig(Config):
     )
     logprob_chunk_tokens: int = setting(1024, "at most so many rows of logits exist at once", unit="tokens", ge=1)
     optimizer: OptimizerConfig = setting(factory=OptimizerConfig, meaning="how weights are updated")
-    schedule: ScheduleConfig = setting(factory=ScheduleConfig, meaning="learning rate over the run")
+    schedule: Annotated[SerializeAsAny[ScheduleConfig], FromRegistry(SCHEDULES)] = setting(
+        factory=ScheduleConfig, meaning="learning rate over the run"
+    )
     max_grad_norm: float | None = setting(1.0, "gradients are scaled down to this norm; null: never", gt=0)
     lora: LoraConfig | None = setting(None, "train a LoRA adapter on frozen weights; null: all weights")
     moe: MoeConfig | None = setting(None, "load balancing and routing replay of a mixture of experts")

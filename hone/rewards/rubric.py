@@ -35,11 +35,14 @@ class Rubric:
     `start`, `score` and `close` may run on different event loops, because the pool's threads own the processes.
     """
 
-    def __init__(self, config: RewardConfig, models: RewardModels = NO_MODELS, logs: Path | None = None) -> None:
-        """`logs`: folder for what the functions print.
+    def __init__(
+        self, config: RewardConfig, models: RewardModels = NO_MODELS, logs: Path | None = None, optional: bool = False
+    ) -> None:
+        """`logs`: folder for what the functions print. `optional`: without any component, an answer is worth 0.
 
         Raises ConfigError for a component whose reward model is not in `models`.
         """
+        self._optional = optional
         self._weights = {name: part.weight for name, part in config.components.items()}
         hosting = functions(config, logs)
         self._functions = tuple(hosting.components)
@@ -168,7 +171,7 @@ class Rubric:
         if any(span.reward is not None for span in trajectory.spans):
             components[ENVIRONMENT] = trajectory.turn_reward
             reward += trajectory.turn_reward
-        elif not self._weights:
+        elif not self._weights and not self._optional:
             errors = ["reward.components is empty, and the environment gave no reward"]
         if not errors and not math.isfinite(reward):
             errors = [f"the weighted sum of the components is {reward}"]

@@ -76,8 +76,8 @@ def test_explain_prints_everything_known_of_a_key(capsys, rl):
     assert [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in text.splitlines()] == [
         ["run.steps"],
         ["meaning", "training steps of the whole run, resumed parts included"],
-        ["type", "int >= 1, in steps"],
-        ["default", "required"],
+        ["type", "int >= 1 or null, in steps"],
+        ["default", "null"],
         ["value", "9"],
         ["set by", "command line"],
     ]
@@ -88,6 +88,7 @@ def test_explain_of_a_section_prints_every_key(capsys, rl):
     assert [line for line in text.splitlines() if line and not line.startswith(" ")] == [
         "run.dir",
         "run.steps",
+        "run.epochs",
         "run.max_skipped_steps",
         "run.seed",
     ]
@@ -160,7 +161,7 @@ def test_the_schema_lists_what_the_registries_hold(rl):
     [
         ("reverse/grpo.yaml", "learning_rate=1", "actor.optimizer.lr"),  # TRL
         ("reverse/grpo.yaml", "actor_rollout_ref.rollout.n=8", "update.samples_per_prompt"),  # verl
-        ("reverse/grpo.yaml", "trainer.total_epochs=3", "run.steps"),
+        ("reverse/grpo.yaml", "trainer.total_epochs=3", "run.epochs"),
         ("reverse/grpo.yaml", "max_response_tokens=3", "rollout.sampling.max_response_tokens"),  # ours, elsewhere
         ("reverse/grpo.yaml", "runn.steps=3", "run"),  # misspelt
         ("preference/dpo.yaml", "beta=0.2", "loss.beta"),

@@ -5,13 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hone.config import Loaded, forget_reads, unread
+from hone.config import ConfigError, build
 from hone.engines.optimizers import Schedule, Update
 from hone.engines.settings import EngineConfig, OptimizerConfig, ScheduleConfig
 
 
+def chosen(**settings):
+    return build(EngineConfig, {"schedule": settings}, "test").schedule
+
+
 def factors(total, **settings):
-    schedule = Schedule(ScheduleConfig(**settings), total)
+    schedule = Schedule(chosen(**settings), total)
     return [round(schedule.factor(step), 6) for step in range(total)]
 
 
@@ -39,7 +43,7 @@ def test_the_factor_of_each_step(settings, total, expected):
 
 
 def test_steps_after_the_last_keep_its_factor():
-    schedule = Schedule(ScheduleConfig(name="linear", min_ratio=0.1), 5)
+    schedule = Schedule(chosen(name="linear", min_ratio=0.1), 5)
     assert schedule.factor(4) == schedule.factor(9) == pytest.approx(0.1)
 
 
@@ -52,18 +56,20 @@ def test_it_sets_every_group_and_counts_its_steps():
     assert [group["lr"] for group in update.optimizer.param_groups] == [4.0, 4.0]
 
 
-def test_a_warm_up_of_the_whole_run_is_refused():
-    with pytest.raises(ValueError, match="warmup_steps=5 leaves nothing of 5 steps"):
-        Schedule(ScheduleConfig(name="cosine", warmup_steps=5), 5)
+def test_a_warm_up_of_the_whole_run_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r"warmup_steps=5 leaves no step for the cosine .*warmup_fraction=0.1"):
+        Schedule(chosen(name="cosine", warmup_steps=5), 5)
 
 
-@pytest.mark.parametrize(
-    ("name", "ignored"),
-    [("constant", ["min_ratio", "decay_fraction"]), ("cosine", ["decay_fraction"]), ("wsd", [])],
-)
-def test_settings_that_a_schedule_does_not_use_stay_unread(name, ignored):
-    config = ScheduleConfig(name=name, min_ratio=0.1, decay_fraction=0.2)
-    loaded = Loaded(config, {"name": "f.yaml", "min_ratio": "f.yaml", "decay_fraction": "f.yaml"})
-    forget_reads(config)
-    Schedule(config, 10)
-    assert unread(loaded) == ignored
+def test_a_share_of_the_steps_warms_up_whatever_their_number():
+    for total, steps in ((100, 10), (10, 1), (3, 0), (1, 0)):
+        assert chosen(name="linear", warmup_fraction=0.1).warmup(total) == steps
+    assert chosen(name="linear", warmup_fraction=0.9).warmup(2) == 1  # and one is left for the decay
+    with pytest.raises(ConfigError, match=r"schedule: warmup_steps = 5 and warmup_fraction = 0.1 both set the warm-up"):
+        chosen(warmup_steps=5, warmup_fraction=0.1)
+
+
+def test_settings_of_another_schedule_are_refused():
+    for name, key in (("constant", "min_ratio"), ("cosine", "decay_fraction")):
+        with pytest.raises(ConfigError, match=f"unknown key 'schedule.{key}'"):
+            chosen(name=name, **{key: 0.1})

@@ -13,7 +13,7 @@ COLLECTED = frozenset({"rewards"})
 
 
 def stage(name, provides=(), needs=()):
-    return Stage(name, frozenset(provides), frozenset(needs), lambda: None)
+    return Stage(name, frozenset(provides), frozenset(needs))
 
 
 def test_a_stage_reads_what_earlier_ones_fill():

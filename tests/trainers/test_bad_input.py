@@ -210,7 +210,7 @@ def test_the_budget_of_a_reward_model_is_held_against_the_longest_sequence(tmp_p
 def test_limits_of_prompt_and_answer_are_held_against_every_budget(tmp_path):
     long = {"data": {"train": {"path": "never/read.jsonl", "max_prompt_tokens": 62}}}
     critic = {**PPO, "critic": {"engine": {"max_tokens_per_microbatch": 64}}}
-    stages = [Stage("critic", frozenset({"values", "old_logprobs", "ref_logprobs"}), frozenset(), None)]
+    stages = [Stage("critic", frozenset({"values", "old_logprobs", "ref_logprobs"}), frozenset())]
     said = r"critic.engine.max_tokens_per_microbatch = 64 .* 65 tokens: data.train.max_prompt_tokens \(62\) \+ .* \(3\)"
     config = load_recipe(recipe(tmp_path, long, critic)).config
     algorithm = Algorithm(config.algorithm, 4, 3)

@@ -14,11 +14,10 @@ from tests.trainers.preference_task import settings_of
 from tests.trainers.test_supervised import sft_recipe
 from tests.trainers.tiny import recipe
 
-SCHEDULE = {"actor.schedule.decay_fraction": 0.2, "actor.schedule.min_ratio": 0.1}
 BUILT = {"model.revision": "main", "model.trust_remote_code": True}
 NO_HELD_OUT = {"checkpoint.keep_best": False, "evaluation.every_steps": 2}
 ONE_SET = {"data.train.weight": 2.0, "data.train.too_long": "error", "data.train.path": "rows.jsonl"}
-EVERY_KIND = {**SCHEDULE, **BUILT, **NO_HELD_OUT, **ONE_SET}
+EVERY_KIND = {**BUILT, **NO_HELD_OUT, **ONE_SET}
 
 SUPERVISED = {
     **EVERY_KIND,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,14 @@ def open_rows(config: PromptSetConfig, key: str = "data.train") -> Rows:
     if len(rows) == 0:
         raise DataError(f"{key}: {rows.place} has no rows")
     return rows
+
+
+def check_path(config: PromptSetConfig, key: str) -> None:
+    """Raise DataError for a data set in files that do not exist, without reading any."""
+    if config.source is None:
+        name = _by_suffix(config.path, key)
+        if name in SUFFIXES.values() and not glob.glob(config.path, recursive=True):
+            raise DataError(f"{key}.path: no file {config.path}{nearest(Path(config.path))}")
 
 
 def _by_suffix(path: str, key: str) -> str:

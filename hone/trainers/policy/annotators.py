@@ -2,17 +2,21 @@
 
     old log-probs -> values -> reference log-probs -> teachers -> process rewards        (those that the run has)
 
-`PolicyAssembly` makes the ordered list once. Start-up checks read it to see whether every field that the algorithm
-needs is filled, before any model is loaded.
+`declared_stages` lists the annotators of a run. Start-up checks read the list to see whether every field that the
+algorithm needs is filled, before any model is loaded; `PolicyAssembly` then builds each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.distillation.losses import Distillation
 from hone.config import ConfigError
+from hone.models.routing import ROUTES
+from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.roles import FrozenModel
 from hone.types import Batch
 from hone.workers.train import TrainHandle
@@ -31,12 +35,36 @@ class Annotator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One annotator of a run, before its model is loaded."""
+    """What one annotator of a run reads and fills."""
 
     name: str
     provides: frozenset[str]  # fields of `Batch` that it fills; `components.x` names a reward component
     needs: frozenset[str]  # fields that have to be filled before
-    build: Callable[[], Annotator]
+
+
+def declared_stages(config: PolicyRunConfig, algorithm: Algorithm, distillation: Distillation | None) -> list[Stage]:
+    """What annotates a batch, in this order."""
+    stages = []
+    if algorithm.needs_old_logprobs or (distillation is not None and distillation.needs_old_logprobs):
+        fields = {"old_logprobs", *old_logprob_needs(config, algorithm)}
+        stages.append(Stage("actor", frozenset(fields), frozenset()))
+    if algorithm.needs_values:
+        stages.append(Stage("critic", frozenset({"values"}), frozenset()))
+    if algorithm.needs_reference or config.process_reward is not None:
+        stages.append(Stage("reference", frozenset({"ref_logprobs"}), frozenset()))
+    if distillation is not None:
+        in_reward = {"token_rewards"} if distillation.fills_token_rewards else set()
+        needed = frozenset({"old_logprobs"} if distillation.needs_old_logprobs else ())
+        stages.append(Stage("distillation", frozenset({"teacher_logprobs"} | in_reward), needed))
+    if config.process_reward is not None:
+        stages.append(Stage("process_reward", frozenset({"process_rewards"}), frozenset({"ref_logprobs", "rewards"})))
+    return stages
+
+
+def old_logprob_needs(config: PolicyRunConfig, algorithm: Algorithm) -> frozenset[str]:
+    """What the forward for old log-probs computes beyond them."""
+    routes = {ROUTES} if config.actor.routing_replay == "old_logprobs" else set()
+    return frozenset(algorithm.infer_needs | routes)
 
 
 def check_stages(stages: Iterable[Stage], collected: frozenset[str]) -> frozenset[str]:

@@ -11,16 +11,21 @@ from functools import cached_property
 
 from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.distillation.losses import Distillation
-from hone.config import ConfigError
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptStream
-from hone.models.routing import ROUTES
 from hone.models.settings import ModelConfig
 from hone.schedule.journal import JOURNAL, Journal
 from hone.schedule.settings import AsynchronyConfig
 from hone.schedule.window import Window
-from hone.trainers.policy.annotators import OldLogprobs, ReferenceLogprobs, Stage, Values
-from hone.trainers.policy.checks import check_policy_run
+from hone.trainers.policy.annotators import (
+    Annotator,
+    OldLogprobs,
+    ReferenceLogprobs,
+    Values,
+    declared_stages,
+    old_logprob_needs,
+)
+from hone.trainers.policy.checks import algorithm_of, distillation_of, optimizer_steps
 from hone.trainers.policy.collection import RolloutLog
 from hone.trainers.policy.feed import Feed
 from hone.trainers.policy.generation import Generation
@@ -69,10 +74,11 @@ class PolicyAssembly:
     def build(self) -> PolicyTrainer:
         """The trainer, with no weights in the rollout yet. Raises ConfigError if parts do not fit each other."""
         config, algorithm, distillation = self._config, self._algorithm, self._distillation
-        stages = self._stages()
-        check_policy_run(config, algorithm, stages)
+        stages = declared_stages(config, algorithm, distillation)
         prompts = PromptStream(config.data, self._renderer, config.run.seed)
         self._generation.check_ground_truth(prompts.peek(config.update.prompts_per_step))
+        self._generation.check_sets()
+        self._generation.begin()
         per_step = config.tracking.rollouts_per_step
         policy = algorithm.policy_objective()
         parts = PolicyParts(
@@ -82,7 +88,7 @@ class PolicyAssembly:
             algorithm=algorithm,
             actor=self._actor,
             critic=self._critic if algorithm.needs_values else None,
-            annotators=[stage.build() for stage in stages],
+            annotators=[self._annotator(stage.name) for stage in stages],
             adjust=[] if distillation is None else [distillation.after_advantages],
             objective=policy if distillation is None else distillation.objective(policy),
             teacher_choice=self._teacher_choice(),
@@ -100,61 +106,34 @@ class PolicyAssembly:
         drain_s = asynchrony.drain_timeout_s if asynchrony.staleness else 0.0
         return Feed(window, generation.collector, generation.rollout, self._context.recorder, journal, drain_s)
 
-    def _stages(self) -> list[Stage]:
-        """What annotates a batch, in this order; no model is loaded yet."""
-        config, algorithm, distillation = self._config, self._algorithm, self._distillation
-        stages = []
-        if algorithm.needs_old_logprobs or (distillation is not None and distillation.needs_old_logprobs):
-            routes = {ROUTES} if config.actor.routing_replay == "old_logprobs" else set()
-            needs = algorithm.infer_needs | routes
-            provides = {"old_logprobs", *needs}
-            stages.append(
-                Stage("actor", frozenset(provides), frozenset(), lambda: OldLogprobs(self._actor, frozenset(needs)))
-            )
-        if algorithm.needs_values:
-            stages.append(Stage("critic", frozenset({"values"}), frozenset(), lambda: Values(self._critic)))
-        if algorithm.needs_reference or config.process_reward is not None:
-            stages.append(Stage("reference", frozenset({"ref_logprobs"}), frozenset(), self._reference))
-        if distillation is not None:
-            in_reward = {"token_rewards"} if distillation.fills_token_rewards else set()
-            needed = frozenset({"old_logprobs"} if distillation.needs_old_logprobs else ())
-            stages.append(Stage("distillation", frozenset({"teacher_logprobs"} | in_reward), needed, self._teachers))
-        if config.process_reward is not None:
-            needed = frozenset({"ref_logprobs", "rewards"})
-            stages.append(Stage("process_reward", frozenset({"process_rewards"}), needed, self._process_rewards))
-        return stages
+    def _annotator(self, stage: str) -> Annotator:
+        """Load the model of a stage of `declared_stages`."""
+        if stage == "actor":
+            return OldLogprobs(self._actor, old_logprob_needs(self._config, self._algorithm))
+        if stage == "critic":
+            return Values(self._critic)
+        if stage == "reference":
+            return ReferenceLogprobs(self._reference_role(), self._algorithm.reference_needs)
+        return self._teachers() if stage == "distillation" else self._process_rewards()
 
     @cached_property
     def _algorithm(self) -> Algorithm:
-        config = self._config
-        try:
-            longest = config.rollout.sampling.max_response_tokens
-            return Algorithm(config.algorithm, self._steps_per_batch, longest, config.run.seed)
-        except ValueError as error:
-            raise ConfigError(f"algorithm: {error}") from error
+        return algorithm_of(self._config)
 
     @cached_property
     def _distillation(self) -> Distillation | None:
-        config = self._config.distillation
-        return None if config is None else Distillation(config)
-
-    @property
-    def _optimizer_steps(self) -> int:
-        return self._config.run.steps * self._steps_per_batch
+        return distillation_of(self._config)
 
     @cached_property
     def _actor(self) -> TrainHandle:
         config = self._config
-        steps = self._optimizer_steps
-        if config.critic is not None:  # its schedule begins when it does
-            steps -= config.critic.warmup_steps * self._steps_per_batch
         kl = config.algorithm.penalty
         whole = kl.coef > 0 and kl.kind == "full"  # then the actor compares its own logits with the reference's
         spec = TrainSpec(
             self._model,
             config.actor,
             temperature=self._temperature,
-            total_steps=steps,
+            total_steps=optimizer_steps(config)["actor"],
             reference=self._reference_model if whole else None,
         )
         return self._role("actor", spec)
@@ -166,9 +145,6 @@ class PolicyAssembly:
     @property
     def _other_reference(self) -> ModelConfig | None:
         return None if self._config.reference is None else self._config.reference.model
-
-    def _reference(self) -> ReferenceLogprobs:
-        return ReferenceLogprobs(self._reference_role(), self._algorithm.reference_needs)
 
     def _reference_role(self) -> FrozenModel:
         """The policy before training, or another model; it computes with the actor's engine."""
@@ -216,7 +192,7 @@ class PolicyAssembly:
             config.model or self._model,
             config.engine,
             temperature=self._temperature,
-            total_steps=self._config.run.steps * parts,
+            total_steps=optimizer_steps(self._config)["process_reward.engine"],
         )
         return ProcessRewards(config, self._role("process_reward", spec), self._context.recorder, parts)
 
@@ -227,7 +203,8 @@ class PolicyAssembly:
         if critic.model is not None:  # a reward model, say
             require_same_vocabulary("critic.model", critic.model, self._renderer.tokenizer)
         model = critic.model or self._model
-        return self._role("critic", TrainSpec(model, critic.engine, "value_model", total_steps=self._optimizer_steps))
+        steps = optimizer_steps(self._config)["critic.engine"]
+        return self._role("critic", TrainSpec(model, critic.engine, "value_model", total_steps=steps))
 
     def _role(self, role: str, spec: TrainSpec) -> TrainHandle:
         return place_role(role, spec, self._config.runtime, self._context.recorder)

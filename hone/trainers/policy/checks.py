@@ -1,27 +1,78 @@
-"""What has to fit in a policy run before any model is loaded."""
+"""What has to fit in a policy run before a model is built or a server is started."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from hone.algorithms.algorithm import Algorithm, check_takes_token_rewards
+from hone.algorithms.distillation.losses import Distillation
 from hone.algorithms.filtering.group_filter import GREEDY_REWARD, OVERLONG
 from hone.algorithms.objective import FULL_KL
 from hone.config import ConfigError
+from hone.data.settings import PromptSetConfig
+from hone.data.sources.base import check_path
 from hone.engines.settings import EngineConfig
 from hone.envs import ENVS
 from hone.envs.base import is_single_turn
 from hone.registry import unknown
-from hone.trainers.policy.annotators import Stage, check_stages
-from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.policy.annotators import Stage, check_stages, declared_stages
+from hone.trainers.policy.settings import PolicyRunConfig, learns_from_teachers
 from hone.types import Prompt
 
 OBJECTIVE_OUTPUTS = frozenset({"entropy", "sum_pi_squared", FULL_KL})  # of an engine's forward, beyond log-probs
 
 
+def check_settings(config: PolicyRunConfig) -> None:
+    """Raise ConfigError for all that can be known to be wrong before a model is built or a server is started."""
+    algorithm, distillation = algorithm_of(config), distillation_of(config)
+    check_policy_run(config, algorithm, declared_stages(config, algorithm, distillation))
+    sets = {f"evaluation.sets.{name}": one for name, one in config.evaluation.sets.items()}
+    for key, one in (_training_sets(config) | sets).items():
+        check_path(one, key)
+    if config.run.steps is None:  # the data will say
+        return
+    engines, steps = _engines(config), optimizer_steps(config)
+    schedules = {key: (engines[key].schedule, total) for key, total in steps.items()}
+    if config.warm_start is not None:
+        schedules["warm_start.actor"] = (config.warm_start.actor.schedule, config.warm_start.steps)
+    for schedule, total in schedules.values():
+        try:
+            schedule.warmup(total)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+def algorithm_of(config: PolicyRunConfig) -> Algorithm:
+    """The algorithm of a run. Raises ConfigError for settings that contradict each other."""
+    try:
+        longest = config.rollout.sampling.max_response_tokens
+        steps_per_batch = config.update.minibatches * config.update.epochs
+        return Algorithm(config.algorithm, steps_per_batch, longest, config.run.seed)
+    except ValueError as error:
+        raise ConfigError(f"algorithm: {error}") from error
+
+
+def distillation_of(config: PolicyRunConfig) -> Distillation | None:
+    """The use of the run's teachers, if it has any."""
+    return None if config.distillation is None else Distillation(config.distillation)
+
+
+def optimizer_steps(config: PolicyRunConfig) -> dict[str, int]:
+    """The optimizer steps of each model that is trained, by the key of its engine; `run.steps` has to be known."""
+    assert config.run.steps is not None
+    each = config.update.minibatches * config.update.epochs
+    steps = {"actor": config.run.steps * each}
+    if config.critic is not None:  # the actor's schedule begins after the critic's warm-up
+        steps["actor"] -= config.critic.warmup_steps * each
+        steps["critic.engine"] = config.run.steps * each
+    if config.process_reward is not None:
+        steps["process_reward.engine"] = config.run.steps * config.update.minibatches
+    return steps
+
+
 def check_policy_run(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequence[Stage]) -> None:
     """Raise ConfigError for parts of a run file that do not fit each other."""
-    if not config.reward.components and config.episode.env.name == "chat":
+    if not config.reward.components and config.episode.env.name == "chat" and not learns_from_teachers(config):
         raise ConfigError("reward.components: name at least one; the environment chat gives no reward")
     _check_critic(config, algorithm)
     _check_reference(config, algorithm)
@@ -72,7 +123,7 @@ def _check_critic(config: PolicyRunConfig, algorithm: Algorithm) -> None:
         return
     if not algorithm.needs_values:
         raise ConfigError(f"critic: algorithm.advantage {advantage} has no critic; remove the section")
-    if config.critic.warmup_steps >= config.run.steps:
+    if config.run.steps is not None and config.critic.warmup_steps >= config.run.steps:
         raise ConfigError(
             f"critic.warmup_steps = {config.critic.warmup_steps} should be less than run.steps = "
             f"{config.run.steps}: the policy would never be trained"
@@ -143,10 +194,13 @@ def _check_replay(config: PolicyRunConfig, algorithm: Algorithm) -> None:
 
 def _check_token_budgets(config: PolicyRunConfig) -> None:
     """The longest prompt with the longest answer fits into a micro-batch of every model that reads it."""
-    sets = {"data.train": config.data.train, **{f"data.mix.{name}": one for name, one in config.data.mix.items()}}
-    limits = {f"{name}.max_prompt_tokens": one.max_prompt_tokens for name, one in sets.items()}
+    limits = {f"{name}.max_prompt_tokens": one.max_prompt_tokens for name, one in _training_sets(config).items()}
     key, prompt = max(limits.items(), key=lambda pair: pair[1] or 0)
     TokenBudgets(config).check(prompt or 1, f"{key} ({prompt})" if prompt else "a prompt of 1 token or more")
+
+
+def _training_sets(config: PolicyRunConfig) -> dict[str, PromptSetConfig]:
+    return {"data.train": config.data.train, **{f"data.mix.{name}": one for name, one in config.data.mix.items()}}
 
 
 class TokenBudgets:

@@ -47,6 +47,7 @@ def evaluate_model(
     context = untracked_context(Path(config.run.dir), renderer)
     generation = Generation(config, model, renderer, context.recorder, adapters=adapters or {})
     try:
+        generation.begin()
         policy = place_role(
             "policy", TrainSpec(model, frozen_engine(config.actor.alone())), config.runtime, context.recorder
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hone.config import ConfigError
+from hone.data.columns import PromptReader
 from hone.data.rendering import Renderer
 from hone.data.settings import PromptSetConfig
 from hone.data.stream import read_prompts
@@ -26,7 +27,7 @@ from hone.rollout.settings import CONTROLS, RolloutConfig, SamplingConfig
 from hone.tracking.hub import Tracking
 from hone.trainers.policy.collection import Collector
 from hone.trainers.policy.evaluation import EvaluationSet, Evaluator
-from hone.trainers.policy.settings import EvaluationSamplingConfig, PolicyRunConfig
+from hone.trainers.policy.settings import EvaluationSamplingConfig, PolicyRunConfig, learns_from_teachers
 from hone.trainers.reward_models.placement import place_reward_models
 from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
@@ -88,9 +89,13 @@ def _new_weights(config: PolicyRunConfig) -> NewWeights | None:
 class Generation:
     """Generates answers to prompts and scores them. The engine has no weights before the first weight sync.
 
-    Constructing starts the reward processes and the rollout's servers, and raises ConfigError for a reward that cannot
-    be loaded.
+    Constructing starts the reward processes, and raises ConfigError for a reward that cannot be loaded. `begin` starts
+    the rollout engine with its servers, after the data have been checked.
     """
+
+    collector: Collector
+    rollout: RolloutHandle
+    play: Play
 
     def __init__(
         self,
@@ -102,6 +107,7 @@ class Generation:
     ) -> None:
         """`adapters`: LoRA adapters (name -> folder) of a policy that is not trained; None: the policy is trained."""
         self._renderer = renderer
+        self._model = model
         self._trained = adapters is None
         env = config.episode.env
         self._adapters = {**(env.adapters if isinstance(env, AgentSettings) else {}), **(adapters or {})}
@@ -114,23 +120,32 @@ class Generation:
         self.loop = EventLoop()
         models = self._reward_models()
         try:
-            self.collector, self.rollout = self._start(model, models)
+            self._rubric = Rubric(config.reward, models, self._reward_logs, learns_from_teachers(config))
+            self.loop.run(self._rubric.start())
         except BaseException:
             self.close()
             raise
+
+    def begin(self) -> None:
+        """Start the rollout engine, if it is not running."""
+        if self._started is not None:
+            return
+        config = self._config
+        assert self._rubric is not None
+        self.rollout = self._started = self._start_rollout()
+        runner = make_runner(config.episode, self._renderer)
+        self._closing.callback(lambda: self.loop.run(runner.close()))
+        self.collector = Collector(runner, self.rollout, self._rubric, self.loop, self._recorder)
         routes = config.actor.routing_replay == "rollout"
-        sampling = replace(sampling_params(renderer, config.rollout.sampling), routed_experts=routes)
+        sampling = replace(sampling_params(self._renderer, config.rollout.sampling), routed_experts=routes)
         self.play = Play(self.rollout.generate, sampling, config.run.seed, config.update.samples_per_prompt)
 
-    def _start(self, model: ModelConfig, models: RewardModels) -> tuple[Collector, RolloutHandle]:
-        """Start the rollout engine and the reward processes."""
+    def _start_rollout(self) -> RolloutHandle:
         config, renderer = self._config, self._renderer
-        rubric = self._rubric = Rubric(config.reward, models, self._reward_logs)
-        self.loop.run(rubric.start())
         spec = RolloutSpec(
             settings=within_descriptors(config),
             weights=config.weights,
-            model=model,
+            model=self._model,
             compute_dtype=compute_dtype(config.actor.compute_dtype, current_platform()),
             tokenizer=renderer.tokenizer,
             folder=Path(config.run.dir),
@@ -141,10 +156,7 @@ class Generation:
             runtime=config.runtime,
             new_weights=_new_weights(config) if self._trained else None,
         )
-        rollout = self._started = start_rollout(spec, self.loop, self._recorder.phase)
-        runner = make_runner(config.episode, renderer)
-        self._closing.callback(lambda: self.loop.run(runner.close()))
-        return Collector(runner, rollout, rubric, self.loop, self._recorder), rollout
+        return start_rollout(spec, self.loop, self._recorder.phase)
 
     def _reward_models(self) -> RewardModels:
         def role(name: str, spec: TrainSpec) -> TrainHandle:
@@ -163,6 +175,12 @@ class Generation:
         if self._rubric is not None:
             for name, key in keys.items():
                 self._rubric.check([one for one in prompts if one.prompt_id.startswith(f"{name}/")], key)
+
+    def check_sets(self) -> None:
+        """Raise ConfigError for a held-out file whose columns or templates do not fit; the answers come later."""
+        for name, one in self._config.evaluation.sets.items():
+            if one.source is None:
+                PromptReader(name, one, f"evaluation.sets.{name}")
 
     def evaluator(self, tracking: Tracking, adapter: str = "") -> Evaluator:
         """The held-out sets of the run file, read and rendered; `adapter` names a LoRA adapter that answers."""

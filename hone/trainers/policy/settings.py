@@ -198,7 +198,7 @@ class PolicyRunConfig(Config):
                 f"update.minibatches = {self.update.minibatches} is more than update.prompts_per_step = "
                 f"{self.update.prompts_per_step}: a mini-batch holds at least one whole group"
             )
-        if self.profile is not None:
+        if self.profile is not None and self.run.steps is not None:
             self.profile.of(self.run.steps)
         self.algorithm.check_group_size(self.update.samples_per_prompt)
         if is_asynchronous(self):
@@ -230,6 +230,11 @@ class PolicyRunConfig(Config):
             )
 
 
+def learns_from_teachers(config: PolicyRunConfig) -> bool:
+    """Whether teachers are the only signal, so that answers need no reward."""
+    return config.distillation is not None and config.distillation.task_coef == 0
+
+
 def is_asynchronous(config: PolicyRunConfig) -> bool:
     """Whether answers are generated while the policy is trained."""
     return config.asynchrony is not None and config.asynchrony.staleness > 0
@@ -240,3 +245,6 @@ class DistillRunConfig(PolicyRunConfig):
 
     kind: Literal["distill"] = setting("distill", "on-policy distillation")  # type: ignore[assignment]
     distillation: TeachersFirstConfig = setting(meaning="the teachers, and how their log-probs are used")
+    reward: RewardConfig = setting(
+        meaning="what a trajectory is worth, beyond the teachers", factory=lambda: RewardConfig(components={})
+    )

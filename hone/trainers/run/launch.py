@@ -1,6 +1,6 @@
 """Runs a whole run: folder, settings, model, warm start, training, report.
 
-claim folder -> write config.yaml -> model folder -> warm start (once) -> assemble -> every setting read? -> run
+claim folder -> check settings -> write config.yaml -> model folder -> warm start (once) -> assemble -> all read? -> run
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from hone.config import Loaded, count_as_read, plain, require_all_read
 from hone.data.rendering import Renderer
-from hone.data.stream import make_renderer
+from hone.data.stream import PromptMaker, count_items, make_renderer
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
@@ -25,6 +25,7 @@ from hone.tracking.hub import Tracking
 from hone.tracking.metrics import Timer
 from hone.tracking.muted import MutedTracking
 from hone.trainers.policy.assembly import PolicyAssembly
+from hone.trainers.policy.checks import check_settings
 from hone.trainers.policy.generation import Generation
 from hone.trainers.policy.settings import PolicyRunConfig, WarmStartConfig
 from hone.trainers.run.context import RunContext, RunControl, untracked_context
@@ -36,7 +37,7 @@ from hone.trainers.run.randomness import seed_everything
 from hone.trainers.run.recorder import Recorder
 from hone.trainers.run.roles import prepare_process
 from hone.trainers.run.run_model import FOLDER, local_model
-from hone.trainers.run.settings import CheckpointConfig
+from hone.trainers.run.settings import CheckpointConfig, RunConfig
 from hone.trainers.supervised.assembly import (
     assemble_preference,
     assemble_reward_model,
@@ -48,7 +49,6 @@ from hone.trainers.supervised.settings import (
     RewardModelRunConfig,
     SupervisedConfig,
     SupervisedRunConfig,
-    SupervisedRunSection,
 )
 
 S = TypeVar("S", bound=SupervisedConfig)
@@ -63,7 +63,11 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
     ranks.require_one("hone distill" if config.kind == "distill" else "hone train")
     folder = Path(config.run.dir)
     with claim(folder), ExitStack() as started:
+        check_settings(config)
         changes, model, renderer = _begin(config, folder)
+        if config.run.epochs is not None:
+            config = _with_steps(config, renderer)
+            check_settings(config)
         recorder = Recorder(Timer(), config.run.max_skipped_steps)
 
         def start(model: ModelConfig) -> Generation:
@@ -78,7 +82,9 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
                 count_as_read(config.warm_start)
             else:
                 generation = start(model)
-                _check_whole_run(loaded, supervised, renderer, generation)
+                _check_whole_run(config, supervised, renderer, generation)
+                require_all_read(loaded)
+                generation.rollout.make_room()
                 _warm_up(supervised, renderer, RunControl(stop=control.stop))
                 seed_everything(config.run.seed)  # what follows is the same whether these steps ran now or before
             model = model.at(folder / WARM_START / "export")
@@ -128,10 +134,16 @@ def _run(
     return folder
 
 
+def _with_steps(config: PolicyRunConfig, renderer: Renderer) -> PolicyRunConfig:
+    """The settings with `run.steps`, counted from the training prompts."""
+    prompts = count_items(PromptMaker, config.data, renderer, lambda one: one.max_prompt_tokens is not None)
+    return config.model_copy(update={"run": config.run.counted(prompts, config.update.prompts_per_step)})
+
+
 def _warm_start(config: PolicyRunConfig, warm: WarmStartConfig, model: ModelConfig) -> SupervisedRunConfig:
     """Run the warm start in `warm_start/`: once, and continue it if it was interrupted."""
     return SupervisedRunConfig(
-        run=SupervisedRunSection(
+        run=RunConfig(
             dir=str(Path(config.run.dir) / WARM_START),
             steps=warm.steps,
             seed=config.run.seed,
@@ -156,21 +168,18 @@ def _warm_up(supervised: SupervisedRunConfig, renderer: Renderer, control: RunCo
 
 
 def _check_whole_run(
-    loaded: Loaded[PolicyRunConfig], supervised: SupervisedRunConfig, renderer: Renderer, generation: Generation
+    config: PolicyRunConfig, supervised: SupervisedRunConfig, renderer: Renderer, generation: Generation
 ) -> None:
     """Assemble the whole run once before its warm start, so that a wrong setting is found before the warm start ends.
 
     Servers and reward processes stay up; the rollout gets its first weights after the warm start.
     """
-    config = loaded.config
     context = untracked_context(Path(config.run.dir), renderer)
     assemble_supervised(supervised, supervised.model, renderer, context, "warm_start.data")
     PolicyAssembly(config, supervised.model, renderer, context, generation).build()
     context.tracking.message(f"{config.kind} run in {context.folder}: {supervised.run.steps} supervised steps first")
     if config.profile is not None:
         count_as_read(config.profile)
-    require_all_read(loaded)
-    generation.rollout.make_room()
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from hone.config import Config, setting
 from hone.data.settings import DatasetConfig
@@ -19,11 +20,25 @@ class RunConfig(Config):
     """Which run this is. The same folder continues the same run."""
 
     dir: str = setting(meaning="the run folder: everything a run writes is in it; an existing run in it is continued")
-    steps: int = setting(meaning="training steps of the whole run, resumed parts included", unit="steps", ge=1)
+    steps: int | None = setting(None, "training steps of the whole run, resumed parts included", unit="steps", ge=1)
+    epochs: float | None = setting(None, "passes over the training data, instead of steps", gt=0)
     max_skipped_steps: int = setting(
         10, "the run fails after this many optimizer steps in a row whose gradient was not finite", unit="steps", ge=1
     )
     seed: int = setting(0, "of data order, sampling and fresh weights; the same seed gives the same run", ge=0)
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> RunConfig:
+        if (self.steps is None) == (self.epochs is None):
+            found = "neither is set" if self.steps is None else f"found steps {self.steps} and epochs {self.epochs:g}"
+            raise ValueError(f"set steps or epochs: {found}")
+        return self
+
+    def counted(self, rows: int, per_step: int) -> RunConfig:
+        """The same section with `steps`: those of `epochs` passes over so many rows, `per_step` of them in a step."""
+        assert self.epochs is not None
+        exact = round(self.epochs * rows / per_step, 9)  # 1.1 * 100 / 10 is more than 11 in binary
+        return self.model_copy(update={"steps": max(math.ceil(exact), 1)})
 
 
 class CheckpointConfig(Config):

@@ -9,7 +9,6 @@ reward_model  Pair | Steps      ComparisonTask   value_model
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -124,10 +123,8 @@ def with_steps(config: C, renderer: Renderer) -> C:
     """The settings with `run.steps`, counted from the training data if the run file sets `run.epochs`."""
     if config.run.epochs is None:
         return config
-    items = count_items(maker_of(config), config.data, renderer)
-    exact = round(config.run.epochs * items / config.samples_per_step, 9)  # 1.1 * 100 / 10 is more than 11 in binary
-    steps = max(math.ceil(exact), 1)
-    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
+    items = count_items(maker_of(config), config.data, renderer, lambda one: one.max_sample_tokens is not None)
+    return config.model_copy(update={"run": config.run.counted(items, config.samples_per_step)})
 
 
 def assemble_supervised(

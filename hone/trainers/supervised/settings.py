@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import SerializeAsAny, model_validator
+from pydantic import SerializeAsAny
 
 from hone.algorithms import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 from hone.algorithms.preference.settings import BradleyTerrySettings, DpoSettings
@@ -18,27 +18,11 @@ from hone.tracking.settings import TrackingConfig
 from hone.trainers.run.settings import CheckpointConfig, EvaluationConfig, ProfileConfig, ReferenceConfig, RunConfig
 
 
-class SupervisedRunSection(RunConfig):
-    """Which run this is, and how long: `steps`, or `epochs`."""
-
-    steps: int | None = setting(  # type: ignore[assignment]
-        None, "training steps of the whole run, resumed parts included", unit="steps", ge=1
-    )
-    epochs: float | None = setting(None, "passes over the training data, in place of steps", gt=0)
-
-    @model_validator(mode="after")
-    def _has_one_length(self) -> SupervisedRunSection:
-        if (self.steps is None) == (self.epochs is None):
-            found = "neither is set" if self.steps is None else f"found steps {self.steps} and epochs {self.epochs:g}"
-            raise ValueError(f"set steps or epochs: {found}")
-        return self
-
-
 class SupervisedConfig(Config):
     """What every supervised run has."""
 
     kind: str = setting(meaning="which kind of run")
-    run: SupervisedRunSection = setting(meaning="which run")
+    run: RunConfig = setting(meaning="which run")
     model: ModelConfig = setting(meaning="the model before training")
     data: DataConfig = setting(meaning="the training data")
     samples_per_step: int = setting(meaning="samples (or pairs) in one optimizer step", unit="samples", ge=1)

@@ -1,0 +1,200 @@
+"""Runs without a run file: the flags of a training command become one.
+
+    hone sft --model PATH --data FILE      --> {kind: sft, run: ..., model: ..., data: ...} --> checked --> run
+    hone train ... --write run.yaml        the same, and the run file is kept
+
+Each flag stands for a key, and every other key is a flag too: `--run.seed 3` is `run.seed=3`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hone.cli.errors import say
+from hone.cli.recipe import KINDS, load_run
+from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, read_overrides, to_yaml
+from hone.config import Loaded, build
+from hone.data.settings import DatasetConfig
+from hone.data.sources.base import SUFFIXES, open_rows
+from hone.runtime import ranks
+
+Recipe = Annotated[Path | None, typer.Argument(help="run file (YAML); not needed with --model and --data")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value settings, such as run.steps=10")]
+Model = Annotated[str, typer.Option(help="model folder or hub name (model.path)")]
+Data = Annotated[str, typer.Option(help="file of training rows: .jsonl, .parquet (data.train.path)")]
+Reward = Annotated[str, typer.Option(help="registered reward, or file.py:function (reward.components)")]
+Teacher = Annotated[str, typer.Option(help="teacher's folder or hub name (distillation.teachers.teacher.model.path)")]
+Write = Annotated[Path | None, typer.Option(help="also write the run file that these flags stand for")]
+
+FLAGS = "the flags"  # source of their keys
+NEEDED = {"rl": "--reward", "distill": "--teacher"}  # beyond --model and --data
+MEANINGS = {  # kind -> columns that its rows should have
+    "rl": ("prompt", "ground_truth"),
+    "distill": ("prompt",),
+    "sft": ("prompt", "completion"),
+    "prefer": ("prompt", "chosen", "rejected"),
+    "reward_model": ("prompt", "chosen", "rejected"),
+}
+OTHER_NAMES = {  # column of hone -> what data sets often call it
+    "prompt": ("question", "problem", "instruction", "query", "input"),
+    "ground_truth": ("answer", "solution", "final_answer", "target", "label"),
+    "completion": ("response", "answer", "output", "solution", "target"),
+    "chosen": ("accepted", "preferred"),
+    "rejected": ("refused", "dispreferred"),
+}
+PEAK_RATES = {"sft": 1e-5, "reward_model": 1e-5}  # the default of 1e-6 is for reinforcement learning and preferences
+PER_STEP = 32  # samples, pairs or prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What a training command was given beside keys."""
+
+    model: str = ""
+    data: str = ""
+    reward: str = ""
+    teacher: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    write: Path | None = None
+
+
+def load_command(kind: str, recipe: Path | None, overrides: Sequence[str] | None, flags: Flags) -> Loaded[Any]:
+    """The settings of a training command: of its run file, with flags as overrides, or of its flags alone."""
+    keys = list(overrides or [])
+    if recipe is not None and "=" in str(recipe) and not recipe.exists():  # a key: there is no run file
+        keys, recipe = [str(recipe), *keys], None
+    if recipe is not None:
+        if flags.write is not None:
+            raise ConfigError(f"--write keeps the flags of a command without a run file; copy {recipe} instead")
+        above = [Layer(COMMAND_LINE, read_overrides(keys))] if keys else []
+        return load_run([*_replaced(read_layers(recipe), flags), *above], str(recipe), kind)
+    command = KINDS[kind].command
+    missing = missing_flags(kind, flags)
+    if missing:
+        raise ConfigError(f"{command} needs a run file, or {' and '.join(missing)}: {_usage(kind)}")
+    given = read_overrides(keys)
+    settings = run_file(kind, flags, steps="steps" in _section(given, "run"))
+    loaded = load_run([Layer(FLAGS, settings), Layer(COMMAND_LINE, given)], command, kind)
+    if flags.write is not None and ranks.is_first():
+        write_run_file(flags.write, kind, _merged(settings, given))
+    return loaded
+
+
+def missing_flags(kind: str, flags: Flags) -> list[str]:
+    """The flags that a run of this kind needs and that were not given."""
+    found = {"--model": flags.model, "--data": flags.data}
+    if kind in NEEDED:
+        found[NEEDED[kind]] = flags.reward or flags.teacher
+    return [name for name, value in found.items() if not value]
+
+
+def run_file(kind: str, flags: Flags, steps: bool = False) -> dict[str, Any]:
+    """The smallest run file for these flags; `steps`: its length is set elsewhere, otherwise it is one epoch."""
+    name = re.sub(r"[^\w.-]+", "-", Path(flags.model).name).strip("-") or "model"
+    settings: dict[str, Any] = {
+        "kind": kind,
+        "run": {"dir": f"runs/{KINDS[kind].command.removeprefix('hone ')}-{name}", **({} if steps else {"epochs": 1})},
+        "model": {"path": flags.model},
+        "data": {"train": _training_set(kind, flags)},
+    }
+    if kind in ("rl", "distill"):
+        settings["update"] = {"prompts_per_step": PER_STEP}
+    else:
+        settings["samples_per_step"] = PER_STEP
+    if kind == "distill":
+        settings["distillation"] = {"teachers": {"teacher": {"model": {"path": flags.teacher}}}}
+    if flags.reward:
+        settings["reward"] = {"components": {_component(flags.reward): {"reward": flags.reward}}}
+    if kind in PEAK_RATES:
+        settings["actor"] = {"optimizer": {"lr": PEAK_RATES[kind]}}
+    return settings
+
+
+def guessed_columns(kind: str, columns: Sequence[str]) -> dict[str, str]:
+    """The columns of a data set that stand for hone's under another name, such as {prompt: question}."""
+    found: dict[str, str] = {}
+    for meaning in MEANINGS[kind]:
+        if meaning in columns or (meaning in ("prompt", "completion") and "messages" in columns):
+            continue
+        free = [name for name in OTHER_NAMES[meaning] if name in columns and name not in found.values()]
+        if free:
+            found[meaning] = free[0]
+    return found
+
+
+def first_columns(data: str) -> list[str]:
+    """The columns of a data set's first row. Raises DataError for a data set that cannot be read."""
+    rows = open_rows(build(DatasetConfig, source_of(data), "--data"), "--data")
+    return list(rows[0])
+
+
+def source_of(data: str) -> dict[str, Any]:
+    """The keys of `data.train` for a file, a folder, or a name on the Hugging Face hub."""
+    on_hub = not Path(data).exists() and Path(data).suffix not in SUFFIXES and re.fullmatch(r"[\w.-]+/[\w.-]+", data)
+    return {"path": data, "source": "hf"} if on_hub else {"path": data}
+
+
+def write_run_file(path: Path, kind: str, settings: Mapping[str, Any]) -> None:
+    """Write a run file. Raises ConfigError if there is one."""
+    if path.exists():
+        raise ConfigError(f"{path} exists; run it with `{KINDS[kind].command} {path}`, or choose another name")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}")
+    path.write_text(f"# {KINDS[kind].command} {path}\n{to_yaml(dict(settings))}", encoding="utf-8")
+    say(f"the run file is {path}")
+
+
+def _training_set(kind: str, flags: Flags) -> dict[str, Any]:
+    columns = dict(flags.columns)
+    if not columns:
+        columns = guessed_columns(kind, first_columns(flags.data))
+        if columns and ranks.is_first():
+            say("columns: " + ", ".join(f"{meaning} is {own!r}" for meaning, own in columns.items()))
+    return {**source_of(flags.data), **({"columns": columns} if columns else {})}
+
+
+def _component(reward: str) -> str:
+    """The name of a reward's component: the function's."""
+    return reward.rpartition(":")[2]
+
+
+def _replaced(layers: list[Layer], flags: Flags) -> list[Layer]:
+    """The layers of a run file, with the flags in place of its own model, data and reward."""
+    cleared: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
+    if flags.model:
+        cleared["model"] = {"build": None} if any("build" in _section(one.data, "model") for one in layers) else {}
+        chosen["model"] = {"path": flags.model}
+    if flags.data:
+        chosen["data"] = {"train": {"source": None, **source_of(flags.data)}}
+    if flags.reward:
+        cleared["reward"] = {"components": None}
+        chosen["reward"] = {"components": {_component(flags.reward): {"reward": flags.reward}}}
+    if flags.teacher:
+        cleared["distillation"] = {"teachers": None}
+        chosen["distillation"] = {"teachers": {"teacher": {"model": {"path": flags.teacher}}}}
+    return [*layers, *([Layer(FLAGS, cleared)] if cleared else []), *([Layer(FLAGS, chosen)] if chosen else [])]
+
+
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = data.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
+        found[key] = _merged(found[key], value) if both else value
+    return found
+
+
+def _usage(kind: str) -> str:
+    more = {"rl": " --reward FILE.py:FUNCTION", "distill": " --teacher PATH"}
+    return f"{KINDS[kind].command} --model PATH --data FILE{more.get(kind, '')}"

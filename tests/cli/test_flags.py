@@ -1,0 +1,175 @@
+"""Runs without a run file, run files written by `hone init`, and the rows and columns that they find."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from hone.cli.flags import Flags, guessed_columns, load_command, run_file
+from hone.cli.keys import keys_of
+from hone.cli.main import main
+from hone.composition import ConfigError
+from hone.tracking.trackers.jsonl import read_metrics
+from tests.recipes.conftest import gsm8k_rows, save_tiny_qwen3, write_rows
+
+SMALL = ["--rollout.sampling.max_response_tokens", "3", "--tracking.trackers", "[jsonl]", "runtime.threads=1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, 40 rows with the columns `question` and `answer`, and a reward."""
+    folder = tmp_path_factory.mktemp("flags")
+    rows = gsm8k_rows(40)
+    write_rows(folder / "rows.jsonl", rows)
+    save_tiny_qwen3(folder / "model", [text for row in rows for text in row.values()])
+    (folder / "my.py").write_text("def longer(response, ground_truth):\n    return len(response) / len(ground_truth)\n")
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def said(capsys):
+    return capsys.readouterr().err.strip().splitlines()
+
+
+def test_every_key_is_a_flag_and_other_flags_stay():
+    given = ["sft", "--samples_per_step", "4", "--run.dir=a b", "--data", "x.jsonl", "--min-p", "actor.lora=null"]
+    assert keys_of(given) == [
+        *("sft", "samples_per_step=4", "run.dir=a b", "--data", "x.jsonl", "--min-p", "actor.lora=null"),
+    ]
+    with pytest.raises(ConfigError, match=r"--run.steps is a key of the run file and needs a value"):
+        keys_of(["sft", "--run.steps", "--data"])
+
+
+def test_columns_are_found_under_the_names_that_data_sets_use():
+    assert guessed_columns("rl", ["question", "answer", "id"]) == {"prompt": "question", "ground_truth": "answer"}
+    assert guessed_columns("sft", ["instruction", "output"]) == {"prompt": "instruction", "completion": "output"}
+    assert guessed_columns("sft", ["messages"]) == {}
+    assert guessed_columns("rl", ["prompt", "question", "ground_truth"]) == {}
+    assert guessed_columns("prefer", ["question", "chosen", "rejected"]) == {"prompt": "question"}
+
+
+def test_the_smallest_run_file(here):
+    assert run_file("rl", Flags("a/Qwen3-0.6B", "rows.jsonl", "my.py:longer")) == {
+        "kind": "rl",
+        "run": {"dir": "runs/train-Qwen3-0.6B", "epochs": 1},
+        "model": {"path": "a/Qwen3-0.6B"},
+        "data": {"train": {"path": "rows.jsonl", "columns": {"prompt": "question", "ground_truth": "answer"}}},
+        "update": {"prompts_per_step": 32},
+        "reward": {"components": {"longer": {"reward": "my.py:longer"}}},
+    }
+    assert run_file("sft", Flags("m", "rows.jsonl"))["actor"] == {"optimizer": {"lr": 1e-5}}
+
+
+def test_what_is_missing_is_said(here, capsys):
+    for arguments, expected in [
+        (["sft"], "hone sft needs a run file, or --model and --data: hone sft --model PATH --data FILE"),
+        (["train", "--model", "m", "--data", "rows.jsonl"], "hone train needs a run file, or --reward: hone train"),
+        (["sft", "--model", "m", "--data", "row.jsonl"], "--data: no file row.jsonl; did you mean rows.jsonl?"),
+        (["init", "x.yaml"], "--model and --data and --reward are missing: hone init --help"),
+    ]:
+        assert main(arguments) == 2
+        assert expected in said(capsys)[0]
+
+
+def test_a_model_is_fine_tuned_by_one_line_that_can_be_kept(here, capsys):
+    line = ["sft", "--model", "model", "--data", "rows.jsonl", "--run.dir", "runs/one", "--tracking.trackers=[jsonl]"]
+    assert main([*line, "--write", "kept.yaml", "--samples_per_step", "20"]) == 0
+    assert [one["step"] for one in read_metrics(here / "runs/one")] == [0, 1, 2]  # one epoch: 40 rows, 20 in a step
+    kept = yaml.safe_load((here / "kept.yaml").read_text())
+    assert kept["data"] == {"train": {"path": "rows.jsonl", "columns": {"prompt": "question", "completion": "answer"}}}
+    assert kept["samples_per_step"] == 20
+    assert "columns: prompt is 'question', completion is 'answer'" in said(capsys)
+    flags = load_command("sft", None, keys_of(line[5:]), Flags("model", "rows.jsonl"))
+    assert load_command("sft", here / "kept.yaml", ["samples_per_step=32"], Flags()).config == flags.config
+    assert main([*line, "--write", "kept.yaml"]) == 2
+    assert "kept.yaml exists; run it with `hone sft kept.yaml`" in said(capsys)[-1]
+
+
+def test_a_policy_is_trained_by_one_line_for_an_epoch(here):
+    line = ["train", "--model", "model", "--data", "rows.jsonl", "--reward", "my.py:longer", "--run.dir", "runs/rl"]
+    assert main([*line, *SMALL, "--update.prompts_per_step", "30", "--update.samples_per_prompt", "2"]) == 0
+    steps = read_metrics(here / "runs/rl")
+    assert [one["step"] for one in steps if "reward/mean" in one] == [1, 2]  # 40 prompts, 30 in a step
+    assert steps[-1]["reward/longer"] > 0
+
+
+def test_teachers_alone_need_no_reward(here):
+    line = ["distill", "--model", "model", "--data", "rows.jsonl", "--teacher", "model", "--run.dir", "runs/distil"]
+    assert main([*line, *SMALL, "--update.prompts_per_step", "2", "--run.steps", "1"]) == 0
+    (step,) = [one for one in read_metrics(here / "runs/distil") if one["step"] == 1]
+    assert step["reward/mean"] == 0.0
+    assert step["rollout/status/ok"] + step.get("rollout/status/truncated", 0) == 16
+
+
+def test_flags_replace_the_model_data_and_reward_of_a_run_file(here):
+    (here / "whole.yaml").write_text(
+        "run: {dir: r, steps: 3}\nmodel: {build: {layers: 1}}\nupdate: {prompts_per_step: 1}\n"
+        "data: {train: {source: {name: python, function: x:y}, columns: {prompt: question}}}\n"
+        "reward: {components: {r: {reward: exact_match}}}\n"
+    )
+    config = load_command("rl", here / "whole.yaml", [], Flags("model", "rows.jsonl", "my.py:longer")).config
+    assert (config.model.path, config.model.build) == ("model", None)
+    assert (config.data.train.path, config.data.train.source) == ("rows.jsonl", None)
+    assert {name: one.reward for name, one in config.reward.components.items()} == {"longer": "my.py:longer"}
+    emptied = load_command("rl", here / "whole.yaml", ["data.train.columns=null"], Flags()).config
+    assert emptied.data.train.columns == {}
+
+
+# --------------------------------------------------------------------------------------------------------- hone init
+
+
+def test_init_writes_and_checks_a_run_file(here, capsys):
+    given = ["init", "mine.yaml", "--model", "model", "--data", "rows.jsonl", "--reward", "my.py:longer"]
+    assert main(given) == 0
+    lines = said(capsys)
+    assert lines[1].startswith("data: 40 rows; the first prompt is 'Mia has 700 red apples")
+    assert lines[-1] == "to run it: hone train mine.yaml"
+    assert main(["config", "mine.yaml"]) == 0
+    text = (here / "mine.yaml").read_text()
+    assert main(given) == 2  # what is there stays
+    assert (here / "mine.yaml").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"--reward": "my.py:longest"}, "unknown name in my.py 'longest'; did you mean 'longer'"),
+        ({"--column": "prompt=answer"}, "reward my.py:longer needs ground_truth, and the first row has none"),
+        ({"--column": "prompt=qestion"}, "did you mean 'question'?"),
+        ({"--model": "."}, "has no config.json, so it is not a Hugging Face model folder"),
+        ({"--kind": "rlhf"}, "--kind: unknown kind 'rlhf'"),
+        ({"--column": "prompt"}, "--column 'prompt' should be hone's column=yours"),
+    ],
+)
+def test_init_writes_nothing_that_does_not_run(here, capsys, changes, expected):
+    given = {"--model": "model", "--data": "rows.jsonl", "--reward": "my.py:longer", **changes}
+    assert main(["init", "wrong.yaml", *(one for pair in given.items() for one in pair)]) == 2
+    assert expected in said(capsys)[-1]
+    assert not (here / "wrong.yaml").exists()
+
+
+def test_init_asks_in_a_terminal(here):
+    ours, theirs = pty.openpty()
+    answers = ["prefer", "model", "pairs.jsonl", ""]  # the last: the guessed column
+    pairs = [{"question": "2 + 2?", "chosen": "4", "rejected": "5"}]
+    write_rows(here / "pairs.jsonl", pairs)
+    os.write(ours, "".join(f"{one}\n" for one in answers).encode())
+    command = [sys.executable, "-m", "hone", "init", "asked.yaml"]
+    done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=120)
+    os.close(ours)
+    os.close(theirs)
+    assert done.returncode == 0, done.stderr
+    assert "column of the prompt [question]" in done.stdout
+    written = yaml.safe_load((here / "asked.yaml").read_text())
+    assert written["kind"] == "prefer"
+    assert written["data"]["train"] == {"path": "pairs.jsonl", "columns": {"prompt": "question"}}
+    assert json.dumps(written["model"]) == '{"path": "model"}'
