@@ -329,7 +329,7 @@ def test_a_lost_machine_costs_its_server_a_move_and_then_the_run_a_server(machin
     assert found == expected
     assert noticed < BOUND_S
     assert not there.alive
-    why = router._pool.members[1].why
+    why = router.pool.members[1].why
     assert "start 2 failed: ServerFailed: server 1 of rollout got no place in the cluster: no machine of " in why
     assert rollout.sync_from(actor, 2)["weights/replicas"].value == 1
     assert [one.token_ids for one in loop.run(many(rollout))] == expected
@@ -352,7 +352,7 @@ def test_a_server_of_a_lost_machine_moves_to_a_free_place_of_its_pool(machines, 
         await router.revived()
 
     loop.run(losing())
-    why = router._pool.members[1].why
+    why = router.pool.members[1].why
     assert (there.alive, machine_of(there), there._spec.host.machine) == (True, LOOPBACK, ""), why
     assert rollout.sync_from(actor, 1)["weights/replicas"].value == 2
     assert [one.token_ids for one in loop.run(many(rollout))] == expected
