@@ -62,7 +62,7 @@ def test_an_engine_holds_what_is_said(tmp_path):
     save(FAMILIES["Qwen3"], tmp_path)
     spec = SimpleNamespace(
         model=ModelConfig(path=str(tmp_path)),
-        engine=EngineConfig(),
+        engine=EngineConfig(compute_dtype="bfloat16"),  # as the estimate has it: auto is float32 on some CPUs
         model_type="language_model",
         temperature=1.0,
         total_steps=1,
@@ -87,7 +87,7 @@ def test_an_engine_in_four_bits_holds_what_is_said(tmp_path):
     pytest.importorskip("bitsandbytes", reason="comes with hone-rl[qlora]")
     save(FAMILIES["Qwen3"], tmp_path)
     model = ModelConfig(path=str(tmp_path))
-    config = EngineConfig(lora={"rank": 16, "quantise": {}})
+    config = EngineConfig(compute_dtype="bfloat16", lora={"rank": 16, "quantise": {}})
     spec = SimpleNamespace(
         model=model,
         engine=config,

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hone.config import build
 from hone.data.packing import Sample, pack_samples
 from hone.engines.fsdp2.engine import Fsdp2Engine
-from hone.engines.settings import EngineConfig, LoraConfig, OptimizerConfig
+from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import build_tokenizer
@@ -37,7 +38,7 @@ def make_engine():
         reference, follows = engine.pop("reference", None), engine.pop("follows", False)
         engine.setdefault("compute_dtype", "float32")
         engine.setdefault("max_tokens_per_microbatch", 64)
-        config = EngineConfig(optimizer=OptimizerConfig(**{"lr": 1e-3} | (optimizer or {})), **engine)
+        config = build(EngineConfig, {"optimizer": {"lr": 1e-3} | (optimizer or {}), **engine}, "test")
         spec = Spec(model or ModelConfig(build=BUILD), config, model_type, temperature, total_steps, reference, follows)
         made = Fsdp2Engine(spec, "cpu")
         made.initialize()

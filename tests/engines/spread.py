@@ -48,13 +48,16 @@ class Case:
         return f"{self.architecture} {self.loss} {where} {'offload' if self.offload else ''} {extra}".strip()
 
 
+EPS = 1e-4  # of Adam: with 1e-8, a gradient that is rounding noise alone moves its weight by a whole learning rate
+
+
 def make_engine(case: Case, reference: ModelConfig | None = None, follows: bool = False) -> Fsdp2Engine:
     build = {"kv_heads": 2} if case.architecture != "gpt2" else {}
     build = BuildConfig(
         **{**SIZES, **build, **case.build}, architecture=case.architecture, options=OPTIONS[case.architecture]
     )
     model = ModelConfig(**(case.model if "path" in case.model else {"build": build, **case.model}))
-    options = {"momentum": 0.9} if case.optimizer == "SGD" else {}
+    options = {"SGD": {"momentum": 0.9}, "AdamW": {"eps": EPS}}.get(case.optimizer, {})
     engine = EngineConfig(
         **{"compute_dtype": "float32", "max_tokens_per_microbatch": CAP, **case.engine},
         optimizer=OptimizerConfig(name=case.optimizer, lr=3e-3, options=options),
