@@ -36,7 +36,7 @@ from hone.engines.parts import Part, Weights, Whole, blend_part
 from hone.models.dropout import seeded
 from hone.models.four_bit import plain_weights
 from hone.models.loading import DTYPES
-from hone.models.precision import in_dtype, wide_weights
+from hone.models.precision import in_dtype, plain_name, wide_weights
 from hone.models.vision.image_processor import save_language
 from hone.platforms.base import AUTO, compute_dtype, current_platform
 from hone.registry import resolve
@@ -208,18 +208,22 @@ class Engine(ABC):
     ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
         """See `BaseEngine`; weights come in master precision, or as a model that computes in `dtype` holds them.
 
-        Each tensor owns its storage. Weights that an adapter changes are merged in master precision.
+        Each tensor owns its storage. Ranks gather weights in `dtype`, except those that an adapter changes: they are
+        merged in master precision.
         """
         if adapter_only:
             adapter = self._require_adapter()
             return adapter.file_tensors(self.weights), adapter.file_config()
-        weights = self.weights.whole()
+        wide = wide_weights(self.model)
+        adapted = self.adapter.adapted if self.adapter is not None else frozenset()
+
+        def cast(name: str, tensor: Tensor) -> Tensor:
+            return tensor if dtype is None else in_dtype(plain_name(name), tensor, dtype, wide)
+
+        weights = self.weights.whole(lambda name, part: part if name in adapted else cast(name, part))
         if self.adapter is not None:
             weights = self.adapter.merged(plain_weights(self.model, weights), self.weights)
-        if dtype is None:
-            return weights, None
-        wide = wide_weights(self.model)
-        return ((name, in_dtype(name, tensor, dtype, wide)) for name, tensor in weights), None
+        return ((name, cast(name, tensor)) for name, tensor in weights), None
 
     def _require_adapter(self) -> Adapter:
         if self.adapter is None:

@@ -65,6 +65,9 @@ Part = tuple[str, Tensor, Shard]
 GatherFn = Callable[[str, Tensor], Tensor]
 """A weight's name and this rank's part of it -> the whole weight. Every rank calls it."""
 
+CastFn = Callable[[str, Tensor], Tensor]
+"""A weight's name, and the weight or a part of it -> the same values in the precision in which they are wanted."""
+
 PlaceFn = Callable[[Any, Tensor, bool], nn.Parameter]
 """An empty parameter, a whole tensor, whether it is trained -> a parameter with this rank's part of the tensor."""
 
@@ -95,10 +98,11 @@ class Weights(Protocol):
     def trained(self) -> Iterable[Part]:
         """The parts of the masters."""
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, cast: CastFn | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every entry of the model's state dict, whole, tied ones under each name; each tensor owns its storage.
 
-        Gathered as they are taken: every rank takes all of them.
+        Gathered as they are taken: every rank takes all of them. `cast` is applied before weights are gathered, so a
+        narrower dtype halves what the ranks exchange.
         """
 
     def chosen(self, names: frozenset[str]) -> dict[str, Tensor]:
@@ -116,4 +120,4 @@ def blend_part(live: Tensor, shard: Shard, whole: Tensor, mixup: float) -> None:
             own.copy_(new)
 
 
-__all__ = ["GatherFn", "Part", "Piece", "PlaceFn", "Shard", "Weights", "Whole", "blend_part"]
+__all__ = ["CastFn", "GatherFn", "Part", "Piece", "PlaceFn", "Shard", "Weights", "Whole", "blend_part"]

@@ -21,8 +21,13 @@ def wide_weights(model: nn.Module) -> WideFn:
     """Whether the weight of a name in the model's state dict stays in float32. A LoRA adapter changes no answer."""
     lists = [getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in model.modules()]
     patterns = {pattern for patterns in lists for pattern in patterns}
-    buffers = {name.replace(".base_layer", "") for name, _ in _buffers(model)}
+    buffers = {plain_name(name) for name, _ in _buffers(model)}
     return lambda name: name in buffers or any(pattern in name for pattern in patterns)
+
+
+def plain_name(name: str) -> str:
+    """The name of a weight in a model without adapters; PEFT may wrap a layer twice."""
+    return name.replace(".base_layer", "")
 
 
 def in_dtype(name: str, tensor: Tensor, dtype: torch.dtype, wide: WideFn) -> Tensor:

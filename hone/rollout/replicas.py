@@ -36,6 +36,9 @@ class RoutedRequest:
 
     request_id: str
     versions: Versions | None = None  # of the weights that it may be sampled from; None: any
+    prompt: tuple[int, ...] = field(default=(), repr=False)
+    max_tokens: int = 0  # most that it may generate
+    cost: float = 0.0  # tokens that it is expected to compute at the replica that has it
     deaths: int = 0  # of replicas that it was running at
     is_poison: bool = False  # it made a replica die: it is not sent again
 
@@ -55,6 +58,7 @@ class Replica:
     heartbeat: Heartbeat | None = None  # of a server
     state: State = "serving"
     running: set[RoutedRequest] = field(default_factory=set)
+    expected_tokens: float = 0.0  # that its requests will compute
     why: str = ""  # it is not serving
     revival: asyncio.Task[None] | None = None
     idle_s: float = 0.0  # without a request, since the last call of `idle`
@@ -64,10 +68,12 @@ class Replica:
         if not self.running:
             self.idle_s += time.monotonic() - self.idle_since
         self.running.add(request)
+        self.expected_tokens += request.cost
 
     def end(self, request: RoutedRequest) -> None:
         if request in self.running:
             self.running.discard(request)
+            self.expected_tokens = self.expected_tokens - request.cost if self.running else 0.0
             self.idle_since = time.monotonic()
 
     def idle(self) -> float:

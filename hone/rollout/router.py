@@ -5,8 +5,8 @@
        |   aborted inside, or its replica died: prompt + tokens so far are sent again, the pieces joined        |
        `--------------------------------------------------------------------------------------------------------'
 
-A request waits for a seat, one of the `requests_per_replica` that a replica has at a time. Turns of one trajectory go
-to the replica that has their prefix, others to the one with the fewest requests. Every piece has the deadline
+A request waits for a seat, one of the `requests_per_replica` that a replica has at a time. Which free replica it gets
+is decided in `placement`: the one that has its prefix, unless another has far less to do. Every piece has the deadline
 `request_timeout_s`. A replica that died, or hangs (`heartbeat`), is started again and serves once it has the current
 weights (`replicas`); when the last one is lost for good, every waiting request gets the error.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -26,6 +26,7 @@ from hone.deadline import SeatWait
 from hone.processes.restarts import Restarts
 from hone.rollout.base import Generating, PauseMode, ReplicaLost, Scored
 from hone.rollout.builtin.requests import StopStrings
+from hone.rollout.placement import Placement
 from hone.rollout.replicas import Replica, ReplicaPool, RestoreFn, RoutedRequest, end_task, is_alive
 from hone.rollout.settings import RolloutConfig
 from hone.schedule.seats import Versions, fits
@@ -34,7 +35,6 @@ from hone.types import Completion, Image, Metric, Metrics, SamplingParams, StopR
 WATCH_S = 0.5  # between two looks at the replicas' processes
 HUNG = 1 / 4  # of `rollout.request_timeout_s`: a server without a sign of life for so long is restarted
 RESTART_WINDOW_S = 3600.0  # only restarts within this time count for `rollout.max_restarts`
-HOMES = 65_536  # trajectories whose replica is remembered; the longest unused is forgotten
 
 R = TypeVar("R")
 
@@ -56,7 +56,7 @@ class Seats:
         self._pool = pool
         self._per_replica = per_replica
         self._waiting: dict[Versions | None, deque[_Waiting]] = {}
-        self._homes: OrderedDict[str, Replica] = OrderedDict()  # trajectory -> the replica that has its prefix
+        self.placement = Placement()
 
     async def take(self, request: RoutedRequest) -> Replica | None:
         """Wait for a seat; None if the request was aborted meanwhile."""
@@ -98,9 +98,7 @@ class Seats:
             if not fit:
                 held.append((request, seat))
                 continue
-            home = self._homes.get(request.trajectory)
-            replica = home if home is not None and home in fit else min(fit, key=lambda one: len(one.running))
-            self._remember(request.trajectory, replica)
+            replica = self.placement.choose(request, fit)
             replica.begin(request)
             seat.set_result(replica)
         waiting.extendleft(reversed(held))
@@ -110,14 +108,6 @@ class Seats:
         """The versions that requests without a seat may be sampled from, each once, oldest request first."""
         ranges = (versions for versions, some in self._waiting.items() if any(not seat.done() for _, seat in some))
         return [versions for versions in ranges if versions is not None]
-
-    def _remember(self, trajectory: str, replica: Replica) -> None:
-        if not trajectory:
-            return
-        self._homes[trajectory] = replica
-        self._homes.move_to_end(trajectory)
-        if len(self._homes) > HOMES:
-            self._homes.popitem(last=False)
 
     def abort_waiting(self) -> None:
         for _, seat in self._take_all():
@@ -235,8 +225,11 @@ class Router:
             raise ValueError(f"request {request_id!r} is already running")
         self._open.add(request_id)
         try:
-            request = RoutedRequest(request_id, versions)
-            return await self._pieces(request, tuple(token_ids), sampling, *((images,) if images else ()))
+            prompt = tuple(token_ids)
+            request = RoutedRequest(request_id, versions, prompt, sampling.max_tokens)
+            completion = await self._pieces(request, prompt, sampling, *((images,) if images else ()))
+            self.seats.placement.saw(len(completion.token_ids))
+            return completion
         finally:
             self._open.discard(request_id)
 
@@ -273,7 +266,7 @@ class Router:
 
     async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
         """How likely the tokens of a sequence are, from servers that score; raises as `generate` does."""
-        request = RoutedRequest(request_id)
+        request = RoutedRequest(request_id, prompt=tuple(token_ids))
         self._open.add(request_id)
         try:
             while (replica := await self._seat(request)) is not None:

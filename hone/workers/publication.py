@@ -267,6 +267,7 @@ class RolloutParts:
 
     engine: RolloutEngine | Router
     dtype: torch.dtype  # of its weights
+    in_files: bool  # whether it loads weights in the layout of the model's files: every expert by itself
     publisher: Publisher
     sleep_level: int = 0  # what it frees while the policy is trained; 0: nothing
     probe: Probe | None = None  # compares log-probs of both sides after each sync
@@ -399,12 +400,12 @@ class RolloutHandle:
 
     def _source(self, actor: TrainHandle) -> Source:
         """Choose what the actor sends: all weights, or base and adapter separately."""
-        dtype = self._parts.dtype
+        dtype, in_files = self._parts.dtype, self._parts.in_files
         config = actor.adapter_config() if self._parts.adapter is not None else None
         if config is None or not self._goes_alone(config):
-            return Source(lambda: actor.weights(dtype))
+            return Source(lambda: actor.weights(dtype, in_files))
         alone = (lambda: actor.adapter(dtype)), Adapter(ADAPTER, config)
-        return Source(lambda: actor.base_weights(dtype), alone)
+        return Source(lambda: actor.base_weights(dtype, in_files), alone)
 
     def _goes_alone(self, config: Mapping[str, Any]) -> bool:
         """Whether the rollout takes the adapter by itself. Raises ConfigError if it must but cannot."""

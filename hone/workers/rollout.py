@@ -173,7 +173,7 @@ def _inside(spec: RolloutSpec, engine_class: Any, rule: AdapterRule | None) -> R
     dtype = served_dtype(engines[0])
     publisher = LocalPublisher(engines, spec.weights)
     level = _sleep_level(settings, level_auto=1)
-    return RolloutParts(engine, dtype, publisher, level, _probe(spec, dtype), rule)
+    return RolloutParts(engine, dtype, False, publisher, level, _probe(spec, dtype), rule)
 
 
 def _servers(
@@ -213,7 +213,8 @@ def _servers(
     background = None
     if spec.new_weights is not None:
         background = Background(spec.weights.timeout_s, another, spec.folder / CONTROL)
-    parts = RolloutParts(router, dtype, publisher, level, _probe(spec, dtype), rule, background)
+    in_files = bool(getattr(adapter, "loads_files", False))
+    parts = RolloutParts(router, dtype, in_files, publisher, level, _probe(spec, dtype), rule, background)
     if spec.new_weights is not None:
         _check_asynchronous(parts)
     try:

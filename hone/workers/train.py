@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from hone.engines.base import BaseEngine
 from hone.engines.registry import EngineRegistry
 from hone.engines.settings import EngineConfig
-from hone.models.loading import check_model_source
+from hone.models.checkpoint_names import as_in_files
+from hone.models.loading import check_model_source, folder_of
 from hone.models.settings import ModelConfig
 from hone.platforms.base import compute_dtype, current_platform
 from hone.runtime.base import WorkerGroup
@@ -100,17 +102,24 @@ class TrainWorker:
         with nullcontext() if adapter else self.engine.disable_adapter():
             return self.engine.infer_batch(batch, needs)
 
-    def weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, dtype: torch.dtype | None, in_files: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream every weight in `dtype` under its Hugging Face name; adapters are merged.
 
         Weights that the architecture keeps in float32 (router biases) stay in float32. None: in the trained precision.
+        With `in_files`, in the layout of the model's files: experts that transformers fuses come one by one.
         """
-        return self.engine.get_per_tensor_param(dtype=dtype)[0]
+        weights = self.engine.get_per_tensor_param(dtype=dtype)[0]
+        return as_in_files(self._config, weights) if in_files else weights
 
-    def base_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    @cached_property
+    def _config(self) -> Any:
+        trusted = self._model.trust_remote_code
+        return AutoConfig.from_pretrained(folder_of(self._model, weights=False), trust_remote_code=trusted)
+
+    def base_weights(self, dtype: torch.dtype, in_files: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream every weight without the adapter; the rollout loads the adapter on top of them."""
         with self.engine.disable_adapter():
-            yield from self.weights(dtype)
+            yield from self.weights(dtype, in_files)
 
     def adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream a LoRA adapter in `dtype` under PEFT's names. Raises ValueError without an adapter."""
@@ -185,13 +194,13 @@ class TrainHandle:
     def _sent(self, batch: Batch) -> Batch:
         return batch if self._replays_routes else without_routes(batch)
 
-    def weights(self, dtype: torch.dtype | None) -> Any:
+    def weights(self, dtype: torch.dtype | None, in_files: bool = False) -> Any:
         """Stream every weight; see `TrainWorker.weights`."""
-        return self._group.call("weights", dtype)
+        return self._group.call("weights", dtype, in_files)
 
-    def base_weights(self, dtype: torch.dtype) -> Any:
+    def base_weights(self, dtype: torch.dtype, in_files: bool = False) -> Any:
         """Stream every weight without the LoRA adapter; training never changes them."""
-        return self._group.call("base_weights", dtype)
+        return self._group.call("base_weights", dtype, in_files)
 
     def adapter(self, dtype: torch.dtype) -> Any:
         """Stream the LoRA adapter under PEFT's names."""

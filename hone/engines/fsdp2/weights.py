@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hone.engines.fsdp2.mesh import TENSOR, Mesh
 from hone.engines.fsdp2.shards import MeshPart, MeshShard, gather, local_part
-from hone.engines.parts import Part, Whole
+from hone.engines.parts import CastFn, Part, Whole
 from hone.models.precision import wide_weights
 
 
@@ -98,12 +98,14 @@ class ProcessWeights:
     def chosen(self, names: frozenset[str]) -> dict[str, Tensor]:
         return {name: self._best(name).clone() for name in self._working if name in names}
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, cast: CastFn | None = None) -> Iterator[tuple[str, Tensor]]:
         state = {name: tensor.detach() for name, tensor in self._model.state_dict().items()}
         of_storage = {state[name].data_ptr(): name for name in self._working if name in state}
         for name, tensor in state.items():
             owner = of_storage.get(tensor.data_ptr())
-            yield name, (self._best(owner) if owner else tensor).clone()
+            best = self._best(owner) if owner else tensor
+            found = best if cast is None else cast(name, best)
+            yield name, found.clone() if found is best else found
 
     def _best(self, name: str) -> Tensor:
         """A weight in the highest precision there is."""
@@ -182,12 +184,15 @@ class ShardedWeights:
     def chosen(self, names: frozenset[str]) -> dict[str, Tensor]:
         return dict(gather(part for part in self.parts() if part[0] in names))
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, cast: CastFn | None = None) -> Iterator[tuple[str, Tensor]]:
         names: dict[int, list[str]] = {}
         for name, weight in self._model.named_parameters(remove_duplicate=False):
             names.setdefault(id(weight), []).append(name)
         aliases = {same[0]: same for same in names.values()}
-        for name, tensor in gather(self.parts()):
+        parts = self.parts()
+        if cast is not None:
+            parts = ((name, cast(name, local), shard) for name, local, shard in parts)
+        for name, tensor in gather(parts):
             yield name, tensor
             for alias in aliases[name][1:]:
                 yield alias, tensor.clone()

@@ -28,6 +28,7 @@ from hone.engines.lora.peft_layers import INITIAL, TRAINED, AdapterLayers, Layer
 from hone.engines.parts import GatherFn, PlaceFn, Weights
 from hone.engines.settings import LoraConfig
 from hone.models.loading import DTYPES, ValueModel
+from hone.models.precision import plain_name
 from hone.models.settings import ModelConfig
 
 
@@ -126,6 +127,11 @@ class Adapter:
 
     # --------------------------------------------------------------------------------------------------------- output
 
+    @property
+    def adapted(self) -> frozenset[str]:
+        """Entries of the model's state dict that `merged` adds the adapter to; none while it is disabled."""
+        return frozenset() if self._disabled else frozenset(self._prefix + one.weight for one in self.layers.found)
+
     def merged(self, base: Iterable[tuple[str, Tensor]], weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """The base's weights under their own names, with the adapter added in its precision unless it is disabled.
 
@@ -138,7 +144,7 @@ class Adapter:
         for name, weight in base:
             if name in names:
                 continue
-            plain = name.replace(".base_layer.", ".").replace(".base_layer.", ".")
+            plain = plain_name(name)
             if name in layers:
                 yield plain, self._merge(layers[name], weight, adapter)
             elif plain in trained and not self._disabled:

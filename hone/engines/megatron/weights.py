@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from hone.engines.megatron.mesh import MegatronRanks
 from hone.engines.megatron.names import Box
 from hone.engines.megatron.reading import Reader
-from hone.engines.parts import Part, Piece
+from hone.engines.parts import CastFn, Part, Piece
 
 BUCKET_BYTES = 128 * 2**20  # of whole tensors that one collective gathers
+ALIGNMENT = 8  # bytes: tensors of several dtypes share a collective
 Table = Mapping[nn.Parameter, Sequence[Box]]
 
 
@@ -189,8 +190,8 @@ class MegatronWeights:
     def chosen(self, names: frozenset[str]) -> dict[str, Tensor]:
         return dict(self._gathered([name for name in self._shapes if name in names]))
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._gathered(list(self._shapes)):
+    def whole(self, cast: CastFn | None = None) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._gathered(list(self._shapes), cast):
             yield name, tensor
             for alias in self._aliases[name]:
                 yield alias, tensor.clone()
@@ -200,22 +201,29 @@ class MegatronWeights:
         return self._gathered(list(self._shapes), gradients=True)
 
     @torch.no_grad()
-    def _gathered(self, names: Sequence[str], gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def _gathered(
+        self, names: Sequence[str], cast: CastFn | None = None, gradients: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, bucket by bucket: owners lay their boxes into zeros, and a sum of integers joins them."""
         own: dict[str, list[Held]] = {}
         for held in self._held:
             if held.shard.is_owner:
                 own.setdefault(held.box.name, []).append(held)
-        dtype = torch.float32 if gradients else self._stored_dtype
-        for bucket in _buckets(names, self._shapes, dtype.itemsize):
-            sizes = [math.prod(self._shapes[name]) for name in bucket]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
-            tensors = [one.view(self._shapes[name]) for name, one in zip(bucket, flat.split(sizes), strict=True)]
+        stored = torch.empty(0, dtype=torch.float32 if gradients else self._stored_dtype)
+        dtypes = {name: (stored if cast is None else cast(name, stored)).dtype for name in names}
+        sizes = {name: math.prod(self._shapes[name]) * dtypes[name].itemsize for name in names}
+        for bucket in _buckets(names, sizes):
+            places = [-(-sizes[name] // ALIGNMENT) * ALIGNMENT for name in bucket]
+            flat = torch.zeros(sum(places), dtype=torch.uint8, device=self._device)
+            tensors = [
+                one[: sizes[name]].view(dtypes[name]).view(self._shapes[name])
+                for name, one in zip(bucket, flat.split(places), strict=True)
+            ]
             for name, tensor in zip(bucket, tensors, strict=True):
                 for held in own.get(name, ()):
                     tensor[_within(held.shard)] = held.gradient if gradients else held.master
             if self._ranks.world > 1:
-                dist.all_reduce(flat.view(torch.uint8))  # bytes: one rank has a value, all others zeros
+                dist.all_reduce(flat)  # bytes: one rank has a value, all others zeros
             yield from ((name, tensor.clone()) for name, tensor in zip(bucket, tensors, strict=True))
 
     @property
@@ -274,16 +282,15 @@ def _names_of(skeleton: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str
     return {name: shapes[name] for name in firsts}, {same[0]: same[1:] for same in names.values()}
 
 
-def _buckets(names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> Iterator[list[str]]:
+def _buckets(names: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
     """Neighbouring names whose tensors have together at most `BUCKET_BYTES`, or one larger tensor."""
     bucket: list[str] = []
     held = 0
     for name in names:
-        size = math.prod(shapes[name]) * itemsize
-        if bucket and held + size > BUCKET_BYTES:
+        if bucket and held + sizes[name] > BUCKET_BYTES:
             yield bucket
             bucket, held = [], 0
         bucket.append(name)
-        held += size
+        held += sizes[name]
     if bucket:
         yield bucket

@@ -73,6 +73,7 @@ class EngineServer(RolloutServer):
     """A `RolloutServer` whose engine is installed in another Python environment; constructing checks that one too."""
 
     package: str  # of the engine, in its Python
+    loads_files = True  # it loads weights in the layout of the model's files
     defaults: EngineDefaults
     how_to_install: str
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hone.models.vision.model import auto_class
+from hone.models.checkpoint_names import layout_of
 from hone.weights.delivery import Delivery
 
 TOKEN_VARIABLE = "HONE_TOKEN"
@@ -45,13 +45,12 @@ def receipt(delivery: Delivery, rank: int) -> dict[str, Any]:
 
 
 def checkpoint_shapes(config: Any) -> dict[str, torch.Size]:
-    """Return name -> shape of all tensors of Hugging Face's model; empty for an architecture that it does not have."""
+    """Return name -> shape of all tensors of a model's files; empty for an architecture that transformers lacks."""
     try:
-        with torch.device("meta"):
-            model = auto_class(config.model_type).from_config(config)
-        return {name: tensor.shape for name, tensor in model.state_dict().items()}
+        layout = layout_of(config)
     except (ValueError, KeyError, ImportError, AttributeError, TypeError):
         return {}
+    return {} if layout is None else layout.shapes
 
 
 class Watched(torch.Tensor):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,7 +219,7 @@ def _take_in_whole(updater: WeightUpdater, delivery: Delivery) -> None:
     updater.begin_weight_update()
     hollow(model)
     try:
-        model.load_weights(watched(as_in_files(config, _noting(delivery, names, known)), read))
+        model.load_weights(watched(_noting(as_in_files(config, delivery), names, known), read))
     except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
         if isinstance(error, WeightSyncError) or not names:
             raise
@@ -234,10 +234,10 @@ def _take_in_whole(updater: WeightUpdater, delivery: Delivery) -> None:
 
 
 def _noting(
-    delivery: Delivery, names: list[str], known: Mapping[str, torch.Size]
+    weights: Iterable[tuple[str, torch.Tensor]], names: list[str], known: Mapping[str, torch.Size]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the delivery's tensors and collect `names`. Refuses another model's tensors, which SGLang would accept."""
-    for name, tensor in delivery:
+    """Yield tensors and collect `names`. Refuses another model's tensors, which SGLang would accept."""
+    for name, tensor in weights:
         if known and name not in known:
             raise WeightSyncError(f"the model has no {name}")
         if known and tensor.shape != known[name]:

@@ -15,7 +15,7 @@ Tested with vLLM 0.32.0.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from hone.models.checkpoint_names import as_in_files
 from hone.processes.guard import App, TokenGuard, same_token
 from hone.processes.supervisor import die_with_parent
 from hone.weights.base import Adapter, WeightSyncError
-from hone.weights.delivery import Delivery, receive
+from hone.weights.delivery import receive
 from hone.workers.inside.receiving import (
     TOKEN_VARIABLE,
     checkpoint_shapes,
@@ -136,7 +136,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):
             read: dict[str, bool] = {}
             try:
                 with disable_mtp_completeness_check():
-                    weights = as_in_files(config, _noting(delivery, names))
+                    weights = _noting(as_in_files(config, delivery), names)
                     self.model.load_weights(watched(as_loaders_want(self.model, config, weights, rank), read))
             except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
                 if isinstance(error, WeightSyncError) or not names:
@@ -155,10 +155,9 @@ def config_in_files(model_config: Any) -> Any:
     return AutoConfig.from_pretrained(model_config.model, revision=model_config.revision, trust_remote_code=trusted)
 
 
-def _noting(delivery: Delivery, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the delivery's tensors and collect `names`. vLLM keeps tensors until their layer is complete, so each owns
-    its memory."""
-    for name, tensor in delivery:
+def _noting(weights: Iterable[tuple[str, torch.Tensor]], names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors and collect `names`. vLLM keeps tensors until their layer is complete, so each owns its memory."""
+    for name, tensor in weights:
         names.append(name)
         yield name, tensor
 
@@ -206,7 +205,7 @@ def _loadable(layer: torch.nn.Module) -> int:
 
 
 def _not_sent(gaps: list[str], names: list[str], config: Any) -> str:
-    """Name the missing tensors, by Hugging Face's names if it has the model."""
+    """Name the missing tensors, by the names in the files if transformers has the model."""
     known = set(checkpoint_shapes(config))
     missing = sorted(known - set(names)) if set(names) <= known else []
     if missing:
