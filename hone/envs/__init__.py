@@ -2,8 +2,8 @@
 
 In reading order: `base` (the contract), `chat` (one question, one answer), `episode` (runs episodes), `runners` (which
 runner a run file names), `settings`, `text_codec` (messages to tokens, completions to text), `tool_calls` (parsers),
-`tools` (episodes with tools), `functions` (Python functions as tools). `agents/` turns the roles round: a program calls
-the policy.
+`tools` (episodes with tools), `functions` (Python functions as tools), `mcp/` (tools of MCP servers). `agents/` turns
+the roles round: a program calls the policy.
 """
 
 from hone.registry import Entry, Registry
@@ -13,6 +13,7 @@ ENVS = Registry(
     "environment",
     {
         "chat": Entry("hone.envs.chat:ChatEnv", "hone.config:Choice"),
+        "mcp": Entry("hone.envs.mcp.environment:McpEnv", "hone.envs.settings:McpSettings"),
         "tools": Entry("hone.envs.tools:ToolEnv", "hone.envs.settings:ToolsSettings"),
     },
     settings=_SETTINGS,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from pydantic import model_validator
+
 from hone.config import Choice, Config, FromRegistry, setting
 from hone.envs import EPISODES
 
@@ -45,6 +47,39 @@ class ToolsSettings(ToolCallSettings):
         meaning="file.py:Class (its public methods), file.py:function, file.py (functions with @tool), or several"
     )
     options: dict[str, Any] = setting(meaning="keyword arguments of the classes' constructors", factory=dict)
+
+
+class McpServer(Config):
+    """One MCP server: exactly one of `command` and `url`."""
+
+    command: list[str] | None = setting(
+        None, "program and arguments of a server that speaks over stdin and stdout; `python` is hone's own interpreter"
+    )
+    url: str | None = setting(None, "address of a running server that speaks streamable HTTP")
+    environment: dict[str, str] = setting(factory=dict, meaning="environment variables of the command")
+    headers: dict[str, str] = setting(factory=dict, meaning="HTTP headers of each request to the url")
+    tools: list[str] | None = setting(None, "names of the tools to offer; null: all of the server's")
+    start_timeout_s: float = setting(30.0, "deadline of the start and of listing the tools", unit="s", gt=0)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> McpServer:
+        if (self.command is None) == (self.url is None):
+            found = "neither" if self.url is None else "both"
+            raise ValueError(f"exactly one of command and url should be set, found {found}")
+        if self.command == []:
+            raise ValueError("command should name a program, found an empty list")
+        if self.url is not None and self.environment:
+            raise ValueError("environment belongs to a command; remove it, or replace url by command")
+        if self.command is not None and self.headers:
+            raise ValueError("headers belong to a url; remove them, or replace command by url")
+        return self
+
+
+class McpSettings(ToolCallSettings):
+    """Tools of servers that speak the Model Context Protocol."""
+
+    name: str = setting("mcp", "tools of MCP servers")
+    servers: dict[str, McpServer] = setting(meaning="the servers by name", min_length=1)
 
 
 class AgentSettings(Choice):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hone.config import ConfigError
 from hone.envs.base import BadArguments, Start, StepResult, Tool, ToolLost, ToolResult
@@ -30,7 +30,7 @@ class ToolEnv:
 
     def __init__(self, prompt: Prompt, tools: Sequence[Tool], limits: EnvSettings) -> None:
         self._prompt = prompt
-        self._tools = {str(one.spec["function"]["name"]): one for one in tools}
+        self._tools = by_name(tools)
         self._limits = limits
         self._made = 0
         self._bad = 0
@@ -123,6 +123,11 @@ class FunctionTools:
         return None
 
 
+def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
+    """Tools by the names that calls use."""
+    return {str(one.spec["function"]["name"]): one for one in tools}
+
+
 def _failed(text: str) -> ToolResult:
     return ToolResult(f"error: {text}", failed=True)
 
@@ -134,4 +139,4 @@ def _message(call: Call, result: ToolResult, number: int) -> Message:
     )
 
 
-__all__ = ["FunctionTools", "ToolEnv"]
+__all__ = ["FunctionTools", "ToolEnv", "by_name"]

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from hone.processes.tree import END_S, ProcessTree, Unkillable
 
@@ -119,9 +120,12 @@ class ServerProcess(Process):
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             try:
-                self._tree = ProcessTree(self._command, self._environment, log)
+                self._tree = self._start(log)
             except OSError as error:
                 raise ServerFailed(f"server {self.name} cannot be started: {error}") from error
+
+    def _start(self, log: IO[bytes]) -> ProcessTree:
+        return ProcessTree(self._command, self._environment, log)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         if self._tree is None:

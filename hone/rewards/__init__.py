@@ -13,6 +13,7 @@ REWARDS = Registry(
     {
         "exact_match": "hone.rewards.exact_match:exact_match",
         "gsm8k": "hone.rewards.gsm8k:gsm8k",
+        "judge": "hone.rewards.judge:Judge",
         "math": Entry("hone.rewards.math:math", requires=("math_verify",)),
         "reasoning_gym": Entry("hone.rewards.reasoning_gym:reasoning_gym", requires=("reasoning_gym",)),
     },

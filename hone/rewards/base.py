@@ -4,7 +4,8 @@
 
 `response` is the decoded text of the trajectory; `ground_truth` and `row` come from its prompt. `hone.rewards.binding`
 says which other parameters are understood. The function may be `async`. Any return value but a finite number (or a dict
-of them with the key "reward") is a failed reward, never a 0.
+of them with the key "reward") is a failed reward, never a 0. A class is constructed once in each process, with the
+options as keyword arguments, and its objects are called as `(response, ground_truth, row)`.
 
 The worker processes import this file, so it imports neither torch, transformers nor pydantic, directly or indirectly.
 """
@@ -61,13 +62,15 @@ def load_reward(name: str, reference: str, options: Mapping[str, Any]) -> Loaded
         raise BadReward(f"reward component {name!r}: {reference!r} cannot be loaded: {describe(error)}") from error
     if not callable(function):
         raise BadReward(f"reward component {name!r}: {reference!r} is a {type(function).__name__}, not a function")
+    hints = _hints(function)
+    for key, value in options.items():
+        _check_option(name, key, value, hints.get(key))
+    if inspect.isclass(function):
+        function, options = _constructed(name, function, options), {}
     try:
         binding = bind(function, options)
     except CannotBind as error:
         raise BadReward(f"reward component {name!r}: {error}") from error
-    hints = _hints(function)
-    for key, value in options.items():
-        _check_option(name, key, value, hints.get(key))
     concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return LoadedReward(name, function, dict(options), concurrent, binding)
 
@@ -78,6 +81,21 @@ def _find(reference: str) -> Any:
     if reference not in REWARDS:
         load_plugins()
     return REWARDS.get(reference)
+
+
+def _constructed(name: str, cls: Any, options: Mapping[str, Any]) -> Any:
+    """An object of a reward class; what its constructor raises is an error at start-up."""
+    try:
+        made = cls(**options)
+    except Exception as error:  # foreign code may raise anything
+        accepted = ", ".join(inspect.signature(cls).parameters)
+        raise BadReward(
+            f"reward component {name!r}: {cls.__name__} cannot be constructed: {error} (it accepts the options: "
+            f"{accepted or 'none'})"
+        ) from error
+    if not callable(made):
+        raise BadReward(f"reward component {name!r}: the class {cls.__name__} has no method __call__")
+    return made
 
 
 def _hints(function: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ class Outcome:
 class Hosting:
     """What the processes of a pool run, and how many of them there are."""
 
-    components: Mapping[str, Mapping[str, Any]]  # name -> what a process needs to load it, and `timeout_s`
+    components: Mapping[str, Mapping[str, Any]]  # name -> what a process needs to load it, `timeout_s`, `most_calls`
     workers: int
     module: str = MODULE
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -75,7 +75,12 @@ class Hosting:
 def functions(config: RewardConfig, logs: Path | None = None) -> Hosting:
     """The components that are functions, in processes that they share; `logs`: folder of what they print."""
     components = {
-        name: {"reward": part.reward, "options": dict(part.options), "timeout_s": part.timeout_s}
+        name: {
+            "reward": part.reward,
+            "options": dict(part.options),
+            "timeout_s": part.timeout_s,
+            "most_calls": part.max_calls_per_step,
+        }
         for name, part in config.components.items()
         if part.model is None
     }
@@ -110,6 +115,7 @@ class RewardPool:
         self._closed = ""  # why no call gets a result any more
         self._closing = threading.Event()
         self._submitted = 0
+        self._calls: Counter[str] = Counter()  # of this step, by component
         self.restarts = 0
 
     def start(self) -> None:
@@ -135,9 +141,17 @@ class RewardPool:
         return self.submit_item(component, f"[{encode_value(response)}, {case}]", 1)
 
     def submit_item(self, component: str, item: str, cost: int) -> Future[Outcome]:
-        """Ask for one value of `item` (JSON); a batch of several items costs no more than the pool's budget."""
+        """Ask for one value of `item` (JSON); a batch of several items costs no more than the pool's budget.
+
+        Beyond the component's calls of one step, the outcome is an error.
+        """
         future: Future[Outcome] = Future()
+        most = self._components[component].get("most_calls")
         with self._changed:
+            self._calls[component] += 1
+            if most is not None and self._calls[component] > most:
+                future.set_result(Outcome(error=f"its {most} calls of this step are spent (max_calls_per_step)"))
+                return future
             if self._closed or not self._threads:
                 raise PoolClosed(self._closed or "the reward processes were not started")
             job = _Job(component, item, future, self._submitted, cost)
@@ -145,6 +159,11 @@ class RewardPool:
             self._waiting[component].append(job)
             self._changed.notify()
         return future
+
+    def end_step(self) -> None:
+        """Count the calls of a step from 0 again."""
+        with self._changed:
+            self._calls.clear()
 
     def close(self) -> None:
         """End all processes; calls without a result raise PoolClosed."""

@@ -116,14 +116,15 @@ class Rubric:
         await asyncio.gather(*(asyncio.to_thread(one.close) for one in self._processes))
 
     def metrics(self) -> Metrics:
-        """Counts and times since the last call, under `reward/`."""
+        """Counts and times of the step that ends now, under `reward/`."""
+        if self._pool is not None:
+            self._pool.end_step()
         with self._lock:
             counts: Metrics = {name: Metric.sum(0.0) for name in ("reward/scored", "reward/failed", "reward/timeouts")}
             restarts = sum(one.restarts for one in self._processes)
             counts["reward/worker_restarts"] = Metric.sum(float(restarts - self._restarts_told))
             self._restarts_told = restarts
-            told = merge_metrics(counts, self._metrics)
-            self._metrics = {}
+            told, self._metrics = merge_metrics(counts, self._metrics), {}
         return told
 
     @property
@@ -141,13 +142,12 @@ class Rubric:
             futures[name] = model.submit(Answer.of(prompt, trajectory))
         answers = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures.values()))
         if answers:
+            seconds = [outcome.seconds for outcome in answers]
             self._note(
                 {
                     "reward/timeouts": Metric.sum(sum(outcome.late for outcome in answers)),
-                    "perf/reward_call_seconds": Metric.mean(
-                        sum(o.seconds for o in answers) / len(answers), len(answers)
-                    ),
-                    "perf/reward_call_max_seconds": Metric.max(max(o.seconds for o in answers)),
+                    "perf/reward_call_seconds": Metric.mean(sum(seconds) / len(seconds), len(seconds)),
+                    "perf/reward_call_max_seconds": Metric.max(max(seconds)),
                 }
             )
         return self._judged(trajectory, dict(zip(futures, answers, strict=True)))

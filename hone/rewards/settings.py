@@ -47,6 +47,9 @@ class RewardComponent(Config):
     model: RewardModelConfig | None = setting(None, "a reward model that scores the answer's tokens")
     weight: float = setting(1.0, "factor of the value in the reward; 0: only logged")
     timeout_s: float = setting(30.0, "deadline of one call; a late call is a failure, not a 0", unit="s", gt=0)
+    max_calls_per_step: int | None = setting(
+        None, "calls of the function in one step, or one evaluation set; further answers are failures", ge=1
+    )
     options: dict[str, Any] = setting(meaning="keyword arguments of the function", factory=dict)
 
     @model_validator(mode="after")
@@ -56,6 +59,8 @@ class RewardComponent(Config):
             raise ValueError(f"exactly one of reward and model should be set, found {found}")
         if self.model is not None and self.options:
             raise ValueError("options are arguments of a function; write the settings of a reward model under model")
+        if self.model is not None and self.max_calls_per_step is not None:
+            raise ValueError("max_calls_per_step limits the calls of a function; remove it from a reward model")
         return self
 
     @field_validator("reward")

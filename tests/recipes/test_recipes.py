@@ -10,9 +10,11 @@ from hone.data.packing import Sample
 from hone.data.rendering import Renderer
 from hone.data.settings import DatasetConfig, PythonSettings
 from hone.data.stream import SampleMaker, read_all
+from hone.envs.base import ToolResult
 from hone.models.settings import BuildConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.registry import resolve
+from hone.types import Prompt
 from tests.trainers.tiny import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,3 +72,31 @@ def test_fine_tuning_on_chats_learns_both_answers_and_nothing_else(tmp_path):
     answers = [part.split("<eos>")[0] + "<eos>" for part in text.split("<assistant>")[1:]]
     assert len(answers) == 2
     assert renderer.decode(learnt_ids, keep_special=True) == "".join(answers)
+
+
+def test_the_calculator_is_called_and_credit_goes_to_turns(tmp_path):
+    small = ("run.steps=1", "warm_start.steps=3", "warm_start.samples_per_step=8", "update.prompts_per_step=2",
+             "update.samples_per_prompt=4", "evaluation.sets.held_out.source.size=4")  # fmt: skip
+    steps = started("train", "tools/calculator.yaml", tmp_path, *small)
+    assert steps[1]["reward/failed"] == 0
+    assert steps[1]["rollout/trajectories"] == 8
+
+
+def test_the_calculator_rewards_its_first_call_by_the_right_digits():
+    calculator = resolve("recipes/tools/task.py:Calculator")
+    row = {"prompt": "1234*5678", "a": "1234", "b": "5678"}
+    prompt = Prompt("train/0", (1,), (), "=7006652", "train", row)
+    calls = {(1234, 5678): 1.0, (1234, 5679): 7 / 8, (1235, 567): 6 / 8, (12345, 5678): 0.0}
+    for (a, b), reward in calls.items():
+        assert calculator(prompt).mul(a, b) == ToolResult(str(a * b), reward=reward)
+    one = calculator(prompt)
+    assert [one.mul(1234, 5678).reward for _ in range(2)] == [1.0, 0.0]
+
+
+def test_worked_solutions_call_the_tool_first_and_then_mostly_guess():
+    worked = resolve("recipes/tools/task.py:worked")
+    roles = [[message["role"] for message in row["messages"]] for row in worked(2, 400, 200, 0.3)]
+    called, guessed = ["user", "assistant", "tool", "assistant"], ["user", "assistant"]
+    assert roles[:200] == [called] * 200
+    assert 30 < roles[200:].count(called) < 90  # 0.3 of 200 is 60
+    assert roles[200:].count(called) + roles[200:].count(guessed) == 200

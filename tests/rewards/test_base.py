@@ -98,7 +98,10 @@ def test_a_broken_file_is_reported_whatever_it_raises(tmp_path, text):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"components": {"environment": {"reward": "math"}}}, "component name 'environment' is that of the rewards of"),
+        (
+            {"components": {"environment": {"reward": "math"}}},
+            "component name 'environment' is reserved for the rewards of",
+        ),
         (
             {"components": {"a": {"reward": "gsm9k"}}},
             r"components.a.reward: unknown reward 'gsm9k'; did you mean 'gsm8k'",
