@@ -3,7 +3,6 @@
 The request's id is written into the file; whichever server gets it again dies too.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from hone.rollout.servers.builtin import BuiltinServer
 from hone.workers.inside import builtin
 
 VARIABLE = "HONE_TEST_POISON"  # environment variable: the file
-taste = builtin.EngineApp._continue
+taste = builtin.EngineApp._generate
 
 
 class Poisoned(BuiltinServer):
@@ -22,16 +21,16 @@ class Poisoned(BuiltinServer):
     program = (str(Path(__file__)),)
 
 
-async def die_of(app, body):
-    file, request = Path(os.environ[VARIABLE]), json.loads(body)["request_id"].partition("+")[0]
+async def die_of(app, asked):
+    file, request = Path(os.environ[VARIABLE]), asked["request_id"].partition("+")[0]
     if file.exists() and file.read_text() in ("", request):
         file.write_text(request)
         os._exit(9)
-    return await taste(app, body)
+    return await taste(app, asked)
 
 
 if __name__ == "__main__":
-    builtin.EngineApp._continue = die_of
+    builtin.EngineApp._generate = die_of
     builtin.main(sys.argv[1:])
 elif "poisoned" not in ROLLOUT_ENGINES:
     ROLLOUT_ENGINES.register("poisoned", "tests.faults.poisoned_server:Poisoned")

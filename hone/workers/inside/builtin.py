@@ -18,24 +18,23 @@ weights it does nothing else; the offer has the deadline.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
 
 from hone.config import ConfigError, build
 from hone.data.routes import text_of_routes
 from hone.models.settings import ModelConfig, UseConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.platforms.base import current_platform
-from hone.processes.guard import TokenGuard, same_token
+from hone.processes.guard import Receive, Scope, Send, TokenGuard, same_token
 from hone.rollout.base import PauseMode, WeightReceipt
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
@@ -48,9 +47,11 @@ from hone.workers.rollout import adapter_files, engine_config
 
 TOKEN_VARIABLE = "HONE_TOKEN"
 IDLE_S = 86_400  # connection timeout: the only client may train for hours between requests
+MOST_BYTES = 2**28  # of a request
 
 Body = Mapping[str, Any]
-Verb = Callable[[Body], Awaitable[dict[str, Any]]]
+Verb = Callable[[Body], Coroutine[Any, Any, dict[str, Any]]]
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,67 +72,53 @@ class Arguments:
 
 
 class EngineApp:
-    """HTTP routes of one engine."""
+    """The engine's verbs over HTTP, as an ASGI application.
+
+    It has no web framework: with a small model, FastAPI's routing took more time than the engine's steps.
+    """
 
     def __init__(self, engine: BuiltinEngine, token: str) -> None:
         self._engine = engine
         self._token = token
-        self._app = FastAPI(openapi_url=None)
-        self._app.add_api_route("/health", self._health, methods=["GET"], response_model=None)
-        self._app.add_api_route("/generate", self._generate, methods=["POST"], response_model=None)
-        verbs: dict[str, Verb] = {
-            "score": self._score,
-            "receive_weights": self._receive_weights,
-            "pause": self._pause,
-            "resume": self._resume,
-            "abort_all": self._abort_all,
-            "sleep": self._sleep,
-            "wake_up": self._wake_up,
-            "look": self._look,
+        self._verbs: dict[str, Verb] = {
+            "/generate": self._generate,
+            "/score": self._score,
+            "/receive_weights": self._receive_weights,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/abort_all": self._abort_all,
+            "/sleep": self._sleep,
+            "/wake_up": self._wake_up,
+            "/look": self._look,
         }
-        for name, verb in verbs.items():
-            self._app.add_api_route(f"/{name}", self._route(verb), methods=["POST"], response_model=None)
-        self.app = TokenGuard(self._app, lambda given: same_token(given, token))
+        self.app = TokenGuard(self._answer, lambda given: same_token(given, token))
 
-    def _route(self, verb: Verb) -> Callable[[Request], Awaitable[JSONResponse]]:
-        async def answer(request: Request) -> JSONResponse:
-            return await self._reply(_within(verb, request))
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (scope["method"], scope["path"]) == ("GET", "/health"):
+            status, found = 200, {}
+        elif scope["method"] != "POST" or (verb := self._verbs.get(scope["path"])) is None:
+            status, found = 404, {"kind": "ValueError", "error": f"there is no {scope['method']} {scope['path']} here"}
+        else:
+            status, found = await self._reply(verb, receive)
+        await _send(send, status, found)
 
-        return answer
-
-    async def _reply(self, result: Awaitable[dict[str, Any]]) -> JSONResponse:
-        """Return the result with the engine's metrics, or the error."""
+    async def _reply(self, verb: Verb, receive: Receive) -> tuple[int, dict[str, Any]]:
+        """Return status and body: the verb's result with the engine's metrics, or the error."""
         try:
-            found = await result
+            asked = _object(await _body(receive))
+            found = await (_while_wanted(verb(asked), receive) if verb == self._generate else verb(asked))
         except (ValueError, TypeError, KeyError) as error:
             kind = "PromptTooLong" if isinstance(error, PromptTooLong) else "ValueError"
             text = f"{error}" if isinstance(error, ValueError) else f"malformed request: {error!r}"
-            return JSONResponse({"kind": kind, "error": text}, status_code=400)
+            return 400, {"kind": kind, "error": text}
         except RuntimeError as error:  # from the engine or the weight sync
-            return JSONResponse({"kind": "RuntimeError", "error": str(error)}, status_code=500)
+            return 500, {"kind": "RuntimeError", "error": str(error)}
         metrics = {name: (m.total, m.count, m.reducer.value) for name, m in self._engine.metrics().items()}
-        return JSONResponse({**found, "metrics": metrics})
-
-    async def _health(self, request: Request) -> JSONResponse:
-        return JSONResponse({})
+        return 200, {**found, "metrics": metrics}
 
     # ---------------------------------------------------------------------------------------------- generating
 
-    async def _generate(self, request: Request) -> JSONResponse:
-        """Return one completion; if the caller hangs up, its row is freed."""
-        task = asyncio.ensure_future(self._continue(await request.body()))
-        gone = asyncio.ensure_future(_hung_up(request))
-        try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                task.cancel()
-                return JSONResponse({"kind": "RuntimeError", "error": "the caller hung up"}, status_code=500)
-            return await self._reply(task)
-        finally:
-            gone.cancel()
-
-    async def _continue(self, body: bytes) -> dict[str, Any]:
-        asked = _object(body)
+    async def _generate(self, asked: Body) -> dict[str, Any]:
         sampling = {**asked["sampling"]}
         for key in ("stop", "stop_token_ids"):
             sampling[key] = tuple(sampling.get(key, ()))
@@ -190,8 +177,24 @@ class EngineApp:
         return {"longest": self._engine.longest}
 
 
-async def _within(verb: Verb, request: Request) -> dict[str, Any]:
-    return await verb(_object(await request.body()))
+async def _body(receive: Receive) -> bytes:
+    """The whole body of a request. Raises ValueError for one above MOST_BYTES."""
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MOST_BYTES:
+            raise ValueError(f"a request should have at most {MOST_BYTES} bytes")
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _send(send: Send, status: int, found: Mapping[str, Any]) -> None:
+    body = json.dumps(found).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _object(body: bytes) -> Body:
@@ -204,8 +207,23 @@ def _object(body: bytes) -> Body:
     return found
 
 
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _while_wanted(work: Coroutine[Any, Any, R], receive: Receive) -> R:
+    """The result of `work`, which is cancelled if the caller hangs up. Raises RuntimeError then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hung_up(receive))
+    gone.add_done_callback(lambda _: task.cancel())  # after the work's end this does nothing
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if gone.done():
+            raise RuntimeError("the caller hung up") from None
+        raise  # this server is shutting down
+    finally:
+        gone.cancel()
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
@@ -243,6 +261,7 @@ def main(command_line: list[str]) -> None:
         timeout_keep_alive=IDLE_S,
         timeout_graceful_shutdown=1,
     )
+    gc.freeze()  # what was imported stays: a full collection would look at a million objects, between two tokens
     uvicorn.Server(config).run()
 
 
