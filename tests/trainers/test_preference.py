@@ -214,6 +214,8 @@ def test_runs_with_different_budgets_are_the_same_run(tmp_path):
         prefer(written(tmp_path / str(budget), "prefer", "dpo"), f"actor.max_tokens_per_microbatch={budget}")
     small, large = (metrics(tmp_path / str(budget) / "run") for budget in (24, 1000))
     for one, other in zip(small, large, strict=True):
+        if one["step"] == 0:  # policy and reference are the same, so rounding noise decides which answer wins
+            del one["eval/held_out/accuracy"], other["eval/held_out/accuracy"]
         assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
 
 

@@ -152,8 +152,9 @@ def test_pictures_of_files_are_answered_on_the_command_line(tmp_path, capsys):
 
 
 def test_what_does_not_fit_a_model_that_sees_is_refused_at_start(tmp_path):
+    served = {"builtin": {"process": "separate"}, "sampling": {"max_response_tokens": 4}}
     with pytest.raises(ConfigError, match="servers are sent text only, and qwen2_5_vl sees images"):
-        run_policy(load(PolicyRunConfig, rl(tmp_path / "a", rollout={"builtin": {"process": "separate"}}), []))
+        run_policy(load(PolicyRunConfig, rl(tmp_path / "a", rollout=served), []))
     text = {"build": {"hidden_size": 32, "layers": 1, "heads": 2, "mlp_size": 64}}
     message = r"shapes \(seed 1\) row 0: the messages contain an image, .* takes text only"
     with pytest.raises(ConfigError, match=message):
