@@ -38,6 +38,7 @@ COMMANDS = {
     "eval": Command("hone.cli.eval:eval", "Evaluate a model on the held-out sets of a run file."),
     "generate": Command("hone.cli.generate:generate", "Generate answers to prompts."),
     "score": Command("hone.cli.score:score", "Score the answers in a file with a reward function."),
+    "env": Command("hone.cli.env:env", "Check an environment before training: play it without a model."),
     "config": Command("hone.cli.config:config", "Show all settings of a run file, explain a key, print a JSON schema."),
     "doctor": Command("hone.cli.doctor:doctor", "Show what this machine can run, and why it cannot run the rest."),
     "export": Command("hone.cli.export:export", "Write a checkpoint as a Hugging Face folder."),
@@ -46,7 +47,7 @@ COMMANDS = {
     "list": Command("hone.cli.listing:listing", "List the names that a run file may use, by kind."),
 }
 
-TAKES_KEYS = ("quickstart", "train", "sft", "prefer", "reward-model", "distill", "eval", "config")
+TAKES_KEYS = ("quickstart", "train", "sft", "prefer", "reward-model", "distill", "eval", "env", "config")
 
 
 def run() -> None:

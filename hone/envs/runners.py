@@ -47,12 +47,22 @@ def make_runner(config: EpisodeConfig, renderer: Any) -> Runner:
     if name not in ENVS:
         runner: Runner = EPISODES.get(name)(config, config.env, renderer)
         return runner
+    make_env, shared = environments(config)
+    count_as_read(config.env)  # an environment reads its settings when an episode begins: they count as read
+    parser = getattr(config.env, "parser", "none")
+    return _Runner(config, make_env, TextCodec(renderer, parser_of(parser, renderer.template)), shared)
+
+
+def environments(config: EpisodeConfig) -> tuple[EnvFactory, Shared | None]:
+    """What creates the environments of a run, and what has to be closed after it.
+
+    Raises UnknownName, or ConfigError for an environment that cannot be used.
+    """
+    name = config.env.name
     found: Any = ENVS.get(name)
     shared: Shared | None = found.for_run(config) if hasattr(found, "for_run") else None
     _check_factory(name, shared or found, config)
-    count_as_read(config.env)  # an environment reads its settings when an episode begins: they count as read
-    parser = getattr(config.env, "parser", "none")
-    return _Runner(config, shared or found, TextCodec(renderer, parser_of(parser, renderer.template)), shared)
+    return shared or found, shared
 
 
 def _check_factory(name: str, make_env: Any, config: EpisodeConfig) -> None:

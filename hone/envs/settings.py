@@ -112,3 +112,9 @@ class EpisodeConfig(Config):
     def limits(self) -> EnvSettings:
         """The limits that the environment's settings have, or the defaults."""
         return self.env if isinstance(self.env, EnvSettings) else EnvSettings(name=self.env.name)
+
+
+class EnvCheckConfig(Config):
+    """What `hone env check` reads where no run file is given."""
+
+    episode: EpisodeConfig = setting(meaning="the episodes that are played", factory=EpisodeConfig)

@@ -52,7 +52,10 @@ def test_the_installed_command_is_this_one():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["trian"], "error: unknown command 'trian'; did you mean 'train'? (there is: config, distill, doctor, eval,"),
+        (
+            ["trian"],
+            "error: unknown command 'trian'; did you mean 'train'? (there is: config, distill, doctor, env, eval,",
+        ),
         (["config", "--explan", "x"], "error: No such option: --explan"),
         (["config", "gone.yaml"], "error: no run file gone.yaml"),
         (["config"], "error: no run file was given: hone config RECIPE"),
