@@ -2,8 +2,9 @@
 
 In reading order: `base` (the contract), `chat` (one question, one answer), `episode` (runs episodes), `runners` (which
 runner a run file names), `settings`, `text_codec` (messages to tokens, completions to text), `tool_calls` (parsers),
-`tools` (episodes with tools), `functions` (Python functions as tools), `mcp/` (tools of MCP servers). `agents/` turns
-the roles round: a program calls the policy.
+`tools` (episodes with tools), `functions` (Python functions as tools), `mcp/` (tools of MCP servers), `gymnasium`
+(Gymnasium environments). `agents/` turns the roles round: a program calls the policy. `checking/` plays an environment
+without a model.
 """
 
 from hone.registry import Entry, Registry
@@ -13,6 +14,9 @@ ENVS = Registry(
     "environment",
     {
         "chat": Entry("hone.envs.chat:ChatEnv", "hone.config:Choice"),
+        "gymnasium": Entry(
+            "hone.envs.gymnasium:GymnasiumEnv", "hone.envs.settings:GymnasiumSettings", requires=("gymnasium",)
+        ),
         "mcp": Entry("hone.envs.mcp.environment:McpEnv", "hone.envs.settings:McpSettings"),
         "tools": Entry("hone.envs.tools:ToolEnv", "hone.envs.settings:ToolsSettings"),
     },

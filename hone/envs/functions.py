@@ -100,7 +100,7 @@ class FunctionTool:
         given = {name: getattr(checked, name) for name in self._arguments.model_fields}
         if inspect.iscoroutinefunction(self._function):
             return as_result(await self._function(**given))
-        return as_result(await _in_thread(lambda: self._function(**given)))
+        return as_result(await in_thread(lambda: self._function(**given)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ def _wrong(error: ValidationError) -> str:
     return "; ".join(found[:4])
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
+async def in_thread(call: Callable[[], Any]) -> Any:
     """Run a function that blocks in a thread of its own, which does not keep the process alive when it hangs."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
@@ -243,4 +243,4 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     return await done
 
 
-__all__ = ["FunctionTool", "Signature", "Toolbox", "as_result", "tool"]
+__all__ = ["FunctionTool", "Signature", "Toolbox", "as_result", "in_thread", "tool"]

@@ -82,6 +82,15 @@ class McpSettings(ToolCallSettings):
     servers: dict[str, McpServer] = setting(meaning="the servers by name", min_length=1)
 
 
+class GymnasiumSettings(EnvSettings):
+    """A Gymnasium environment whose actions can be written as text."""
+
+    name: str = setting("gymnasium", "a Gymnasium environment with text or numbered actions")
+    id: str = setting(meaning="its registered name, such as FrozenLake-v1, or package.module:Name-v0")
+    options: dict[str, Any] = setting(meaning="keyword arguments of gymnasium.make", factory=dict)
+    actions: list[str] = setting(meaning="names of numbered actions, in order; empty: their numbers", factory=list)
+
+
 class AgentSettings(Choice):
     """An agent program that calls the policy through the OpenAI protocol; it needs nothing else of hone."""
 
