@@ -5,12 +5,14 @@ With `--model`, it describes a model instead (see `model_doctor`), and looks up 
 machine    processor, the features that speed up training, threads, memory, disk
 software   Python, torch and the other required packages, optional packages with the extra that installs each
 platforms  which devices can be used, with the reason if not
+sandboxes  where code of a policy can run: each runs a program, and says what it stops or why it does not work
 parts      the names that a run file may use; with `--full`, each is imported, and the reason shown if that fails
 plug-ins   loaded or failed
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import os
@@ -35,6 +37,8 @@ from hone.cli.listing import REGISTRIES, problems, registered
 from hone.config import ConfigError
 from hone.platforms.base import AUTO, PLATFORM_VARIABLE, PlatformRegistry, compute_dtype, why_compute_dtype
 from hone.registry import load_plugins, resolve
+from hone.sandboxes.choice import LOCAL
+from hone.sandboxes.choice import examine as examine_sandbox
 
 DISTRIBUTION = "hone-rl"
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "pyarrow")
@@ -92,6 +96,7 @@ def examine(full: bool) -> Iterator[Finding]:
     yield from _software()
     yield from _optional()
     yield from _platforms()
+    yield from _sandboxes()
     yield from _tried_parts() if full else _named_parts()
     yield from _plugins()
 
@@ -161,6 +166,12 @@ def _devices(name: str) -> str:
     chosen = PlatformRegistry.choose(name)
     count = chosen.device_count()
     return f"{count} x {chosen.device_name()}" if count > 1 else chosen.device_name()
+
+
+def _sandboxes() -> Iterator[Finding]:
+    for name in LOCAL:
+        works, detail = asyncio.run(examine_sandbox(name))
+        yield Finding("sandboxes", name, works, detail)
 
 
 def _named_parts() -> Iterator[Finding]:

@@ -21,6 +21,7 @@ REGISTRIES = {
     "environments": "hone.envs:EPISODES",
     "parsers": "hone.envs:PARSERS",
     "rewards": "hone.rewards:REWARDS",
+    "sandboxes": "hone.sandboxes:SANDBOXES",
     "engines": "hone.engines.registry:EngineRegistry",
     "schedules": "hone.engines.registry:SCHEDULES",
     "rollout": "hone.rollout:ROLLOUT_ENGINES",

@@ -2,9 +2,9 @@
 
 In reading order: `base` (the contract), `chat` (one question, one answer), `episode` (runs episodes), `runners` (which
 runner a run file names), `settings`, `text_codec` (messages to tokens, completions to text), `tool_calls` (parsers),
-`tools` (episodes with tools), `functions` (Python functions as tools), `mcp/` (tools of MCP servers), `gymnasium`
-(Gymnasium environments). `agents/` turns the roles round: a program calls the policy. `checking/` plays an environment
-without a model.
+`tools` (episodes with tools), `functions` (Python functions as tools), `mcp/` (tools of MCP servers), `sandboxed` (code
+in a sandbox), `gymnasium` (Gymnasium environments). `agents/` turns the roles round: a program calls the policy.
+`checking/` plays an environment without a model.
 """
 
 from hone.registry import Entry, Registry
@@ -18,6 +18,8 @@ ENVS = Registry(
             "hone.envs.gymnasium:GymnasiumEnv", "hone.envs.settings:GymnasiumSettings", requires=("gymnasium",)
         ),
         "mcp": Entry("hone.envs.mcp.environment:McpEnv", "hone.envs.settings:McpSettings"),
+        "python": Entry("hone.envs.sandboxed:SandboxEnv", "hone.envs.settings:PythonSettings"),
+        "shell": Entry("hone.envs.sandboxed:SandboxEnv", "hone.envs.settings:ShellSettings"),
         "tools": Entry("hone.envs.tools:ToolEnv", "hone.envs.settings:ToolsSettings"),
     },
     settings=_SETTINGS,

@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from hone.config import Choice, Config, FromRegistry, setting
 from hone.envs import EPISODES
+from hone.sandboxes.base import DEFAULT, Limits
 
 
 class EnvSettings(Choice):
@@ -89,6 +90,46 @@ class GymnasiumSettings(EnvSettings):
     id: str = setting(meaning="its registered name, such as FrozenLake-v1, or package.module:Name-v0")
     options: dict[str, Any] = setting(meaning="keyword arguments of gymnasium.make", factory=dict)
     actions: list[str] = setting(meaning="names of numbered actions, in order; empty: their numbers", factory=list)
+
+
+class SandboxedSettings(ToolCallSettings):
+    """Base class of the settings of `python` and `shell`: a sandbox for each episode, with these limits."""
+
+    sandbox: str = setting("auto", "where programs run; auto: the first local one that works (hone list sandboxes)")
+    url: str = setting("", "address of a remote sandbox service")
+    memory_mb: int = setting(DEFAULT.memory_mb, "memory of a program with its processes", unit="MB", ge=32)
+    processes: int = setting(DEFAULT.processes, "processes and threads of a program", unit="processes", ge=1)
+    output_kb: int = setting(DEFAULT.output_kb, "what a program may print before it is stopped", unit="KB", ge=1)
+    disk_mb: int = setting(DEFAULT.disk_mb, "size of the working folder", unit="MB", ge=1)
+    cpu_s: int = setting(DEFAULT.cpu_s, "processor time of each process of a program", unit="s", ge=1)
+    network: bool = setting(DEFAULT.network, "whether programs may use the network")
+    at_once: int = setting(
+        DEFAULT.at_once, "programs that run at the same time; 0: one for each processor", unit="programs", ge=0
+    )
+    max_output_characters: int = setting(
+        8000, "longest output that the policy reads; its middle is left out", unit="characters", ge=1
+    )
+    files_column: str | None = setting(None, "column of the data with the first files: path -> text")
+
+    @property
+    def limits_of_a_program(self) -> Limits:
+        return Limits(
+            **{name: getattr(self, name) for name in ("memory_mb", "processes", "output_kb", "disk_mb", "cpu_s")},
+            network=self.network,
+            at_once=self.at_once,
+        )
+
+
+class PythonSettings(SandboxedSettings):
+    """A tool that runs Python programs."""
+
+    name: str = setting("python", "a tool that runs Python programs in a sandbox")
+
+
+class ShellSettings(SandboxedSettings):
+    """A tool that runs shell commands."""
+
+    name: str = setting("shell", "a tool that runs bash commands in a sandbox")
 
 
 class AgentSettings(Choice):

@@ -11,6 +11,7 @@ from hone.registry import Entry, Registry
 REWARDS = Registry(
     "reward",
     {
+        "code": "hone.rewards.code:Code",
         "exact_match": "hone.rewards.exact_match:exact_match",
         "gsm8k": "hone.rewards.gsm8k:gsm8k",
         "judge": "hone.rewards.judge:Judge",

@@ -9,7 +9,7 @@ import pytest
 
 LEVEL_0 = frozenset({"composition", "config", "deadline", "explain", "other_frameworks", "registry", "spans", "types"})
 WITH_TORCH = frozenset({"spans"})  # arithmetic; whoever imports it has tensors already
-LEVEL_1 = frozenset({"algorithms", "data", "models", "platforms", "processes", "schedule", "tracking"})
+LEVEL_1 = frozenset({"algorithms", "data", "models", "platforms", "processes", "sandboxes", "schedule", "tracking"})
 LEVEL_2 = frozenset({"engines", "rollout", "weights", "runtime", "envs", "rewards", "planner"})
 
 NOT_THE_MATHEMATICS = LEVEL_0 | LEVEL_1 - {"algorithms"}  # a loss reaches an engine as a function, joined by a worker
@@ -24,6 +24,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "config": frozenset({"composition", "other_frameworks", "registry"}),
     "explain": frozenset({"composition", "config", "registry"}),
     **dict.fromkeys(LEVEL_1, LEVEL_0),
+    "sandboxes": LEVEL_0 | {"processes"},  # a sandbox is a child process with less rights
     **dict.fromkeys(LEVEL_2, NOT_THE_MATHEMATICS),
     "workers": LEVEL_0 | LEVEL_1 | {"engines", "rollout", "weights", "runtime"},
     "trainers": LEVEL_0 | LEVEL_1 | {"workers", "runtime", "envs", "rewards", "planner"},

@@ -158,6 +158,7 @@ WAITS_ALLOWED = {  # "file: call" -> who ends it
     "hone/envs/agents/sessions.py: self._released.wait()": "asyncio; every request that ends sets it",
     "hone/rewards/pool.py: self._changed.wait()": "every change of the pool notifies it",
     "hone/processes/request_loop.py: self._inbox.get()": "the process ends with hone, which closes the socket",
+    "hone/sandboxes/base.py: free.acquire()": "asyncio; within the deadline of a seat",
     "hone/rollout/router.py: seat.result()": "the seat is given",
     "hone/workers/teacher.py: task.result()": "the task is done",
     "hone/weights/transports/channel.py: self._changed.wait()": "asyncio; within the deadline of the sync",

@@ -15,6 +15,7 @@ from hone.models.settings import BuildConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.registry import resolve
 from hone.types import Prompt
+from tests.sandboxes.available import skip_without
 from tests.trainers.tiny import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +81,31 @@ def test_the_calculator_is_called_and_credit_goes_to_turns(tmp_path):
     steps = started("train", "tools/calculator.yaml", tmp_path, *small)
     assert steps[1]["reward/failed"] == 0
     assert steps[1]["rollout/trajectories"] == 8
+
+
+@pytest.mark.slow
+def test_python_programs_run_in_a_sandbox(tmp_path):
+    skip_without("landlock")
+    small = ("run.steps=1", "warm_start.steps=12", "warm_start.samples_per_step=4", "update.prompts_per_step=2",
+             "update.samples_per_prompt=4", "warm_start.actor.schedule.warmup_steps=2",
+             "evaluation.sets.held_out.source.size=4")  # fmt: skip
+    steps = started("train", "code/python.yaml", tmp_path, *small)
+    assert steps[1]["reward/failed"] == 0
+    assert steps[1]["reward/scored"] == 8
+    assert steps[1]["reward/tests/program"] == 1.0  # each answer is a program, right or wrong
+
+
+def test_every_solution_of_the_code_recipe_passes_its_tests():
+    for split, names in {"train": set(), "held_out": set()}.items():
+        for row in resolve("recipes/code/task.py:rows")(seed=3, size=400, split=split):
+            defined = {}
+            exec(row["solution"], defined)
+            for test in row["ground_truth"]:
+                exec(test, dict(defined))
+            names.add(row["prompt"])
+        assert len(names) > 100
+    (row,) = resolve("recipes/code/task.py:rows")(seed=3, size=1, split="train")
+    assert len(row["ground_truth"]) == 4
 
 
 def test_the_calculator_rewards_its_first_call_by_the_right_digits():

@@ -1,0 +1,428 @@
+"""Runs one program in its sandbox and watches it: forked from the warm parent for each run.
+
+    hone <--socket: request, reply--> attendant --fork--> program, confined --> its children
+         (closes it to stop the program)      \\--- reads its output, looks at memory, disk and clock, kills the tree
+
+The attendant is a subreaper: every process of the program stays below it, also one with a session of its own. It
+replies when none of them is left. In the child, `attend` returns a `Job` for the warm interpreter, or does not return.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import fcntl
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hone.processes.frames import FrameReader, Kind, encode
+from hone.processes.supervisor import KILL_S, PR_SET_CHILD_SUBREAPER, descendants
+from hone.sandboxes import bubblewrap
+from hone.sandboxes.base import PYTHON, Limits, parts_of
+from hone.sandboxes.confinement import Confinement, enter, free_user, prepare, readable
+
+GLANCE_S, DISK_GLANCES = 0.05, 4  # between two looks at the program; every so many of them at its folder
+PREPARE_S = 30.0
+READ_BYTES = 1 << 16
+MOST_FILES = 10_000  # in the working folder
+F_ADD_SEALS, ALL_SEALS = 1033, 15
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A Python file that the warm interpreter runs, in the child that the attendant confined."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def attend(channel: socket.socket, others: int) -> Job:
+    """Serve one request. Returns in the confined child only; `others`: processes that this user has already."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    request = _request(channel)
+    try:
+        run = _Run(request, others)
+        if job := run.start():
+            return job
+        reply = run.watch(channel)
+    except (OSError, ValueError, RuntimeError) as error:
+        _end_all()
+        reply = {"lost": f"{type(error).__name__}: {error}"}
+    with suppress(OSError):  # hone no longer waits
+        channel.sendall(encode(Kind.REPLY, 0, reply))
+    os._exit(0)
+
+
+def _request(channel: socket.socket) -> dict[str, Any]:
+    reader = FrameReader()
+    while data := channel.recv(1 << 20):
+        for frame in reader.feed(data):
+            return frame.body
+    os._exit(0)  # hone gave up
+
+
+class _Run:
+    """One program: its pipes, its processes and what it used."""
+
+    def __init__(self, request: Mapping[str, Any], others: int) -> None:
+        self._backend, self._folder = str(request["backend"]), str(request["folder"])
+        self._argv = tuple(request["argv"])
+        self._limits = Limits(**request["limits"])
+        self._timeout_s = float(request["timeout_s"])
+        self._wanted: Sequence[str] = request["wanted"]
+        self._environment = _environment(self._folder)
+        self._user = self._own_folder()
+        for path, content in request["files"].items():
+            write_inside(self._folder, path, base64.b64decode(content), self._user)
+        self._stdin = _sealed(base64.b64decode(request["stdin"]))
+        self._plan = prepare(self._backend, self._folder, self._limits, self._user, others)
+        self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+        self._limit = ""
+
+    def _own_folder(self) -> int:
+        """Create the working folder at the first run; returns the user whose it is, or -1 for an ordinary user's."""
+        with suppress(FileExistsError):
+            Path(self._folder).mkdir(mode=0o700)
+            if os.geteuid() == 0:
+                user = free_user(os.getpid())
+                os.chown(self._folder, user, user)
+        return os.stat(self._folder).st_uid if os.geteuid() == 0 else -1
+
+    def start(self) -> Job | None:
+        """Fork the program. Returns a job in the child for the warm interpreter, None in the attendant."""
+        pipes = {name: os.pipe() for name in ("stdout", "stderr", "failure", "report")}
+        self._began = time.monotonic()
+        self._child = os.fork()
+        if self._child == 0:
+            return self._become_program({name: write for name, (_, write) in pipes.items()})
+        for _, write in pipes.values():
+            os.close(write)
+        os.close(self._stdin)
+        if self._plan.rules >= 0:
+            os.close(self._plan.rules)
+        self._pipes = {name: read for name, (read, _) in pipes.items()}
+        if failure := _read_all(self._pipes["failure"], time.monotonic() + PREPARE_S):
+            raise RuntimeError(failure.decode("utf-8", "replace"))
+        self._began = time.monotonic()
+        return None
+
+    def _become_program(self, pipes: Mapping[str, int]) -> Job | None:
+        """In the child: give up every right, then run the program, or say why that was not possible."""
+        try:
+            os.setsid()
+            for number, descriptor in enumerate((self._stdin, pipes["stdout"], pipes["stderr"])):
+                os.dup2(descriptor, number)
+            kept = [pipes["failure"], *([self._plan.rules] if self._plan.rules >= 0 else [pipes["report"]])]
+            _close_all_but(kept)
+            os.chdir(self._folder)
+            enter(self._plan)
+            argv = self._argv
+            if self._backend == "landlock" and argv[0] == PYTHON and len(argv) > 1 and argv[1].endswith(".py"):
+                os.close(pipes["failure"])
+                return Job(argv[1:], self._environment)
+        except BaseException as error:  # noqa: BLE001  whatever it was, the program must not begin
+            os.write(pipes["failure"], f"the sandbox cannot be prepared: {error}".encode())
+            os._exit(1)
+        return self._execute(pipes)
+
+    def _execute(self, pipes: Mapping[str, int]) -> NoReturn:
+        argv = [os.path.realpath(sys.executable), *self._argv[1:]] if self._argv[0] == PYTHON else list(self._argv)
+        environment = self._environment
+        if self._backend == "bubblewrap":
+            inside = (_filter_file(self._plan), pipes["report"])
+            os.set_inheritable(inside[1], True)
+            argv = [
+                *bubblewrap.command(
+                    self._folder, readable(self._limits), environment, inside, network=self._limits.network
+                ),
+                *argv,
+            ]
+        try:
+            os.execvpe(argv[0], argv, environment)
+        except (OSError, ValueError) as error:
+            os.write(2, f"{argv[0]}: {error}\n".encode())
+        os._exit(127)
+
+    def watch(self, channel: socket.socket) -> dict[str, Any]:
+        """Wait for the program's end and end its tree; returns the reply."""
+        ended = os.pidfd_open(self._child)
+        with selectors.DefaultSelector() as selector:
+            for name in self._output:
+                os.set_blocking(self._pipes[name], False)
+                selector.register(self._pipes[name], selectors.EVENT_READ, name)
+            selector.register(ended, selectors.EVENT_READ, "ended")
+            selector.register(channel, selectors.EVENT_READ, "stop")
+            glances, glance = 0, time.monotonic() + GLANCE_S
+            while not self._limit:
+                left = min(glance, self._began + self._timeout_s) - time.monotonic()
+                names = {str(key.data) for key, _ in selector.select(max(0.0, left))}
+                for name in names & self._output.keys():
+                    if not self._read(name):
+                        selector.unregister(self._pipes[name])
+                if "ended" in names or "stop" in names:
+                    break
+                if time.monotonic() >= self._began + self._timeout_s:
+                    self._limit = "time"
+                elif time.monotonic() >= glance:
+                    glances, glance = glances + 1, time.monotonic() + GLANCE_S
+                    self._limit = self._limit or self._look(disk=glances % DISK_GLANCES == 0)
+        seconds = time.monotonic() - self._began
+        status = self._end()
+        for name in self._output:
+            while self._read(name):
+                pass
+        return self._reply(status, seconds)
+
+    def _read(self, name: str) -> bool:
+        """Read some output; False at its end, when there is none now, or when it is too much."""
+        try:
+            data = os.read(self._pipes[name], READ_BYTES)
+        except BlockingIOError:
+            return False
+        kept = self._output[name]
+        room = (self._limits.output_kb << 10) - len(kept)
+        kept += data[:room]
+        if len(data) > room:
+            self._limit = self._limit or "output"
+        return bool(data) and len(data) <= room
+
+    def _look(self, *, disk: bool) -> str:
+        """The limit that the program exceeds now, if any."""
+        below = descendants(os.getpid())
+        if len(below) > self._limits.processes + 2:  # bubblewrap has two of its own
+            return "processes"
+        if sum(_memory(pid) for pid in below) > self._limits.memory_mb << 20:
+            return "memory"
+        if disk and _used(self._folder) + sum(_unlinked(pid) for pid in below) > self._limits.disk_mb << 20:
+            return "disk"
+        return ""
+
+    def _end(self) -> int:
+        """Kill what is left of the program; returns its status as `subprocess` gives it."""
+        if self._limit or not _has_ended(self._child):
+            with suppress(ProcessLookupError):
+                os.kill(self._child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+        _end_all()
+        if not self._limit and status == -signal.SIGXCPU:
+            self._limit = "cpu"
+        if not self._limit and _used(self._folder) > self._limits.disk_mb << 20:
+            self._limit = "disk"
+        return status
+
+    def _reply(self, status: int, seconds: float) -> dict[str, Any]:
+        if self._backend == "bubblewrap" and not self._limit:
+            report = _read_all(self._pipes["report"], time.monotonic() + PREPARE_S)
+            codes = [json.loads(line).get("exit-code") for line in report.splitlines()]
+            said = self._output["stderr"].decode("utf-8", "replace").strip()
+            if said.startswith("bwrap: execvp "):
+                status = 127
+            elif not any(code is not None for code in codes):
+                raise RuntimeError(f"bubblewrap could not start the program: {said[-400:] or f'status {status}'}")
+            status = 128 - status if status > 128 else status  # bubblewrap's way to say that a signal ended it
+        files = {}
+        for path in self._wanted:
+            content = read_inside(self._folder, path, self._limits.disk_mb << 20)
+            if content is not None:
+                files[path] = _text(content)
+        return {
+            "status": status,
+            **{name: _text(data) for name, data in self._output.items()},
+            "seconds": seconds,
+            "limit": self._limit,
+            "files": files,
+        }
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def write_inside(folder: str, path: str, content: bytes, user: int) -> None:
+    """Write a file in the working folder without following links, which a program may have left there."""
+    *above, name = parts_of(path)
+    parent = _descend(folder, above, user)
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=parent)
+        created = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o700, dir_fd=parent)
+        with open(created, "wb") as file:
+            file.write(content)
+            if user >= 0:
+                os.fchown(created, user, user)
+    finally:
+        os.close(parent)
+
+
+def read_inside(folder: str, path: str, most: int) -> bytes | None:
+    """The content of a plain file in the working folder, at most `most` bytes; None if there is no such file."""
+    *above, name = parts_of(path)
+    try:
+        parent = _descend(folder, above, None)
+    except OSError:
+        return None
+    try:
+        found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
+    except OSError:
+        return None
+    finally:
+        os.close(parent)
+    with open(found, "rb") as file:
+        return file.read(most) if stat.S_ISREG(os.fstat(found).st_mode) else None
+
+
+def _descend(folder: str, above: Sequence[str], create_for: int | None) -> int:
+    """Open a folder below `folder`, one step at a time and never through a link; `create_for`: who gets a new one."""
+    here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    for name in above:
+        try:
+            if create_for is not None:
+                _create(name, here, create_for)
+            below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
+        finally:
+            os.close(here)
+        here = below
+    return here
+
+
+def _create(name: str, above: int, user: int) -> None:
+    """Create a folder below the open folder `above`, unless something of that name exists."""
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=above)
+        if user >= 0:
+            os.chown(name, user, user, dir_fd=above, follow_symlinks=False)
+
+
+def _sealed(content: bytes) -> int:
+    """A descriptor of a file in memory that holds `content` and can no longer change."""
+    number = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
+    with open(number, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(number, 0, os.SEEK_SET)
+    fcntl.fcntl(number, F_ADD_SEALS, ALL_SEALS)
+    return number
+
+
+def _filter_file(plan: Confinement) -> int:
+    number = os.memfd_create("filter", 0)
+    os.write(number, plan.filter)
+    os.lseek(number, 0, os.SEEK_SET)
+    return number
+
+
+# --------------------------------------------------------------------------------------------------------- processes
+
+
+def _end_all() -> None:
+    """Kill every process below this one until none is left, for at most `KILL_S` seconds."""
+    deadline = time.monotonic() + KILL_S
+    while time.monotonic() < deadline:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return  # there is none: an orphan would be a child of this process
+        for pid in descendants(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    raise RuntimeError(f"processes of a sandbox did not end within {KILL_S:g} s of SIGKILL")
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _memory(pid: int) -> int:
+    """Bytes that a process holds; memory that several share is divided between them."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        return 0  # it has ended
+    return 0
+
+
+def _used(folder: str) -> int:
+    """Bytes on disk below a folder; more than any limit if there are too many files to count."""
+    used = files = 0
+    for above, folders, names in os.walk(folder, followlinks=False):
+        files += len(names) + len(folders)
+        if files > MOST_FILES:
+            return 1 << 62
+        for name in names:
+            with suppress(OSError):
+                used += os.lstat(os.path.join(above, name)).st_blocks * 512
+    return used
+
+
+def _unlinked(pid: int) -> int:
+    """Bytes of files that a process holds open and that have no name any more."""
+    used = 0
+    with suppress(OSError):
+        for one in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                found = one.stat()
+                used += found.st_blocks * 512 if stat.S_ISREG(found.st_mode) and found.st_nlink == 0 else 0
+    return used
+
+
+def _close_all_but(kept: Sequence[int]) -> None:
+    first = 3
+    for number in sorted(kept):
+        os.closerange(first, number)
+        first = number + 1
+    os.closerange(first, 1 << 16)
+
+
+def _read_all(descriptor: int, deadline: float) -> bytes:
+    found = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        while selector.select(max(0.0, deadline - time.monotonic())):
+            data = os.read(descriptor, READ_BYTES)
+            if not data:
+                return found
+            found += data
+    raise RuntimeError(f"the sandbox was not prepared within {PREPARE_S:g} s")
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """What a program sees of the environment: nothing of hone's."""
+    path = [str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"]
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    python = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+    return {"PATH": ":".join(path), "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **threads, **python}
+
+
+def _text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def remove(folder: str) -> None:
+    """Remove a working folder, also if a program closed some of its folders to its owner."""
+
+    def open_and_retry(function: Any, path: str, _: object) -> None:
+        with suppress(OSError):
+            os.chmod(os.path.dirname(path), 0o700)
+            if os.path.isdir(path) and not os.path.islink(path):
+                os.chmod(path, 0o700)
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                function(path)
+
+    shutil.rmtree(folder, onerror=open_and_retry)
+
+
+__all__ = ["Job", "attend", "read_inside", "remove", "write_inside"]

@@ -1,0 +1,232 @@
+"""Sandboxes on this machine: files, limits, and what happens when their processes are killed."""
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from hone.processes.supervisor import descendants
+from hone.sandboxes.attendant import read_inside, remove, write_inside
+from hone.sandboxes.base import Limits, SandboxLost, SandboxRefused
+from hone.sandboxes.choice import examine, make_sandboxes
+from hone.sandboxes.local import LocalSandboxes
+from tests.sandboxes.available import skip_without
+
+LIMITS = Limits(memory_mb=256, processes=16, disk_mb=8)
+WAITS = b"import sys, time\nprint('begun', flush=True)\ntime.sleep(300)\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _with_a_sandbox():
+    skip_without("landlock")
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def host(loop):
+    async def make() -> LocalSandboxes:
+        return LocalSandboxes("landlock", LIMITS)
+
+    made = loop.run(make())
+    yield made
+    loop.run(made.close())
+
+
+async def once(host, source: str, *argv: str, **more):
+    sandbox = host.open()
+    try:
+        return await sandbox.run(
+            ["python", "main.py", *argv], files={"main.py": source.encode()}, **{"timeout_s": 30, **more}
+        )
+    finally:
+        await sandbox.close()
+
+
+def test_a_program_gets_arguments_input_and_files_and_gives_output_and_files(loop, host):
+    async def play():
+        sandbox = host.open()
+        source = b"import sys\nn = int(input())\nopen('out/x', 'w').write(open('data/in').read() * n)"
+        source += b"\nprint(sys.argv[1:])"
+        ran = await sandbox.run(
+            ["python", "main.py", "a", "b"],
+            stdin=b"3\n",
+            files={"main.py": source, "data/in": b"ab", "out/none": b""},
+            wanted=["out/x", "never"],
+            timeout_s=30,
+        )
+        await sandbox.close()
+        return ran
+
+    ran = loop.run(play())
+    assert (ran.status, ran.stdout, ran.stderr, ran.limit) == (0, b"['a', 'b']\n", b"", "")
+    assert ran.files == {"out/x": b"ababab"}
+
+
+def test_an_error_of_the_program_is_its_result(loop, host):
+    ran = loop.run(once(host, "def f():\n    return 1 / 0\nf()\n"))
+    lines = ran.stderr.decode().splitlines()
+    assert ran.status == 1
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].startswith('  File "main.py", line 3')
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+    assert loop.run(once(host, "import sys; sys.exit(7)")).status == 7
+    assert loop.run(once(host, "import sys; sys.exit('no')")).stderr == b"no\n"
+    assert loop.run(once(host, "import os; os.kill(os.getpid(), 11)")).status == -signal.SIGSEGV
+    assert loop.run(once(host, "import atexit; atexit.register(print, 'end')")).stdout == b"end\n"
+
+
+def test_the_folder_is_kept_between_runs_and_gone_afterwards(loop, host):
+    async def play():
+        sandbox = host.open()
+        first = await sandbox.run(["bash", "-c", "echo 5 > n; mkdir closed; touch closed/x; pwd"], timeout_s=30)
+        second = await sandbox.run(["bash", "-c", "cat n; nonexistent-command"], timeout_s=30)
+        third = await sandbox.run(["nonexistent-command"], timeout_s=30)
+        await sandbox.close()
+        return first, second, third
+
+    first, second, third = loop.run(play())
+    assert second.stdout == b"5\n"
+    assert second.status == third.status == 127
+    assert not Path(first.stdout.decode().strip()).exists()
+
+
+def test_each_limit_has_its_name(loop, host):
+    assert loop.run(once(host, "while True: pass", timeout_s=0.3)).limit == "time"
+    assert loop.run(once(host, "while True: print('x' * 1000)")).limit == "output"
+    assert b"MemoryError" in loop.run(once(host, "x = b'x' * (300 << 20)")).stderr
+
+    async def short() -> LocalSandboxes:
+        return LocalSandboxes("landlock", Limits(cpu_s=1))
+
+    brief = loop.run(short())
+    assert loop.run(once(brief, "while True: pass")).limit == "cpu"
+    loop.run(brief.close())
+
+
+def test_a_killed_attendant_is_a_loss_and_its_program_ends(loop, host):
+    async def play():
+        sandbox = host.open()
+        task = asyncio.create_task(
+            sandbox.run(["python", "main.py"], files={"main.py": WAITS}, wanted=["x"], timeout_s=300)
+        )
+        await until(lambda: len(host.process_ids) == 3)
+        warm, attendant, _child = host.process_ids
+        os.kill(attendant, signal.SIGKILL)
+        with pytest.raises(SandboxLost, match="was killed while its program ran"):
+            await task
+        await until(lambda: host.process_ids == [warm])
+        again = await sandbox.run(["python", "-c", "print(1)"], timeout_s=30)
+        await sandbox.close()
+        return again
+
+    assert loop.run(play()).stdout == b"1\n"
+
+
+def test_a_killed_parent_is_a_loss_and_the_next_run_starts_another(loop, host):
+    async def play():
+        sandbox = host.open()
+        task = asyncio.create_task(sandbox.run(["python", "main.py"], files={"main.py": WAITS}, timeout_s=300))
+        await until(lambda: len(host.process_ids) == 3)
+        below = host.process_ids
+        os.kill(below[0], signal.SIGKILL)
+        with pytest.raises(SandboxLost):
+            await task
+        again = await sandbox.run(["python", "-c", "print(2)"], timeout_s=30)
+        await sandbox.close()
+        await until(lambda: not set(below) & set(descendants(os.getpid())))
+        return again
+
+    assert loop.run(play()).stdout == b"2\n"
+
+
+def test_a_cancelled_run_ends_its_program(loop, host):
+    async def play():
+        sandbox = host.open()
+        task = asyncio.create_task(sandbox.run(["sleep", "300"], timeout_s=300))
+        await until(lambda: len(host.process_ids) == 3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: len(host.process_ids) == 1)
+        await sandbox.close()
+
+    loop.run(play())
+
+
+async def until(holds) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def test_with_network_a_program_may_connect(loop):
+    server = socket.create_server(("127.0.0.1", 0))
+
+    async def play():
+        host = LocalSandboxes("landlock", Limits(network=True))
+        ran = await once(
+            host,
+            "import socket, sys\n"
+            f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 20).sendall(b'hello')\n"
+            "socket.socket(socket.AF_UNIX)",
+        )
+        await host.close()
+        return ran
+
+    ran = loop.run(play())
+    connection, _ = server.accept()
+    assert connection.recv(100) == b"hello"
+    assert b"PermissionError" in ran.stderr  # Unix sockets lead to the machine's own services
+    connection.close()
+    server.close()
+
+
+def test_files_are_never_written_or_read_through_links(tmp_path):
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    outside.mkdir()
+    folder.mkdir()
+    (outside / "x").write_text("secret")
+    (folder / "away").symlink_to(outside)
+    (folder / "x").symlink_to(outside / "x")
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(OSError, match="away"):
+        write_inside(str(folder), "away/x", b"changed", -1)
+    write_inside(str(folder), "x", b"mine", -1)
+    assert ((outside / "x").read_text(), (folder / "x").read_text()) == ("secret", "mine")
+    assert [read_inside(str(folder), path, 3) for path in ("x", "away/x", "pipe", "none")] == [b"min", None, None, None]
+    (folder / "closed").mkdir()
+    (folder / "closed" / "x").write_text("")
+    (folder / "closed").chmod(0)
+    remove(str(folder))
+    assert not folder.exists()
+    assert (outside / "x").exists()
+
+
+def test_bad_requests_are_errors_of_the_caller(loop, host):
+    async def play(**more):
+        sandbox = host.open()
+        return await sandbox.run(**{"argv": ["python", "-c", ""], "timeout_s": 5, **more})
+
+    for path in ("../x", "/etc/passwd", "a/../../x", ""):
+        with pytest.raises(ValueError, match="not a path inside the working folder"):
+            loop.run(play(files={path: b""}))
+    with pytest.raises(ValueError, match="a command line should have words"):
+        loop.run(play(argv=[]))
+
+
+def test_a_sandbox_that_does_not_work_is_refused_with_the_reason(loop, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = "bwrap is not installed (the package is called bubblewrap)"
+    assert loop.run(examine("bubblewrap")) == (False, f"bubblewrap: {missing}")
+    with pytest.raises(SandboxRefused, match="has no url"):
+        make_sandboxes("landlock", LIMITS, "http://127.0.0.1:1")
+    works, stops = loop.run(examine("landlock"))
+    assert works
+    assert "by Landlock" in stops
