@@ -38,9 +38,9 @@ def loop():
 
 @pytest.fixture(scope="module")
 def piped(loop):
-    config = config_of({"test": {"command": ["python", SERVER]}}, tool_timeout_s=60)
+    config = config_of({"test": {"command": ["python", SERVER, "piped"]}}, tool_timeout_s=60)
     servers = McpEnv.for_run(config)
-    assert [one for one in descendants(os.getpid()) if b"mcp_server" in _command(one)] == []  # only checked so far
+    assert [one for one in descendants(os.getpid()) if b"piped" in _command(one)] == []  # only checked so far
     yield lambda: servers(PROMPT, 0, config)
     loop(servers.close())
 
