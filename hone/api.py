@@ -27,7 +27,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, TypeVar
 
-from hone.cli.recipe import load_run
+from hone.cli.recipe import load_run, run_file_of
 from hone.cli.score import TIMEOUT_S, WORKERS, outcomes_of, scored
 from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, read_overrides
 from hone.config import Loaded, build
@@ -120,8 +120,11 @@ def reward_model(run_file: RunFile, *overrides: str, on_step: OnStep | None = No
 def evaluate(run_file: RunFile, *overrides: str, model: str | Path = "") -> dict[str, float]:
     """Measure a model on the held-out sets of a run file of kind rl or distill; figures are named `eval/<set>/...`.
 
-    `model`: a folder or hub name; empty: the run's export.
+    `run_file` may be the folder of a run. `model`: a folder or hub name; empty: the run's export.
     """
+    if not isinstance(run_file, Mapping):
+        run_file, given = run_file_of(Path(run_file), overrides)
+        overrides = tuple(given)
     config = load(run_file, *overrides).config
     if not isinstance(config, PolicyRunConfig):
         raise ConfigError(f"a run file of kind {config.kind} has no evaluation sets of prompts; give one of kind rl")

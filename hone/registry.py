@@ -77,7 +77,10 @@ class Registry:
         entry = self._entry(name)
         missing = [module for module in entry.requires if importlib.util.find_spec(module) is None]
         if missing:
-            raise CannotLoad(f"{self.kind} {name!r} needs {', '.join(missing)}, which is not installed")
+            packages = " ".join(module.replace("_", "-") for module in missing)
+            raise CannotLoad(
+                f"{self.kind} {name!r} needs {', '.join(missing)}, which is not installed: pip install {packages}"
+            )
         return self._load(name, entry.target)
 
     def settings(self, name: str) -> Any | None:

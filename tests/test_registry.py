@@ -67,7 +67,7 @@ def test_an_unknown_name_lists_what_exists_nearest_first():
     [
         ("gone", "colour 'gone' (no_such_module:x) cannot be loaded: No module named 'no_such_module'"),
         ("empty", "colour 'empty' (colorsys:no_such_attribute) cannot be loaded: unknown name in colorsys"),
-        ("needy", "colour 'needy' needs no_such_package, which is not installed"),
+        ("needy", "colour 'needy' needs no_such_package, which is not installed: pip install no-such-package"),
     ],
 )
 def test_what_cannot_be_loaded_says_why(name, expected):

@@ -6,6 +6,7 @@ machine    processor, the features that speed up training, threads, memory, disk
 software   Python, torch and the other required packages, optional packages with the extra that installs each
 platforms  which devices can be used, with the reason if not
 sandboxes  where code of a policy can run: each runs a program, and says what it stops or why it does not work
+servers    whether vLLM and SGLang have a Python environment
 parts      the names that a run file may use; with `--full`, each is imported, and the reason shown if that fails
 plug-ins   loaded or failed
 """
@@ -31,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import hone
 from hone import __version__
 from hone.cli.finding import Finding
 from hone.cli.listing import REGISTRIES, problems, registered
@@ -48,6 +50,7 @@ CPU_FEATURES = {  # flag of /proc/cpuinfo -> what it speeds up
     "avx512_bf16": "bf16 kernels",
     "amx_bf16": "bf16 matrix tiles: a step in bf16 takes up to half the time of one in fp32",
 }
+SERVERS = ("vllm", "sglang")  # rollout engines that run in a Python environment of their own
 UNWANTED = ("torchvision", "torchaudio")  # their CUDA builds break every model import when torch is a CPU build
 MODEL_REPORT = "hone.cli.model_doctor:model_report"  # imports transformers: seconds that the machine's report saves
 
@@ -97,6 +100,7 @@ def examine(full: bool) -> Iterator[Finding]:
     yield from _optional()
     yield from _platforms()
     yield from _sandboxes()
+    yield from _servers()
     yield from _tried_parts() if full else _named_parts()
     yield from _plugins()
 
@@ -129,6 +133,12 @@ def _software() -> Iterator[Finding]:
     wanted = "" if fits else "; 3.11 to 3.13 are supported"
     yield Finding("software", "Python", fits, f"{version.major}.{version.minor}.{version.micro}{wanted}")
     yield Finding("software", "hone", True, __version__)
+    if _version("hone"):
+        text = (
+            f"{_version('hone')}: the package 'hone' of PyPI is another program with the same module and command; "
+            f"uninstall 'hone' and '{DISTRIBUTION}', and install this one again from its repository or wheel"
+        )
+        yield Finding("software", "another hone", False, text)
     for name in REQUIRED:
         found = _version(name)
         yield Finding("software", name, bool(found), found or "not installed")
@@ -146,7 +156,8 @@ def _optional() -> Iterator[Finding]:
             continue
         name = re.match(r"[\w.-]+", requirement)
         found = _version(name[0]) if name else ""
-        missing = f"not installed; to add it: pip install '{DISTRIBUTION}[{extra[1]}]'"
+        wanted = requirement.partition(";")[0].strip()
+        missing = f"not installed; to add it ({extra[1]}): pip install '{wanted}'"
         yield Finding("optional packages", name[0] if name else requirement, bool(found), found or missing)
 
 
@@ -174,6 +185,17 @@ def _sandboxes() -> Iterator[Finding]:
         yield Finding("sandboxes", name, works, detail)
 
 
+def _servers() -> Iterator[Finding]:
+    """Whether the rollout servers have the Python environment that they need; it is not started here."""
+    for backend in SERVERS:
+        places = [place / f".venv-{backend}" for place in (Path.cwd(), Path(hone.__file__).parents[1])]
+        found = next((place for place in places if (place / "bin" / "python").is_file()), None)
+        missing = f"no .venv-{backend} here: make .venv-{backend} (CPUs), or docs/rollout.md; or set rollout.python"
+        packages = "" if found is None else next((str(one) for one in found.glob(f"lib/*/site-packages/{backend}")), "")
+        detail = missing if found is None else f"{found}{'' if packages else f' has no {backend}'}"
+        yield Finding("rollout servers", backend, bool(packages), detail)
+
+
 def _named_parts() -> Iterator[Finding]:
     yield Finding("parts", "not examined", None, "whether each part can be imported here: hone doctor --full")
     for kind in REGISTRIES:
@@ -184,7 +206,7 @@ def _named_parts() -> Iterator[Finding]:
 def _tried_parts() -> Iterator[Finding]:
     for kind in REGISTRIES:
         found = {name: reason for name, reason in problems(kind).items() if kind != "platforms"}
-        usable = [name for name, reason in found.items() if not reason]
+        usable = [name for name, reason in found.items() if not reason and name not in SERVERS]
         if usable:
             yield Finding("parts", kind, True, ", ".join(usable))
         for reason in filter(None, found.values()):

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hone.cli.recipe import load_recipe
+from hone.cli.recipe import load_recipe, run_file_of
 from hone.config import ConfigError
 from hone.models.settings import ModelConfig
 from hone.trainers.policy.evaluate_model import evaluate_model
@@ -18,7 +18,7 @@ from hone.trainers.policy.settings import PolicyRunConfig
 
 
 def eval(
-    recipe: Annotated[Path, typer.Argument(help="run file (YAML) with evaluation.sets")],
+    recipe: Annotated[Path, typer.Argument(help="run folder, or run file (YAML) with evaluation.sets")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value, such as evaluation.sampling.temperature=0.7")
     ] = None,
@@ -29,8 +29,8 @@ def eval(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="also write the results to this file, as JSON")] = None,
 ) -> None:
-    """Evaluate a model on the held-out sets of a run file."""
-    config = load_recipe(recipe, overrides or []).config
+    """Evaluate a model on the held-out sets of a run, or of a run file."""
+    config = load_recipe(*run_file_of(recipe, overrides or [])).config
     if not isinstance(config, PolicyRunConfig):
         raise ConfigError(
             f"{recipe} has kind: {config.kind}, which has no evaluation sets; give a run file of kind rl or distill"

@@ -27,14 +27,16 @@ def generate(
     model: Annotated[str, typer.Argument(help="model folder or hub name")],
     prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be repeated")] = None,
     source: Annotated[Path | None, typer.Option("--input", help="file: rows with 'prompt' or 'messages'")] = None,
-    target: Annotated[Path | None, typer.Option("--output", help="file for the rows with 'responses' (.jsonl)")] = None,
+    target: Annotated[
+        Path | None, typer.Option("--output", help="file for one row per answer, in 'response' (.jsonl)")
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="answers per prompt")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy")] = 1.0,
     max_response_tokens: Annotated[int, typer.Option(min=1, help="longest response, in tokens")] = 512,
     seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0,
     compute_dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = AUTO,
 ) -> None:
-    """Generate answers with the built-in engine."""
+    """Generate answers with the built-in engine. `hone score` reads the file that --output writes."""
     rows = _rows(prompt or [], source)
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, temperature=temperature)
     questions = AnswerRequest(
@@ -48,8 +50,9 @@ def generate(
     answers = generate_answers(ModelConfig(path=model), questions, engine)
     if target is not None:
         lines = [
-            json.dumps({**_text_of(row), "responses": found}, ensure_ascii=False)
+            json.dumps({**_text_of(row), "sample": sample, "response": answer}, ensure_ascii=False)
             for row, found in zip(rows, answers, strict=True)
+            for sample, answer in enumerate(found)
         ]
         target.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return

@@ -43,6 +43,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), kind: str | None = No
     return load_run(read_layers(path, overrides), str(path), kind)
 
 
+def run_file_of(place: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+    """The run file and overrides for a run file, or for the folder of a run. Raises ConfigError for another folder."""
+    if not place.is_dir():
+        return place, list(overrides)
+    if not (place / "config.yaml").is_file():
+        raise ConfigError(f"{place} is not the folder of a run: it has no config.yaml; give a run folder or a run file")
+    return place / "config.yaml", [f"run.dir='{place}'", *overrides]  # the folder may have been moved
+
+
 def load_run(layers: Sequence[Layer], place: str, kind: str | None = None) -> Loaded[Any]:
     """Build the settings of a run of any kind; `place` names them in an error. Otherwise as `load_recipe`."""
     named = stated_kind(layers)

@@ -44,6 +44,9 @@ def score(
     source: Annotated[Path, typer.Option("--input", help="rows with 'response' and 'ground_truth' (.jsonl, .parquet)")],
     target: Annotated[Path, typer.Option("--output", help="file for the scored rows (.jsonl, .parquet)")],
     option: Annotated[list[str] | None, typer.Option(help="key=value option of the function; may be repeated")] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="response=yours or ground_truth=yours, if your columns have other names")
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="processes that run the function")] = WORKERS,
     timeout_s: Annotated[float, typer.Option(help="time limit per row, in seconds")] = TIMEOUT_S,
 ) -> None:
@@ -51,7 +54,7 @@ def score(
 
     Each row is written with `reward` and `components`. If its reward failed, `reward` is null and `error` says why.
     """
-    rows = read_rows(source)
+    rows = read_rows(source, _columns(column or []))
     _check_target(target)
     name = re.split(r"[:.]", reward)[-1]
     settings = {"reward": reward, "options": _options(option or []), "timeout_s": timeout_s}
@@ -66,10 +69,11 @@ def score(
         raise typer.Exit(1)
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, columns: Mapping[str, str]) -> list[Row]:
     """Read all rows of a file and check that each has a text `response` and a `ground_truth`.
 
-    Raises ConfigError, which names the file and the line.
+    `columns`: the file's names for these two; the rows have them under both names. Raises ConfigError, which names the
+    file and the line.
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--input {path} should end in {' or '.join(SUFFIXES)}")
@@ -81,8 +85,11 @@ def read_rows(path: Path) -> list[Row]:
     for index in range(len(rows)):
         row = rows[index]
         for column in NEEDED:
-            if column not in row:
-                raise ConfigError(f"{rows.where(index)}: {unknown('column', column, list(row))}")
+            own = columns[column]
+            if own not in row:
+                hint = f"; if it has another name, give --column {column}=NAME" if own == column else ""
+                raise ConfigError(f"{rows.where(index)}: {unknown('column', own, list(row))}{hint}")
+            row = {**row, column: row[own]}
         if not isinstance(row["response"], str):
             raise ConfigError(f"{rows.where(index)}: 'response' should be text, found {row['response']!r:.80}")
         checked.append(row)
@@ -108,6 +115,15 @@ def _submit(pool: RewardPool, component: str, row: Mapping[str, Any]) -> Future[
         failed: Future[Outcome] = Future()
         failed.set_result(Outcome(error=str(error)))
         return failed
+
+
+def _columns(given: Sequence[str]) -> dict[str, str]:
+    """The file's names of the needed columns."""
+    found = dict(one.partition("=")[::2] for one in given)
+    for column, own in found.items():
+        if column not in NEEDED or not own:
+            raise ConfigError(f"--column {column}={own} should be {' or '.join(f'{name}=NAME' for name in NEEDED)}")
+    return {column: found.get(column, column) for column in NEEDED}
 
 
 def _options(assignments: Sequence[str]) -> dict[str, Any]:

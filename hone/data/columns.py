@@ -15,6 +15,7 @@ from hone.data.sources.base import DataError, Row, Rows, open_rows
 from hone.registry import unknown
 from hone.types import Message
 
+_ABSENT = object()
 STANDARD = ("prompt", "messages", "ground_truth", "data_source", "completion", "images")
 
 
@@ -51,6 +52,7 @@ class RowReader:
         self.rows: Rows = open_rows(config, key)
         self._named = dict(self.rows.columns) | {str(meaning): own for meaning, own in config.columns.items()}
         self._chosen = frozenset(config.columns)
+        self._nested = tuple(own for own in config.columns.values() if "." in own)  # such as reward_model.ground_truth
         self._system = config.system_prompt
         self._prompt = Template(f"{key}.prompt_template", config.prompt_template) if config.prompt_template else None
         self.first, self.last = self._range(config)
@@ -72,8 +74,9 @@ class RowReader:
         return self.last - self.first
 
     def row(self, index: int) -> Row:
-        """Row `index` of the source (not counted from `skip_rows`)."""
-        return self.rows[index]
+        """Row `index` of the source (not counted from `skip_rows`), with the nested columns that the settings name."""
+        row = self.rows[index]
+        return {**_nested(row, self._nested), **row} if self._nested else row
 
     def messages(self, row: Row, index: int) -> tuple[Message, ...]:
         """The conversation of a row: its `messages`, or its prompt as one user message.
@@ -172,6 +175,22 @@ class RowReader:
         )
 
 
+def _nested(row: Row, names: Sequence[str]) -> dict[str, Any]:
+    """The values under dotted names, of which the row has them.
+
+    >>> _nested({"reward_model": {"ground_truth": "4"}}, ["reward_model.ground_truth", "reward_model.style"])
+    {'reward_model.ground_truth': '4'}
+    """
+    found = {}
+    for name in names:
+        value: Any = row
+        for part in name.split("."):
+            value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+        if value is not _ABSENT:
+            found[name] = value
+    return found
+
+
 def without_nulls(value: Any) -> Any:
     """The value without the keys that Parquet fills with null, at every depth.
 
@@ -209,7 +228,8 @@ class PromptReader(RowReader):
     def rest(self, row: Row) -> Row:
         """All columns but the standard ones, unchanged."""
         images = self.column("images")
-        return {column: value for column, value in row.items() if column not in STANDARD and column != images}
+        known = (*STANDARD, *self._nested, images)
+        return {column: value for column, value in row.items() if column not in known}
 
 
 class SampleReader(RowReader):

@@ -68,7 +68,7 @@ class PromptSetConfig(Config):
         None, "where rows come from; null: a file, by the suffix of path"
     )
     columns: dict[Column, str] = setting(
-        factory=dict, meaning="hone's column name: the data set's name, such as {ground_truth: solution}"
+        factory=dict, meaning="hone's column name: the data set's, such as {ground_truth: solution}; a.b is b within a"
     )
     system_prompt: str = setting("", "first message of every prompt that has no system message of its own")
     prompt_template: str = setting("", "Jinja2 template of the user's message, over the row's columns")

@@ -206,4 +206,4 @@ def _bitsandbytes() -> Any:
     try:
         return importlib.import_module("bitsandbytes")
     except ImportError as error:
-        raise ModelError(f"{KEY} needs the package bitsandbytes: pip install 'hone-rl[qlora]'") from error
+        raise ModelError(f"{KEY} needs the package bitsandbytes: pip install 'bitsandbytes>=0.50'") from error

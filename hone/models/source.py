@@ -119,7 +119,7 @@ def _from_modelscope(name: str, revision: str | None, weights: bool) -> Located:
         from modelscope import snapshot_download as download  # an extra
         from modelscope_hub.errors import HubError
     except ImportError as error:
-        raise ModelError("needs the package modelscope: pip install 'hone-rl[modelscope]'") from error
+        raise ModelError("needs the package modelscope: pip install modelscope") from error
     wanted = revision or "master"
     try:
         found = download(name, revision=wanted, allow_patterns=_TEXTS + _WEIGHTS * weights, ignore_patterns=_NOT_OURS)

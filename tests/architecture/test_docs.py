@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+import hone
 from hone.cli.listing import REGISTRIES, registered
 from hone.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-ROOT_PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+ROOT_PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 PAGES = {  # package -> its page, where that does not bear its name
     "trainers": "training",
     "platforms": "platforms",
@@ -76,3 +77,23 @@ def test_files_named_in_the_docs_exist():
         for name in re.findall(r"`((?:hone|recipes|tests|docs|benchmarks)/[\w./-]+)`", page.read_text(encoding="utf-8"))
     ]
     assert [f"{page.relative_to(ROOT)}: {name}" for page, name in named if not (ROOT / name).exists()] == []
+
+
+def test_no_text_installs_the_other_package_of_this_name():
+    """`hone` on PyPI is another program, and this one is not there: extras come from a clone or a wheel."""
+    texts = [*_pages(), *(ROOT / "hone").rglob("*.py"), ROOT / "Makefile", *(ROOT / "deploy").rglob("*")]
+    wrong = [
+        f"{path.relative_to(ROOT)}: {found}"
+        for path in texts
+        if path.is_file() and path.name != "CHANGELOG.md"
+        for found in re.findall(
+            r"pip install[^`\n]*?['\" ]hone(?:-rl)?(?:\[[^`\n]*|(?=[ `'\"\n]))", path.read_text("utf-8")
+        )
+    ]
+    assert wrong == []
+
+
+def test_the_citation_is_of_this_version():
+    found = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)
+    assert found is not None
+    assert found[1] == hone.__version__

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import hone
+from hone.cli.main import main
 from tests.trainers.tiny import recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +70,25 @@ def test_evaluate_generate_and_score(done):
     assert [row["reward"] for row in scored] == [1.5, 0.5]
     assert scored[0]["level"] == 1
     assert hone.score("exact_match", rows[:1], workers=1)[0]["components"] == {"reward": 1.0}
+
+
+def test_files_go_from_generate_to_score_and_a_run_s_folder_is_evaluated(done, tmp_path):
+    _, result, seen = done
+    rows = [{"prompt": "abc", "solution": "cba"}, {"prompt": "dca", "solution": "acd"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("rows", "answers", "scored")}
+    asked = ["--input", files["rows"], "--output", files["answers"], "--samples", "2", "--max-response-tokens", "3"]
+    assert main(["generate", str(result.model), *asked]) == 0
+    answers = [json.loads(line) for line in Path(files["answers"]).read_text().splitlines()]
+    assert [(one["prompt"], one["sample"]) for one in answers] == [("abc", 0), ("abc", 1), ("dca", 0), ("dca", 1)]
+    asked = ["--reward", "exact_match", "--input", files["answers"], "--output", files["scored"], "--workers", "1"]
+    assert main(["score", *asked, "--column", "ground_truth=solution"]) == 0
+    scored = [json.loads(line) for line in Path(files["scored"]).read_text().splitlines()]
+    assert [one["reward"] for one in scored] == [float(one["response"] == one["solution"]) for one in answers]
+    assert main(["eval", str(result.folder), "--output", str(tmp_path / "figures.json")]) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures == hone.evaluate(result.folder)
+    assert figures["eval/held_out/half"] == pytest.approx(seen[3]["eval/held_out/half"])
 
 
 NOTEBOOK = """

@@ -65,7 +65,16 @@ def test_it_prints_every_section_and_succeeds(capsys):
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     headings = [line.strip() for line in lines if not line.startswith(" ")]
-    assert headings == ["machine", "software", "optional packages", "platforms", "sandboxes", "parts", "plug-ins"]
+    assert headings == [
+        "machine",
+        "software",
+        "optional packages",
+        "platforms",
+        "sandboxes",
+        "rollout servers",
+        "parts",
+        "plug-ins",
+    ]
 
 
 def test_broken_parts_and_plugins_are_named_with_their_reason(tmp_path):

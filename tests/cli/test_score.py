@@ -192,3 +192,15 @@ def test_a_value_that_the_output_format_cannot_hold_leaves_the_old_file(tmp_path
         run("--reward", f"{USER}:length", "--input", source, "--output", target)
     assert target.read_text() == "precious\n"
     assert sorted(os.listdir(tmp_path)) == ["in.parquet", "out.jsonl"]
+
+
+def test_a_column_of_another_name(tmp_path):
+    source, target = write(tmp_path / "in.jsonl", [{"answer": "#### 7", "solution": 7}]), tmp_path / "out.jsonl"
+    asked = ["--reward", "gsm8k", "--input", source, "--output", target]
+    with pytest.raises(ConfigError, match=r"'response'.*; if it has another name, give --column response=NAME"):
+        run(*asked)
+    run(*asked, "--column", "response=answer", "--column", "ground_truth=solution")
+    with pytest.raises(ConfigError, match="--column answer=solution should be response=NAME or ground_truth=NAME"):
+        run(*asked, "--column", "answer=solution")
+    (row,) = read(target)
+    assert (row["reward"], row["answer"], row["solution"]) == (1.0, "#### 7", 7)

@@ -165,3 +165,13 @@ def test_skip_and_max_rows(reader):
     one = reader([{"prompt": str(n)} for n in range(10)], skip_rows=4, max_rows=3)
     assert (one.first, one.last, len(one)) == (4, 7, 3)
     assert len(reader([{"prompt": "a"}] * 3, max_rows=9)) == 3
+
+
+def test_a_dotted_name_is_a_column_within_a_column(reader):
+    row = {"prompt": [{"role": "user", "content": "2+2"}], "reward_model": {"style": "rule", "ground_truth": "4"}}
+    prompts = reader([row], columns={"ground_truth": "reward_model.ground_truth"})
+    found = prompts.row(0)
+    assert prompts.ground_truth(found, 0) == "4"
+    assert prompts.rest(found) == {"reward_model": row["reward_model"]}
+    with pytest.raises(DataError, match=r"unknown column of .* 'reward_model.truth'"):
+        reader([row], columns={"ground_truth": "reward_model.truth"})

@@ -180,7 +180,10 @@ def test_a_missing_library_is_a_clear_error():
         "try:\n    open_rows(config)\nexcept CannotLoad as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "data source 'reasoning_gym' needs reasoning_gym, which is not installed\n"
+    assert (
+        done.stdout
+        == "data source 'reasoning_gym' needs reasoning_gym, which is not installed: pip install reasoning-gym\n"
+    )
 
 
 def test_settings_import_nothing_heavy():

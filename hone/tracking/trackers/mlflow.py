@@ -14,7 +14,7 @@ try:
     from mlflow.tracking import MlflowClient
 except ImportError as error:
     raise ImportError(
-        f"tracker mlflow needs the package mlflow-skinny: pip install 'hone-rl[mlflow]' ({error})"
+        f"tracker mlflow needs the package mlflow-skinny: pip install 'mlflow-skinny>=3' ({error})"
     ) from error
 
 _PARAMS_PER_CALL = 100  # MLflow's limits

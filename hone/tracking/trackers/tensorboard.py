@@ -16,7 +16,7 @@ try:
     from tensorboard.summary.writer.record_writer import RecordWriter
 except ImportError as error:
     raise ImportError(
-        f"tracker tensorboard needs the package tensorboard: pip install 'hone-rl[tensorboard]' ({error})"
+        f"tracker tensorboard needs the package tensorboard: pip install 'tensorboard>=2.18' ({error})"
     ) from error
 
 

@@ -13,7 +13,7 @@ try:
     import trackio
     from trackio.utils import TRACKIO_DIR
 except ImportError as error:
-    raise ImportError(f"tracker trackio needs the package trackio: pip install 'hone-rl[trackio]' ({error})") from error
+    raise ImportError(f"tracker trackio needs the package trackio: pip install 'trackio>=0.5' ({error})") from error
 
 
 class TrackioTracker(Tracker):

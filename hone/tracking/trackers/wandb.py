@@ -11,7 +11,7 @@ from hone.tracking.settings import WandbSettings
 try:
     import wandb
 except ImportError as error:
-    raise ImportError(f"tracker wandb needs the package wandb: pip install 'hone-rl[wandb]' ({error})") from error
+    raise ImportError(f"tracker wandb needs the package wandb: pip install 'wandb>=0.19' ({error})") from error
 
 
 class WandbTracker(Tracker):
