@@ -7,6 +7,7 @@ what it should not get. What a program cannot know itself is looked at from outs
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -294,6 +295,7 @@ async def main(backend: str) -> dict[str, str]:
         victim.wait()
     for one in (tcp, udp, named, abstract):
         one.close()
+    shutil.rmtree(outside)
     return found
 
 
