@@ -136,6 +136,8 @@ class ClusterProcess(Process):
         left = ""  # even after the server ended, its children may be left
         with suppress(ActorLost, TimeoutError):  # a silent machine ends it later
             left = await self._actor.ask("stop", timeout_s, timeout_s=timeout_s + 2 * END_S)
+        await self.ends_within(END_S)  # its place is given up next, and then nobody could say how it ended
+        self._ending()
         if left:
             raise ServerFailed(left)
 
