@@ -20,6 +20,7 @@ from typing import Any, Literal
 from hone.processes.restarts import Restarts
 from hone.rollout.base import Generating, ReplicaLost
 from hone.rollout.heartbeat import Heartbeat
+from hone.schedule.replay import Spans
 from hone.schedule.seats import Standing, Versions
 from hone.types import Metric, Metrics, merge_metrics
 
@@ -39,6 +40,7 @@ class RoutedRequest:
     prompt: tuple[int, ...] = field(default=(), repr=False)
     max_tokens: int = 0  # most that it may generate
     cost: float = 0.0  # tokens that it is expected to compute at the replica that has it
+    spans: Spans = ()  # of a replay: the versions that sample its tokens, and how many each
     deaths: int = 0  # of replicas that it was running at
     is_poison: bool = False  # it made a replica die: it is not sent again
 
@@ -46,6 +48,20 @@ class RoutedRequest:
     def trajectory(self) -> str:
         """The request ids of one trajectory differ in their last part."""
         return self.request_id.rpartition("/")[0]
+
+    def allow_after(self, tokens: int) -> int | None:
+        """Allow the version that samples the token after the first `tokens`.
+
+        Returns how many tokens it samples; None: all that are left.
+        """
+        for version, count in self.spans[:-1]:
+            if tokens < count:
+                self.versions = version, version
+                return count - tokens
+            tokens -= count
+        if self.spans:
+            self.versions = self.spans[-1][0], self.spans[-1][0]
+        return None
 
 
 @dataclass(eq=False)

@@ -29,6 +29,7 @@ from hone.rollout.builtin.requests import StopStrings
 from hone.rollout.placement import Placement
 from hone.rollout.replicas import Replica, ReplicaPool, RestoreFn, RoutedRequest, end_task, is_alive
 from hone.rollout.settings import RolloutConfig
+from hone.schedule.replay import Spans
 from hone.schedule.seats import Versions, fits
 from hone.types import Completion, Image, Metric, Metrics, SamplingParams, StopReason
 
@@ -214,9 +215,10 @@ class Router:
         sampling: SamplingParams,
         images: tuple[Image, ...] = (),
         versions: Versions | None = None,
+        spans: Spans = (),
     ) -> Completion:
         """One completion, whatever happens to replicas meanwhile; `versions` are the least and the greatest weight
-        version that its tokens may be sampled from.
+        version that its tokens may be sampled from, and `spans` how many tokens each version samples in a replay.
 
         Raises ValueError for a request that cannot be served, RequestLate naming the replica and the request,
         PoisonRequest for one that makes replicas die, and RuntimeError if no replica is left.
@@ -226,7 +228,7 @@ class Router:
         self._open.add(request_id)
         try:
             prompt = tuple(token_ids)
-            request = RoutedRequest(request_id, versions, prompt, sampling.max_tokens)
+            request = RoutedRequest(request_id, versions, prompt, sampling.max_tokens, spans)
             completion = await self._pieces(request, prompt, sampling, *((images,) if images else ()))
             self.seats.placement.saw(len(completion.token_ids))
             return completion
@@ -240,26 +242,29 @@ class Router:
         request_id = piece_id = request.request_id
 
         async def send(replica: Replica) -> Completion:
-            rest = _rest(sampling, joined, replica.engine)
+            rest = _rest(sampling, joined, replica.engine, most)
             found: Completion = await replica.engine.generate(piece_id, (*prompt, *joined.tokens), rest, *images)
             return found
 
         while self._aborts == aborts:
+            most = request.allow_after(len(joined.tokens))
             replica = await self._seat(request)
             if replica is None:  # aborted while it waited
                 break
             piece = await self._ask(replica, request, send)
+            is_span = False  # whether it ended only because its version samples no further token
             if piece is not None:
                 before = len(joined.tokens)
                 _check_versions(replica, request, piece)
                 joined.add(piece)
                 if self._stopped_across(joined, before, sampling):
                     return joined.completion(request_id, StopReason.STOP)
-                if piece.stop_reason is not StopReason.ABORTED:
+                is_span = piece.stop_reason is StopReason.LENGTH and len(piece.token_ids) == most
+                if piece.stop_reason is not StopReason.ABORTED and not is_span:
                     return joined.completion(request_id, piece.stop_reason)
                 if len(joined.tokens) >= sampling.max_tokens:  # aborted after its last token
                     return joined.completion(request_id, StopReason.LENGTH)
-            self._resent += 1
+            self._resent += not is_span
             joined.sent += 1
             piece_id = f"{request_id}+{joined.sent}"  # a replica may still know the last one
         return joined.completion(request_id, StopReason.ABORTED)
@@ -411,12 +416,12 @@ def _check_versions(replica: Replica, request: RoutedRequest, piece: Completion)
         )
 
 
-def _rest(sampling: SamplingParams, joined: _Pieces, engine: Any) -> SamplingParams:
-    """What is still to be sampled: fewer tokens, and another random stream where the same one would begin anew."""
-    if not joined.tokens:
-        return sampling
-    left = replace(sampling, max_tokens=sampling.max_tokens - len(joined.tokens))
-    if engine.positional_seed:
+def _rest(sampling: SamplingParams, joined: _Pieces, engine: Any, most: int | None) -> SamplingParams:
+    """What the next piece samples: fewer tokens, `most` at most, and another random stream where the same one would
+    begin anew."""
+    tokens = sampling.max_tokens - len(joined.tokens)
+    left = replace(sampling, max_tokens=tokens if most is None else min(tokens, most))
+    if engine.positional_seed or not joined.tokens:
         return left
     text = f"{sampling.seed}/{len(joined.tokens)}".encode()
     return replace(left, seed=int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1)

@@ -4,7 +4,8 @@
      "spans": {"24": [[[5, 9]], [[5, 4]]]}, "batch": "9f86d0..."}
 
 `version` names the weights that the step trains; `spans` has for each draw and answer the runs of tokens,
-[version, tokens]. A step without an update has a line too, without `batch`.
+[version, tokens]; where prompts are answered greedily too, this answer is the last one. A step without an update has
+a line too, without `batch`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hone.schedule.replay import Plan
+
 JOURNAL = "schedule.jsonl"
 
 
@@ -24,12 +27,16 @@ class Journal:
     The first one removes the records of its step and of later steps, which a resumed run writes again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, plan: Plan | None = None) -> None:
+        """`plan`: the record that this run replays."""
+        self.plan = plan
         self._path = path
         self._is_cut = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record; when this returns, it is on the disk."""
+        """Append a record; when this returns, it is on the disk. Raises ReplayError if it is not that of the plan."""
+        if self.plan is not None:
+            self.plan.check(record)
         if not self._is_cut:
             self._cut(record["step"])
             self._is_cut = True

@@ -29,6 +29,7 @@ from hone.rollout.base import RolloutEngine, ServerAdapter
 from hone.rollout.router import Router
 from hone.runtime.base import PhaseFn
 from hone.runtime.watchdog import progress
+from hone.schedule.replay import Spans
 from hone.schedule.seats import Versions
 from hone.types import Completion, Image, Metric, Metrics, SamplingParams, merge_metrics
 from hone.weights.base import Adapter, Full, LoadedWeights, NamedTensors, Payload, WeightSyncError
@@ -321,13 +322,14 @@ class RolloutHandle:
         sampling: SamplingParams,
         images: tuple[Image, ...] = (),
         versions: Versions | None = None,
+        spans: Spans = (),
     ) -> Completion:
         """One completion; `versions` are the least and the greatest weight version that it may be sampled from, and
-        None any that is served."""
+        None any that is served; `spans` say how many tokens each version samples in a replay."""
         optional: dict[str, Any] = {"images": images} if images else {}
         if self._snapshots is not None:
             self._snapshots.check()
-            optional["versions"] = versions
+            optional |= {"versions": versions, "spans": spans}
         completion = await self._engine.generate(request_id, token_ids, sampling, **optional)
         progress()
         return completion
@@ -347,6 +349,10 @@ class RolloutHandle:
     def hold(self, versions: Versions) -> AbstractContextManager[None]:
         """Keep these versions available to one draw until it has ended, between its turns too. On the event loop."""
         return self._asynchronous.hold(versions)
+
+    def keep_while(self, is_needed: Callable[[int], bool]) -> None:
+        """Keep the snapshot of each version while `is_needed` says so; it is called on the event loop."""
+        self._asynchronous.is_needed = is_needed
 
     def publish(self, actor: TrainHandle, version: int) -> None:
         """Copy the actor's weights as `version`; they are sent while the caller goes on.

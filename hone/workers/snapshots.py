@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -38,6 +38,7 @@ class SnapshotPublication:
     """Keeps snapshots and brings each replica the version that open draws allow."""
 
     def __init__(self, router: Router, sender: SnapshotSender) -> None:
+        self.is_needed: Callable[[int], bool] = lambda version: False  # also by a draw that is not open yet
         self._router = router
         self._sender = sender
         self._kept: dict[int, Snapshot] = {}
@@ -119,7 +120,8 @@ class SnapshotPublication:
                 else:
                     await self._wait(LOOK_S)
                 for version in self._kept.keys() - needed([*self._held, *self._router.seats.waiting], self._kept):
-                    del self._kept[version]
+                    if not self.is_needed(version):
+                        del self._kept[version]
         except Exception as error:  # noqa: BLE001  whatever it is, the trainer's next call raises it
             self._failure = error
             self._router.seats.refuse(error)

@@ -43,6 +43,7 @@ class BuiltinEngine:
     returns_experts = True  # a completion can have the experts of its tokens
     in_process = True  # constructed from a model or config; a server's adapter is, from a `ServerSpec`
     positional_seed = True
+    batch_invariant = True  # tokens and log-probs of a request do not depend on the others (on a CPU: bit for bit)
     keep_cache = False  # whether running requests go on with the KV of older weights after an update
 
     def __init__(

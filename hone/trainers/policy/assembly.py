@@ -14,7 +14,8 @@ from hone.algorithms.distillation.losses import Distillation
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptStream
 from hone.models.settings import ModelConfig
-from hone.schedule.journal import JOURNAL, Journal
+from hone.schedule.journal import JOURNAL, Journal, read_journal
+from hone.schedule.replay import Plan
 from hone.schedule.settings import AsynchronyConfig
 from hone.schedule.window import Window
 from hone.trainers.policy.annotators import (
@@ -102,7 +103,7 @@ class PolicyAssembly:
         asynchrony = config.asynchrony or AsynchronyConfig()
         one_version = asynchrony.staleness == 0 or asynchrony.new_weights == "finish"
         window = Window(asynchrony.staleness, config.update.prompts_per_step, config.run.steps, one_version)
-        journal = Journal(self._context.folder / JOURNAL)
+        journal = Journal(self._context.folder / JOURNAL, self._plan())
         drain_s = asynchrony.drain_timeout_s if asynchrony.staleness else 0.0
         return Feed(window, generation.collector, generation.rollout, self._context.recorder, journal, drain_s)
 
@@ -115,6 +116,17 @@ class PolicyAssembly:
         if stage == "reference":
             return ReferenceLogprobs(self._reference_role(), self._algorithm.reference_needs)
         return self._teachers() if stage == "distillation" else self._process_rewards()
+
+    def _plan(self) -> Plan | None:
+        """The record that this run repeats, whose versions stay in memory as long as it needs them."""
+        path = self._context.control.replay
+        if path is None:
+            return None
+        plan = Plan(path, list(read_journal(path)))
+        if plan.last_step < self._config.run.steps:
+            self._context.tracking.message(f"{path} ends with step {plan.last_step}; later steps are not a replay")
+        self._generation.rollout.keep_while(plan.needs)
+        return plan
 
     @cached_property
     def _algorithm(self) -> Algorithm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hone.algorithms.algorithm import Algorithm, check_takes_token_rewards
 from hone.algorithms.distillation.losses import Distillation
@@ -14,10 +15,13 @@ from hone.data.sources.base import check_path
 from hone.engines.settings import EngineConfig
 from hone.envs import ENVS
 from hone.envs.base import is_single_turn
+from hone.envs.settings import AgentSettings
 from hone.registry import unknown
+from hone.schedule.journal import JOURNAL
 from hone.trainers.policy.annotators import Stage, check_stages, declared_stages
 from hone.trainers.policy.settings import PolicyRunConfig, learns_from_teachers
 from hone.types import Prompt
+from hone.workers.rollout import is_batch_invariant
 
 OBJECTIVE_OUTPUTS = frozenset({"entropy", "sum_pi_squared", FULL_KL})  # of an engine's forward, beyond log-probs
 
@@ -79,11 +83,39 @@ def check_policy_run(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequ
     _check_process_rewards(config, algorithm)
     _check_teachers(config)
     _check_fields(config, algorithm, stages)
-    _check_replay(config, algorithm)
+    _check_routing_replay(config, algorithm)
     _check_token_budgets(config)
     _check_rollout_logprobs(config)
     _check_answers_differ(config)
     _check_metric(config, algorithm)
+
+
+def check_replay(config: PolicyRunConfig, journal: Path) -> None:
+    """Raise ConfigError if a run cannot repeat what this journal has."""
+    asynchrony, backend = config.asynchrony, config.rollout.backend
+    if not journal.is_file():
+        raise ConfigError(f"--replay {journal}: there is no such file; name the {JOURNAL} of an asynchronous run")
+    if journal.parent.resolve() == Path(config.run.dir).resolve():
+        raise ConfigError(f"--replay {journal}: run.dir is the folder of the recorded run; set another run.dir")
+    if asynchrony is None or not asynchrony.staleness:
+        raise ConfigError(
+            "--replay: with asynchrony.staleness = 0 a run depends on its settings alone; run it again without --replay"
+        )
+    if asynchrony.new_weights == "keep_cache":
+        raise ConfigError(
+            "--replay with asynchrony.new_weights: keep_cache: its tokens depend on the KV cache of older weights, "
+            "which a replay does not have; record a run with recompute or finish"
+        )
+    if not is_batch_invariant(backend):
+        raise ConfigError(
+            f"--replay with rollout.backend: {backend}: the tokens of this engine depend on the requests that it "
+            "computes together; only the built-in engine can repeat a run (rollout.backend=builtin)"
+        )
+    if isinstance(config.episode.env, AgentSettings):
+        raise ConfigError(
+            f"--replay with episode.env: {config.episode.env.name}: an agent program may send requests in any order, "
+            "so they cannot be matched with the record"
+        )
 
 
 def _check_fields(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequence[Stage]) -> None:
@@ -181,7 +213,7 @@ def _check_teachers(config: PolicyRunConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_replay(config: PolicyRunConfig, algorithm: Algorithm) -> None:
+def _check_routing_replay(config: PolicyRunConfig, algorithm: Algorithm) -> None:
     """The routes that are to be replayed come from a forward that this run makes."""
     if config.actor.routing_replay == "old_logprobs" and not algorithm.needs_old_logprobs:
         steps = config.update.minibatches * config.update.epochs

@@ -14,6 +14,7 @@ from hone.data.packing import select
 from hone.envs.episode import Play
 from hone.envs.runners import Runner
 from hone.rewards.rubric import Rubric
+from hone.schedule.replay import RecordedDraw, Spans
 from hone.tracking.hub import Tracking
 from hone.tracking.rollouts import places_to_keep
 from hone.trainers.policy.turn_metrics import describe_turns
@@ -60,9 +61,27 @@ class Collector:
             self._recorder.timer.move(time.perf_counter() - self._last_token, "reward")
         return self.complete(groups)
 
-    def start(self, prompt: Prompt, play: Play, versions: tuple[int, int]) -> Future[TrajectoryGroup]:
-        """Play and score one prompt while the caller goes on; `complete` its group when it is there."""
+    def start(
+        self, prompt: Prompt, play: Play, versions: tuple[int, int], recorded: RecordedDraw | None = None
+    ) -> Future[TrajectoryGroup]:
+        """Play and score one prompt while the caller goes on; `complete` its group when it is there.
+
+        `recorded`: sample each token from the version that sampled it before, instead of any of `versions`.
+        """
+        if recorded is not None:
+            return self._loop.start(self._replay_one(prompt, play, recorded))
         return self._loop.start(self._play_one(prompt, play, versions))
+
+    async def _replay_one(self, prompt: Prompt, play: Play, recorded: RecordedDraw) -> TrajectoryGroup:
+        async def generate(
+            request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
+        ) -> Completion:
+            spans = recorded.rest(request_id)
+            completion = await self._generate(request_id, token_ids, sampling, images, spans=spans)
+            recorded.sampled(request_id, len(completion.token_ids))
+            return completion
+
+        return (await self._runner.run([prompt], replace(play, generate=generate), self._rubric.score))[0]
 
     async def _play_one(self, prompt: Prompt, play: Play, versions: tuple[int, int]) -> TrajectoryGroup:
         with ExitStack() as held:
@@ -91,8 +110,9 @@ class Collector:
         sampling: SamplingParams,
         images: tuple[Image, ...] = (),
         versions: tuple[int, int] | None = None,
+        spans: Spans = (),
     ) -> Completion:
-        completion = await self._rollout.generate(request_id, token_ids, sampling, images, versions)
+        completion = await self._rollout.generate(request_id, token_ids, sampling, images, versions, spans)
         self._last_token = time.perf_counter()
         return completion
 

@@ -30,7 +30,7 @@ from hone.data.stream import PromptStream
 from hone.envs.episode import Play
 from hone.schedule.journal import Journal
 from hone.schedule.open_draws import read_groups, write_groups
-from hone.schedule.window import Window
+from hone.schedule.window import OpenDraw, Window
 from hone.trainers.policy.collection import Collector
 from hone.trainers.run.checkpoints import Checkpoint
 from hone.trainers.run.recorder import Recorder
@@ -108,8 +108,12 @@ class Feed:
         self._admitted += numbers
         drawn = self._window.open[len(self._window.open) - len(prompts) :]
         for prompt, one in zip(prompts, drawn, strict=True):
-            group = self._collector.start(prompt, play, one.versions) if self._window.staleness else None
+            group = self._start(prompt, play, one) if self._window.staleness else None
             self._draws[prompt.draw] = Draw(prompt, play, before, group)
+
+    def _start(self, prompt: Prompt, play: Play, one: OpenDraw) -> Group:
+        plan = self._journal.plan
+        return self._collector.start(prompt, play, one.versions, None if plan is None else plan.draw(one.number))
 
     def take(self, count: int) -> list[TrajectoryGroup]:
         """The groups of the `count` oldest open draws, in draw order; raises what the rollout engine raised."""
@@ -125,6 +129,8 @@ class Feed:
         self._window = self._window.taken(count)
         for number in numbers:
             del self._draws[number]
+            if self._journal.plan is not None:
+                self._journal.plan.ended(number)
         return groups
 
     def commit(self, step: int, played: Sequence[TrajectoryGroup], batch: Batch | None) -> None:
@@ -140,7 +146,7 @@ class Feed:
             "admitted": self._admitted,
             "taken": sorted(group.prompt.draw for group in played),
             "dropped": {str(group.prompt.draw): _reason(group) for group in played if not group.trainable},
-            "spans": {str(one.prompt.draw): [_spans(answer) for answer in one.trajectories] for one in played},
+            "spans": {str(one.prompt.draw): [_spans(answer) for answer in _answers(one)] for one in played},
         }
         self._admitted = []
         if batch is not None:
@@ -213,17 +219,20 @@ class Feed:
         self._window = self._window.restored(state["window"])
         self._rollout.sync_from(actor, self.version)
         numbers = {one.number for one in self._window.open}
-        if not numbers:
-            return
-        drawn = {prompt.draw: prompt for prompt in prompts.since(state["before"])}
-        groups = read_groups(checkpoint.part(PART), drawn)
+        drawn: dict[int, Prompt] = {}
+        groups: dict[int, TrajectoryGroup] = {}
+        if numbers:
+            drawn = {prompt.draw: prompt for prompt in prompts.since(state["before"])}
+            groups = read_groups(checkpoint.part(PART), drawn)
+        if self._journal.plan is not None:
+            self._journal.plan.resumed(self.version, numbers - groups.keys(), sum(prompts.taken.values()))
         self._window = self._window.reopened(numbers - groups.keys())
         for one in self._window.open:
             prompt, again = drawn[one.number], play.at(one.step)
             if one.number in groups:
                 group = _ended(groups[one.number])
             else:
-                group = self._collector.start(prompt, again, one.versions)
+                group = self._start(prompt, again, one)
             self._draws[one.number] = Draw(prompt, again, state["before"], group)
 
     # ------------------------------------------------------------------------------------------------------- its parts
@@ -270,6 +279,11 @@ def _spans(one: Trajectory) -> list[list[int]]:
     """[version, tokens] of each run of sampled tokens from one version."""
     versions = [version for version, mask in zip(one.weight_versions, one.loss_mask, strict=True) if mask]
     return [[version, len(list(run))] for version, run in groupby(versions)]
+
+
+def _answers(group: TrajectoryGroup) -> list[Trajectory]:
+    """All answers to a prompt; the greedy one, if there is one, is the last."""
+    return [*group.trajectories, *([group.greedy] if group.greedy is not None else [])]
 
 
 def _reason(group: TrajectoryGroup) -> str:

@@ -18,10 +18,11 @@ from hone.trainers.run.recorder import Recorder
 
 @dataclass(frozen=True, slots=True)
 class RunControl:
-    """How the caller of a run follows it and ends it early."""
+    """How the caller of a run follows it, ends it early, or has it repeat another."""
 
     on_step: Callable[[int, Mapping[str, float]], None] | None = None  # gets each step's metrics, on the run's thread
     stop: threading.Event = field(default_factory=threading.Event)  # set: end after this step, as the first Ctrl-C does
+    replay: Path | None = None  # the `schedule.jsonl` of an asynchronous run that this run repeats
 
 
 @dataclass(frozen=True, slots=True)

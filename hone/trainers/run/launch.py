@@ -25,7 +25,7 @@ from hone.tracking.hub import Tracking
 from hone.tracking.metrics import Timer
 from hone.tracking.muted import MutedTracking
 from hone.trainers.policy.assembly import PolicyAssembly
-from hone.trainers.policy.checks import check_settings
+from hone.trainers.policy.checks import check_replay, check_settings
 from hone.trainers.policy.generation import Generation
 from hone.trainers.policy.settings import PolicyRunConfig, WarmStartConfig
 from hone.trainers.run.context import RunContext, RunControl, untracked_context
@@ -62,6 +62,8 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
     config = loaded.config
     ranks.require_one("hone distill" if config.kind == "distill" else "hone train")
     folder = Path(config.run.dir)
+    if control.replay is not None:
+        check_replay(config, control.replay)
     with claim(folder), ExitStack() as started:
         check_settings(config)
         changes, model, renderer = _begin(config, folder)

@@ -1,0 +1,83 @@
+"""The built-in engine's server, where new weights arrive in the middle of answers in every run, whatever the load.
+
+With staleness 1, draw d is trained in step d // PER_STEP + 1, after version d // PER_STEP has been published. A request
+for it waits until those of the step before have ended, is given its first tokens, and the others when the server has
+that version. Weights that arrive wait until every request that runs has a token.
+"""
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from hone.rollout import ROLLOUT_ENGINES
+from hone.rollout.builtin.scheduler import Scheduler
+from hone.rollout.servers.builtin import BuiltinServer
+from hone.workers.inside import builtin
+
+PER_STEP, SAMPLES = 4, 4  # of the run's `update`
+PATIENCE_S = 120.0
+answer, pause, step = builtin.EngineApp._continue, builtin.EngineApp._pause, Scheduler.step
+ended = Counter()  # version -> requests that have ended of those that waited for it
+held = set()
+
+
+class Gated(BuiltinServer):
+    """The adapter, as a plug-in: HONE_USE_EXTERNAL_MODULES=tests.trainers.gated_server."""
+
+    program = (str(Path(__file__)),)
+
+
+def due(request_id):
+    """The version that a request waits for."""
+    return int(request_id.split("/")[1]) // PER_STEP
+
+
+async def until(happened):
+    async with asyncio.timeout(PATIENCE_S):
+        while not happened():
+            await asyncio.sleep(0.001)
+
+
+async def answer_in_turn(app, body):
+    asked = json.loads(body)
+    if asked["sampling"]["temperature"] == 0:  # of an evaluation
+        return await answer(app, body)
+    request, engine = asked["request_id"], app._engine
+    held.add(request)
+    try:
+        await until(lambda: due(request) <= engine.weight_version or ended[engine.weight_version] == PER_STEP * SAMPLES)
+    finally:
+        held.discard(request)
+    found = await answer(app, body)
+    ended[due(request)] += 1
+    return found
+
+
+def has_token(scheduler, request):
+    return bool(request.tokens or scheduler.batch._host.produced[request.row])
+
+
+def step_if_due(scheduler):
+    batch = scheduler.batch
+    waits = [due(one.request_id) > batch.weight_version and has_token(scheduler, one) for one in batch.running]
+    if scheduler._queue or not waits or not all(waits) or any(one.sampling.temperature == 0 for one in batch.running):
+        step(scheduler)
+
+
+async def pause_when_begun(app, body):
+    scheduler = app._engine._scheduler
+    await until(
+        lambda: not held and not scheduler._queue and all(has_token(scheduler, one) for one in scheduler.batch.running)
+    )
+    return await pause(app, body)
+
+
+if __name__ == "__main__":
+    builtin.EngineApp._continue = answer_in_turn
+    builtin.EngineApp._pause = pause_when_begun
+    Scheduler.step = step_if_due
+    builtin.main(sys.argv[1:])
+elif "gated" not in ROLLOUT_ENGINES:
+    ROLLOUT_ENGINES.register("gated", "tests.trainers.gated_server:Gated")
