@@ -113,6 +113,11 @@ def start_rollout(spec: RolloutSpec, loop: Loop, phase: PhaseFn) -> RolloutHandl
     return RolloutHandle(parts, loop, phase)
 
 
+def is_batch_invariant(backend: str) -> bool:
+    """Return whether the tokens of a request do not depend on the requests that the engine computes with it."""
+    return bool(getattr(ROLLOUT_ENGINES.get(backend), "batch_invariant", False))
+
+
 def _routed_layers(spec: RolloutSpec, engine_class: Any) -> tuple[int, ...]:
     """Return the model's mixture layers. Raises ConfigError if the rollout cannot return routed experts."""
     key = "actor.moe.routing_replay: rollout, but"
@@ -366,4 +371,12 @@ def served_dtype(engine: RolloutEngine) -> torch.dtype:
     return min(dtypes, key=lambda dtype: dtype.itemsize)  # some weights of a mixture stay in float32
 
 
-__all__ = ["RolloutSpec", "ServerFailed", "engine_config", "served_dtype", "server_specs", "start_rollout"]
+__all__ = [
+    "RolloutSpec",
+    "ServerFailed",
+    "engine_config",
+    "is_batch_invariant",
+    "served_dtype",
+    "server_specs",
+    "start_rollout",
+]
