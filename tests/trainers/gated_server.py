@@ -6,7 +6,6 @@ that version. Weights that arrive wait until every request that runs has a token
 """
 
 import asyncio
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,7 +17,7 @@ from hone.workers.inside import builtin
 
 PER_STEP, SAMPLES = 4, 4  # of the run's `update`
 PATIENCE_S = 120.0
-answer, pause, step = builtin.EngineApp._continue, builtin.EngineApp._pause, Scheduler.step
+answer, pause, step = builtin.EngineApp._generate, builtin.EngineApp._pause, Scheduler.step
 ended = Counter()  # version -> requests that have ended of those that waited for it
 held = set()
 
@@ -40,17 +39,16 @@ async def until(happened):
             await asyncio.sleep(0.001)
 
 
-async def answer_in_turn(app, body):
-    asked = json.loads(body)
+async def answer_in_turn(app, asked):
     if asked["sampling"]["temperature"] == 0:  # of an evaluation
-        return await answer(app, body)
+        return await answer(app, asked)
     request, engine = asked["request_id"], app._engine
     held.add(request)
     try:
         await until(lambda: due(request) <= engine.weight_version or ended[engine.weight_version] == PER_STEP * SAMPLES)
     finally:
         held.discard(request)
-    found = await answer(app, body)
+    found = await answer(app, asked)
     ended[due(request)] += 1
     return found
 
@@ -75,7 +73,7 @@ async def pause_when_begun(app, body):
 
 
 if __name__ == "__main__":
-    builtin.EngineApp._continue = answer_in_turn
+    builtin.EngineApp._generate = answer_in_turn
     builtin.EngineApp._pause = pause_when_begun
     Scheduler.step = step_if_due
     builtin.main(sys.argv[1:])
