@@ -26,6 +26,13 @@ from hone.runtime import ranks
 
 Recipe = Annotated[Path | None, typer.Argument(help="run file (YAML); not needed with --model and --data")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value settings, such as run.steps=10")]
+RecipeAndKeys = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] [KEY=VALUE]...",
+        help="run file (YAML), not needed with --model and --data; then settings, such as run.steps=10",
+    ),
+]
 Model = Annotated[str, typer.Option(help="model folder or hub name (model.path)")]
 Data = Annotated[str, typer.Option(help="file of training rows: .jsonl, .parquet (data.train.path)")]
 Reward = Annotated[str, typer.Option(help="registered reward, or file.py:function (reward.components)")]

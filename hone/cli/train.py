@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hone.cli.flags import Data, Flags, Model, Overrides, Recipe, Reward, Write, load_command
+from hone.cli.flags import Data, Flags, Model, RecipeAndKeys, Reward, Write, load_command
 from hone.cli.running import Restart, report_run
 from hone.config import Loaded
 from hone.trainers.policy.settings import PolicyRunConfig
@@ -17,8 +17,7 @@ from hone.trainers.run.launch import run_policy
 
 
 def train(
-    recipe: Recipe = None,
-    overrides: Overrides = None,
+    given: RecipeAndKeys = None,
     model: Model = "",
     data: Data = "",
     reward: Reward = "",
@@ -32,7 +31,8 @@ def train(
 
     Give a run file, or --model, --data and --reward. Every key of a run file is a flag too: --run.steps 10.
     """
-    loaded = _load(recipe, overrides or [], replay, Flags(model, data, reward, write=write))
+    recipe, *keys = given or [""]
+    loaded = _load(Path(recipe) if recipe else None, keys, replay, Flags(model, data, reward, write=write))
     report_run(Path(loaded.config.run.dir), lambda: run_policy(loaded, RunControl(replay=replay)), restart)
 
 

@@ -228,7 +228,7 @@ class Router:
         self._open.add(request_id)
         try:
             prompt = tuple(token_ids)
-            request = RoutedRequest(request_id, versions, prompt, sampling.max_tokens, spans)
+            request = RoutedRequest(request_id, versions, prompt, sampling.max_tokens, spans=spans)
             completion = await self._pieces(request, prompt, sampling, *((images,) if images else ()))
             self.seats.placement.saw(len(completion.token_ids))
             return completion

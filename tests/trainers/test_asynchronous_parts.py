@@ -71,9 +71,9 @@ def train(folder, *changes):
 def test_a_critic_a_reference_and_several_mini_batches(tmp_path):
     algorithm = {**PPO["algorithm"], "correction": {"old": "rollout"}}
     _, steps = train(tmp_path, PPO, {"algorithm": algorithm})
-    for name in ("critic/loss", "train/kl"):
+    for name in ("critic/loss", "train/reference_kl"):
         assert all(name in line for line in steps), sorted(steps[0])
-    assert steps[0]["train/kl"] != steps[2]["train/kl"]
+    assert abs(steps[0]["train/reference_kl"]) < 1e-6 < steps[2]["train/reference_kl"]
 
 
 @pytest.mark.parametrize("served_by", ["engine", "rollout"])
@@ -82,7 +82,7 @@ def test_a_teacher(tmp_path, served_by):
     teacher = local_model(ModelConfig(build=build), tmp_path / "teacher").path
     teachers = {"a": {"model": {"path": str(teacher)}, "served_by": served_by}}
     _, steps = train(tmp_path, {"kind": "distill", "distillation": {"teachers": teachers}})
-    assert all(line["train/teacher_kl"] > 0 for line in steps)
+    assert all(abs(line["train/teacher_kl"]) > 1e-3 for line in steps)  # an estimate from samples: of either sign
 
 
 def test_a_reward_model(tmp_path):

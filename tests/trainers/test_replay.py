@@ -46,7 +46,7 @@ def spans(run):
 def test_a_replay_is_equal_bit_for_bit(recorded):
     found = spans(recorded)
     assert sum(len(one) > 1 for one in found) / len(found) > 0.2
-    command(recorded, ["rollout.backend=builtin"], replay=recorded / JOURNAL)
+    command([str(recorded), "rollout.backend=builtin"], replay=recorded / JOURNAL)
     assert_same(recorded, recorded.with_name("run-replay"))
 
 
