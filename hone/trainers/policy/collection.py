@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -17,10 +16,9 @@ from hone.rewards.rubric import Rubric
 from hone.schedule.replay import RecordedDraw, Spans
 from hone.tracking.hub import Tracking
 from hone.tracking.rollouts import places_to_keep
-from hone.trainers.policy.turn_metrics import describe_turns
 from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
-from hone.types import Batch, Completion, Image, Metric, Metrics, Prompt, SamplingParams, Status, TrajectoryGroup
+from hone.types import Batch, Completion, Image, Metrics, Prompt, SamplingParams, TrajectoryGroup
 from hone.workers.publication import RolloutHandle
 from hone.workers.train import TrainHandle
 
@@ -149,77 +147,3 @@ def _packed_positions(played: Sequence[TrajectoryGroup]) -> dict[Position, int]:
         (i, j) for i, group in enumerate(played) for j, one in enumerate(group.trajectories) if one.status.trainable
     ]
     return {position: row for row, position in enumerate(trainable)}
-
-
-def describe_greedy(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """Metrics of the greedy answers, for algorithms that use them. Failed answers are left out of the means."""
-    played = [group.greedy for group in groups if group.greedy is not None]
-    if not played:
-        return {}
-    usable = [one for one in played if one.status.trainable]
-    metrics: Metrics = {"rollout/greedy_failed": Metric.sum(len(played) - len(usable))}
-    if usable:
-        rewards, lengths = [one.reward for one in usable], [one.response_length for one in usable]
-        metrics["rollout/greedy_reward"] = Metric.mean(sum(rewards) / len(usable), len(usable))
-        metrics["rollout/greedy_response_length"] = Metric.mean(sum(lengths) / len(usable), len(usable))
-    return metrics
-
-
-def count_statuses(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """How many of a step's trajectories have each status."""
-    counts = Counter(one.status for group in groups for one in group.trajectories)
-    return {f"rollout/status/{status}": Metric.sum(counts[status]) for status in Status}
-
-
-def describe(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """Rewards and lengths of a step's trajectories, before any is filtered out."""
-    every = [one for group in groups for one in group.trajectories]
-    usable = [one for one in every if one.status.trainable]
-    metrics: Metrics = {"rollout/trajectories": Metric.sum(len(every))}
-    if not usable:
-        return metrics
-    lengths = [one.response_length for one in usable]
-    rewards = [one.reward for one in usable]
-    count = len(usable)
-    metrics |= {
-        "reward/mean": Metric.mean(sum(rewards) / count, count),
-        "reward/max": Metric.max(max(rewards)),
-        "reward/min": Metric.min(min(rewards)),
-        "rollout/response_length": Metric.mean(sum(lengths) / count, count),
-        "rollout/response_length_max": Metric.max(max(lengths)),
-        "rollout/truncated_fraction": Metric.mean(sum(one.status is Status.TRUNCATED for one in usable) / count, count),
-        "rollout/zero_variance_fraction": Metric.mean(_zero_variance(groups), len(groups)),
-    }
-    for name in sorted({name for one in usable for name in one.components}):
-        found = [one.components[name] for one in usable if name in one.components]
-        metrics[f"reward/{name}"] = Metric.mean(sum(found) / len(found), len(found))
-    if any(len(one.spans) > 1 or one.metrics or any(span.calls for span in one.spans) for one in every):
-        metrics |= describe_turns(groups)
-    return metrics
-
-
-def describe_lengths(drawn: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> Metrics:
-    """How long a step's answers are: all that were drawn, those that failed, and those that are trained on.
-
-    A trained distribution that is shorter than the drawn one means that deadlines or filters prefer short answers.
-    """
-    every = [one for group in drawn for one in group.trajectories]
-    lengths = {
-        "drawn": [one.response_length + one.unfinished_tokens for one in every],
-        "failed": [one.response_length + one.unfinished_tokens for one in every if not one.status.trainable],
-        "trained": [one.response_length for group in kept for one in group.trainable if one.response_length],
-    }
-    metrics: Metrics = {}
-    for name, found in lengths.items():
-        if found:
-            ordered, count = sorted(found), len(found)
-            metrics[f"rollout/{name}_length"] = Metric.mean(sum(found) / count, count)
-            metrics[f"rollout/{name}_length_max"] = Metric.max(ordered[-1])
-            for share in (50, 90):
-                metrics[f"rollout/{name}_length_p{share}"] = Metric.mean(ordered[(count - 1) * share // 100], count)
-    return metrics
-
-
-def _zero_variance(groups: Sequence[TrajectoryGroup]) -> float:
-    """The share of groups whose members all have the same reward: their group-relative advantages are 0."""
-    return sum(len({one.reward for one in group.trainable}) <= 1 for group in groups) / len(groups)

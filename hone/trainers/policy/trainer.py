@@ -22,15 +22,10 @@ from hone.platforms.host_memory import give_back
 from hone.schedule.window import PromptLedger
 from hone.trainers.policy.annotators import Annotator, learners_of
 from hone.trainers.policy.checks import TokenBudgets
-from hone.trainers.policy.collection import (
-    RolloutLog,
-    count_statuses,
-    describe,
-    describe_greedy,
-    describe_lengths,
-)
+from hone.trainers.policy.collection import RolloutLog
 from hone.trainers.policy.feed import PART, Feed
 from hone.trainers.policy.generation import Generation
+from hone.trainers.policy.group_metrics import count_statuses, describe, describe_greedy, describe_lengths
 from hone.trainers.policy.health import RunHealth
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.policy.teachers import TeacherChoice

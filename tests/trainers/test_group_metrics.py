@@ -1,6 +1,6 @@
-"""Metrics of turns and tool calls, counted by hand."""
+"""Metrics of a step's groups: turns and tool calls, counted by hand."""
 
-from hone.trainers.policy.collection import describe
+from hone.trainers.policy.group_metrics import describe
 from hone.types import Called, Metric, Prompt, Status, StopReason, Trajectory, TrajectoryGroup, TurnSpan
 
 PROMPT = Prompt("set/0", (1,), (), "a", "set")
