@@ -73,7 +73,7 @@ def test_the_first_field_that_differs_is_named(plan):
 
 
 def test_a_request_moves_from_version_to_version():
-    request = RoutedRequest("1/1/0/0", (0, 9), ((3, 2), (5, 1), (6, 4)))
+    request = RoutedRequest("1/1/0/0", (0, 9), spans=((3, 2), (5, 1), (6, 4)))
     asked = [(request.allow_after(tokens), request.versions) for tokens in (0, 1, 2, 3, 9)]
     assert asked == [(2, (3, 3)), (1, (3, 3)), (1, (5, 5)), (None, (6, 6)), (None, (6, 6))]
     live = RoutedRequest("1/1/0/0", (0, 9))

@@ -23,12 +23,12 @@ PROGRAM = """
 from openai import AsyncOpenAI
 
 async def twice(base_url, api_key, prompt):
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
     said = list(prompt.messages)
-    for _ in range(2):
-        found = await client.chat.completions.create(model="policy", messages=said, max_tokens=2)
-        said += [{"role": "assistant", "content": found.choices[0].message.content or ""}]
-        said += [{"role": "user", "content": "a"}]
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _ in range(2):
+            found = await client.chat.completions.create(model="policy", messages=said, max_tokens=2)
+            said += [{"role": "assistant", "content": found.choices[0].message.content or ""}]
+            said += [{"role": "user", "content": "a"}]
     return said[-2]["content"]
 """
 
@@ -64,7 +64,12 @@ def train(folder, *changes):
     assert [number for record in records for number in record["taken"]] == list(range(4 * STEPS))
     assert [number for record in records for number in record["admitted"]] == list(range(4 * STEPS))
     steps = metrics(run)[1:]
-    assert [line["schedule/staleness_max"] for line in steps] == [0, 1, 1]
+    stale = [line["schedule/staleness_max"] for line in steps]
+    if any(change.get("asynchrony", {}).get("new_weights", "finish") != "finish" for change in changes):
+        assert stale[0] == 0
+        assert max(stale) <= 1  # how far an answer is when new weights arrive depends on the load
+    else:
+        assert stale == [0, 1, 1]
     return run, steps
 
 
