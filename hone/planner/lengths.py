@@ -1,0 +1,90 @@
+"""How long the answers of a simulated run are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from hone.config import ConfigError
+from hone.tracking.trackers.jsonl import ROLLOUTS_FILE, parse_line, whole_lines
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of answer lengths, in tokens."""
+
+    text: str  # as the user wrote it
+    draw: Callable[[Random], int]
+
+
+def parse_lengths(text: str, longest: int) -> Lengths:
+    """Read `constant:N`, `uniform:LOW:HIGH`, `lognormal:MEAN:SIGMA`, or the path of a recorded `rollouts.jsonl`.
+
+    Answers end at `longest` tokens. `MEAN` is the mean before that cut, `SIGMA` the deviation of the logarithm. Raises
+    ConfigError for any other text.
+    """
+    kind, _, rest = text.partition(":")
+    if kind not in _PARAMETERS:
+        return recorded(Path(text), longest)
+    numbers = _numbers(text, rest, _PARAMETERS[kind])
+    if kind == "constant":
+        found = _constant(numbers[0])
+    elif kind == "uniform":
+        found = _uniform(text, *numbers)
+    else:
+        found = _lognormal(*numbers)
+    return Lengths(text, lambda random: min(max(found(random), 1), longest))
+
+
+_PARAMETERS = {"constant": ("N",), "uniform": ("LOW", "HIGH"), "lognormal": ("MEAN", "SIGMA")}
+
+
+def recorded(path: Path, longest: int) -> Lengths:
+    """The lengths of the training answers in a `rollouts.jsonl`, or in the one of a run folder, drawn at random."""
+    file = path / ROLLOUTS_FILE if path.is_dir() else path
+    if not file.is_file():
+        kinds = ", ".join(":".join((kind, *names)) for kind, names in _PARAMETERS.items())
+        raise ConfigError(f"--lengths {path}: expected {kinds}, or the path of a rollouts.jsonl; found no such file")
+    lengths = recorded_lengths(file)
+    if not lengths:
+        raise ConfigError(f"{file} has no answers of training steps; record some with tracking.rollouts_per_step")
+    return Lengths(str(path), lambda random: min(max(random.choice(lengths), 1), longest))
+
+
+def recorded_lengths(file: Path) -> list[int]:
+    """The length of each training answer in a `rollouts.jsonl`. Raises TrackingError for a damaged line."""
+    records = (parse_line(file, number, line) for number, line in enumerate(whole_lines(file), start=1))
+    return [int(record["response_length"]) for record in records if not record.get("set")]
+
+
+def _numbers(text: str, rest: str, names: Sequence[str]) -> list[float]:
+    parts = rest.split(":") if rest else []
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(names) or any(not math.isfinite(number) or number <= 0 for number in numbers):
+        kind = text.partition(":")[0]
+        raise ConfigError(f"--lengths {text}: expected {':'.join((kind, *names))} with numbers above 0")
+    return numbers
+
+
+def _constant(length: float) -> Callable[[Random], int]:
+    return lambda _: round(length)
+
+
+def _uniform(text: str, low: float, high: float) -> Callable[[Random], int]:
+    if low > high:
+        raise ConfigError(f"--lengths {text}: LOW is above HIGH")
+    return lambda random: random.randint(round(low), round(high))
+
+
+def _lognormal(mean: float, sigma: float) -> Callable[[Random], int]:
+    mu = math.log(mean) - sigma**2 / 2
+    return lambda random: round(random.lognormvariate(mu, sigma))
+
+
+__all__ = ["Lengths", "parse_lengths", "recorded", "recorded_lengths"]

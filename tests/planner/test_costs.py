@@ -1,0 +1,99 @@
+"""Lengths and costs: as the user writes them, from recorded answers, and fitted to the metrics of a run."""
+
+import json
+from random import Random
+
+import pytest
+
+from hone.config import ConfigError
+from hone.planner.costs import fitted, non_negative
+from hone.planner.lengths import parse_lengths
+
+
+def drawn(text, count=4000, longest=10_000):
+    lengths, random = parse_lengths(text, longest), Random(1)
+    return [lengths.draw(random) for _ in range(count)]
+
+
+def test_lengths_have_the_distribution_that_they_name():
+    assert set(drawn("constant:7")) == {7}
+    assert set(drawn("uniform:2:5")) == {2, 3, 4, 5}
+    assert sum(drawn("lognormal:100:0.5")) / 4000 == pytest.approx(100, rel=0.03)
+    assert max(drawn("lognormal:100:2", longest=300)) == 300
+
+
+def test_recorded_lengths_are_those_of_training_answers(tmp_path):
+    lines = [{"step": 0, "set": "held_out", "response_length": 99}]
+    lines += [{"step": 1, "set": None, "response_length": length} for length in (3, 4)]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert set(drawn(str(tmp_path))) == {3, 4}
+    assert set(drawn(str(tmp_path / "rollouts.jsonl"))) == {3, 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("constant", "expected constant:N"),
+        ("uniform:5:2", "LOW is above HIGH"),
+        ("uniform:5", "expected uniform:LOW:HIGH"),
+        ("lognormal:100:-1", "expected lognormal:MEAN:SIGMA"),
+        ("normal:1", "no such file"),
+    ],
+)
+def test_other_lengths_are_refused(text, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_lengths(text, 10)
+
+
+def test_weights_below_0_are_not_found():
+    """The free fit would be 4 and -1. A constant c alone minimises the sum of (c / v - 1)^2 for v = 1, 2, 3."""
+    best = (1 + 1 / 2 + 1 / 3) / (1 + 1 / 4 + 1 / 9)
+    assert non_negative([[1, 1, 1], [3, 2, 1]], [1, 2, 3]) == pytest.approx([best, 0])
+
+
+def metrics(tmp_path, **others):
+    """The metrics of 12 steps of which each part of the time is known."""
+    lines = []
+    for step in range(1, 13):
+        longest, tokens, prefilled = 50 + 7 * (step % 4), 800 + 90 * (step % 3), 100 + 11 * (step % 5)
+        generate, train = 0.01 * longest + 0.0002 * tokens / 2 + 0.001 * prefilled / 2, 0.5 + 0.0001 * (tokens + 160)
+        whole = generate + train + 0.25 + 0.125
+        lines.append(
+            {
+                "step": step,
+                "perf/generate_s": generate,
+                "perf/reward_s": 0.25,
+                "perf/weight_sync_s": 0.125,
+                "perf/step_s": whole,
+                "perf/tokens_per_s": (tokens + 160) / whole,
+                "rollout/response_length_max": longest,
+                "rollout/tokens": tokens,
+                "rollout/prefill_tokens": prefilled,
+                "rollout/trajectories": 16,
+                **others,
+            }
+        )
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def test_the_costs_of_a_run_are_found_again(tmp_path):
+    found = fitted(metrics(tmp_path), replicas=2)
+    assert found.prompt_tokens == 10
+    assert found.costs.decode_s == pytest.approx(0.01)
+    assert found.costs.decode_row_s == pytest.approx(0.0002)
+    assert found.costs.prefill_token_s == pytest.approx(0.001)
+    assert found.costs.train_step_s == pytest.approx(0.5)
+    assert found.costs.train_token_s == pytest.approx(0.0001)
+    assert (found.costs.reward_s, found.costs.send_s, found.costs.copy_s) == (0.25, 0.125, 0)
+
+
+def test_a_run_that_says_too_little_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no metrics"):
+        fitted(tmp_path, 1)
+    with pytest.raises(ConfigError, match="asynchronous"):
+        fitted(metrics(tmp_path, **{"perf/trainer_wait_s": 1.0}), 1)
+    lines = (metrics(tmp_path) / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:5]))
+    with pytest.raises(ConfigError, match="found 3 steps"):
+        fitted(tmp_path, 1)
