@@ -84,7 +84,7 @@ def _cell(base: Base, names: dict[str, str]) -> Cell | None:
         setting = replace(setting, trainer_devices=float(trainer), replicas=replicas)
         if "prompts_per_device" in names:
             prompts = round(_number("prompts_per_device", names["prompts_per_device"]) * devices)
-            setting = replace(setting, prompts_per_step=max(prompts, setting.minibatches))
+            setting = replace(setting, prompts_per_step=max(prompts, 1))
     return Cell(names, setting)
 
 

@@ -41,8 +41,6 @@ class Setting:
     seats: int = 512  # answers that a server writes at a time
     trainer_devices: float = 1.0
     prompt_tokens: int = 0  # of each prompt
-    minibatches: int = 1
-    stream: bool = False  # a mini-batch trains as soon as its groups are there
     steps: int = MEASURED  # that are measured
     seed: int = 0
 
@@ -103,8 +101,7 @@ class _Run:
         self._groups: dict[int, _Group] = {}
         self._drawn = 0
         self._step = 0
-        self._parts: list[Sequence[int]] = []  # draws of the step's mini-batches that are still to be trained
-        self._training = False
+        self._batch: Sequence[int] = []  # draws of the step, until they are trained
         self._trained_s = 0.0
         self._tokens = 0  # of answers that were trained
         self._at_end: dict[int, _Totals] = {}  # step -> sums
@@ -136,9 +133,7 @@ class _Run:
         numbers = range(self._drawn, self._drawn + self._window.room(size, self._step))
         self._drawn = numbers.stop
         self._window = self._window.admitted(numbers, self._step, size)
-        draws = [one.number for one in self._window.open[:size]]
-        parts = self._setting.minibatches if self._setting.stream else 1
-        self._parts = [draws[i * size // parts : (i + 1) * size // parts] for i in range(parts)]
+        self._batch = [one.number for one in self._window.open[:size]]
         asked: list[Answer] = []
         for one in self._window.open[len(self._window.open) - len(numbers) :]:
             lengths = (self._setting.lengths.draw(self._random) for _ in range(self._setting.samples_per_prompt))
@@ -149,10 +144,11 @@ class _Run:
         self._train(now)
 
     def _train(self, now: float) -> None:
-        """Train on the next mini-batch, if its groups are there."""
-        if self._training or not self._parts or not all(self._groups[draw].scored for draw in self._parts[0]):
+        """Train on the step's groups, if all are there."""
+        if not self._batch or not all(self._groups[draw].scored for draw in self._batch):
             return
-        answers = [answer for draw in self._parts.pop(0) for answer in self._groups.pop(draw).answers]
+        answers = [answer for draw in self._batch for answer in self._groups.pop(draw).answers]
+        self._batch = []
         tokens = Counter[int]()
         for answer in answers:
             for version, length in answer.spans:
@@ -161,19 +157,14 @@ class _Run:
         if self._warm_up < self._step <= self._last:
             for version, length in tokens.items():
                 self._ages[ages[version]] += length
-        costs, parts = self._setting.costs, self._setting.minibatches if self._setting.stream else 1
+        costs = self._setting.costs
         whole = tokens.total() + len(answers) * self._setting.prompt_tokens
-        seconds = costs.train_step_s / parts + costs.train_token_s * whole / self._setting.trainer_devices
-        self._training = True
+        seconds = costs.train_step_s + costs.train_token_s * whole / self._setting.trainer_devices
         self._trained_s += seconds
         self._tokens += tokens.total()
         self._later(now + seconds, self._trained)
 
     def _trained(self, now: float) -> None:
-        self._training = False
-        if self._parts:
-            self._train(now)
-            return
         self._window = self._window.taken(self._setting.prompts_per_step).trained(self._step)
         self._later(now + self._setting.costs.copy_s, self._publish)
 
