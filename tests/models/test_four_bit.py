@@ -184,5 +184,5 @@ def test_what_cannot_be_held_so_is_refused(folder, monkeypatch):
     model = load_language_model(ModelConfig(build=BUILD))
     assert all(one is not head for _, one in chosen_layers(model, FourBitConfig(), "made"))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ModelError, match=r"needs the package bitsandbytes: pip install 'hone-rl\[qlora\]'"):
+    with pytest.raises(ModelError, match=r"needs the package bitsandbytes: pip install 'bitsandbytes>=0.50'"):
         load_language_model(ModelConfig(path=str(folder)), four_bit=FourBitConfig())

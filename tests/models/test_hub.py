@@ -152,9 +152,7 @@ def test_modelscope_asks_for_its_package(python):
     """A package of that name that cannot be imported stands in for none."""
     blocked = "import sys; sys.modules['modelscope'] = None\n"
     _, stdout, _ = python("-c", blocked + FIND, f"modelscope:{NAME}", "")
-    assert stdout.strip() == (
-        f"model.path 'modelscope:{NAME}' needs the package modelscope: pip install 'hone-rl[modelscope]'"
-    )
+    assert stdout.strip() == (f"model.path 'modelscope:{NAME}' needs the package modelscope: pip install modelscope")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("modelscope") is None, reason="modelscope is not installed")

@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.builtin.scheduler import Scheduler
 from hone.rollout.servers.builtin import BuiltinServer
 from hone.workers.inside import builtin
@@ -23,7 +22,7 @@ held = set()
 
 
 class Gated(BuiltinServer):
-    """The adapter, as a plug-in: HONE_USE_EXTERNAL_MODULES=tests.trainers.gated_server."""
+    """The adapter; a test registers it as `gated`."""
 
     program = (str(Path(__file__)),)
 
@@ -77,5 +76,3 @@ if __name__ == "__main__":
     builtin.EngineApp._pause = pause_when_begun
     Scheduler.step = step_if_due
     builtin.main(sys.argv[1:])
-elif "gated" not in ROLLOUT_ENGINES:
-    ROLLOUT_ENGINES.register("gated", "tests.trainers.gated_server:Gated")

@@ -8,6 +8,7 @@ from hone.cli.recipe import load_recipe
 from hone.envs import ENVS
 from hone.envs.base import Start, StepResult
 from hone.models.settings import BuildConfig, ModelConfig
+from hone.registry import Entry
 from hone.schedule.journal import JOURNAL, read_journal
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
@@ -51,8 +52,10 @@ class Again:
         pass
 
 
-if "again" not in ENVS:
-    ENVS.register("again", "tests.trainers.test_asynchronous_parts:Again")
+@pytest.fixture(autouse=True)
+def again(monkeypatch):
+    """The environment of that name, for these tests only."""
+    monkeypatch.setitem(ENVS._entries, "again", Entry(Again))
 
 
 def train(folder, *changes):

@@ -6,15 +6,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import tests.trainers.gated_server  # noqa: F401  registers the backend `gated`
 from hone.cli.recipe import load_recipe
 from hone.cli.train import train as command
 from hone.config import ConfigError
+from hone.registry import Entry
+from hone.rollout import ROLLOUT_ENGINES
 from hone.schedule.journal import JOURNAL, read_journal
 from hone.schedule.replay import ReplayError
 from hone.trainers.run.context import RunControl
 from hone.trainers.run.export import export_checkpoint
 from hone.trainers.run.launch import run_policy
+from tests.trainers.gated_server import Gated
 from tests.trainers.test_asynchronous import AHEAD, assert_same
 from tests.trainers.tiny import metrics, recipe
 
@@ -30,6 +32,14 @@ def mixed(mode):
         "asynchrony": {"staleness": 1, "new_weights": mode},
         "checkpoint": {"every_steps": 1, "keep": STEPS + 1},
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gated():
+    """The backend of that name, for these tests only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ROLLOUT_ENGINES._entries, "gated", Entry(Gated))
+        yield
 
 
 @pytest.fixture(scope="module")
