@@ -51,8 +51,8 @@ def test_a_revival_that_spans_a_training_step_does_not_serve(start, actor, loop,
     frozen_there, go_on = asyncio.Event(), asyncio.Event()
     weights, resume = actor.weights, victim.resume
 
-    def slowly(dtype):
-        for number, item in enumerate(weights(dtype)):
+    def slowly(dtype, in_files):
+        for number, item in enumerate(weights(dtype, in_files)):
             if number == 8 and frozen == "in the middle":
                 frozen_there.set()
             yield item
@@ -98,8 +98,8 @@ def test_a_death_in_a_group_costs_the_others_another_sync_and_not_the_run(start,
     weights = actor.weights
     killed = []
 
-    def deadly(dtype):
-        for number, item in enumerate(weights(dtype)):
+    def deadly(dtype, in_files):
+        for number, item in enumerate(weights(dtype, in_files)):
             if number == 3 and not killed:
                 killed.append(victim)
                 kill(victim)
@@ -177,8 +177,8 @@ def test_a_server_that_hangs_in_a_sync_costs_the_others_nothing_but_time(start, 
     victim, other = router.replicas
     weights, stopped = actor.weights, []
 
-    def freezing(dtype):
-        for number, item in enumerate(weights(dtype)):
+    def freezing(dtype, in_files):
+        for number, item in enumerate(weights(dtype, in_files)):
             if number == (0 if moment == "before the sync" else 3) and not stopped:
                 stopped.append(pid(victim))
                 os.kill(stopped[0], signal.SIGSTOP)
