@@ -8,9 +8,11 @@ deadlock.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hone.schedule import seats
 from hone.schedule.window import LedgerError, PromptLedger, ScheduleError, Window
@@ -24,16 +26,14 @@ class Broken(AssertionError):
     """A rule was broken, or a state was found from which the run cannot end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
+class Replica(NamedTuple):
     proven: int = -1
     content: int = -1  # version of the tensors that it holds
     target: int = -1  # of the weights that it is being sent; -1: none
     alive: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(NamedTuple):
     window: Window
     ledger: tuple
     step: int
@@ -41,8 +41,7 @@ class Saved:
     sampled: tuple[tuple[int, int], ...] = ()  # (draw, version) of answers that were there
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(NamedTuple):
     window: Window
     ledger: tuple = (0, (), 0, 0)
     drawn: int = 0
@@ -106,7 +105,7 @@ def trainer(world: World, rules: Rules, limits: Limits) -> Edges:
             answers = (*world.answers, *((number, WAITING, -1) for number in numbers))
             ledger = changed(world.ledger, lambda one: one.drawn(numbers))
             opened = window.admitted(numbers, world.step, short)
-            yield "admit", replace(world, window=opened, drawn=world.drawn + room, answers=answers, ledger=ledger)
+            yield "admit", world._replace(window=opened, drawn=world.drawn + room, answers=answers, ledger=ledger)
             return
     if short:
         takes = rules.takes(world)
@@ -128,14 +127,14 @@ def take(world: World, takes: list[int], limits: Limits) -> Edges:
             world.window.ages([version])  # raises beyond the bound
             if not seats.fits(version, of[number].versions):
                 raise Broken(f"draw {number} of {of[number].versions} was sampled from version {version}")
-    base = replace(world, window=window, answers=left, last=takes[-1])
+    base = world._replace(window=window, answers=left, last=takes[-1])
     finished = changed(world.ledger, lambda one: one.finished(takes))
-    yield "take", replace(base, ledger=finished, short=0, kept=world.kept + len(takes))
+    yield "take", base._replace(ledger=finished, short=0, kept=world.kept + len(takes))
     if world.drops < limits.drops:  # the first group is filtered out, and replaced from those ahead, or not
         dropped = changed(finished, lambda one: one.dropped(takes[:1], "filtered"))
-        fewer = replace(base, ledger=dropped, kept=world.kept + len(takes) - 1, drops=world.drops + 1)
-        yield "drop, replace", replace(fewer, short=1)
-        yield "drop", replace(fewer, short=0)
+        fewer = base._replace(ledger=dropped, kept=world.kept + len(takes) - 1, drops=world.drops + 1)
+        yield "drop, replace", fewer._replace(short=1)
+        yield "drop", fewer._replace(short=0)
 
 
 def update(world: World, rules: Rules) -> Edges:
@@ -148,8 +147,8 @@ def update(world: World, rules: Rules) -> Edges:
     ahead = [one.number for one in window.open]
     ledger = changed(world.ledger, lambda one: one.trained_all_finished(ahead))
     settled = Saved(window, ledger, step, world.drawn)
-    after = replace(world, window=window, ledger=ledger, snapshots=snapshots, settled=settled)
-    yield name, replace(after, step=step + 1, short=window.per_step, kept=0)
+    after = world._replace(window=window, ledger=ledger, snapshots=snapshots, settled=settled)
+    yield name, after._replace(step=step + 1, short=window.per_step, kept=0)
 
 
 # ------------------------------------------------------------------------------------------------------------ rollout
@@ -169,10 +168,10 @@ def rollout(world: World, rules: Rules) -> Edges:
         if found:
             target = min(found.values())
             moved = [
-                replace(one, target=target) if found.get(str(index)) == target else one
+                one._replace(target=target) if found.get(str(index)) == target else one
                 for index, one in enumerate(world.replicas)
             ]
-            yield f"send {target}", replace(world, replicas=tuple(moved))
+            yield f"send {target}", world._replace(replicas=tuple(moved))
     for index, replica in enumerate(world.replicas):
         if replica.target != -1 and replica.alive:
             content = rules.restored_content(world, replica.target) if replica.proven == -1 else replica.target
@@ -206,7 +205,7 @@ def seated(world: World, number: int, index: int, oldest: int) -> World:
 
 def ended(world: World, number: int, oldest: int, rules: Rules) -> World:
     after = placed(world, number, ENDED, oldest)
-    return replace(after, snapshots=tidy(rules, after, after.snapshots))
+    return after._replace(snapshots=tidy(rules, after, after.snapshots))
 
 
 def tidy(rules: Rules, world: World, snapshots: frozenset[int]) -> frozenset[int]:
@@ -222,7 +221,7 @@ def faults(world: World, rules: Rules, limits: Limits) -> Edges:
         if replica.alive and world.deaths < limits.deaths:
             answers = tuple((n, WAITING, v) if place == index else (n, place, v) for n, place, v in world.answers)
             died = with_replica(world, index, Replica(alive=False))
-            yield f"die {index}", replace(died, answers=answers, deaths=world.deaths + 1)
+            yield f"die {index}", died._replace(answers=answers, deaths=world.deaths + 1)
         elif not replica.alive:
             yield f"revive {index}", with_replica(world, index, Replica())
     sampled = {number: version for number, place, version in world.answers if place == ENDED}
@@ -230,7 +229,7 @@ def faults(world: World, rules: Rules, limits: Limits) -> Edges:
         open_draws = [one.number for one in world.settled.window.open]
         if world.settled.step == world.step - 1 and not world.kept:  # they were not taken since
             groups = tuple((number, sampled[number]) for number in open_draws if number in sampled)
-            yield "save", replace(world, saved=replace(world.settled, sampled=groups), settled=None)
+            yield "save", world._replace(saved=world.settled._replace(sampled=groups), settled=None)
     if world.saved is not None and world.crashes < limits.crashes:
         yield "crash", resumed(world, world.saved, rules)
 
@@ -262,11 +261,11 @@ def resumed(world: World, saved: Saved, rules: Rules) -> World:
 
 
 def placed(world: World, number: int, place: int, version: int) -> World:
-    return replace(world, answers=tuple((number, place, version) if one[0] == number else one for one in world.answers))
+    return world._replace(answers=tuple((number, place, version) if one[0] == number else one for one in world.answers))
 
 
 def with_replica(world: World, index: int, replica: Replica) -> World:
-    return replace(world, replicas=(*world.replicas[:index], replica, *world.replicas[index + 1 :]))
+    return world._replace(replicas=(*world.replicas[:index], replica, *world.replicas[index + 1 :]))
 
 
 def changed(ledger: tuple, change: Callable[[PromptLedger], None]) -> tuple:
@@ -284,45 +283,57 @@ def changed(ledger: tuple, change: Callable[[PromptLedger], None]) -> tuple:
 
 def explore(start: World, rules: Rules, limits: Limits) -> int:
     """Visit every reachable state; returns how many there are. Raises Broken."""
-    came_from: dict[World, tuple[World, str] | None] = {start: None}
-    before: dict[World, list[World]] = {start: []}
-    queue, ends = deque([start]), []
-    while queue:
-        world = queue.popleft()
-        if world.step > world.window.steps:
-            check_end(world, came_from)
-            ends.append(world)
-            continue
+    gc.freeze()
+    gc.disable()  # no state refers to another: collections would look at millions of them in vain
+    try:
+        return _explore(start, rules, limits)
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _explore(start: World, rules: Rules, limits: Limits) -> int:
+    worlds, ids = [start], {start: 0}  # a state is hashed once for every edge, and known by its number then
+    came_from: list[tuple[int, str] | None] = [None]
+    before: list[list[int]] = [[]]
+    ends = []
+    for here, world in enumerate(worlds):  # grows while it is read
         try:
+            if world.step > world.window.steps:
+                check_end(world)
+                ends.append(here)
+                continue
             for name, after in events(world, rules, limits):
-                if after not in came_from:
-                    came_from[after] = world, name
-                    before[after] = []
-                    queue.append(after)
+                there = ids.setdefault(after, len(worlds))
+                if there == len(worlds):
+                    worlds.append(after)
+                    came_from.append((here, name))
+                    before.append([])
                 if not name.startswith(FAULTS):
-                    before[after].append(world)
+                    before[there].append(here)
         except (Broken, ScheduleError, LedgerError, KeyError) as error:
-            raise Broken(f"{type(error).__name__}: {error}, after {story(world, came_from)}") from error
+            raise Broken(f"{type(error).__name__}: {error}, after {story(here, came_from)}") from error
     alive, queue = set(ends), deque(ends)
     while queue:
-        for world in before[queue.popleft()]:
-            if world not in alive:
-                alive.add(world)
-                queue.append(world)
-    if stuck := next((world for world in came_from if world not in alive), None):
+        for one in before[queue.popleft()]:
+            if one not in alive:
+                alive.add(one)
+                queue.append(one)
+    stuck = next((one for one in range(len(worlds)) if one not in alive), None)
+    if stuck is not None:
         raise Broken(f"the run cannot end, after {story(stuck, came_from)}")
-    return len(came_from)
+    return len(worlds)
 
 
-def check_end(world: World, came_from: dict) -> None:
+def check_end(world: World) -> None:
     drawn, opened, trained, dropped = world.ledger
     if opened or trained + dropped != drawn:
-        raise Broken(f"at the end {opened} of {drawn} draws are open, after {story(world, came_from)}")
+        raise Broken(f"at the end {opened} of {drawn} draws are open")
 
 
-def story(world: World, came_from: dict) -> str:
+def story(number: int, came_from: list[tuple[int, str] | None]) -> str:
     names = []
-    while (found := came_from[world]) is not None:
-        world, name = found
+    while (found := came_from[number]) is not None:
+        number, name = found
         names.append(name)
     return ", ".join(reversed(names))
