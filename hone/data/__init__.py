@@ -24,4 +24,4 @@ SOURCES = Registry(
         "python": Entry("hone.data.sources.base:open_function", "hone.data.settings:PythonSettings"),
     },
 )
-"""Name -> function of a `PromptSetConfig` that gives its `Rows` (`hone.data.sources.base`)."""
+"""Name -> function of a `RowsConfig` that gives its `Rows` (`hone.data.sources.base`)."""

@@ -60,13 +60,18 @@ class PythonSettings(Choice):
 TooLongChoice = Literal["error", "drop", "truncate"]
 
 
-class PromptSetConfig(Config):
-    """One data set: its rows, and how each becomes a prompt."""
+class RowsConfig(Config):
+    """Where rows come from."""
 
     path: str = setting("", "file (.jsonl, .parquet), pattern such as data/*.jsonl, or what the source expects")
     source: Annotated[SerializeAsAny[Choice] | None, FromRegistry(SOURCES)] = setting(
         None, "where rows come from; null: a file, by the suffix of path"
     )
+
+
+class PromptSetConfig(RowsConfig):
+    """One data set: its rows, and how each becomes a prompt."""
+
     columns: dict[Column, str] = setting(
         factory=dict, meaning="hone's column name: the data set's, such as {ground_truth: solution}; a.b is b within a"
     )

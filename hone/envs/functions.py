@@ -74,10 +74,15 @@ class Signature:
             default = ... if one.default is one.empty else one.default
             fields[one.name] = (hints[one.name], Field(default, description=notes.get(one.name)))
         try:
-            model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-            schema = _plain(model.model_json_schema())
+            return cls.of_parameters(name, text, fields)
         except (PydanticSchemaGenerationError, TypeError, NameError) as error:
             raise ConfigError(f"{where}: tool {name}: no schema for its parameters: {reason(error)}") from error
+
+    @classmethod
+    def of_parameters(cls, name: str, text: str, parameters: Mapping[str, Any]) -> Signature:
+        """Describe a tool by its parameters: name -> (type, pydantic `Field`)."""
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **parameters)
+        schema = _plain(model.model_json_schema())
         described = {"name": name, "description": text, "parameters": {"properties": {}, **schema}}
         return cls({"type": "function", "function": described}, model)
 

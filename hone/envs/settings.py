@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import model_validator
 
 from hone.config import Choice, Config, FromRegistry, setting
+from hone.data.settings import RowsConfig
 from hone.envs import EPISODES
 from hone.sandboxes.base import DEFAULT, Limits
 
@@ -81,6 +82,24 @@ class McpSettings(ToolCallSettings):
 
     name: str = setting("mcp", "tools of MCP servers")
     servers: dict[str, McpServer] = setting(meaning="the servers by name", min_length=1)
+
+
+class CorpusConfig(RowsConfig):
+    """The passages that a policy can search: rows with a text, and usually a title."""
+
+    text_column: str = setting("text", "column with the text of a passage")
+    title_column: str | None = setting("title", "column with its title, which is searched too; null: no titles")
+
+
+class SearchSettings(ToolCallSettings):
+    """A tool that searches a corpus by its words."""
+
+    name: str = setting("search", "a tool that searches a corpus of passages with BM25")
+    corpus: CorpusConfig = setting(meaning="the passages")
+    max_passages: int = setting(3, "passages that one search returns, unless the call asks for fewer", ge=1)
+    max_passage_characters: int = setting(
+        1000, "longest passage that the policy reads, with its title; its end is left out", unit="characters", ge=1
+    )
 
 
 class GymnasiumSettings(EnvSettings):

@@ -11,6 +11,7 @@ from hone.data.rendering import Renderer
 from hone.data.settings import DatasetConfig, PythonSettings
 from hone.data.stream import SampleMaker, read_all
 from hone.envs.base import ToolResult
+from hone.envs.search import Index
 from hone.models.settings import BuildConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.registry import resolve
@@ -81,6 +82,42 @@ def test_the_calculator_is_called_and_credit_goes_to_turns(tmp_path):
     steps = started("train", "tools/calculator.yaml", tmp_path, *small)
     assert steps[1]["reward/failed"] == 0
     assert steps[1]["rollout/trajectories"] == 8
+
+
+def test_the_corpus_is_searched_by_its_recipe(tmp_path):
+    small = ("run.steps=1", "warm_start.steps=3", "warm_start.samples_per_step=8", "update.prompts_per_step=2",
+             "update.samples_per_prompt=4", "evaluation.sets.held_out.max_rows=4")  # fmt: skip
+    steps = started("train", "search/local.yaml", tmp_path, *small)
+    assert steps[1]["reward/failed"] == 0
+    assert steps[1]["rollout/trajectories"] == 8
+
+
+def test_every_question_of_the_search_recipe_takes_two_searches():
+    corpus = list(resolve("recipes/search/task.py:corpus")(seed=1, size=1000))
+    passages = [f"{one['title']}: {one['text']}" for one in corpus]
+    index = Index(passages)
+    questions = {split: list(resolve("recipes/search/task.py:rows")(1, 1000, split)) for split in ("train", "held_out")}
+    assert {split: len(rows) for split, rows in questions.items()} == {"train": 300, "held_out": 100}
+    for row in questions["train"] + questions["held_out"]:
+        (first,) = index.best(row["prompt"], 2)
+        person, _, town = passages[first].partition(": town ")
+        (by_name, *_) = index.best(town, 1)  # the town's name alone finds the person again
+        (second,) = index.best(f"{town} code", 1)
+        assert (person, passages[by_name]) == (row["prompt"], passages[first])
+        assert passages[second] == f"{town}: code {row['ground_truth'].removeprefix('=')}"
+
+
+def test_worked_searches_search_twice_first_and_then_mostly_guess():
+    worked = resolve("recipes/search/task.py:worked")
+    rows = list(worked(2, 1000, 500, 0.3))
+    searches = [sum(message["role"] == "tool" for message in row["messages"]) for row in rows]
+    assert searches[:500] == [2] * 500
+    assert 110 < searches[500:].count(2) < 190  # 0.3 of 500 is 150
+    assert 40 < searches[500:].count(1) < 100  # a fifth of the other 350 is 70
+    for row, count in zip(rows, searches, strict=True):
+        said = [message["content"] for message in row["messages"]]
+        assert (said[-1].removeprefix("=") in " ".join(said[:-1])) == (count == 2)  # else the answer is a guess
+        assert len(said) == 2 + 2 * count
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from hone.config import ConfigError
 from hone.data import SOURCES
-from hone.data.settings import PromptSetConfig, PythonSettings
+from hone.data.settings import PythonSettings, RowsConfig
 from hone.registry import resolve
 
 Row = Mapping[str, Any]
@@ -40,13 +40,13 @@ class Rows(Protocol):
         """The folder that relative paths in the row start from: its file's folder, or the working folder."""
 
 
-def open_rows(config: PromptSetConfig, key: str = "data.train") -> Rows:
+def open_rows(config: RowsConfig, key: str = "data.train") -> Rows:
     """Open the rows of a data set; `key` is the key of its settings in the run file, for messages.
 
     Raises DataError for a missing or malformed file, an unknown suffix, or a set without rows.
     """
     name = config.source.name if config.source else _by_suffix(config.path, key)
-    opener = cast(Callable[[PromptSetConfig], Rows], SOURCES.get(name))
+    opener = cast(Callable[[RowsConfig], Rows], SOURCES.get(name))
     try:
         rows = opener(config)
     except DataError as error:
@@ -56,7 +56,7 @@ def open_rows(config: PromptSetConfig, key: str = "data.train") -> Rows:
     return rows
 
 
-def check_path(config: PromptSetConfig, key: str) -> None:
+def check_path(config: RowsConfig, key: str) -> None:
     """Raise DataError for a data set in files that do not exist, without reading any."""
     if config.source is None:
         name = _by_suffix(config.path, key)
@@ -115,7 +115,7 @@ class ListRows:
         return Path()
 
 
-def open_function(config: PromptSetConfig) -> ListRows:
+def open_function(config: RowsConfig) -> ListRows:
     """Open the rows that a Python function returns for a seed and a size.
 
     A result with a length and indexing is read row by row when needed; any other iterable is read into a list of at

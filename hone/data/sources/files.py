@@ -15,18 +15,18 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from hone.data.settings import PromptSetConfig
+from hone.data.settings import RowsConfig
 from hone.data.sources.base import DataError, Row, nearest
 
 GROUPS_IN_MEMORY = 4  # Parquet row groups kept in memory; a shuffle mixes the rows of this many
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def open_jsonl(config: PromptSetConfig) -> JsonlRows:
+def open_jsonl(config: RowsConfig) -> JsonlRows:
     return JsonlRows(_paths(config.path))
 
 
-def open_parquet(config: PromptSetConfig) -> ParquetRows:
+def open_parquet(config: RowsConfig) -> ParquetRows:
     return ParquetRows(_paths(config.path))
 
 

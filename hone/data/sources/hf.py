@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hone.data.settings import HfSettings, PromptSetConfig
+from hone.data.settings import HfSettings, RowsConfig
 from hone.data.sources.base import DataError, ListRows
 
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # files that `save_to_disk` writes
 
 
-def open_hf(config: PromptSetConfig) -> ListRows:
+def open_hf(config: RowsConfig) -> ListRows:
     """Open one split, memory-mapped by the library. Never runs code that comes with a data set."""
     settings = config.source if config.source is not None else HfSettings()
     assert isinstance(settings, HfSettings)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hone.data.settings import PromptSetConfig, ReasoningGymSettings
+from hone.data.settings import ReasoningGymSettings, RowsConfig
 from hone.data.sources.base import DataError, Row
 from hone.data.sources.reasoning_gym_patches import load_package
 from hone.registry import unknown
@@ -43,7 +43,7 @@ class TaskRows:
         return Path()
 
 
-def open_task(config: PromptSetConfig) -> TaskRows:
+def open_task(config: RowsConfig) -> TaskRows:
     """Open the problems of one task. Raises DataError for an unknown task or option, with the nearest valid name."""
     settings = config.source
     assert isinstance(settings, ReasoningGymSettings)

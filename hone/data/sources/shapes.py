@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from hone.data.settings import PromptSetConfig, ShapesSettings
+from hone.data.settings import RowsConfig, ShapesSettings
 from hone.data.sources.base import Row
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (235, 215, 60)}
@@ -53,7 +53,7 @@ class ShapesRows:
         return Path()
 
 
-def open_shapes(config: PromptSetConfig) -> ShapesRows:
+def open_shapes(config: RowsConfig) -> ShapesRows:
     """Open the rows that `config.source` describes."""
     assert isinstance(config.source, ShapesSettings)
     return ShapesRows(config.source)
