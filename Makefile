@@ -75,7 +75,8 @@ wheel: $(VENV)/.base
 	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
-docs: $(DOCS_VENV)/.docs
+docs: $(VENV)/.base $(DOCS_VENV)/.docs
+	$(VENV)/bin/python -m docs.write_reference
 	$(DOCS_VENV)/bin/sphinx-build --fail-on-warning --keep-going --quiet docs site
 	@echo "open site/index.html"
 
@@ -95,7 +96,7 @@ bench: $(VENV)/.base
 install: $(VENV)/.base
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(OLDEST_VENV) .venv-vllm .venv-sglang $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf docs/reference $(VENV) $(DOCS_VENV) $(OLDEST_VENV) .venv-vllm .venv-sglang $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hone tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------------- environments

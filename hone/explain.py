@@ -50,7 +50,7 @@ def _explain_one(tree: Mapping[str, Section], loaded: Loaded[Any], key: str) -> 
     section, name = tree[prefix], key.removeprefix(prefix)
     info: FieldInfo = type(section.config).model_fields[name]
     meaning, kind = info.description or "", type_text(info)
-    registry = _registry(section.field) if isinstance(section.config, Choice) and name == "name" else None
+    registry = registry_of(section.field) if isinstance(section.config, Choice) and name == "name" else None
     if registry is not None and section.field is not None:
         meaning = section.field.description or meaning
         kind = f"one of {', '.join(registry.registry)}"
@@ -75,7 +75,7 @@ def _default(section: Section, name: str) -> Any:
     return default_of(type(section.config).model_fields[name])
 
 
-def _registry(field: FieldInfo | None) -> FromRegistry | None:
+def registry_of(field: FieldInfo | None) -> FromRegistry | None:
     marks = [] if field is None else [*field.metadata, *_marks(field.annotation)]
     return next((mark for mark in marks if isinstance(mark, FromRegistry)), None)
 

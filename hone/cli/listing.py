@@ -1,4 +1,4 @@
-"""`hone list`: the registered names, by kind. `hone doctor` uses the same table of registries."""
+"""`hone list`: the registered names, by kind, and the metrics. `hone doctor` uses the same table of registries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from hone.registry import CannotLoad, Registry, UnknownName, resolve, unknown
+from hone.tracking.catalogue import METRICS as METRIC_ENTRIES
 
 REGISTRIES = {
     "advantages": "hone.algorithms:ADVANTAGES",
@@ -31,6 +32,7 @@ REGISTRIES = {
     "platforms": "hone.platforms:PLATFORMS",
 }
 """Kind -> where its registry is. Imported only when needed."""
+METRICS = "metrics"  # a kind of `hone list` that is no registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,29 @@ class Registered:
 
 
 def listing(
-    kind: Annotated[str, typer.Argument(help=f"one of {', '.join(REGISTRIES)}; default: all")] = "",
+    kind: Annotated[
+        str, typer.Argument(help=f"one of {', '.join(REGISTRIES)}, {METRICS}; default: all but metrics")
+    ] = "",
 ) -> None:
-    """List the names that a run file may use, by kind, and where each is defined."""
+    """List the names that a run file may use, by kind, and where each is defined; or the metrics and what they mean."""
+    if kind == METRICS:
+        _list_metrics()
+        return
     if kind and kind not in REGISTRIES:
-        raise UnknownName(unknown("kind", kind, list(REGISTRIES)))
+        raise UnknownName(unknown("kind", kind, [*REGISTRIES, METRICS]))
     for shown in [kind] if kind else REGISTRIES:
         entries = list(registered(shown))
         width = max((len(entry.name) for entry in entries), default=0)
         typer.secho(shown, bold=True)
         for entry in entries:
             typer.echo(f"  {entry.name:<{width}}  {entry.where}")
+
+
+def _list_metrics() -> None:
+    width = max(len(one.name) for one in METRIC_ENTRIES)
+    for one in METRIC_ENTRIES:
+        kind = f"{one.reducer}, {one.unit}" if one.unit else str(one.reducer)
+        typer.echo(f"{one.name:<{width}}  {one.meaning} ({kind})")
 
 
 def registered(kind: str) -> Iterator[Registered]:

@@ -40,3 +40,10 @@ def test_all_kinds_without_an_argument(capsys):
 @pytest.mark.parametrize("kind", [kind for kind in REGISTRIES if kind not in ("presets", "platforms")])
 def test_problems_are_reported_per_name(kind):
     assert set(problems(kind)) == {entry.name for entry in registered(kind)}
+
+
+def test_metrics_are_listed_with_their_meaning(capsys):
+    assert main(["list", "metrics"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (found,) = [line for line in lines if line.startswith("rollout/replicas_serving ")]
+    assert found.split(maxsplit=1)[1] == "replicas that take requests (min, replicas)"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from hone.tracking.catalogue import describe_metric
+
 TASK = '''
 import random
 def rows(seed, size):
@@ -67,6 +69,8 @@ def recipe(folder: Path, *changes: dict) -> Path:
 
 
 def metrics(run: Path) -> list[dict]:
-    """metrics.jsonl without timings: what has to be the same in an equal run."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("perf/")} for line in lines]
+    """metrics.jsonl without timings: what has to be the same in an equal run. Each metric is in the catalogue."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    names = {name for line in lines for name in line} - {"step"}
+    assert [name for name in sorted(names) if describe_metric(name) is None] == []
+    return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]

@@ -23,10 +23,12 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def open_jsonl(config: RowsConfig) -> JsonlRows:
+    """Rows of JSON Lines files: one object per line."""
     return JsonlRows(_paths(config.path))
 
 
 def open_parquet(config: RowsConfig) -> ParquetRows:
+    """Rows of Parquet files."""
     return ParquetRows(_paths(config.path))
 
 
