@@ -11,10 +11,10 @@ the deadline in a context variable, so neither side knows the other; without a d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +57,7 @@ class Deadline:
         """The end by the event loop's clock; None while the clock stands still."""
         return self._timeout.when()
 
-    def over(self, generate: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+    def over(self, generate: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
         """`generate` for tasks that the episode did not start, such as the handlers of an HTTP server."""
 
         async def call(*args: P.args, **kwargs: P.kwargs) -> R:

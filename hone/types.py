@@ -8,7 +8,7 @@ it. Operations on a `Batch` (packing, selecting, splitting) are in `hone.data.pa
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
@@ -206,7 +206,7 @@ class GenerateFn(Protocol):
 
     def __call__(
         self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
-    ) -> Awaitable[Completion]: ...
+    ) -> Coroutine[Any, Any, Completion]: ...
 
 
 @dataclass(frozen=True, slots=True)

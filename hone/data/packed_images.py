@@ -78,7 +78,7 @@ def select_images(images: BatchImages, chosen: Tensor) -> BatchImages | None:
     shown = _items(images.counts, chosen)
     if not len(shown):
         return None
-    kept, index = images.index[shown].unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    kept, index = images.index[shown].unique(return_inverse=True)
     rows = _items(images.grids.prod(1), kept)
     whole = len(kept) == len(images.grids)
     return replace(

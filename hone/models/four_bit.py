@@ -126,7 +126,7 @@ def reading_options(empty: Any, config: FourBitConfig, name: str) -> dict[str, A
     _bitsandbytes()
     chosen = {path for path, _ in chosen_layers(empty, config, name)}
     others = [path for path, one in empty.named_modules() if isinstance(one, nn.Linear) and path not in chosen]
-    options = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+    options = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=config.kind,
         bnb_4bit_use_double_quant=config.double,

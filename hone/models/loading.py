@@ -102,7 +102,7 @@ def load_head(model: ModelConfig) -> PreTrainedModel:
     if model.build is not None or method_of(check_model_source(model)):
         return load_language_model(model)
     empty = _empty(auto_class(str(check_model_source(model).get("model_type"))), model)
-    layer = cast(nn.Module, empty.get_output_embeddings())  # type: ignore[no-untyped-call]
+    layer = cast(nn.Module, empty.get_output_embeddings())
     named = list(empty.named_parameters(remove_duplicate=False))
     for key, parameter in list(layer.named_parameters()):
         found = _read_first(folder_of(model), [name for name, one in named if one is parameter])
@@ -232,9 +232,9 @@ def _empty(cls: Any, model: ModelConfig) -> PreTrainedModel:
 def without_progress_bars() -> Iterator[None]:
     """Turn off transformers' progress bars, which would overwrite the run's display."""
     enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         if enabled:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            logging.enable_progress_bar()

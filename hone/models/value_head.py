@@ -59,7 +59,7 @@ def check_classifier(folder: Path) -> None:
 def _empty_classifier(config: Any) -> Any:
     try:
         with torch.device("meta"):
-            empty = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
+            empty = AutoModelForSequenceClassification.from_config(config)
     except ValueError as error:
         kind = config.model_type
         raise ModelError(f"transformers has no sequence classifier of the architecture {kind!r}") from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def unfit_for_merging(kind: AdapterKind) -> str:
     return "it is on the weights of experts" if kind.experts else ""
 
 
-def check_adapter(name: str, known: Mapping[str, Any]) -> None:
+def check_adapter(name: str, known: Collection[str]) -> None:
     """Raise ValueError for an adapter that is not served."""
     if name not in known:
         raise ValueError(unknown("adapter", name, list(known)) if known else f"no adapter {name!r} is served here")

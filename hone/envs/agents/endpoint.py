@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -40,7 +40,7 @@ from hone.envs.tool_calls import ParseFn, arguments_text, hermes
 from hone.processes.guard import LOOPBACK, PathToken, TokenGuard, bearer_token
 from hone.processes.listening import Refusals, bounded, read_body
 from hone.processes.untrusted_json import parse_json
-from hone.types import Completion, PromptTooLong, SamplingParams, StopReason
+from hone.types import Completion, Message, PromptTooLong, SamplingParams, StopReason
 
 START_S, STOP_S = 10.0, 10.0
 MOST_CONNECTIONS = 4096
@@ -220,9 +220,9 @@ class Endpoint:
             completions = await self._sample(session, placed.prompt, sampling, body.n or 1)
             with _server_errors():
                 answers = [self._answer_to(one, body) for one in completions]
-                recorded = [(one.completion, one.message if chat else None) for one in answers]
+                recorded = [(one.completion, cast(Message, one.message) if chat else None) for one in answers]
                 async with session.recording:
-                    session.commit(placed, recorded)  # type: ignore[arg-type]  answers are messages
+                    session.commit(placed, recorded)
         except BaseException:
             session.release(placed)
             raise
@@ -238,7 +238,7 @@ class Endpoint:
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(
-                        task.generate(  # type: ignore[arg-type]  a GenerateFn returns a coroutine
+                        task.generate(
                             f"{task.request_id}/{number}", prompt, replace(sampling, seed=task.seed_of(number))
                         )
                     )

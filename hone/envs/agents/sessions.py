@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from hone.data.routes import Routes, joined_routes
 from hone.envs.base import Language
@@ -282,7 +282,7 @@ def normal(message: Mapping[str, Any]) -> Message:
             }
             for call in found["tool_calls"]
         ]
-    return Message(**found)  # type: ignore[typeddict-item]
+    return cast(Message, found)
 
 
 def _for_template(message: Message) -> Message:

@@ -295,9 +295,9 @@ def special_tokens(language: Language) -> frozenset[str]:
 
 def tool_findings(tools: Tools) -> Iterator[Finding]:
     """What is wrong with the tools' schemas."""
-    for name, count in Counter(str(_function(one).get("name")) for one in tools).items():
+    for called, count in Counter(str(_function(one).get("name")) for one in tools).items():
         if count > 1:
-            yield Finding("problem", f"{count} tools are called {name}; a call could mean any of them")
+            yield Finding("problem", f"{count} tools are called {called}; a call could mean any of them")
     for one in tools:
         function = _function(one)
         name = function.get("name")

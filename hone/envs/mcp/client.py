@@ -151,7 +151,8 @@ class McpClient:
 def _transport(name: str, settings: McpServer) -> Transport:
     if settings.url is not None:
         return HttpTransport(name, settings.url, settings.headers)
-    program, *arguments = settings.command or ()
+    assert settings.command  # checked by the settings
+    program, *arguments = settings.command
     command = [sys.executable if program == "python" else program, *arguments]
     return PipeTransport(name, command, settings.environment)
 

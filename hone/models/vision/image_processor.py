@@ -90,7 +90,7 @@ def load_image_processor(model: ModelConfig) -> ImageProcessor | None:
     check_source(model.path, "model.path", "preprocessor_config.json", model.trust_remote_code, model.revision)
     folder = locate(model.path, "model.path", model.revision, weights=False).folder
     try:
-        loaded: Any = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+        loaded: Any = AutoImageProcessor.from_pretrained(
             folder, backend="pil", trust_remote_code=model.trust_remote_code
         )
         full = AutoConfig.from_pretrained(folder)

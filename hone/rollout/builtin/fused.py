@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hone.models.attention.packed import Scoring, attend
 from hone.models.rotary import fix_rotary
+from hone.models.routing import Routers
 from hone.rollout.builtin.cache import CacheShape, KVCache, PackedPrompts, Step
 from hone.rollout.builtin.scoring import following_logprobs
 
@@ -86,7 +87,7 @@ class _Storage:
 class FusedDecoder:
     """`Decoder` for the Llama family; `unfit_for_fusing` rejects models that it cannot run."""
 
-    routers = None
+    routers: Routers | None = None
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         with torch.device("meta"):

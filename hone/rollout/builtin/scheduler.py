@@ -64,8 +64,8 @@ class Scheduler:
                 self.batch.drop(request)
             if request.future.cancelled():
                 request.seat.lost(len(request.tokens))
-            for waiting in (self._queue, self._later or ()):
-                if request in waiting:
+            for waiting in (self._queue, self._later):
+                if waiting is not None and request in waiting:
                     waiting.remove(request)
 
     # ---------------------------------------------------------------------------------------------- the driver

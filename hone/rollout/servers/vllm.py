@@ -331,8 +331,8 @@ def _scored(token_ids: Sequence[int], places: Sequence[Mapping[str, Any] | None]
         sorted((entry["rank"], int(token), float(entry["logprob"])) for token, entry in (place or {}).items())[:top_k]
         for place in places
     ]
-    ids, likely = (tuple(tuple(entry[at] for entry in place) for place in top) for at in (1, 2))
-    return Scored(logprobs, ids, likely)
+    ids = tuple(tuple(token for _, token, _ in place) for place in top)
+    return Scored(logprobs, ids, tuple(tuple(logprob for _, _, logprob in place) for place in top))
 
 
 def _read_errors(name: str, replies: list[dict[str, Any]]) -> None:

@@ -102,7 +102,7 @@ class PolicyAssembly:
         config, generation = self._config, self._generation
         asynchrony = config.asynchrony or AsynchronyConfig()
         one_version = asynchrony.staleness == 0 or asynchrony.new_weights == "finish"
-        window = Window(asynchrony.staleness, config.update.prompts_per_step, config.run.steps, one_version)
+        window = Window(asynchrony.staleness, config.update.prompts_per_step, config.run.total_steps, one_version)
         journal = Journal(self._context.folder / JOURNAL, self._plan())
         drain_s = asynchrony.drain_timeout_s if asynchrony.staleness else 0.0
         return Feed(window, generation.collector, generation.rollout, self._context.recorder, journal, drain_s)
@@ -123,7 +123,7 @@ class PolicyAssembly:
         if path is None:
             return None
         plan = Plan(path, list(read_journal(path)))
-        if plan.last_step < self._config.run.steps:
+        if plan.last_step < self._config.run.total_steps:
             self._context.tracking.message(f"{path} ends with step {plan.last_step}; later steps are not a replay")
         self._generation.rollout.keep_while(plan.needs)
         return plan

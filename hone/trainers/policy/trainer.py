@@ -69,7 +69,7 @@ class PolicyTrainer(Trainer):
     """Collects trajectories with the current weights, updates on them, and sends the new weights."""
 
     def __init__(self, config: PolicyRunConfig, parts: PolicyParts, context: RunContext) -> None:
-        super().__init__(config.run.steps, config.checkpoint, context, evaluates=bool(config.evaluation.sets))
+        super().__init__(config.run.total_steps, config.checkpoint, context, evaluates=bool(config.evaluation.sets))
         self.prompts = parts.prompts
         self.collector = parts.generation.collector
         self.feed = parts.feed

@@ -27,7 +27,7 @@ from hone.tracking.muted import MutedTracking
 from hone.trainers.policy.assembly import PolicyAssembly
 from hone.trainers.policy.checks import check_replay, check_settings
 from hone.trainers.policy.generation import Generation
-from hone.trainers.policy.settings import PolicyRunConfig, WarmStartConfig
+from hone.trainers.policy.settings import DistillRunConfig, PolicyRunConfig, WarmStartConfig
 from hone.trainers.run.context import RunContext, RunControl, untracked_context
 from hone.trainers.run.exported_rendering import write_rendering
 from hone.trainers.run.folder import claim, write_config
@@ -60,7 +60,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
     """Train a policy until `run.steps`, from the newest checkpoint if there is one; returns the run folder."""
     control = control or RunControl()
     config = loaded.config
-    ranks.require_one("hone distill" if config.kind == "distill" else "hone train")
+    ranks.require_one("hone distill" if isinstance(config, DistillRunConfig) else "hone train")
     folder = Path(config.run.dir)
     if control.replay is not None:
         check_replay(config, control.replay)

@@ -34,6 +34,12 @@ class RunConfig(Config):
             raise ValueError(f"set steps or epochs: {found}")
         return self
 
+    @property
+    def total_steps(self) -> int:
+        """The steps of the run, where `epochs` were counted before."""
+        assert self.steps is not None
+        return self.steps
+
     def counted(self, rows: int, per_step: int) -> RunConfig:
         """The same section with `steps`: those of `epochs` passes over so many rows, `per_step` of them in a step."""
         assert self.epochs is not None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from hone.algorithms.preference.settings import KtoSettings, PreferenceSettings, ProcessSettings
+from hone.algorithms.preference.settings import BradleyTerrySettings, KtoSettings, PreferenceSettings, ProcessSettings
 from hone.config import ConfigError, count_as_read, plain
 from hone.data.preference_readers import JudgedMaker, PairMaker, StepsMaker
 from hone.data.rendering import Renderer
@@ -76,7 +76,7 @@ class SupervisedAssembly:
     def model(self, model_type: str = "language_model") -> TrainHandle:
         """The model that is trained."""
         config = self._config
-        spec = TrainSpec(self._model, config.actor, model_type, total_steps=config.run.steps)
+        spec = TrainSpec(self._model, config.actor, model_type, total_steps=config.run.total_steps)
         return place_role("actor", spec, config.runtime, self._context.recorder)
 
     def reference(self, other: ModelConfig | None, policy: TrainHandle) -> FrozenModel:
@@ -98,7 +98,7 @@ class SupervisedAssembly:
             samples_per_step=config.samples_per_step,
             evaluate_every=config.evaluation.every_steps if config.evaluation.sets else 0,
         )
-        return SupervisedTrainer(config.run.steps, config.checkpoint, parts, self._context)
+        return SupervisedTrainer(config.run.total_steps, config.checkpoint, parts, self._context)
 
     def _held_out(self, maker: MakerOf[T], name: str, config: DatasetConfig) -> Sequence[T]:
         items, dropped = read_all(maker(name, config, self._renderer, f"evaluation.sets.{name}"))
@@ -129,7 +129,7 @@ def with_steps(config: C, renderer: Renderer) -> C:
 
 def assemble_supervised(
     config: SupervisedRunConfig, model: ModelConfig, renderer: Renderer, context: RunContext, data_key: str = "data"
-) -> SupervisedTrainer:
+) -> SupervisedTrainer[Any]:
     """A fine-tuning trainer with its data opened and its model loaded."""
     parts = SupervisedAssembly(config, model, renderer, context, data_key)
     task = SftTask(config.aggregation, config.actor.max_tokens_per_microbatch)
@@ -138,7 +138,7 @@ def assemble_supervised(
 
 def assemble_preference(
     config: PreferenceRunConfig, model: ModelConfig, renderer: Renderer, context: RunContext
-) -> SupervisedTrainer:
+) -> SupervisedTrainer[Any]:
     """A trainer of a preference loss. Loads the reference if the loss needs one and its log-probs are not stored."""
     loss = config.loss
     assert isinstance(loss, PreferenceSettings)
@@ -176,12 +176,13 @@ def _reference(
 
 def assemble_reward_model(
     config: RewardModelRunConfig, model: ModelConfig, renderer: Renderer, context: RunContext
-) -> SupervisedTrainer:
+) -> SupervisedTrainer[Any]:
     """A trainer of a value model that scores answers, or their steps."""
     parts = SupervisedAssembly(config, model, renderer, context)
     value_model = parts.model("value_model")
     if isinstance(config.loss, ProcessSettings):
         steps = StepTask(config.loss, config.actor.max_tokens_per_microbatch)
         return parts.trainer(maker_of(config), steps, value_model)
+    assert isinstance(config.loss, BradleyTerrySettings)  # the only other one
     task = ComparisonTask(config.loss, config.actor.max_tokens_per_microbatch)
     return parts.trainer(maker_of(config), task, value_model)

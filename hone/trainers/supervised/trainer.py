@@ -26,6 +26,7 @@ from hone.types import Batch, LossFn, LossOutput, Metric
 from hone.workers.train import TrainHandle
 
 T = TypeVar("T")
+Item = TypeVar("Item", contravariant=True)
 
 
 class Source(Protocol[T]):
@@ -38,7 +39,7 @@ class Source(Protocol[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Task(Protocol[T]):
+class Task(Protocol[Item]):
     """Turns items of one kind into batches, and names the loss."""
 
     @property
@@ -49,10 +50,10 @@ class Task(Protocol[T]):
     def measures(self) -> Mapping[str, str]:
         """What is measured on held-out sets: name of the figure -> name of the objective's metric."""
 
-    def collate(self, items: Sequence[T]) -> Batch:
+    def collate(self, items: Sequence[Item]) -> Batch:
         """Pack the items of one optimizer step, with loss weights and all other fields that the objective reads."""
 
-    def prepare(self, coming: Iterator[Sequence[T]]) -> None:
+    def prepare(self, coming: Iterator[Sequence[Item]]) -> None:
         """Called once before training, with the items of every evaluation set and of every step to come."""
 
 
