@@ -61,7 +61,7 @@ class RowReader:
     def _range(self, config: PromptSetConfig) -> tuple[int, int]:
         first, size = config.skip_rows, len(self.rows)
         if first >= size:
-            raise DataError(f"{self.key}.skip_rows={first} leaves nothing of the {size} rows of {self.rows.place}")
+            raise DataError(f"{self.key}.skip_rows={first} skips all {size} rows of {self.rows.place}; lower it")
         return first, size if config.max_rows is None else min(size, first + config.max_rows)
 
     def _check_names(self, row: Row) -> None:

@@ -182,3 +182,14 @@ def test_the_package_itself_is_light():
     program = "import sys, hone; print(hone.__version__, [m for m in ('torch', 'pydantic') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert found.stdout == f"{hone.__version__} []\n"
+
+
+def test_the_script_of_the_page_on_debugging_prints_the_last_answers(done, capsys):
+    _, result, _ = done
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "debugging.md").read_text(), flags=re.S)
+    script = "\n".join(line.removeprefix("   ") for line in script.splitlines())
+    exec(script.replace("runs/quickstart", str(result.folder)), {})
+    rows = [json.loads(line) for line in (result.folder / "rollouts.jsonl").read_text().splitlines()]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].split() == ["ground", "truth:", rows[-1]["ground_truth"]]
+    assert len(printed) == 12

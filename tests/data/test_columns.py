@@ -129,7 +129,7 @@ def read_first(reader, row, settings):
         ({"prompt": []}, {}, "should be text or a list of messages"),
         ({"messages": ["2?"]}, {}, "a message should have a role and a content, found '2\\?'"),
         ({"messages": [{"role": "user"}]}, {}, "a message of role 'user' has no content"),
-        ({"prompt": "2?"}, {"skip_rows": 1}, r"data\.train\.skip_rows=1 leaves nothing of the 1 rows"),
+        ({"prompt": "2?"}, {"skip_rows": 1}, r"data\.train\.skip_rows=1 skips all 1 rows of .*; lower it"),
     ],
 )
 def test_a_wrong_row_or_column_is_a_clear_error(reader, row, settings, said):
