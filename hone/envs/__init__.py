@@ -3,8 +3,8 @@
 In reading order: `base` (the contract), `chat` (one question, one answer), `episode` (runs episodes), `runners` (which
 runner a run file names), `settings`, `text_codec` (messages to tokens, completions to text), `tool_calls` (parsers),
 `tools` (episodes with tools), `functions` (Python functions as tools), `mcp/` (tools of MCP servers), `sandboxed` (code
-in a sandbox), `search` (a corpus of passages), `gymnasium` (Gymnasium environments). `agents/` turns the roles round: a
-program calls the policy. `checking/` plays an environment without a model.
+in a sandbox), `search` (a corpus of passages), `gymnasium` (Gymnasium environments), `openenv` (environments of OpenEnv
+servers). `agents/` turns the roles round: a program calls the policy. `checking/` plays an environment without a model.
 """
 
 from hone.registry import Entry, Registry
@@ -18,6 +18,7 @@ ENVS = Registry(
             "hone.envs.gymnasium:GymnasiumEnv", "hone.envs.settings:GymnasiumSettings", requires=("gymnasium",)
         ),
         "mcp": Entry("hone.envs.mcp.environment:McpEnv", "hone.envs.settings:McpSettings"),
+        "openenv": Entry("hone.envs.openenv:OpenEnv", "hone.envs.settings:OpenEnvSettings"),
         "python": Entry("hone.envs.sandboxed:SandboxEnv", "hone.envs.settings:PythonSettings"),
         "search": Entry("hone.envs.search:SearchEnv", "hone.envs.settings:SearchSettings", requires=("bm25s",)),
         "shell": Entry("hone.envs.sandboxed:SandboxEnv", "hone.envs.settings:ShellSettings"),

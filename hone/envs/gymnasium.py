@@ -9,7 +9,6 @@ The seed of `reset` comes from the prompt, so all samples of a prompt start in t
 from __future__ import annotations
 
 import re
-import zlib
 from typing import Any
 
 import gymnasium
@@ -18,9 +17,10 @@ from hone.config import ConfigError
 from hone.envs.base import Start, StepResult
 from hone.envs.functions import in_thread
 from hone.envs.settings import EpisodeConfig, GymnasiumSettings
+from hone.envs.text_actions import Refusals, opening, seed_of
 from hone.envs.tool_calls import Said
 from hone.registry import reason
-from hone.types import Completion, Message, Prompt, Status
+from hone.types import Completion, Message, Prompt
 
 MARKED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)  # how toy environments show where the player is
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -34,7 +34,7 @@ class GymnasiumEnv:
         self._prompt = prompt
         self._settings = settings.env
         self._env: Any = None
-        self._bad = 0
+        self._refusals = Refusals(settings.env.max_bad_calls)
 
     @classmethod
     def for_run(cls, settings: EpisodeConfig) -> GymnasiumEnvs:
@@ -43,18 +43,17 @@ class GymnasiumEnv:
         return GymnasiumEnvs(settings.env)
 
     async def start(self) -> Start:
-        seed = self._prompt.row.get("seed", zlib.crc32(self._prompt.prompt_id.encode()))
         self._env = await in_thread(lambda: _made(self._settings))
-        observation, _ = await in_thread(lambda: self._env.reset(seed=int(seed)))
+        observation, _ = await in_thread(lambda: self._env.reset(seed=seed_of(self._prompt)))
         text = await self._text_of(observation)
-        *before, last = self._prompt.messages
-        asked = f"{last['content']}\n\n{text}" if last.get("content") else text
-        return Start(messages=(*before, Message(**{**last, "content": asked})), anchor=text)
+        return Start(messages=opening(self._prompt, text), anchor=text)
 
     async def step(self, said: Said, completion: Completion) -> StepResult:
         action = action_in(said.content, self._env.action_space, self._settings.actions)
         if action is None:
-            return self._refused(said.content)
+            expected = _described(self._env.action_space, self._settings)
+            why = f"There is no action in {said.content[:100]!r}. Expected: {expected}."
+            return self._refusals.refuse(said.content, why)
         observation, reward, terminated, truncated, _ = await in_thread(lambda: self._env.step(action))
         text = await self._text_of(observation)
         return StepResult(
@@ -68,20 +67,6 @@ class GymnasiumEnv:
     async def close(self) -> None:
         if self._env is not None:
             await in_thread(self._env.close)
-
-    def _refused(self, content: str) -> StepResult:
-        self._bad += 1
-        hopeless = self._bad >= self._settings.max_bad_calls
-        text = (
-            f"There is no action in {content[:100]!r}. Expected: {_described(self._env.action_space, self._settings)}."
-        )
-        return StepResult(
-            done=False,
-            messages=(Message(role="user", content=text),),
-            status=Status.TRUNCATED if hopeless else Status.OK,
-            error=f"{self._bad} answers without an action" if hopeless else "",
-            answer=content,
-        )
 
     async def _text_of(self, observation: Any) -> str:
         """The observation as text; with `render_mode: ansi`, followed by the rendering, coloured parts in brackets."""

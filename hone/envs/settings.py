@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from hone.config import Choice, Config, FromRegistry, setting
 from hone.data.settings import RowsConfig
@@ -109,6 +109,34 @@ class GymnasiumSettings(EnvSettings):
     id: str = setting(meaning="its registered name, such as FrozenLake-v1, or package.module:Name-v0")
     options: dict[str, Any] = setting(meaning="keyword arguments of gymnasium.make", factory=dict)
     actions: list[str] = setting(meaning="names of numbered actions, in order; empty: their numbers", factory=list)
+
+
+class OpenEnvSettings(EnvSettings):
+    """An environment of an OpenEnv server."""
+
+    name: str = setting("openenv", "an environment of a running OpenEnv server, by WebSocket")
+    url: str = setting(meaning="address of its WebSocket, such as ws://127.0.0.1:8000/ws")
+    action_field: str | None = setting(
+        None, "field of the action that gets the answer as text; null: the answer is the action, as a JSON object"
+    )
+    observation_field: str | None = setting(
+        None, "field of the observation that the policy reads; null: the whole observation, as JSON"
+    )
+    reset: dict[str, Any] = setting(meaning="further arguments of reset; seed comes from the prompt", factory=dict)
+    headers: dict[str, str] = setting(meaning="HTTP headers of the connection, such as Authorization", factory=dict)
+    max_sessions: int | None = setting(
+        None, "sessions at a time; further episodes wait for one. null: as many as episodes", unit="sessions", ge=1
+    )
+    start_timeout_s: float = setting(30.0, "deadline of connecting and reset", unit="s", gt=0)
+    step_timeout_s: float = setting(30.0, "deadline of one step", unit="s", gt=0)
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_websocket(cls, url: str) -> str:
+        scheme, _, rest = url.partition("://")
+        if scheme not in ("ws", "wss") or not rest:
+            raise ValueError("should be the address of a WebSocket, such as ws://127.0.0.1:8000/ws")
+        return url
 
 
 class SandboxedSettings(ToolCallSettings):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
 
 DEEPEST = 64  # levels of arrays and objects
+ON_THE_LOOP = 1 << 16  # bytes; a longer text is parsed in a thread
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)  # a string that does not end is one token too
 
 
@@ -26,4 +28,9 @@ def parse_json(text: str | bytes) -> Any:
     return json.loads(text)
 
 
-__all__ = ["DEEPEST", "parse_json"]
+async def parse_json_apart(text: str | bytes) -> Any:
+    """The same, in a thread if the text is long, so that the event loop goes on."""
+    return parse_json(text) if len(text) <= ON_THE_LOOP else await asyncio.to_thread(parse_json, text)
+
+
+__all__ = ["DEEPEST", "parse_json", "parse_json_apart"]

@@ -19,6 +19,8 @@ from hone.envs.text_codec import TextCodec
 from hone.envs.tool_calls import Call, Said, pythonic
 from hone.processes.supervisor import descendants
 from hone.types import Completion, Prompt, SamplingParams, Status, StopReason
+from tests.envs.language import Language
+from tests.envs.listening import listening
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 PROMPT = Prompt("set/0", (1,), ({"role": "user", "content": "?"},), "a", "set")
@@ -50,25 +52,13 @@ def by_http(loop):
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     process = subprocess.Popen([sys.executable, SERVER, "http", str(port)], stderr=subprocess.DEVNULL)
-    loop(_listening(port))
+    loop(listening(port))
     config = config_of({"test": {"url": f"http://127.0.0.1:{port}/mcp", "tools": ["add", "fail"]}})
     servers = McpEnv.for_run(config)
     yield lambda: servers(PROMPT, 0, config), process
     loop(servers.close())
     process.kill()
     process.wait()
-
-
-async def _listening(port):
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                await asyncio.sleep(0.05)
-            else:
-                writer.close()
-                return
 
 
 def _command(pid):
@@ -128,28 +118,6 @@ def test_a_late_call_is_read_by_the_policy_and_the_server_goes_on(loop, piped):
         ("timeout", "error: hang did not finish within 0.1 s"),
         ("", "2"),
     ]
-
-
-class Language:
-    """One token for each character; an observation is one token."""
-
-    end_token_ids = frozenset({0})
-    template = ""
-
-    def decode(self, ids, *, keep_special=False):
-        return "".join(map(chr, ids))
-
-    def render_prompt(self, messages, tools=()):
-        return (1,)
-
-    def render_continuation(self, ids, messages, tools=()):
-        return (7,)
-
-    def renders_tools(self, messages, tools):
-        return True
-
-    def shorten(self, text, max_tokens):
-        return text[: 4 * max_tokens]
 
 
 class Policy:

@@ -71,6 +71,8 @@ def test_equal_scores_keep_the_order_of_the_texts():
     texts = [f"word{number % 7} common" for number in range(200)]
     assert Index(texts).best("common", 200) == list(range(200))
     assert Index(texts).best("word3", 5) == [3, 10, 17, 24, 31]
+    better = list(range(3, 200, 7))
+    assert Index(texts).best("common word3", 200) == better + [one for one in range(200) if one not in better]
 
 
 def test_a_query_finds_titles_and_texts_of_a_file(tmp_path):

@@ -24,11 +24,10 @@ from hone.envs.base import ToolLost
 from hone.processes.child import ServerFailed
 from hone.processes.piped import PipedProcess
 from hone.processes.supervisor import FOLDER
-from hone.processes.untrusted_json import parse_json
+from hone.processes.untrusted_json import parse_json_apart
 
 LOG = logging.getLogger("hone.envs")
 LARGEST_MESSAGE = 64 << 20  # bytes
-ON_THE_LOOP = 1 << 16  # bytes; a longer message is parsed in a thread
 STOP_S = 2.0  # how long a server may take to end after SIGTERM
 NO_METHOD = -32601
 Rpc = dict[str, Any]
@@ -138,7 +137,7 @@ class PipeTransport:
 
     async def _received(self, line: bytes) -> None:
         try:
-            message = await _parsed(line)
+            message = await parse_json_apart(line)
         except ValueError:
             LOG.warning("%s wrote a line to its output that is not a message: %.100r", self._process.name, line)
             return
@@ -234,9 +233,9 @@ async def _messages(response: aiohttp.ClientResponse) -> AsyncIterator[Rpc]:
         while kind == "text/event-stream" and (event := _first_event(held)) is not None:
             data = [line[5:].lstrip(b" ") for line in event.splitlines() if line.startswith(b"data:")]
             if data:
-                yield _object(await _parsed(b"\n".join(data)))
+                yield _object(await parse_json_apart(b"\n".join(data)))
     if kind != "text/event-stream" and held.strip():
-        yield _object(await _parsed(bytes(held)))
+        yield _object(await parse_json_apart(bytes(held)))
 
 
 def _first_event(held: bytearray) -> bytes | None:
@@ -254,10 +253,6 @@ def _object(value: Any) -> Rpc:
     if not isinstance(value, dict):
         raise ValueError(f"a message should be a JSON object, found {type(value).__name__}")
     return value
-
-
-async def _parsed(text: bytes) -> Any:
-    return parse_json(text) if len(text) <= ON_THE_LOOP else await asyncio.to_thread(parse_json, text)
 
 
 __all__ = ["LARGEST_MESSAGE", "HttpTransport", "PipeTransport", "Rpc", "Transport"]
