@@ -68,6 +68,14 @@ def ours():
     server.end()
 
 
+@pytest.fixture
+def mortal():
+    """A server that a test may kill."""
+    server = Served()
+    yield server
+    server.end()
+
+
 @pytest.fixture(scope="module", params=["ours", "core"])
 def server(request):
     if request.param == "ours":
@@ -179,39 +187,37 @@ def test_a_late_step_is_the_policys_if_the_server_lives(server):
     assert result.error == "the environment did not answer this action within 0.2 s"
 
 
-def test_a_server_that_stops_or_dies_is_a_failure(ours, monkeypatch):
+def test_a_server_that_stops_or_dies_is_a_failure(mortal, monkeypatch):
     monkeypatch.setattr(openenv, "PING_S", 0.2)
-    server = Served()
-    make = server.made(step_timeout_s=0.2)
+    impatient, make = mortal.made(step_timeout_s=0.2), mortal.made(step_timeout_s=60)
 
     async def stopped():
-        env = make()
+        env = impatient()
         await env.start()
-        os.kill(server.process.pid, signal.SIGSTOP)
+        os.kill(mortal.process.pid, signal.SIGSTOP)
         try:
             await env.step(Said(guess(4)), NOTHING)
         finally:
-            os.kill(server.process.pid, signal.SIGCONT)
+            os.kill(mortal.process.pid, signal.SIGCONT)
             await env.close()
 
     with pytest.raises(ToolLost, match=r"did not answer step within 0.2 s, nor a ping within 0.2 s"):
         asyncio.run(stopped())
     with pytest.raises(ToolLost, match="ended the connection in step"):
         asyncio.run(play(make(), guess(DIES)))
-    assert server.process.wait(60) == 3
+    assert mortal.process.wait(60) == 3
     with pytest.raises(ToolLost, match="cannot be reached: ClientConnectorError"):
         asyncio.run(play(make()))
 
 
 @pytest.mark.parametrize(("dies", "status"), [(False, Status.OK), (True, Status.ENV_FAILED)])
-def test_a_server_killed_in_an_episode_gives_no_reward(dies, status):
-    server = Served()
-    config = server.config(retries=1)
+def test_a_server_killed_in_an_episode_gives_no_reward(mortal, dies, status):
+    config = mortal.config(retries=1)
 
     async def policy(request_id, token_ids, sampling):
         turn = int(request_id.rsplit("/", 1)[1])
         if dies and turn == 1:
-            server.end()
+            mortal.end()
         ids = tuple(map(ord, guess([2, 4][turn])))
         return Completion(request_id, ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
 
@@ -221,7 +227,6 @@ def test_a_server_killed_in_an_episode_gives_no_reward(dies, status):
     runner = EpisodeRunner(config, OpenEnv.for_run(config), TextCodec(Language(), no_calls))
     played = Play(policy, SamplingParams(max_tokens=100), seed=0, samples=1)
     (group,) = asyncio.run(runner.run([PROMPT], played, unscored))
-    server.end()
     (trajectory,) = group.trajectories
     assert trajectory.status is status
     if dies:
