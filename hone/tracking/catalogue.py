@@ -132,6 +132,24 @@ _ROLLOUT = (
     Described("rollout/replica_restarts", "replicas", SUM, "servers that were started again"),
 )
 
+
+def _mixture(role: str) -> tuple[Described, ...]:
+    """Of a mixture of experts that is trained."""
+    return (
+        Described(
+            f"{role}/expert_load_max_over_mean", "", MEAN, "load of the busiest expert over the mean; 1 is balanced"
+        ),
+        Described(f"{role}/expert_load_worst_layer", "", MAX, "the same for the layer with the largest value"),
+        Described(f"{role}/experts_unused", "share", MEAN, "experts that got no token"),
+        Described(f"{role}/router_entropy", "nats", MEAN, "entropy of the router; log(experts) is uniform"),
+        Described(f"{role}/router_aux_loss", "", MEAN, "balance loss of the router, before its coefficient"),
+        Described(f"{role}/router_z_loss", "", MEAN, "z loss of the router, before its coefficient"),
+        Described(
+            f"{role}/routes_replaced", "share", MEAN, "replayed expert choices that differ from the router's own"
+        ),
+    )
+
+
 _POLICY = (
     *_optimizer("train", "the trained model (the actor)"),
     Described("train/policy_loss", "", MEAN, "policy loss per token, without KL and entropy terms"),
@@ -149,13 +167,7 @@ _POLICY = (
     Described("train/skipped_updates", "steps", SUM, "steps that trained nothing, because filters left no group"),
     Described("train/distillation_loss", "nats/token", MEAN, "divergence from the teacher in the loss"),
     Described("train/teacher_kl", "nats/token", MEAN, "KL from the student to the teacher, on sampled tokens (k1)"),
-    Described("train/expert_load_max_over_mean", "", MEAN, "load of the busiest expert over the mean; 1 is balanced"),
-    Described("train/expert_load_worst_layer", "", MAX, "the same for the layer with the largest value"),
-    Described("train/experts_unused", "share", MEAN, "experts that got no token"),
-    Described("train/router_entropy", "nats", MEAN, "entropy of the router; log(experts) is uniform"),
-    Described("train/router_aux_loss", "", MEAN, "balance loss of the router, before its coefficient"),
-    Described("train/router_z_loss", "", MEAN, "z loss of the router, before its coefficient"),
-    Described("train/routes_replaced", "share", MEAN, "replayed expert choices that differ from the router's own"),
+    *_mixture("train"),
 )
 
 _SUPERVISED = (
@@ -176,12 +188,14 @@ _SUPERVISED = (
 
 _CRITIC = (
     *_optimizer("critic", "the critic"),
+    *_mixture("critic"),
     Described("critic/value_loss", "", MEAN, "clipped squared error of the values, halved"),
     Described("critic/clip_fraction", "share", MEAN, "tokens at which the value clip decides the loss"),
     Described("critic/value", "", MEAN, "value of a token"),
     Described("critic/return", "", MEAN, "return of a token"),
     Described("critic/explained_variance", "", MEAN, "share of the returns' variance that the values explain; 1 best"),
     *_optimizer("process_reward", "the process reward model"),
+    *_mixture("process_reward"),
     Described("process_reward/cross_entropy", "nats", MEAN, "cross-entropy of its verdict on an answer's outcome"),
     Described("process_reward/accuracy", "share", MEAN, "answers whose outcome the summed rewards predict"),
     Described("process_reward/mean", "", MEAN, "process reward of a token"),
@@ -256,9 +270,11 @@ _EVAL = (
     Described("eval/<set>/accuracy", "share", MEAN, "preferences and reward models: pairs or verdicts that are right"),
     Described("eval/<set>/margin", "", MEAN, "preferences and reward models: chosen minus rejected"),
     Described("eval/<set>/<component>", "", MEAN, "one component of the reward on a held-out set", own=True),
+    Described("eval/<set>/<component>/<part>", "", MEAN, "a part that a reward function returned by name", own=True),
     Described("eval/<set>/<component>/mean@<n>", "", MEAN, "mean over n answers to each prompt", own=True),
     Described("eval/<set>/<component>/best@<n>", "", MEAN, "best of n answers to each prompt", own=True),
     Described("eval/<set>/<component>/maj@<n>", "", MEAN, "the most frequent of n answers to each prompt", own=True),
+    Described("eval/<set>/<component>/<part>/<of>@<n>", "", MEAN, "the same of a part: mean, best and maj", own=True),
 )
 
 METRICS = (

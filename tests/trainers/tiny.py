@@ -72,5 +72,5 @@ def metrics(run: Path) -> list[dict]:
     """metrics.jsonl without timings: what has to be the same in an equal run. Each metric is in the catalogue."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     names = {name for line in lines for name in line} - {"step"}
-    assert [name for name in sorted(names) if describe_metric(name) is None] == []
+    assert not (missing := [name for name in sorted(names) if describe_metric(name) is None]), missing
     return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
