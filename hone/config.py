@@ -25,7 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializeAsAny, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 
 from hone.composition import COMMAND_LINE, PRESET, ConfigError, Layer, read_layers, to_yaml
@@ -47,6 +56,13 @@ class Config(BaseModel):
         """Tell sections that no run file has placed yet where they stand below this one."""
         for section in sections(self):
             section.config._prefix = section.config._prefix or section.prefix
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _build_choices(cls, value: Any, info: ValidationInfo) -> Any:
+        marks = cls.model_fields[str(info.field_name)].metadata
+        registry = next((mark for mark in marks if isinstance(mark, FromRegistry)), None)
+        return value if registry is None else registry.chosen(value)
 
     def key_of(self, name: str) -> str:
         """The dotted key of one of this section's settings, as a run file spells it: `actor.optimizer.lr`."""
@@ -81,9 +97,26 @@ class Choice(Config):
 
 @dataclass(frozen=True, slots=True)
 class FromRegistry:
-    """Mark a field as a choice among the entries of a registry: `Annotated[Choice, FromRegistry(LOSSES)]`."""
+    """Mark a field as a choice among the entries of a registry: `Annotated[Choice, FromRegistry(LOSSES)]`.
+
+    The field gets the settings class of the chosen entry, also if settings are built in Python from plain data:
+    `EngineConfig(schedule={"name": "cosine"}).schedule` is a `CosineConfig`.
+    """
 
     registry: Registry
+
+    def chosen(self, value: Any) -> Any:
+        """Build data that names an entry with the entry's class; pydantic alone knows only the class of the field."""
+        if isinstance(value, list | tuple):
+            return tuple(self.chosen(one) for one in value)
+        data = {"name": value} if isinstance(value, str) else value
+        if isinstance(data, Choice) and type(data) is not Choice:  # a plain `Choice` is an entry with its defaults
+            wanted = self.registry.settings(data.__dict__["name"])
+            if wanted is not None and not isinstance(data, wanted):
+                data = {name: data.__dict__[name] for name in data.model_fields_set | {"name"}}
+        if not isinstance(data, Mapping) or "name" not in data:
+            return data
+        return _Builder({}, Config).choice(self.registry, [Layer("settings", data)], self.registry.kind, None)
 
 
 def setting(default: Any = ..., meaning: str = "", *, unit: str = "", factory: Any = None, **constraints: Any) -> Any:

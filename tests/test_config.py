@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from hone.composition import Layer, from_yaml, read_layers, to_yaml
 from hone.config import (
@@ -363,6 +363,22 @@ def test_choices_in_lists_and_mappings(tmp_path):
     config = run_of(tmp_path, text, "shapes.0.radius=8", "by_name.b.radius=6")
     assert config.shapes == [Circle(radius=8), Square(side=3)]
     assert config.by_name == {"a": Choice(name="point"), "b": Circle(radius=6)}
+
+
+def test_choices_built_in_python_have_the_class_of_their_entry():
+    assert Run(shape={"name": "circle", "radius": 8}).shape == Circle(radius=8)
+    assert Run(shape="circle").shape == Circle()
+    assert Run(shape=Circle(radius=3)).shape == Circle(radius=3)
+    assert Run(spare={"name": "square"}).spare == Square()
+    assert Run(shapes=[{"name": "circle", "radius": 2}, "point"]).shapes == [Circle(radius=2), Choice(name="point")]
+    assert Run(shape=Square(name="circle")).shape == Circle(), "the name chooses, not the class that bears it"
+    for wrong, said in (
+        ({"name": "sqare"}, "shape: unknown shape 'sqare'; did you mean 'square'"),
+        ({"name": "circle", "side": 1}, r"unknown key 'shape.side' \(shape has: name, radius, colour\)"),
+        ({"name": "circle", "radius": 0}, r"shape.radius should be greater than 0 \(found 0\)"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            Run(shape=wrong)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hone.cli.recipe import KINDS, load_run
 from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, read_overrides, to_yaml
 from hone.config import Loaded, build
 from hone.data.settings import DatasetConfig
-from hone.data.sources.base import SUFFIXES, open_rows
+from hone.data.sources.base import SUFFIXES, open_rows, suffix_of
 from hone.runtime import ranks
 
 Recipe = Annotated[Path | None, typer.Argument(help="run file (YAML); not needed with --model and --data")]
@@ -143,7 +143,7 @@ def first_columns(data: str) -> list[str]:
 
 def source_of(data: str) -> dict[str, Any]:
     """The keys of `data.train` for a file, a folder, or a name on the Hugging Face hub."""
-    on_hub = not Path(data).exists() and Path(data).suffix not in SUFFIXES and re.fullmatch(r"[\w.-]+/[\w.-]+", data)
+    on_hub = not Path(data).exists() and suffix_of(data) not in SUFFIXES and re.fullmatch(r"[\w.-]+/[\w.-]+", data)
     return {"path": data, "source": "hf"} if on_hub else {"path": data}
 
 

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hone.config import ConfigError, build
 from hone.data.settings import DatasetConfig
-from hone.data.sources.base import SUFFIXES, Row, Rows
+from hone.data.sources.base import SUFFIXES, Row, Rows, suffix_of
 from hone.data.sources.files import open_jsonl, open_parquet
 from hone.processes.frames import as_text
 from hone.registry import unknown
@@ -75,10 +75,10 @@ def read_rows(path: Path, columns: Mapping[str, str]) -> list[Row]:
     `columns`: the file's names for these two; the rows have them under both names. Raises ConfigError, which names the
     file and the line.
     """
-    if path.suffix not in SUFFIXES:
+    if suffix_of(path) not in SUFFIXES:
         raise ConfigError(f"--input {path} should end in {' or '.join(SUFFIXES)}")
     config = DatasetConfig(path=str(path))
-    rows = cast(Rows, open_jsonl(config) if SUFFIXES[path.suffix] == "jsonl" else open_parquet(config))
+    rows = cast(Rows, open_jsonl(config) if SUFFIXES[suffix_of(path)] == "jsonl" else open_parquet(config))
     if len(rows) == 0:
         raise ConfigError(f"{rows.place} has no rows")
     checked = []
@@ -212,7 +212,7 @@ def _write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]], source: Path) ->
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], source: Path) -> None:
     known: dict[str, Any] = {"reward": pyarrow.float64(), "error": pyarrow.string()}
-    if SUFFIXES[source.suffix] == "parquet":
+    if SUFFIXES[suffix_of(source)] == "parquet":
         known = {field.name: field.type for field in pyarrow.parquet.read_schema(source)} | known
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: pyarrow.array([row.get(name) for row in rows], type=known.get(name)) for name in names}

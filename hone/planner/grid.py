@@ -52,7 +52,7 @@ def cells(base: Base, grid: Mapping[str, Sequence[str]]) -> list[Cell]:
     if "lengths" not in grid and not base.has_lengths:
         raise ConfigError(
             "nothing says how long answers are: add --grid lengths=lognormal:MEAN:SIGMA (or constant:N, "
-            "uniform:LOW:HIGH, the path of a rollouts.jsonl), or name a run that recorded rollouts with --from"
+            "uniform:LOW:HIGH, the path of a rollouts.jsonl.gz), or name a run that recorded rollouts with --from"
         )
     if "devices" not in grid and (alone := [one for one in ("split", "prompts_per_device") if one in grid]):
         raise ConfigError(f"--grid {alone[0]} needs the devices that it refers to; add --grid devices=16,128")

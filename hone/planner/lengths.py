@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from hone.config import ConfigError
-from hone.tracking.trackers.jsonl import ROLLOUTS_FILE, parse_line, whole_lines
+from hone.tracking.trackers.lines import ROLLOUTS_FILE, parse_line, rollout_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Lengths:
 
 
 def parse_lengths(text: str, longest: int) -> Lengths:
-    """Read `constant:N`, `uniform:LOW:HIGH`, `lognormal:MEAN:SIGMA`, or the path of a recorded `rollouts.jsonl`.
+    """Read `constant:N`, `uniform:LOW:HIGH`, `lognormal:MEAN:SIGMA`, or the path of a recorded `rollouts.jsonl.gz`.
 
     Answers end at `longest` tokens. `MEAN` is the mean before that cut, `SIGMA` the deviation of the logarithm. Raises
     ConfigError for any other text.
@@ -43,11 +43,11 @@ _PARAMETERS = {"constant": ("N",), "uniform": ("LOW", "HIGH"), "lognormal": ("ME
 
 
 def recorded(path: Path, longest: int) -> Lengths:
-    """The lengths of the training answers in a `rollouts.jsonl`, or in the one of a run folder, drawn at random."""
+    """The lengths of the training answers in a `rollouts.jsonl.gz`, or in the one of a run folder, drawn at random."""
     file = path / ROLLOUTS_FILE if path.is_dir() else path
     if not file.is_file():
         kinds = ", ".join(":".join((kind, *names)) for kind, names in _PARAMETERS.items())
-        raise ConfigError(f"--lengths {path}: expected {kinds}, or the path of a rollouts.jsonl; found no such file")
+        raise ConfigError(f"--lengths {path}: expected {kinds}, or the path of a rollouts.jsonl.gz; found no such file")
     lengths = recorded_lengths(file)
     if not lengths:
         raise ConfigError(f"{file} has no answers of training steps; record some with tracking.rollouts_per_step")
@@ -55,8 +55,8 @@ def recorded(path: Path, longest: int) -> Lengths:
 
 
 def recorded_lengths(file: Path) -> list[int]:
-    """The length of each training answer in a `rollouts.jsonl`. Raises TrackingError for a damaged line."""
-    records = (parse_line(file, number, line) for number, line in enumerate(whole_lines(file), start=1))
+    """The length of each training answer in a `rollouts.jsonl.gz`. Raises TrackingError for a damaged line."""
+    records = (parse_line(file, number, line) for number, line in enumerate(rollout_lines(file), start=1))
     return [int(record["response_length"]) for record in records if not record.get("set")]
 
 

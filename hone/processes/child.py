@@ -22,7 +22,7 @@ from hone.processes.tree import END_S, ProcessTree, Unkillable
 GLANCE_S = 0.1  # between two looks at the process
 PROBE_S = 10.0  # deadline of one question whether the server is ready
 SILENT_S = 90.0  # by then Ray reports a machine that stopped answering as lost: it waits about a minute
-TAIL_BYTES = 65_536
+TAIL_BYTES = 262_144
 
 
 class ServerFailed(RuntimeError):

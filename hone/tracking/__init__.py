@@ -1,8 +1,8 @@
 """Tracking: a run's record (metrics, rollouts, a report page) and its live display.
 
 Read `base` (what a tracker is), `hub` (`Tracking` sends everything to the trackers of the run file), `rollouts` (the
-lines of rollouts.jsonl), `metrics` (timing), `names` (headline metrics), `trackers/`, `report/`. This file only names
-where each tracker is and imports none of them.
+lines of rollouts.jsonl.gz), `metrics` (timing), `names` (headline metrics), `trackers/`, `report/`. This file only
+names where each tracker is and imports none of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ TRACKERS = Registry(
     "tracker",
     {
         "console": Entry("hone.tracking.trackers.console:ConsoleTracker"),
-        "jsonl": Entry("hone.tracking.trackers.jsonl:JsonlTracker"),
+        "jsonl": Entry("hone.tracking.trackers.jsonl:JsonlTracker", "hone.tracking.settings:JsonlSettings"),
         "tensorboard": Entry(
             "hone.tracking.trackers.tensorboard:TensorBoardTracker", "hone.tracking.settings:TensorBoardSettings"
         ),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 RolloutRecord = Mapping[str, Any]
-"""One line of `rollouts.jsonl`; `hone.tracking.rollouts.rollout_record` documents its keys."""
+"""One line of `rollouts.jsonl.gz`; `hone.tracking.rollouts.rollout_record` documents its keys."""
 
 
 class TrackingError(RuntimeError):

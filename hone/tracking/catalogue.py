@@ -260,6 +260,7 @@ _PERF = (
     Described("perf/publication_hidden_fraction", "share", MEAN, "weight sync that the trainer did not wait for"),
     Described("perf/draws_ended_ahead", "prompts", SUM, "open prompts whose answers have all arrived"),
     Described("perf/trackers_failed", "trackers", SUM, "trackers that were switched off after a failure"),
+    Described("perf/rollouts_left_out", "rollouts", SUM, "rollouts that no longer fit into rollouts.jsonl.gz"),
 )
 
 _EVAL = (

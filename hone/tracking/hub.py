@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from hone import __version__
-from hone.config import Choice, ConfigError
+from hone.config import Choice, ConfigError, count_as_read
 from hone.registry import CannotLoad
 from hone.tracking import TRACKERS
 from hone.tracking.base import RunInfo, Tracker, TrackingError
@@ -33,6 +33,7 @@ from hone.tracking.rollouts import Decode, TokenTexts, TrainerLogprobs, places_t
 from hone.tracking.settings import TrackerSettings, TrackingConfig
 from hone.tracking.trackers.background import Background
 from hone.tracking.trackers.jsonl import JsonlTracker
+from hone.tracking.trackers.lines import LEFT_OUT
 from hone.types import TrajectoryGroup
 
 RUN_FILE = "run.json"
@@ -52,10 +53,14 @@ class Tracking:
         self._texts = TokenTexts(decode) if decode is not None else None
         self._trackers: dict[str, Tracker] = {}
         self._failed = 0
+        self._left_out = 0  # rollouts of this step, because of the record's limit
+        self._said_left_out = False
         self._last_step: int | None = None
         self._started: str | None = None  # when the run's first launch began
         self._run_began = False
         self._closed = False
+        for choice in self._choices:
+            count_as_read(choice)  # a tracker reads its settings when it starts, in `begin`
         try:
             self._classes = {choice.name: TRACKERS.get(choice.name) for choice in self._choices}
         except CannotLoad as error:
@@ -95,6 +100,9 @@ class Tracking:
         figures = {name: float(value) for name, value in values.items()}
         if self._failed:
             figures["perf/trackers_failed"] = float(self._failed)
+        if self._left_out:
+            figures["perf/rollouts_left_out"] = float(self._left_out)
+            self._left_out = 0
         for name in list(self._trackers):
             self._try(name, lambda tracker: tracker.log(step, figures))
         self._last_step = step
@@ -192,6 +200,15 @@ class Tracking:
         ]
         for name in list(self._trackers):
             self._try(name, lambda tracker: tracker.rollouts(step, records))
+        record = self._trackers.get("jsonl")
+        if isinstance(record, JsonlTracker) and record.left_out:
+            self._left_out += len(records)
+            if not self._said_left_out:
+                self._said_left_out = True
+                self.message(
+                    f"warning: {record.left_out}: it keeps what it has, and rollouts from step {step} on are left out "
+                    f"unless they still fit; metrics are written as before, with {LEFT_OUT}"
+                )
 
     def _write_facts(self, outcome: str | None) -> None:
         """Write `run.json`: the facts in the report's header that are not settings."""

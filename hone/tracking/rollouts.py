@@ -1,4 +1,4 @@
-"""Write trajectories as lines of `rollouts.jsonl`: prompt, response and reward, token by token.
+"""Write trajectories as lines of `rollouts.jsonl.gz`: prompt, response and reward, token by token.
 
 The choice of a step's trajectories depends on the step and their number only, so two equal runs keep the same ones.
 """
@@ -78,7 +78,7 @@ def places_to_keep(groups: Sequence[TrajectoryGroup], keep: int | None, step: in
 def rollout_record(
     group: TrajectoryGroup, position: int, texts: TokenTexts, trainer_logprobs: Sequence[float] | None = None
 ) -> dict[str, Any]:
-    """One line of `rollouts.jsonl`; the caller prepends the step and the evaluation set (null: training).
+    """One line of `rollouts.jsonl.gz`; the caller prepends the step and the evaluation set (null: training).
 
     Lists per token (`token_ids`, `tokens`, `rollout_logprobs`, `logprob_gap`) cover everything after the prompt.
     Log-probs are null for tokens that the policy did not sample. `logprob_gap` is trainer minus rollout, or null if the

@@ -46,6 +46,15 @@ class TrackioSettings(TrackerSettings):
     space: str | None = setting(None, "Hugging Face Space that receives the run; empty: the run stays on this machine")
 
 
+class JsonlSettings(Choice):
+    """The run's own record: metrics and rollouts, in files of the run folder."""
+
+    name: str = "jsonl"
+    rollouts_max_mib: int = setting(
+        2048, "limit of rollouts.jsonl.gz; rollouts that do not fit are left out, metrics are not", unit="MiB", ge=1
+    )
+
+
 def _default_trackers() -> tuple[Choice, ...]:
     return (Choice(name="console"), Choice(name="jsonl"))
 
@@ -58,7 +67,7 @@ class TrackingConfig(Config):
         factory=_default_trackers,
     )
     rollouts_per_step: Annotated[int, Field(ge=0)] | Literal["all"] = setting(
-        16, "trajectories per step that are written to rollouts.jsonl, whole groups where they fit; or 'all'"
+        16, "trajectories per step that are written to rollouts.jsonl.gz, whole groups where they fit; or 'all'"
     )
 
     @field_validator("trackers")
@@ -69,3 +78,9 @@ class TrackingConfig(Config):
         if twice:
             raise ValueError(f"{', '.join(twice)} is listed more than once; remove the duplicate")
         return trackers
+
+    @field_validator("trackers")
+    @classmethod
+    def _only_what_is_set(cls, trackers: tuple[Choice, ...]) -> tuple[Choice, ...]:
+        """The run's own record with its default limit is `jsonl` and no more, in each run's settings."""
+        return tuple(Choice(name="jsonl") if one == JsonlSettings() else one for one in trackers)

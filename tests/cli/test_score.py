@@ -1,5 +1,6 @@
 """`hone score`: files in, files out, with real reward processes."""
 
+import gzip
 import json
 import os
 import signal
@@ -60,6 +61,11 @@ def test_rows_come_back_with_reward_and_components(tmp_path):
 
     run("--reward", "gsm8k", "--option", "extraction=strict", "--input", target, "--output", target)
     assert [row["reward"] for row in read(target)] == [0.0, 1.0, 0.0]
+
+    packed = tmp_path / "rollouts.jsonl.gz"  # as a run writes them
+    packed.write_bytes(gzip.compress(source.read_bytes()))
+    run("--reward", "gsm8k", "--input", packed, "--output", target)
+    assert read(target) == scored
 
 
 def test_parquet_keeps_its_types_and_gains_columns(tmp_path):

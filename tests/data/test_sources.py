@@ -1,7 +1,9 @@
 """Sources: the same rows whatever holds them, and one clear sentence for what cannot be read."""
 
+import gzip
 import subprocess
 import sys
+from multiprocessing import get_context
 
 import pytest
 
@@ -39,6 +41,21 @@ def test_several_files_are_one_set_in_the_order_of_their_names(tmp_path, dataset
         rows = open_rows(dataset(path=tmp_path / f"*.{suffix}"))
         assert [rows[i] for i in range(len(rows))] == ROWS
         assert rows.where(11).endswith({"jsonl": "b.jsonl line 3", "parquet": "b.parquet row 2"}[suffix])
+
+
+def test_compressed_jsonl_gives_the_same_rows_in_any_order_and_in_forked_processes(tmp_path, dataset, write_jsonl):
+    text = write_jsonl(tmp_path / "rows.jsonl", ROWS).read_bytes()
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(text[:100]) + gzip.compress(text[100:]))  # members, as in a run's rollouts
+    rows = open_rows(dataset(path=path))
+    assert [rows[i] for i in (24, 0, 7)] == [ROWS[i] for i in (24, 0, 7)]
+    assert rows.where(24) == f"{path} line 25"
+    assert rows.folder(3) == tmp_path
+    with get_context("fork").Pool(2) as pool:
+        assert pool.map(rows.__getitem__, list(range(25)) * 8) == ROWS * 8
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz is not a whole gzip file: Compressed file ended before"):
+        open_rows(dataset(path=path))
 
 
 def test_parquet_keeps_few_row_groups_in_memory(tmp_path, dataset, write_parquet):

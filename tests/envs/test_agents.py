@@ -86,7 +86,7 @@ def test_an_agent_that_asks_once_trains_as_the_plain_environment_does(tmp_path, 
         [{k: v for k, v in line.items() if not k.startswith(by_arrival)} for line in metrics(run)] for run in (one, two)
     ]
     assert same[0] == same[1]
-    assert (one / "rollouts.jsonl").read_bytes() == (two / "rollouts.jsonl").read_bytes()
+    assert (one / "rollouts.jsonl.gz").read_bytes() == (two / "rollouts.jsonl.gz").read_bytes()
 
 
 @pytest.fixture(scope="module")

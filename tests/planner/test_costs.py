@@ -1,5 +1,6 @@
 """Lengths and costs: as the user writes them, from recorded answers, and fitted to the metrics of a run."""
 
+import gzip
 import json
 from random import Random
 
@@ -25,9 +26,10 @@ def test_lengths_have_the_distribution_that_they_name():
 def test_recorded_lengths_are_those_of_training_answers(tmp_path):
     lines = [{"step": 0, "set": "held_out", "response_length": 99}]
     lines += [{"step": 1, "set": None, "response_length": length} for length in (3, 4)]
-    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "rollouts.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     assert set(drawn(str(tmp_path))) == {3, 4}
-    assert set(drawn(str(tmp_path / "rollouts.jsonl"))) == {3, 4}
+    assert set(drawn(str(tmp_path / "rollouts.jsonl.gz"))) == {3, 4}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hone.cli.main import main
+from hone.tracking.trackers.lines import rollout_lines
 from tests.trainers.tiny import metrics
 
 
@@ -29,7 +30,7 @@ def overrides(folder, *more):
 @pytest.fixture
 def rollouts(gsm8k):
     assert main(["train", "recipes/gsm8k/grpo.yaml", *overrides(gsm8k)]) == 0
-    lines = (gsm8k / "run" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = list(rollout_lines(gsm8k / "run" / "rollouts.jsonl.gz"))
     return gsm8k, [json.loads(line) for line in lines]
 
 
@@ -55,7 +56,7 @@ def test_the_recipe_runs_on_any_model_of_the_hugging_face_format(rollouts):
 def test_a_chat_template_may_think(gsm8k):
     change = ["data.chat_options={enable_thinking: true}", "run.steps=1"]
     assert main(["train", "recipes/gsm8k/grpo.yaml", *overrides(gsm8k, *change)]) == 0
-    line = (gsm8k / "run" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    line = next(rollout_lines(gsm8k / "run" / "rollouts.jsonl.gz"))
     assert json.loads(line)["prompt"].endswith("<|im_start|>assistant\n")
 
 

@@ -16,6 +16,7 @@ from hone.cli.main import main
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.runtime import ray as runtime
 from hone.runtime.settings import RaySettings, RuntimeConfig
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.policy.collection import Collector
 from hone.trainers.run.run_model import local_model
 from tests.ranks import run_ranks
@@ -73,8 +74,8 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path, written):
     one, other = (load_file(run / "export" / "model.safetensors") for run in (spread, alone))
     for key, weight in one.items():
         torch.testing.assert_close(other[key], weight, rtol=1e-4, atol=1e-4)
-    asked = [json.loads(line)["token_ids"] for line in (spread / "rollouts.jsonl").read_text().splitlines()]
-    expected = [json.loads(line)["token_ids"] for line in (alone / "rollouts.jsonl").read_text().splitlines()]
+    asked = [json.loads(line)["token_ids"] for line in rollout_lines(spread / "rollouts.jsonl.gz")]
+    expected = [json.loads(line)["token_ids"] for line in rollout_lines(alone / "rollouts.jsonl.gz")]
     assert asked == expected
 
 

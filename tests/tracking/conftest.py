@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hone.tracking.trackers.lines import rollout_lines
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup, TurnSpan
 
 WORDS = ["", "Sort", ":", " 3", " 1", "\n", "</script>", "é", "<|end|>"]
@@ -44,5 +45,5 @@ def group():
 
 @pytest.fixture
 def lines():
-    """Reads a file of JSON lines."""
-    return lambda path: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Reads a file of JSON lines, compressed or not."""
+    return lambda path: [json.loads(line) for line in rollout_lines(path)]

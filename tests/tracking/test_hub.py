@@ -2,20 +2,25 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
-from hone.config import ConfigError, build
+from hone.composition import Layer
+from hone.config import ConfigError, build, load_layers, unread
 from hone.registry import Entry
 from hone.tracking import TRACKERS
 from hone.tracking.base import RunInfo, Tracker, TrackingError
 from hone.tracking.hub import RUN_FILE, Tracking
+from hone.tracking.report.build import build_report
 from hone.tracking.settings import TrackerSettings, TrackingConfig
-from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE, read_metrics
+from hone.tracking.trackers.jsonl import METRICS_FILE, read_metrics
+from hone.tracking.trackers.lines import ROLLOUTS_FILE
 from hone.types import Status
 
 from .conftest import decode
@@ -121,6 +126,42 @@ def test_as_many_rollouts_as_the_settings_say(start, tmp_path, group, lines, set
     hub = start("jsonl", rollouts_per_step=setting)
     hub.rollouts(1, [group((3,), (4,), (5,), (6,), status=Status.TRUNCATED)])
     assert [record["sample"] for record in lines(tmp_path / ROLLOUTS_FILE)] == kept
+
+
+def test_the_limit_of_rollouts_is_said_once_and_what_is_left_out_is_counted(start, tmp_path, group, lines, capsys):
+    """Two answers with 200 KiB of noise each: two steps fit into 1 MiB, the third does not; small ones still do."""
+    noise = random.Random(0)
+
+    def large():
+        made = group((3,), (4,))
+        return replace(
+            made, trajectories=tuple(replace(one, error=noise.randbytes(200 * 1024).hex()) for one in made.trajectories)
+        )
+
+    hub = start({"name": "jsonl", "rollouts_max_mib": 1})
+    for step in range(1, 6):
+        hub.rollouts(step, [large()])
+        hub.evaluated(step, "held_out", [group((3,), (4,), (5,))])
+        hub.log(step, {})
+    hub.close()
+    written = [(record["step"], record["set"]) for record in lines(tmp_path / ROLLOUTS_FILE)]
+    held_out = [(step, "held_out") for step in range(1, 6) for _ in range(3)]
+    assert sorted(written, key=str) == sorted([(1, None), (1, None), (2, None), (2, None), *held_out], key=str)
+    assert [step.get("perf/rollouts_left_out") for step in read_metrics(tmp_path)] == [None, None, 2.0, 2.0, 2.0]
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "limit" in line]
+    assert said.startswith(f"warning: {tmp_path / ROLLOUTS_FILE} has reached its limit, rollouts_max_mib = 1: ")
+    assert "rollouts from step 3 on are left out unless they still fit" in said
+    page = build_report(tmp_path).read_text()
+    assert f"{ROLLOUTS_FILE} reached its limit (rollouts_max_mib of the tracker jsonl) in step 3: it keeps" in page
+    assert "and 6 later ones are not in it" in page
+
+
+def test_the_settings_of_a_tracker_are_used(tmp_path):
+    """They are read when the run begins, which is after the check for keys that no part uses."""
+    loaded = load_layers(TrackingConfig, [Layer("run.yaml", {"trackers": [{"name": "jsonl", "rollouts_max_mib": 5}]})])
+    assert unread(loaded) == ["trackers.0.rollouts_max_mib"]
+    Tracking(loaded.config, RunInfo(tmp_path))
+    assert unread(loaded) == []
 
 
 def test_a_step_is_logged_once(start):

@@ -11,7 +11,8 @@ import pytest
 
 from hone.config import Choice
 from hone.tracking.base import RunInfo, TrackingError
-from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE, JsonlTracker, read_metrics
+from hone.tracking.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
+from hone.tracking.trackers.lines import ROLLOUTS_FILE, rollout_lines
 
 SETTINGS = Choice(name="jsonl")
 
@@ -84,7 +85,8 @@ def write(folder, *steps, resumed_from=None):
 
 
 def steps_of(path):
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    lines = rollout_lines(path) if path.name == ROLLOUTS_FILE else path.read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
 
 
 def test_numbers_keep_every_digit_and_keys_an_order(tmp_path):
@@ -117,7 +119,7 @@ def test_any_text_can_be_a_rollout(tmp_path):
     tracker = JsonlTracker(SETTINGS, RunInfo(tmp_path))
     tracker.rollouts(1, [{"step": 1, "response": text, "ground_truth": {1, 2}, "reward": math.nan}])
     tracker.close()
-    (line,) = (tmp_path / ROLLOUTS_FILE).read_bytes().splitlines()
+    (line,) = rollout_lines(tmp_path / ROLLOUTS_FILE)
     assert json.loads(line) == {
         "step": 1, "response": text.replace("\ud800", "?"), "ground_truth": "{1, 2}", "reward": "NaN",
     }  # fmt: skip

@@ -1,5 +1,6 @@
 """The report as a file: what is in it for any state of a run folder, and that nothing can break out of it."""
 
+import gzip
 import json
 import math
 import re
@@ -36,9 +37,13 @@ def rollout(step, **changes):
     return {**base, **changes}
 
 
+def packed(text):
+    return gzip.compress(text.encode(), mtime=0)
+
+
 def write_rollouts(folder, records):
     folder.mkdir(exist_ok=True)
-    (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "rollouts.jsonl.gz").write_bytes(packed("".join(json.dumps(record) + "\n" for record in records)))
 
 
 def build(folder):
@@ -75,7 +80,7 @@ def test_a_folder_with_little_in_it_has_a_page(tmp_path, present):
     content = {"metrics.jsonl": '{"step": 0}\n', "config.yaml": "run:\n  seed: 5\n", "run.json": "{}"}
     (tmp_path / present).write_text(content[present])
     page = build(tmp_path)
-    missing = [name for name in (*content, "rollouts.jsonl") if name != present]
+    missing = [name for name in (*content, "rollouts.jsonl.gz") if name != present]
     assert all(f"There is no {name}" in page for name in missing)
     assert ("<dt>Seed</dt><dd>5</dd>" in page) is (present == "config.yaml")
 
@@ -92,19 +97,31 @@ def test_a_run_that_is_still_written_and_damaged_lines(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('[1]\nnot json\n{"step": 3, "train/kl": 0.5}\n{"step": 4, "tra')
     write_rollouts(tmp_path, [rollout(1), {"step": 1}])
-    with (tmp_path / "rollouts.jsonl").open("a") as file:
-        file.write('oops\n{"step": 2, "respo')
+    with (tmp_path / "rollouts.jsonl.gz").open("ab") as file:
+        file.write(packed('oops\n{"step": 2, "respo'))
     (tmp_path / "config.yaml").write_text("a: [1\n")
     (tmp_path / "run.json").write_text("[]")
     page = build(tmp_path)
     assert "in progress" in page
     assert "2 lines of metrics.jsonl could not be read and were skipped." in page
-    assert "1 lines of rollouts.jsonl could not be read and were skipped." in page
+    assert "1 lines of rollouts.jsonl.gz could not be read and were skipped." in page
     assert "2 values are not finite (NaN or infinite); the charts mark them" in page
     assert "run.json is not a JSON object" in page
     data = embedded(page)
     assert data["series"]["train/kl"]["values"] == ["NaN", "Infinity", 0.5]
     assert [row["response"] for row in data["rollouts"]] == ["1 3", ""]
+
+
+def test_a_page_has_the_rollouts_before_a_damaged_place(tmp_path):
+    write_metrics(tmp_path, [{"step": 1}])
+    write_rollouts(tmp_path, [rollout(1, response="whole")])
+    with (tmp_path / "rollouts.jsonl.gz").open("ab") as file:
+        end = file.tell()
+        file.write(b"no gzip at all")
+    page = build(tmp_path)
+    assert f"rollouts.jsonl.gz is damaged after byte {end} " in page
+    assert "This page has rollouts from before that place." in page
+    assert [row["response"] for row in embedded(page)["rollouts"]] == ["whole"]
 
 
 def test_what_became_of_the_run_is_said(tmp_path):

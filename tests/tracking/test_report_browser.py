@@ -1,5 +1,6 @@
 """The report in a real browser: its script runs without a fault and draws what the run has."""
 
+import gzip
 import json
 import math
 import re
@@ -82,7 +83,9 @@ def run(tmp_path):
     ]
     for one in rollouts:
         one["reward"] = one.get("reward", one["sample"] / 2)
-    (folder / "rollouts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rollouts))
+    (folder / "rollouts.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps(one) + "\n" for one in rollouts).encode())
+    )
     (folder / "config.yaml").write_text("run:\n  seed: 3\n")
     return folder
 

@@ -1,4 +1,4 @@
-"""Lines of rollouts.jsonl: what they say of a trajectory, and which trajectories get one."""
+"""Lines of rollouts.jsonl.gz: what they say of a trajectory, and which trajectories get one."""
 
 import math
 

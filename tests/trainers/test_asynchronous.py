@@ -12,6 +12,7 @@ import pytest
 
 from hone.config import ConfigError, load
 from hone.schedule.journal import JOURNAL, read_journal
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import BASE, metrics, recipe
@@ -47,7 +48,7 @@ def repeatable(run):
 
 def assert_same(one, other):
     assert repeatable(one) == repeatable(other)
-    for name in ("rollouts.jsonl", JOURNAL, "export/model.safetensors"):
+    for name in ("rollouts.jsonl.gz", JOURNAL, "export/model.safetensors"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
@@ -74,7 +75,7 @@ def test_each_draw_is_trained_once_in_order_and_within_the_bound(whole):
 
 
 def test_an_evaluation_has_the_weights_of_its_step(whole):
-    lines = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in rollout_lines(whole / "rollouts.jsonl.gz")]
     versions = {line["step"]: set() for line in lines if line["set"] is not None}
     for line in lines:
         if line["set"] is not None:

@@ -10,6 +10,7 @@ from hone.envs.base import Start, StepResult
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.registry import Entry
 from hone.schedule.journal import JOURNAL, read_journal
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
 from tests.trainers.test_asynchronous import AHEAD
@@ -96,13 +97,13 @@ def test_a_teacher(tmp_path, served_by):
 def test_a_reward_model(tmp_path):
     model = {"path": str(export(tmp_path / "judge")), "place": "colocated", "compute_dtype": "float32"}
     run, _ = train(tmp_path, {"reward": {"components": {"preferred": {"model": model}}, "workers": 1}})
-    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in rollout_lines(run / "rollouts.jsonl.gz")]
     assert len(lines) == 16 * STEPS
     assert len({line["reward"] for line in lines}) > 4
 
 
 def two_turns(run):
-    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in rollout_lines(run / "rollouts.jsonl.gz")]
     assert {line["status"] for line in lines} <= {"ok", "truncated"}
     assert sum(line["turns"] == 2 for line in lines) > 16
     return lines

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from hone.config import load
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import metrics, recipe
@@ -79,6 +80,6 @@ def test_oversampling_draws_more_and_drops_the_surplus_in_the_order_of_draws(tmp
 
 def trained_draws(run):
     """Prompts of the first step that were trained on, in their order."""
-    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in rollout_lines(run / "rollouts.jsonl.gz")]
     found = [one["prompt_id"] for one in lines if one["step"] == 1 and one["status"] in ("ok", "truncated")]
     return list(dict.fromkeys(found))

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from hone.config import ConfigError, load
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import metrics, recipe
@@ -20,7 +21,7 @@ REMAX = {
 
 def train(folder, *changes, overrides=()):
     run_policy(load(PolicyRunConfig, recipe(folder, REMAX, *changes), list(overrides)))
-    lines = (folder / "run" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = list(rollout_lines(folder / "run" / "rollouts.jsonl.gz"))
     return metrics(folder / "run"), [json.loads(line) for line in lines]
 
 
@@ -100,7 +101,7 @@ def test_two_halves_equal_the_whole(tmp_path):
     train(tmp_path / "halves", change)
     whole, halves = tmp_path / "whole" / "run", tmp_path / "halves" / "run"
     assert metrics(whole) == metrics(halves)
-    assert (whole / "rollouts.jsonl").read_bytes() == (halves / "rollouts.jsonl").read_bytes()
+    assert (whole / "rollouts.jsonl.gz").read_bytes() == (halves / "rollouts.jsonl.gz").read_bytes()
     one, other = (load_file(run / "export" / "model.safetensors") for run in (whole, halves))
     assert all(torch.equal(one[name], other[name]) for name in one)
 

@@ -18,7 +18,7 @@ HEALTHY = {
 @pytest.mark.parametrize(
     ("sick", "said"),
     [
-        ({"reward/max": 0.0}, "every answer had reward 0: read some of them in rollouts.jsonl"),
+        ({"reward/max": 0.0}, "every answer had reward 0: read some of them with hone report"),
         ({"rollout/truncated_fraction": 1.0}, "was cut at its length limit: raise rollout.sampling.max_response_tok"),
         ({"train/grad_norm": 0.0}, "the gradient was 0"),
         ({"rollout/zero_variance_fraction": 1.0}, "all answers to a prompt had the same reward"),

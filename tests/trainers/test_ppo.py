@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from hone.config import load
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptStream
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import metrics, recipe
@@ -28,7 +29,7 @@ def train(folder, *changes):
     """The run folder, its metrics from step 0 on, and the trajectories of its training steps."""
     config = load(PolicyRunConfig, recipe(folder, EVERY_STEP, *changes))
     run = run_policy(config)
-    lines = (run / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = list(rollout_lines(run / "rollouts.jsonl.gz"))
     return run, metrics(run), [json.loads(line) for line in lines]
 
 

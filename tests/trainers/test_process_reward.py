@@ -11,6 +11,7 @@ from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.run.launch import run_policy
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.trainers.tiny import metrics, recipe
@@ -27,7 +28,7 @@ PRIME = {"algorithm": {"preset": "prime", "dynamic_sampling": None}, "process_re
 def train(folder, *changes):
     """The run folder, its metrics from step 0 on, and the trajectories of its training steps."""
     run = run_policy(load_recipe(recipe(folder, EVERY, *changes)))
-    lines = (run / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = list(rollout_lines(run / "rollouts.jsonl.gz"))
     return run, metrics(run), [json.loads(line) for line in lines]
 
 

@@ -13,6 +13,7 @@ from hone.registry import Entry
 from hone.rollout import ROLLOUT_ENGINES
 from hone.schedule.journal import JOURNAL, read_journal
 from hone.schedule.replay import ReplayError
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.run.context import RunControl
 from hone.trainers.run.export import export_checkpoint
 from hone.trainers.run.launch import run_policy
@@ -83,7 +84,7 @@ def logprobs(run, folder):
     for version in range(STEPS):
         export_checkpoint(run, folder / str(version), str(version))
         models[version] = AutoModelForCausalLM.from_pretrained(folder / str(version), dtype=torch.float32)
-    for line in (run / "rollouts.jsonl").read_text().splitlines():
+    for line in rollout_lines(run / "rollouts.jsonl.gz"):
         one = json.loads(line)
         if one["set"] is not None:
             continue

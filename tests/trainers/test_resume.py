@@ -27,7 +27,7 @@ def weights(run):
 
 def assert_same_run(one, other):
     assert metrics(one) == metrics(other)
-    assert (one / "rollouts.jsonl").read_bytes() == (other / "rollouts.jsonl").read_bytes()
+    assert (one / "rollouts.jsonl.gz").read_bytes() == (other / "rollouts.jsonl.gz").read_bytes()
     a, b = weights(one), weights(other)
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -20,6 +20,7 @@ from hone.models.tokenizer import load_tokenizer, vocabulary_digest
 from hone.registry import resolve
 from hone.rewards.model import Answer, ServedRewardModel
 from hone.rewards.settings import RewardComponent, RewardModelConfig
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.reward_models.placement import _hosting
 from hone.trainers.reward_models.scorer import AnswerScorer, reward_model_spec, separator_tokens
@@ -331,7 +332,7 @@ def change(folder, place="colocated", **more):
 
 def train(folder, settings, *overrides):
     run_policy(load(PolicyRunConfig, recipe(folder, settings), list(overrides)))
-    lines = (folder / "run" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = list(rollout_lines(folder / "run" / "rollouts.jsonl.gz"))
     return metrics(folder / "run"), [json.loads(line) for line in lines]
 
 
@@ -360,7 +361,7 @@ def test_two_halves_equal_the_whole_and_the_greedy_baseline_is_judged_too(tmp_pa
         train(tmp_path / name, settings)
     whole, halves = tmp_path / "whole" / "run", tmp_path / "halves" / "run"
     assert metrics(whole) == metrics(halves)
-    assert (whole / "rollouts.jsonl").read_bytes() == (halves / "rollouts.jsonl").read_bytes()
+    assert (whole / "rollouts.jsonl.gz").read_bytes() == (halves / "rollouts.jsonl.gz").read_bytes()
     assert metrics(whole)[1]["rollout/greedy_failed"] == 0
     assert metrics(whole)[1]["reward/scored"] == 20
 

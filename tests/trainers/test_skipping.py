@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from hone.config import ConfigError, load
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import metrics, recipe
@@ -35,7 +36,7 @@ def change(folder, **skip):
 
 def train(folder, settings, *overrides):
     run_policy(load(PolicyRunConfig, recipe(folder, settings), list(overrides)))
-    lines = (folder / "run" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = list(rollout_lines(folder / "run" / "rollouts.jsonl.gz"))
     return metrics(folder / "run"), [json.loads(line) for line in lines]
 
 
@@ -78,7 +79,7 @@ def test_two_halves_equal_the_whole_and_draws_are_the_seeds(tmp_path):
     assert sum(step["rollout/prompts_skipped"] for step in whole[1:]) > 0
     assert len({step["rollout/explore_easy"] for step in whole[1:]}) > 1
     runs = [tmp_path / name / "run" for name in ("whole", "halves")]
-    assert (runs[0] / "rollouts.jsonl").read_bytes() == (runs[1] / "rollouts.jsonl").read_bytes()
+    assert (runs[0] / "rollouts.jsonl.gz").read_bytes() == (runs[1] / "rollouts.jsonl.gz").read_bytes()
     assert state(runs[0], 6) == state(runs[1], 6)
     one, other = (load_file(run / "export" / "model.safetensors") for run in runs)
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
 from hone.models.settings import BuildConfig, ModelConfig
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
 from tests.trainers.tiny import BASE, metrics, recipe
@@ -44,7 +45,7 @@ def train(folder, *changes, kind="distill"):
     """The run folder, its metrics from step 0 on, and the trajectories of its training steps."""
     change = {"kind": kind} if kind == "distill" else {}
     run = run_policy(load_recipe(recipe(folder, SHORT, change, *changes), kind=kind))
-    lines = (run / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = list(rollout_lines(run / "rollouts.jsonl.gz"))
     return run, metrics(run), [json.loads(line) for line in lines]
 
 

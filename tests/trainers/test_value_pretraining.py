@@ -11,6 +11,7 @@ from hone.config import ConfigError, load
 from hone.models.loading import VALUE_HEAD_FILE, load_value_model
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.trainers.preference_task import prefer, written
@@ -26,7 +27,7 @@ EVERY_STEP = {
 
 def train(folder, *changes):
     run = run_policy(load(PolicyRunConfig, recipe(folder, EVERY_STEP, *changes)))
-    lines = (run / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = list(rollout_lines(run / "rollouts.jsonl.gz"))
     return run, metrics(run), [json.loads(line) for line in lines]
 
 

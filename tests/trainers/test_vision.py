@@ -15,6 +15,7 @@ from hone.data.packing import Sample, pack_samples
 from hone.models.errors import ModelError
 from hone.models.settings import ModelConfig
 from hone.models.vision.image_processor import load_image_processor
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy, run_supervised
 from hone.trainers.supervised.reference import sequence_keys
@@ -117,7 +118,7 @@ def test_grpo_on_pictures_and_text_agrees_with_its_rollouts_and_learns(tmp_path)
     assert max(one["correction/max_abs_difference"] for one in trained) < 1e-4
     assert max(one["correction/probe_max_abs_difference"] for one in trained) < 1e-4
     assert sum(one["reward/mean"] for one in trained[-4:]) > sum(one["reward/mean"] for one in trained[:4])
-    lines = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in rollout_lines(tmp_path / "run" / "rollouts.jsonl.gz")]
     shown = [one for one in lines if "<|vision_start|>" in one["prompt"]]
     assert shown
     assert len(shown) < len(lines)

@@ -64,12 +64,23 @@ def check_path(config: RowsConfig, key: str) -> None:
             raise DataError(f"{key}.path: no file {config.path}{nearest(Path(config.path))}")
 
 
+def suffix_of(path: str | Path) -> str:
+    """The suffix that names the format; of a compressed file, the one before `.gz`.
+
+    >>> suffix_of("rows.jsonl"), suffix_of("rows.jsonl.gz")
+    ('.jsonl', '.jsonl')
+    """
+    name = Path(path)
+    inner = name.with_suffix("").suffix
+    return inner if name.suffix == ".gz" and SUFFIXES.get(inner) == "jsonl" else name.suffix
+
+
 def _by_suffix(path: str, key: str) -> str:
     if not path:
         raise DataError(f"{key}: set path to a file, or source to one of {', '.join(SOURCES)}")
     if Path(path).is_dir():
         return "hf"
-    suffix = Path(path).suffix
+    suffix = suffix_of(path)
     if suffix in SUFFIXES:
         return SUFFIXES[suffix]
     if Path(path).is_file():

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import glob
+import gzip
 import itertools
 import json
 import os
+import shutil
+import tempfile
+import weakref
+import zlib
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import pyarrow
 import pyarrow.parquet
@@ -52,7 +58,8 @@ class JsonlRows:
     """Files with one JSON object per line; empty lines are skipped.
 
     Opening scans the files once for line offsets, and checks that each line begins and ends like an object, so that a
-    truncated file fails before training starts. Other errors in a line appear when it is read.
+    truncated file fails before training starts. Other errors in a line appear when it is read. A `.gz` file is unpacked
+    into a temporary file, which has no name and ends with this object.
     """
 
     blocks = None
@@ -63,13 +70,16 @@ class JsonlRows:
         self.place = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         self._offsets = array("q")
         self._firsts: list[int] = []  # number of the first row of each file
+        self._unpacked = {path: _unpacked(path) for path in paths if path.suffix == ".gz"}  # descriptors
+        for descriptor in self._unpacked.values():
+            weakref.finalize(self, os.close, descriptor)
         for path in paths:
             self._firsts.append(len(self._offsets))
             self._index(path)
 
     def _index(self, path: Path) -> None:
         offset = 0
-        with path.open("rb") as file:
+        with self._open(path) as file:
             for number, line in enumerate(file, 1):
                 text = line.removeprefix(BYTE_ORDER_MARK).strip() if number == 1 else line.strip()
                 if text and not (text.startswith(b"{") and text.endswith(b"}")):
@@ -84,7 +94,7 @@ class JsonlRows:
 
     def __getitem__(self, index: int) -> Row:
         path = self._paths[self._file(index)]
-        with path.open("rb") as file:  # opened for each row, so that nothing is left to close or shared with a fork
+        with self._open(path) as file:  # for each row, so that nothing is left to close or shared with a fork
             file.seek(self._offsets[index])
             line = file.readline()
         try:
@@ -97,7 +107,7 @@ class JsonlRows:
 
     def where(self, index: int) -> str:
         path, number, left = self._paths[self._file(index)], 1, self._offsets[index]
-        with path.open("rb") as file:
+        with self._open(path) as file:
             while left and (chunk := file.read(min(left, 1 << 20))):
                 number += chunk.count(b"\n")
                 left -= len(chunk)
@@ -106,10 +116,27 @@ class JsonlRows:
     def folder(self, index: int) -> Path:
         return self._paths[self._file(index)].parent
 
+    def _open(self, path: Path) -> IO[bytes]:
+        unpacked = self._unpacked.get(path)
+        # /dev/fd opens it again: the position of an open file is shared with forked processes
+        return path.open("rb") if unpacked is None else open(f"/dev/fd/{unpacked}", "rb")
+
     def _file(self, index: int) -> int:
         if not 0 <= index < len(self._offsets):
             raise IndexError(f"row {index} of {len(self._offsets)} in {self.place}")
         return bisect_right(self._firsts, index) - 1
+
+
+def _unpacked(path: Path) -> int:
+    """A descriptor of a file without a name, with the content of a gzip file."""
+    with tempfile.TemporaryFile() as target:
+        try:
+            with gzip.open(path) as source:
+                shutil.copyfileobj(source, target)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(f"{path} is not a whole gzip file: {error}") from error
+        target.flush()
+        return os.dup(target.fileno())
 
 
 class ParquetRows:

@@ -24,8 +24,9 @@ from hone.rollout.settings import CONTROLS
 
 CONTROL_S = 60.0  # deadline of a control request that has nothing to wait for
 DYING_S = 5.0  # a server whose engine has failed ends within this time
-LOG_LINES = 500  # of the server's log, searched for the error that began its end
-CAUSE = re.compile(r"(?:^|\] |\) )((?:[\w.]*(?:Error|Exception)|[\w. ]+: error): .+)$", re.MULTILINE)
+LOG_LINES = 2_000  # of the server's log, searched for the error that began its end
+CAUSE = re.compile(r"(?:^|\] |\) )((?:[\w.]*(?:Error|Exception)|[\w. ]+: error): .+|[\w.]+(?:Error|Exception)$)")
+CONSEQUENCE = re.compile(r"[Ss]ee (?:the )?(?:stack trace|root cause)")  # an error that only points to another one
 
 LaunchFn = Callable[[Site], tuple[Sequence[str], Mapping[str, str]]]
 """Command and environment of a server; the site gives its private folder and its interpreter."""
@@ -172,13 +173,26 @@ class ServerConnection:
         if self.process is None or self.process.alive:
             return ""
         cause = first_error(self.process.last_lines(LOG_LINES))
-        return f"; it ended with {self.process.ended}" + (f", after {cause.strip()}" if cause else "")
+        after = f", after {cause.strip()}" if cause else ""
+        return f"; it ended with {self.process.ended}{after} (its log: {self._log})"
 
 
 def first_error(log: str) -> str:
-    """The first error in a log, with a line end: the last lines only tell its consequences."""
-    found = CAUSE.search(log)
-    return f"{found[1]}\n" if found else ""
+    """The first error in a log, with a line end: the last lines only tell its consequences.
+
+    A message of several lines, such as pydantic's, has its second line too.
+    """
+    lines = log.splitlines()
+    for number, line in enumerate(lines):
+        found = CAUSE.search(line)
+        if found is None or CONSEQUENCE.search(line):
+            continue
+        indented = f"{line[: found.start(1)]}  "
+        following = lines[number + 1] if number + 1 < len(lines) else ""
+        more = following.removeprefix(indented) if following.startswith(indented) else ""
+        more = "" if more.startswith("File ") else more  # a frame of the next traceback
+        return f"{found[1]}{': ' if more else ''}{more.strip()}\n"
+    return ""
 
 
 def error_text(found: Any, text: str) -> str:

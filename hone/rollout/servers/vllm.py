@@ -17,8 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hone.config import ConfigError
 from hone.data.routes import routes_of_text
 from hone.models.vision.model import sees_images
+from hone.platforms.base import current_platform
 from hone.rollout.adapters import AdapterKind
 from hone.rollout.base import PauseMode, Scored, ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
@@ -90,6 +92,7 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_COMPILE_DISABLE": "1",
 }
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 SEEDS = 2**63  # vLLM takes seeds below this
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM supports for LoRA buffers
 FINISH = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
@@ -107,6 +110,17 @@ class VllmServer(EngineServer):
     defaults = EngineDefaults(
         RESERVED, DEFAULTS, CPU_DEFAULTS, ACCELERATOR_DEFAULTS, ENVIRONMENT, cpu_environment=CPU_ENVIRONMENT
     )
+
+    def __init__(self, spec: ServerSpec) -> None:
+        super().__init__(spec)
+        size = head_size(self._config)
+        if current_platform().device == "cpu" and size is not None and size not in CPU_HEAD_SIZES:
+            known = ", ".join(map(str, CPU_HEAD_SIZES))
+            raise ConfigError(
+                f"rollout.backend=vllm: on a CPU, vLLM supports the attention head sizes {known}, and {spec.model} "
+                f"(model.path) has {size} (head_dim in its config.json): set rollout.backend=builtin, or choose "
+                "another model (model.build.head_size=32 for one that is built)"
+            )
 
     def _reset(self) -> None:
         super()._reset()
@@ -268,6 +282,14 @@ class VllmServer(EngineServer):
     async def _take_again(self, tags: list[str]) -> None:
         """Wake the given parts. vLLM resumes computing when everything is awake."""
         await self.connection.post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+
+
+def head_size(config: Any) -> int | None:
+    """The size of an attention head by a transformers configuration; None for latent attention and for none at all."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads or getattr(config, "kv_lora_rank", None):
+        return None
+    return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 # --------------------------------------------------------------------------------------------- vLLM's JSON, and ours

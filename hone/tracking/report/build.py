@@ -1,6 +1,6 @@
 """`report.html`: one file that shows what a run did. It needs no network, server or other file.
 
-    run.json, config.yaml, metrics.jsonl, rollouts.jsonl --rundata--> RunData --charts--> which charts
+    run.json, config.yaml, metrics.jsonl, rollouts.jsonl.gz --rundata--> RunData --charts--> which charts
                                                                          |
                                        page/ (HTML, CSS, JavaScript) + data as JSON --> report.html
 

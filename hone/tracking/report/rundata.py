@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hone.config import ConfigError
+from hone.tracking.base import TrackingError
 from hone.tracking.report.charts import step_phases
 from hone.tracking.rollouts import spread
-from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE, to_float, whole_lines
+from hone.tracking.trackers.jsonl import METRICS_FILE
+from hone.tracking.trackers.lines import LEFT_OUT, ROLLOUTS_FILE, STEP, rollout_lines, to_float, whole_lines
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
@@ -27,10 +29,9 @@ MAX_TOKENS = 2_000  # per rollout
 MAX_TURNS = 200  # of a rollout
 MAX_TEXT = 20_000  # characters per prompt or response
 
-_STEP = re.compile(rb'\{"step": (-?\d+)[,}]')
 _SAMPLE = re.compile(rb', "sample": ')  # the keys before it are equal in all answers to one prompt
 _KEYS = 2_000  # bytes at the start of a line that are searched for them
-_BYTES_PER_TOKEN = 45  # in a line of rollouts.jsonl: text, id, two log-probs
+_BYTES_PER_TOKEN = 45  # in a line of rollouts.jsonl.gz: text, id, two log-probs
 
 
 @dataclass(slots=True)
@@ -183,23 +184,27 @@ def _read_rollouts(path: Path, data: RunData) -> None:
     if not path.is_file():
         data.notes.append(f"There is no {path.name}: this run wrote no rollouts.")
         return
-    lines = _index(path)
+    lines = _index(path, data.notes)
     data.rollouts_total = len(lines)
+    wanted = sorted(line.number for line in _chosen(lines))
     broken = 0
-    with path.open("rb") as file:
-        for line in _chosen(lines):
-            file.seek(line.offset)
-            record = _parse(file.read(line.length))
-            if record is None:
-                broken += 1
-            else:
-                data.rollouts.append(_row(record))
+    for text in _numbered(rollout_lines(path), wanted):
+        record = _parse(text)
+        if record is None:
+            broken += 1
+        else:
+            data.rollouts.append(_row(record))
     if broken:
         data.notes.append(f"{broken} lines of {path.name} could not be read and were skipped.")
     if len(data.rollouts) + broken < len(lines):
         data.notes.append(
             f"This page has {len(data.rollouts):,} of {len(lines):,} rollouts: whole groups, spread evenly over the "
             f"steps; all of them are in {path.name}."
+        )
+    if full := [step for step in data.steps if step.get(LEFT_OUT)]:
+        data.notes.append(
+            f"{path.name} reached its limit (rollouts_max_mib of the tracker jsonl) in step {int(full[0]['step'])}: it "
+            f"keeps the rollouts before, and {int(sum(step[LEFT_OUT] for step in full)):,} later ones are not in it."
         )
 
 
@@ -212,23 +217,33 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 class _Line(NamedTuple):
-    """A line of `rollouts.jsonl`."""
+    """A line of `rollouts.jsonl.gz`."""
 
-    offset: int
+    number: int  # of all lines, from 0
     length: int  # in bytes
     step: int
     group: bytes  # the same for answers to one prompt
 
 
-def _index(path: Path) -> list[_Line]:
+def _index(path: Path, notes: list[str]) -> list[_Line]:
     lines: list[_Line] = []
-    offset, step = 0, 0
-    for line in whole_lines(path):
-        found = _STEP.match(line)
-        step = int(found[1]) if found else step  # keys in another order: take the step of the line before
-        lines.append(_Line(offset, len(line), step, _SAMPLE.split(line[:_KEYS], maxsplit=1)[0]))
-        offset += len(line)
+    step = 0
+    try:
+        for line in rollout_lines(path):
+            found = STEP.match(line)
+            step = int(found[1]) if found else step  # keys in another order: take the step of the line before
+            lines.append(_Line(len(lines), len(line), step, _SAMPLE.split(line[:_KEYS], maxsplit=1)[0]))
+    except TrackingError as error:
+        notes.append(f"{error}. This page has rollouts from before that place.")
     return lines
+
+
+def _numbered(lines: Iterator[bytes], wanted: Sequence[int]) -> Iterator[bytes]:
+    """The lines with these numbers, which ascend. Reads none after the last of them."""
+    position = 0
+    for number in wanted:
+        yield from islice(lines, number - position, number - position + 1)
+        position = number + 1
 
 
 def _chosen(lines: Sequence[_Line]) -> list[_Line]:

@@ -35,7 +35,7 @@ def symptoms(grouped: bool) -> list[Symptom]:
     found = [
         Symptom(
             lambda v: v["reward/max"] == v["reward/min"] == 0.0,
-            "every answer had reward 0: read some of them in rollouts.jsonl, and score one by hand with hone score",
+            "every answer had reward 0: read some of them with hone report, and score one by hand with hone score",
         ),
         Symptom(
             lambda v: v["rollout/truncated_fraction"] == 1.0,

@@ -1,6 +1,6 @@
 """The run folder: one run at a time writes into it; config.yaml holds the settings of the run.
 
-<run.dir>/config.yaml  metrics.jsonl  rollouts.jsonl  tensorboard/  checkpoints/  model/  export/  report.html
+<run.dir>/config.yaml  metrics.jsonl  rollouts.jsonl.gz  tensorboard/  checkpoints/  model/  export/  report.html
 """
 
 from __future__ import annotations

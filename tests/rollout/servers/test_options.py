@@ -14,6 +14,7 @@ from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.base import ServerSpec
 from hone.rollout.servers.engine import command_arguments
 from hone.rollout.servers.host import Site
+from hone.rollout.servers.vllm import head_size
 from hone.rollout.settings import RolloutConfig
 
 
@@ -84,7 +85,7 @@ def expected(backend):
 def adapter_of(tmp_path, tiny):
     """`adapter_of(backend, engine={...}, trust=False, **rollout)`, with an interpreter that is only a file."""
     (tmp_path / "python").touch()
-    tiny("qwen3").save_pretrained(tmp_path / "model")
+    tiny("qwen3_wide").save_pretrained(tmp_path / "model")
 
     def make(backend, engine=(), trust=False, **rollout):
         config = RolloutConfig(backend=backend, engine=dict(engine), **{"python": str(tmp_path / "python"), **rollout})
@@ -124,6 +125,21 @@ def test_options_are_written_as_a_command_line_has_them():
         "--quantization=fp8",
         '--speculative-config={"method": "ngram", "num_speculative_tokens": 2}',
     ]
+
+
+@pytest.mark.parametrize(("sizes", "found"), [({"head_dim": 16}, 16), ({"head_dim": 48}, 48), ({"head_dim": 32}, None)])
+def test_vllm_on_a_cpu_refuses_head_sizes_that_its_attention_lacks(adapter_of, tiny, tmp_path, sizes, found):
+    """hidden_size 32 with 4 heads is 8 numbers in each, if a configuration says nothing else."""
+    assert head_size(tiny.config("gpt2")) == 8
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **sizes}))
+    if found is None:
+        adapter_of("vllm")
+        return
+    said = rf"on a CPU, vLLM supports .*32, 64, .*, 512, and .*model \(model.path\) has {found} .*backend=builtin"
+    with pytest.raises(ConfigError, match=said):
+        adapter_of("vllm")
+    adapter_of("sglang")
 
 
 def test_sglangs_speculation_on_a_cpu_is_refused(adapter_of):

@@ -198,7 +198,7 @@ class Rollouts {
       span.addEventListener("pointerleave", hideTip);
       box.append(span);
     });
-    if (row.hidden) box.append(make("span", { class: "more-tokens" }, ` … ${row.hidden.toLocaleString("en")} more tokens are in rollouts.jsonl`));
+    if (row.hidden) box.append(make("span", { class: "more-tokens" }, ` … ${row.hidden.toLocaleString("en")} more tokens are in rollouts.jsonl.gz`));
     this.detail.append(head, box);
   }
 }
