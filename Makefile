@@ -96,7 +96,7 @@ bench: $(VENV)/.base
 install: $(VENV)/.base
 
 clean:
-	rm -rf docs/reference $(VENV) $(DOCS_VENV) $(OLDEST_VENV) .venv-vllm .venv-sglang $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf docs/reference docs/project $(VENV) $(DOCS_VENV) $(OLDEST_VENV) .venv-vllm .venv-sglang $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hone tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------------- environments

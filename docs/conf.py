@@ -1,13 +1,34 @@
 """How `make docs` turns these pages, and those that docs/write_reference.py writes, into a site."""
 
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from project_pages import menu, relink, write_pages
+
 project = "hone"
 extensions = ["myst_parser"]
 html_theme = "furo"  # light and dark, and readable on a phone
 html_title = "hone"
 html_show_copyright = False
 html_show_sphinx = False
+html_static_path = ["static"]
+html_css_files = ["hone.css"]
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 myst_heading_anchors = 3
-# Links to files beside docs/ lead nowhere within the site; tests/architecture/test_docs.py follows those.
+# Links to files that are no pages, such as run files, lead nowhere on the site; tests/architecture/test_docs.py checks
+# that the files exist.
 suppress_warnings = ["myst.xref_missing"]
+
+
+def setup(app: Any) -> None:
+    """Put the pages from outside docs/ on the site."""
+    write_pages()
+    app.connect("source-read", _place)
+
+
+def _place(app: Any, name: str, source: list[str]) -> None:
+    source[0] = menu(relink(name, source[0])) if name == "index" else relink(name, source[0])

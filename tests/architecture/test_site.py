@@ -1,0 +1,29 @@
+"""The site: every page is in the menu, and links between pages lead to their place on it."""
+
+from pathlib import Path
+
+from docs.project_pages import menu, project_pages, relink
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_page_is_in_the_menu_once():
+    text = menu((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    trees = text.partition("```{toctree}")[2].splitlines()
+    pages = [path.stem for path in (ROOT / "docs").glob("*.md") if path.stem != "index"]
+    assert [page for page in [*pages, *project_pages()] if trees.count(page) != 1] == []
+
+
+def test_links_lead_to_the_place_of_a_page_on_the_site():
+    text = "[a](../README.md#set-up) [b](../recipes/gsm8k/README.md) [c](data.md) `[d](../README.md)` [e](https://x.y)"
+    assert relink("faq", text) == (
+        "[a](project/readme.md#set-up) [b](project/recipes-gsm8k-readme.md) [c](data.md) `[d](../README.md)` "
+        "[e](https://x.y)"
+    )
+    assert relink("project/readme", "[a](docs/data.md) [b](recipes/README.md)") == (
+        "[a](../data.md) [b](recipes-readme.md)"
+    )
+    assert relink("project/recipes-presets-readme", "![c](curves.svg) [d](../../docs/faq.md)") == (
+        "![c](../../recipes/presets/curves.svg) [d](../faq.md)"
+    )
+    assert relink("reference/keys-rl", "[a](../configuration.md)") == "[a](../configuration.md)"
