@@ -1,6 +1,7 @@
 """`hone doctor`: what this machine can run, and why it cannot run the rest. It changes nothing and uses no network.
 
-With `--model`, it describes a model instead (see `model_doctor`), and looks up a hub name on that hub.
+With `--model`, it describes a model instead (see `model_doctor`), and looks up a hub name on that hub. With
+`--conformance`, it computes on the device and compares the results with the CPU's (see `conformance`).
 
 machine    processor, the features that speed up training, threads, memory, disk
 software   Python, torch and the other required packages, optional packages with the extra that installs each
@@ -38,6 +39,7 @@ from hone.cli.finding import Finding
 from hone.cli.listing import REGISTRIES, problems, registered
 from hone.config import ConfigError
 from hone.platforms.base import AUTO, PLATFORM_VARIABLE, PlatformRegistry, compute_dtype, why_compute_dtype
+from hone.platforms.cuda import is_cpu_build
 from hone.registry import load_plugins, resolve
 from hone.sandboxes.choice import LOCAL
 from hone.sandboxes.choice import examine as examine_sandbox
@@ -52,6 +54,7 @@ CPU_FEATURES = {  # flag of /proc/cpuinfo -> what it speeds up
 }
 SERVERS = ("vllm", "sglang")  # rollout engines that run in a Python environment of their own
 UNWANTED = ("torchvision", "torchaudio")  # their CUDA builds break every model import when torch is a CPU build
+CONFORMANCE = "hone.cli.conformance.kit:conformance"  # imports engines and rollouts
 MODEL_REPORT = "hone.cli.model_doctor:model_report"  # imports transformers: seconds that the machine's report saves
 
 
@@ -60,10 +63,15 @@ def doctor(
     revision: Annotated[str, typer.Option(help="branch, tag or commit of a model on a hub")] = "",
     devices: Annotated[int, typer.Option(help="devices that train the model; default: 1, 2, 4 and 8", min=0)] = 0,
     lora_rank: Annotated[int, typer.Option(help="rank of the LoRA adapter in the memory table", min=1)] = 16,
+    conformance: Annotated[
+        bool, typer.Option("--conformance", help="try on the device everything that depends on it; exit 1 if one fails")
+    ] = False,
     full: Annotated[bool, typer.Option("--full", help="also import every part, to see whether it works here")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show what this machine can run, and why it cannot run the rest; with --model, what a model needs and supports."""
+    if conformance and (model or full):
+        raise ConfigError("--conformance tries the device: give it without --model and --full")
     if not model and (revision or devices):
         raise ConfigError("--revision and --devices describe a model: give --model too")
     if model:
@@ -73,6 +81,8 @@ def doctor(
         else:
             _show(report.facts)
         return
+    if conformance:
+        raise typer.Exit(0 if resolve(CONFORMANCE)(as_json) else 1)
     findings = list(examine(full))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -142,7 +152,7 @@ def _software() -> Iterator[Finding]:
     for name in REQUIRED:
         found = _version(name)
         yield Finding("software", name, bool(found), found or "not installed")
-    for name in UNWANTED if torch.version.cuda is None and torch.version.hip is None else ():
+    for name in UNWANTED if is_cpu_build() else ():
         if _version(name):
             text = f"{_version(name)} is installed with a CPU build of torch; uninstall it if models fail to import"
             yield Finding("software", name, False, text)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.engines.layout import lay_out
+from hone.engines.layout import lay_out, on_host
 from hone.engines.logprobs import Head, Queries, Reference, score_tokens
 from hone.engines.moe import Experts
 from hone.models.attention.packed import packed
@@ -29,9 +29,10 @@ EXTRAS = ("sum_pi_squared", "logprobs_at", "full_kl", "top_k_ids", "top_k_logpro
 
 def trained_rows(batch: Batch) -> Tensor:
     """Indices of the tokens with a loss, [R]. Raises ValueError if a sequence's first token has one."""
-    if batch.num_sequences and bool(batch.loss_mask[batch.cu_seqlens[:-1]].any()):
+    known = on_host(batch)
+    if known.num_sequences and bool(known.loss_mask[known.cu_seqlens[:-1]].any()):
         raise ValueError("loss_mask is 1 on the first token of a sequence, which has no log-prob")
-    return batch.loss_mask.nonzero()[:, 0]
+    return known.loss_mask.nonzero()[:, 0].to(batch.loss_mask.device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,13 @@ class _Segment:
     parent: int | None = None  # number of the prefix's segment, before sorting
 
 
+def on_host(batch: Batch) -> Batch:
+    """The batch itself, or for a part on a device the same part in host memory, where reading waits for nothing."""
+    if batch.token_ids.device.type == "cpu" or batch.origin is None:
+        return batch
+    return batch.origin.part
+
+
 def cut_batch(batch: Batch, max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
     """Cut a batch into micro-batches: index lists of at most `max_tokens` tokens.
 
@@ -69,7 +76,7 @@ def lay_out(batch: Batch) -> Layout:
 
     A row that is shared by ranks gets at least one token for each of them: fillers that no sequence sees.
     """
-    segments, members = _segments(batch)
+    segments, members = _segments(on_host(batch))
     if (ranks := current_ranks()) is not None:
         segments += [_Segment(0, 1)] * (ranks.size - sum(segment.length for segment in segments))
     order = sorted(range(len(segments)), key=lambda i: _shape(segments, i))
@@ -78,10 +85,10 @@ def lay_out(batch: Batch) -> Layout:
     lengths = [segment.length for segment in ordered]
     device = batch.token_ids.device
     take = ranges(torch.tensor([segment.start for segment in ordered]), torch.tensor(lengths)).to(device)
-    cu_seqlens = cumulative(torch.tensor(lengths)).to(device)
+    cu_seqlens = cumulative(torch.tensor(lengths))
     begins = cu_seqlens.tolist()
     pieces = [(begins[place[s]], segments[s].length) for sequence in members for s in sequence]
-    packing = Packing.of(cu_seqlens, [None if s.parent is None else place[s.parent] for s in ordered])
+    packing = Packing.of(cu_seqlens, [None if s.parent is None else place[s.parent] for s in ordered], device)
     where = ranges(*torch.tensor(pieces).T).to(device)
     positions, images = batch.position_ids, None
     if batch.images is not None:

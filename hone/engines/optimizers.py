@@ -16,6 +16,7 @@ from hone.engines.base import Ranks
 from hone.engines.parts import Weights
 from hone.engines.registry import SCHEDULES
 from hone.engines.settings import CosineConfig, EngineConfig, LinearConfig, OptimizerConfig, ScheduleConfig, WsdConfig
+from hone.platforms.base import current_platform
 from hone.registry import unknown
 from hone.types import Metric, Metrics
 
@@ -192,7 +193,9 @@ def _find_eight_bit(name: str, key: str) -> type[Optimizer]:
 
 
 def _fused_works(weights: dict[str, Tensor]) -> bool:
-    return all(w.is_floating_point() and w.device.type in ("cpu", "cuda") for w in weights.values())
+    platform = current_platform()
+    kinds = {"cpu", platform.device} if platform.fused_optimizers else {"cpu"}
+    return all(w.is_floating_point() and w.device.type in kinds for w in weights.values())
 
 
 def _scale_gradients(weights: dict[str, Tensor], factor: float) -> None:

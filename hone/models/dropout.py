@@ -47,7 +47,7 @@ def seeded(device: str, *numbers: int) -> Iterator[None]:
     """
     kind = torch.device(device).type
     own = [] if kind == "cpu" else [getattr(torch, kind).current_device()]
-    with torch.random.fork_rng(own, device_type=kind if own else "cuda"):
+    with torch.random.fork_rng(own, **({"device_type": kind} if own else {})):  # the CPU's is always forked
         digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
         torch.manual_seed(int.from_bytes(digest, "big"))
         yield

@@ -1,7 +1,7 @@
 """Platforms: the kind of device that this process runs on.
 
 Read `base`: the interface (`PlatformBase`), the decorator that registers a new platform (`PlatformRegistry`) and the
-choice of one (`current_platform`). `cpu` and `cuda` (NVIDIA, ROCm) implement it.
+choice of one (`current_platform`). `cpu`, `cuda` (NVIDIA), `rocm` (AMD) and `ascend` (Huawei) implement it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ PLATFORMS = Registry(
     "platform",
     {
         "cuda": "hone.platforms.cuda:CudaPlatform",
-        "rocm": "hone.platforms.cuda:RocmPlatform",
+        "rocm": "hone.platforms.rocm:RocmPlatform",
+        "ascend": "hone.platforms.ascend:AscendPlatform",
         "cpu": "hone.platforms.cpu:CpuPlatform",
     },
 )

@@ -25,6 +25,7 @@ import torch
 
 from hone.config import ConfigError
 from hone.platforms import PLATFORMS
+from hone.platforms.sharing import MemorySharing
 from hone.registry import CannotLoad, load_plugins, unknown
 
 PLATFORM_VARIABLE = "HONE_PLATFORM"
@@ -42,11 +43,12 @@ class MemoryFacts:
     peak: int  # most that was allocated so far
 
 
-class PlatformBase(ABC):
+class PlatformBase(MemorySharing, ABC):
     """One kind of device. The defaults go through torch's own module for the device (`torch.cuda`, `torch.npu` ...).
 
     A platform whose torch module has the usual functions sets the class attributes and writes `why_unavailable`; one
-    that differs overrides the methods that differ.
+    that differs overrides the methods that differ. The class attributes are the platform's table of facts
+    (`facts.facts_of`); `sources` says where each was found. `MemorySharing` has what the weight sync calls.
     """
 
     name: ClassVar[str]  # in the registry; `PlatformRegistry.register` sets it
@@ -56,7 +58,16 @@ class PlatformBase(ABC):
     collectives_backend: ClassVar[str]  # for torch.distributed: "nccl", "gloo", "hccl"
     visible_devices_variable: ClassVar[str]  # environment variable that hides devices from a process; "" if none
     ray_resource: ClassVar[str] = "GPU"  # what Ray calls a device of this kind
-    supports_ipc: ClassVar[bool] = False  # whether another process can open a tensor's device memory
+    ray_override_variables: ClassVar[tuple[str, ...]] = ()  # with one set to 1, Ray hides no devices from its actors
+    allocator_variable: ClassVar[str] = ""  # environment variable with the settings of torch's allocator; "" if none
+    attention_kernels: ClassVar[tuple[str, ...]] = ("sdpa",)  # "varlen": torch's kernel for packed rows
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")  # that the devices compute in
+    fused_optimizers: ClassVar[bool] = False  # whether torch.optim's `fused=True` runs on the devices
+    profiler_activity: ClassVar[str] = ""  # member of `torch.profiler.ProfilerActivity` besides CPU; "" if none
+    architectures: ClassVar[tuple[str, ...]] = ()  # chips that the vendor's builds of torch and vLLM are made for
+    container: ClassVar[str] = ""  # options of `docker run` that give a container the devices
+    never_run: ClassVar[str] = ""  # which parts of hone never ran on such a device, for a person; "" if all did
+    sources: ClassVar[Mapping[str, str]] = {}  # name of a fact -> where it was found
 
     @abstractmethod
     def why_unavailable(self) -> str:
@@ -166,6 +177,17 @@ class PlatformBase(ABC):
     def rollout_environment(self, indices: Sequence[int]) -> dict[str, str]:
         """Environment variables for a rollout server that runs on these devices."""
         return self.visible_devices(indices)
+
+    def rollout_options(self, backend: str, nodes: int) -> dict[str, Any]:
+        """Options, by the engine's own names, that a rollout server needs on this platform; run files override them.
+
+        `backend` is the rollout engine ("vllm", "sglang"), `nodes` the number of machines that run servers.
+        """
+        return {}
+
+    def why_no_sleep(self, backend: str) -> str:
+        """Empty if a rollout server can give its device memory back (`rollout.sleep_while_training`), else why not."""
+        return ""
 
     @property
     def _module(self) -> Any:

@@ -33,7 +33,21 @@ class CpuPlatform(PlatformBase):
     collectives_backend = "gloo"
     visible_devices_variable = ""
     ray_resource = "CPU"
-    supports_ipc = False
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    fused_optimizers = True
+    sources = {  # noqa: RUF012  a ClassVar of the base class
+        **dict.fromkeys(("device", "vendor", "architectures"), "torch runs on any x86-64 or ARM processor"),
+        "dtypes": "torch computes in all four; /proc/cpuinfo says whether bfloat16 is native",
+        "attention_kernels": "torch's varlen attention has no CPU kernel; hone/models/attention has one of its own",
+        "fused_optimizers": "torch.optim: fused AdamW and SGD for CPUs since torch 2.4",
+        "allocator_variable": "torch has no allocator for CPU memory; glibc's is set by hone/platforms/host_memory.py",
+        "collectives_backend": "torch.distributed: gloo",
+        "supports_broadcast": "weights are in host memory, which gloo sends",
+        "supports_ipc": "weights are in host memory; the sync uses shared memory",
+        **dict.fromkeys(("visible_devices_variable", "ray_resource", "ray_override_variables"), "Ray's resource CPU"),
+        "profiler_activity": "torch.profiler records the CPU always",
+        "container": "none is needed",
+    }
 
     def why_unavailable(self) -> str:
         return ""

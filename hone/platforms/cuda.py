@@ -1,10 +1,12 @@
-"""GPUs that torch calls `cuda`: NVIDIA, and AMD through ROCm (`torch.version.hip` is then set)."""
+"""NVIDIA GPUs, and what torch does alike for NVIDIA and AMD: it calls both `cuda`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hone.platforms.base import PlatformBase
 
@@ -18,16 +20,67 @@ def lacking_bfloat16(capability: tuple[int, int]) -> str:
     return f"this GPU has compute capability {capability[0]}.{capability[1]}, and bfloat16 needs 8.0 (Ampere)"
 
 
-class CudaPlatform(PlatformBase):
+def is_cpu_build() -> bool:
+    """Whether this torch was built without support for NVIDIA and AMD GPUs."""
+    return torch.version.cuda is None and torch.version.hip is None
+
+
+class GpuPlatform(PlatformBase):
+    """What `torch.cuda` offers on GPUs of both vendors."""
+
+    device = "cuda"
+    collectives_backend = "nccl"  # on AMD, torch's nccl is RCCL
+    ray_resource = "GPU"
+    supports_ipc = True
+    supports_broadcast = True
+    attention_kernels = ("varlen", "sdpa")
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    fused_optimizers = True
+    profiler_activity = "CUDA"
+
+    def device_uuids(self) -> list[str]:
+        if not torch.cuda.is_available():
+            return []
+        return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+    def share(self, tensor: torch.Tensor) -> list[Any]:
+        storage: Any = tensor.untyped_storage()
+        return list(storage._share_cuda_())
+
+    def open_shared(self, index: int, handle: Sequence[Any]) -> torch.Tensor:
+        _, *parts = handle  # the first is the device's index in the process that shares
+        opener: Any = torch.UntypedStorage
+        storage = opener._new_shared_cuda(index, *parts)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def device_group(self, store: Any, rank: int, world: int) -> Any:
+        group: Any = dist.ProcessGroupNCCL  # its stub asks for options, which have a default
+        return group(store, rank, world)
+
+
+class CudaPlatform(GpuPlatform):
     """NVIDIA GPUs."""
 
     name = "cuda"
-    device = "cuda"
     vendor = "nvidia"
-    collectives_backend = "nccl"
     visible_devices_variable = "CUDA_VISIBLE_DEVICES"
-    ray_resource = "GPU"
-    supports_ipc = True
+    ray_override_variables = ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",)
+    allocator_variable = "PYTORCH_CUDA_ALLOC_CONF"
+    container = "--gpus all"
+    sources = {  # noqa: RUF012  a ClassVar of the base class
+        **dict.fromkeys(("device", "vendor", "dtypes", "fused_optimizers"), "torch.cuda of torch 2.13"),
+        "architectures": "every GPU that the installed build of torch has kernels for",
+        "attention_kernels": "torch.nn.attention.varlen of torch 2.13: FlashAttention 2",
+        "allocator_variable": "torch's notes on CUDA semantics, `Memory management`",
+        **dict.fromkeys(("collectives_backend", "supports_broadcast"), "torch.distributed: NCCL"),
+        "supports_ipc": "torch.UntypedStorage._share_cuda_: CUDA's IPC handles",
+        "visible_devices_variable": "CUDA C++ programming guide, environment variables",
+        **dict.fromkeys(
+            ("ray_resource", "ray_override_variables"), "ray 2.60, ray/_private/accelerators/nvidia_gpu.py"
+        ),
+        "profiler_activity": "torch.profiler.ProfilerActivity",
+        "container": "NVIDIA's container toolkit",
+    }
 
     def why_unavailable(self) -> str:
         if torch.version.hip is not None:
@@ -44,22 +97,3 @@ class CudaPlatform(PlatformBase):
     def rollout_environment(self, indices: Sequence[int]) -> dict[str, str]:
         """Show the given devices, in PCI bus order, so that an index means the same GPU in every process."""
         return {**self.visible_devices(indices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-
-
-class RocmPlatform(PlatformBase):
-    """AMD GPUs: torch's `cuda` functions, RCCL (torch calls it nccl), another variable for visible devices."""
-
-    name = "rocm"
-    device = "cuda"
-    vendor = "amd"
-    collectives_backend = "nccl"
-    visible_devices_variable = "HIP_VISIBLE_DEVICES"
-    ray_resource = "GPU"
-    supports_ipc = True
-
-    def why_unavailable(self) -> str:
-        if torch.version.hip is None:
-            return f"torch {torch.__version__} is built without ROCm"
-        if not torch.cuda.is_available():
-            return f"torch {torch.__version__} finds no usable AMD GPU (driver missing, or all hidden)"
-        return ""

@@ -29,9 +29,7 @@ class RewardModelConfig(Config):
         None, "process reward model: how the scores of the steps are combined; null: one score for the whole answer"
     )
     step_separator: str = setting("\n", "process reward model: the text between two steps", min_length=1)
-    environment: dict[str, str] = setting(
-        factory=dict, meaning="environment variables of the process, such as CUDA_VISIBLE_DEVICES"
-    )
+    environment: dict[str, str] = setting(factory=dict, meaning="environment variables of the process, such as HF_HOME")
 
     @model_validator(mode="after")
     def _environment_is_a_process_s(self) -> RewardModelConfig:

@@ -137,6 +137,7 @@ class ServerSpec:
     adapters: Mapping[str, AdapterFiles] = field(default_factory=dict)  # more adapters, by name; requests name one
     devices: tuple[int, ...] = ()  # indices of the accelerators that this replica may use; empty: all that are seen
     environment: Mapping[str, str] = field(default_factory=dict)  # further variables, from the platform
+    nodes: int = 1  # machines that run servers of this kind
     routed_layers: tuple[int, ...] = ()  # layers whose experts are returned for each token; empty: none
     host: Host = field(default_factory=LocalHost, repr=False)  # the machine that it runs on
 

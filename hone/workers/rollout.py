@@ -38,7 +38,7 @@ from hone.rollout.servers.builtin import BuiltinServer
 from hone.rollout.servers.host import LocalHost
 from hone.rollout.settings import RolloutConfig
 from hone.runtime.base import PhaseFn
-from hone.runtime.settings import RuntimeConfig
+from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.cluster_hosts import hosts_of, reaching
 from hone.workers.control import CONTROL
@@ -284,11 +284,20 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
                 keep_cache=spec.new_weights == "keep_cache",
                 adapters=adapters,
                 devices=devices,
+                nodes=_machines(spec.runtime),
                 environment={} if is_placed else platform.rollout_environment(devices),
                 host=host,
             )
         )
     return found
+
+
+def _machines(runtime: RuntimeConfig | None) -> int:
+    """How many machines may run servers: the most of the run's and of any pool's."""
+    backend = None if runtime is None else runtime.backend
+    if not isinstance(backend, RaySettings):
+        return 1
+    return max([backend.nodes, *(pool.nodes for pool in backend.pools.values())])
 
 
 def with_context(settings: RolloutConfig, config: Any) -> RolloutConfig:
@@ -331,8 +340,14 @@ async def start_all(replicas: Sequence[ServerAdapter]) -> None:
 
 def _sleep_level(settings: RolloutConfig, level_auto: int) -> int:
     chosen = settings.sleep_while_training
+    platform = current_platform()
+    refused = platform.why_no_sleep(settings.backend)
     if chosen == "auto":
-        return 0 if current_platform().device == "cpu" else level_auto
+        return 0 if platform.device == "cpu" or refused else level_auto
+    if refused and chosen != "none":
+        raise ConfigError(
+            f"rollout.sleep_while_training={chosen}: {refused}; set it to none, and give the servers their own devices"
+        )
     return {"none": 0, "level_1": 1, "level_2": 2}[chosen]
 
 

@@ -3,9 +3,12 @@
 import dataclasses
 
 import pytest
+import torch
+from transformers import masking_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 
+from hone.models.attention.packed import packed
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.transformers_patches import shard_while_loading
@@ -39,3 +42,13 @@ def test_transformers_is_left_as_it_was():
 def test_transformers_meshes_still_have_no_replicas():
     """Once they have, `from_pretrained` may be told our mesh, and the patch can go."""
     assert not [f.name for f in dataclasses.fields(DistributedConfig) if "replicate" in f.name]
+
+
+def test_packed_rows_are_not_searched_for_the_ends_of_sequences():
+    """Once the search finds nothing outside of `packed` either, transformers has dropped it, and the patch can go."""
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    found = masking_utils.find_packed_sequence_indices(positions)
+    assert found is not None
+    assert found.tolist() == [[0, 0, 0, 1, 1]]
+    with packed(torch.tensor([0, 3, 5])):
+        assert masking_utils.find_packed_sequence_indices(positions) is None

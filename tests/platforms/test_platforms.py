@@ -18,7 +18,8 @@ from hone.platforms.base import (
     why_compute_dtype,
 )
 from hone.platforms.cpu import CpuPlatform
-from hone.platforms.cuda import CudaPlatform, RocmPlatform
+from hone.platforms.cuda import CudaPlatform
+from hone.platforms.rocm import RocmPlatform
 from hone.registry import Registry
 
 
@@ -173,7 +174,7 @@ def test_visible_devices_are_numbered_as_this_process_sees_them(monkeypatch):
     assert cuda.rollout_environment([0]) == {"CUDA_VISIBLE_DEVICES": "4", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     with pytest.raises(ValueError, match="device 3 was asked for, but CUDA_VISIBLE_DEVICES=4,GPU-ab,6 shows 3"):
         cuda.visible_devices([3])
-    assert RocmPlatform().visible_devices([1]) == {"HIP_VISIBLE_DEVICES": "1"}
+    assert RocmPlatform().visible_devices([1]) == {"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "1"}
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_the_environment_chooses(monkeypatch):
         current_platform()
     monkeypatch.delenv("HONE_PLATFORM")
     assert current_platform().available
-    assert list(PLATFORMS) == ["cpu", "cuda", "rocm"]
+    assert list(PLATFORMS) == ["ascend", "cpu", "cuda", "rocm"]
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch
 
 from hone.weights import TRANSPORTS
 from hone.weights.sync import CheckpointEngineManager
-from hone.weights.transports.memory import CudaBuffers
+from hone.weights.transports.memory import DeviceBuffers
 from tests.weights.conftest import every_kind
 from tests.weights.receiving import TOKEN
 
@@ -25,7 +25,7 @@ def test_buckets_in_the_memory_of_the_device(replicas):
         manager.add_replica(replica)
         for version in (1, 2):
             await manager.sync(weights.items(), version)
-            assert isinstance(engine._buffers, CudaBuffers)
+            assert isinstance(engine._buffers, DeviceBuffers)
         await engine.close()
 
     asyncio.run(whole())

@@ -25,7 +25,7 @@ from hone.engines.fsdp2.mesh import Mesh, open_mesh
 from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig
 from hone.engines.fsdp2.sharding import Sharder, inside, sharded_forward
 from hone.engines.fsdp2.shards import place, whole_weight
-from hone.engines.fsdp2.weights import ProcessWeights, ShardedWeights
+from hone.engines.fsdp2.weights import ProcessWeights, ShardedWeights, cast_working
 from hone.engines.logprobs import Head
 from hone.engines.moe import open_experts
 from hone.engines.probe import check_body, check_head, check_images, check_training, try_body
@@ -92,8 +92,10 @@ class Fsdp2Engine(Engine):
             frozen = self.adapter.names
         elif self.spec.follows:  # a blend in compute precision would lose small differences
             frozen = frozenset(name for name, _ in self.model.named_parameters())
+        if not self.trained and not frozen:
+            cast_working(self.model, self.compute)  # there are no masters, so the device never holds the wider weights
+        move_tied(self.model, self.device)  # before masters are made of it, or they would stay in host memory
         self.weights = ProcessWeights(self.model, self.compute, self.trained, frozen)
-        self.model.to(self.device)
         if self.device == "cpu" and not self._backend.compile:  # which fuses them itself
             fuse_norms(self.model)
         return self._checked_forward()
@@ -221,6 +223,22 @@ def _offloading(forward: Forward) -> Forward:
             return forward(batch, needs)
 
     return run
+
+
+def move_tied(model: nn.Module, device: str) -> None:
+    """Move a model; tied weights stay one parameter, which `Module.to` keeps on some devices only.
+
+    Where a parameter cannot change its device in place, `Module.to` makes a new one in each module that has it.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                places.setdefault(id(weight), []).append((module, name))
+    model.to(device)
+    for (first, name), *others in places.values():
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
 
 
 def _whole(name: str, weight: Tensor) -> Tensor:

@@ -28,6 +28,14 @@ from hone.engines.parts import CastFn, Part, Whole
 from hone.models.precision import wide_weights
 
 
+def cast_working(model: nn.Module, compute: torch.dtype) -> None:
+    """Cast the parameters of a model to the working precision, in place."""
+    wide = wide_weights(model)
+    for name, parameter in model.named_parameters():
+        if compute != parameter.dtype and not wide(name):
+            parameter.data = parameter.data.to(compute)
+
+
 class ProcessWeights:
     """The weights of a model in one process; implements `hone.engines.parts.Weights`."""
 

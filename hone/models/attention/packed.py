@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hone.models.attention import cpu as cpu_attention
 from hone.models.attention.cpu import band, causal_mask
 from hone.models.attention.sequence_parallel import SequenceRanks, current_ranks
+from hone.models.transformers_patches import skip_search_for_packed_rows
 
 PACKED = "hone_packed"
 
@@ -72,9 +74,12 @@ class Packing:
     ranks: SequenceRanks | None = None  # who shares the row; each has a slice of its tokens
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, parents: Sequence[int | None] | None = None) -> Packing:
+    def of(
+        cls, cu_seqlens: Tensor, parents: Sequence[int | None] | None = None, device: torch.device | None = None
+    ) -> Packing:
         """`parents[i]` is the segment that is segment i's prefix, or None; segments of equal length lie side by side.
 
+        `device` is the row's, None: that of `cu_seqlens`, whose values are read here, so keep it in host memory.
         Raises ValueError unless `cu_seqlens` starts at 0 and increases, and prefixes come first and have none.
         """
         ends = [int(end) for end in cu_seqlens.tolist()]
@@ -82,7 +87,9 @@ class Packing:
         if not lengths or ends[0] != 0 or min(lengths) < 1:
             raise ValueError(f"cu_seqlens should start at 0 and increase, found {ends[:8]}{'...' * (len(ends) > 8)}")
         parents = parents or [None] * len(lengths)
-        return cls(cu_seqlens.to(torch.int32), lengths, _runs(lengths, parents, cu_seqlens.device), current_ranks())
+        device = cu_seqlens.device if device is None else device
+        placed = cu_seqlens.to(device, torch.int32, non_blocking=True)
+        return cls(placed, lengths, _runs(lengths, parents, device), current_ranks())
 
     @property
     def num_tokens(self) -> int:
@@ -257,7 +264,16 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
 def _flash_varlen_fits(q: Tensor, v: Tensor, scoring: Scoring) -> bool:
     """Whether torch's FlashAttention for packed rows has a kernel for this."""
     half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and half and scoring.plain and scoring.dropout == 0.0 and q.shape[-1] == v.shape[-1] <= 256
+    plain = scoring.plain and scoring.dropout == 0.0
+    return half and plain and q.shape[-1] == v.shape[-1] <= 256 and _has_flash_varlen(q.device.type)
+
+
+@lru_cache(maxsize=8)
+def _has_flash_varlen(device: str) -> bool:
+    """Whether torch, or the device's own package, has the kernel that `torch.nn.attention.varlen` calls."""
+    dispatcher: Any = torch._C
+    key = dispatcher._dispatch_key_for_device(device)
+    return bool(dispatcher._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", key))
 
 
 def _flash_varlen(
@@ -351,5 +367,6 @@ def packed_mask(
     return Window(local_size)
 
 
+skip_search_for_packed_rows(lambda: _CURRENT.get() is not None)
 ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, packed_mask)

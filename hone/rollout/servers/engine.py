@@ -48,12 +48,18 @@ class EngineDefaults:
         """The engine's options: hone's for this platform, then what this run needs, then `rollout.engine`."""
         given = {name.replace("-", "_"): value for name, value in spec.settings.engine.items()}
         check_reserved(spec.settings.engine, self.reserved)
-        platform = self.cpu if current_platform().device == "cpu" else self.accelerator
+        platform = self._platform_options(spec)
         files = {"load_format": "auto"} if spec.frozen else {}  # vLLM and SGLang: read the model's own weights
         found = {**self.options, **platform, **files, "dtype": spec.dtype, **needed, **given}
         if "skip_tokenizer_init" not in found and not has_tokenizer(spec):
             found["skip_tokenizer_init"] = True
         return found
+
+    def _platform_options(self, spec: ServerSpec) -> dict[str, Any]:
+        platform = current_platform()
+        if platform.device == "cpu":
+            return dict(self.cpu)
+        return {**self.accelerator, **platform.rollout_options(spec.settings.backend, spec.nodes)}
 
     def server_environment(self, spec: ServerSpec, folder: Path) -> dict[str, str]:
         """Variables of the server, which imports hone from `folder`; values that the user has set are kept."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from hone.platforms.base import current_platform
 from hone.runtime import ranks
 from hone.tracking.hub import Tracking
 from hone.trainers.run.settings import ProfileConfig
@@ -30,7 +30,8 @@ class Profiler:
         if step not in self._steps or not ranks.is_first():
             yield
             return
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        own = current_platform().profiler_activity
+        activities = [ProfilerActivity.CPU, *([getattr(ProfilerActivity, own)] if own else [])]
         every_thread = _ExperimentalConfig(profile_all_threads=True)  # rollout and workers may have their own
         # Without `acc_events`, torch 2.11 warns that a second cycle clears the events of the first; there is one cycle.
         with profile(activities=activities, experimental_config=every_thread, acc_events=True) as trace:

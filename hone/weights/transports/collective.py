@@ -1,4 +1,4 @@
-"""Weights between machines: each bucket is a broadcast in a separate process group (NCCL on GPUs, gloo on CPUs).
+"""Weights between machines: each bucket is a broadcast in a separate process group (NCCL on GPUs, gloo elsewhere).
 
     sender, rank 0 of 1 + receivers                              receivers, ranks 1 ..
       announce bucket n over the control channel    -- tcp -->     make room
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hone.platforms.base import current_platform
 from hone.weights import LOOPBACK
 from hone.weights.base import Offer, WeightReceiver, WeightSyncError
 from hone.weights.transports.bucketed import COUNT, BucketedEngine, BucketedReceiver
@@ -34,6 +35,7 @@ from hone.weights.transports.buckets import Filled
 from hone.weights.transports.channel import SenderChannel
 from hone.weights.transports.wire import BrokenMessage, expect
 
+HOST_BACKEND = "gloo"  # for weights in host memory
 POLL_S = 0.0005  # seconds between checks of a broadcast and of lost receivers
 
 
@@ -196,8 +198,8 @@ class CollectiveReceiver(BucketedReceiver):
         return room
 
     def _release(self) -> None:
-        if self._room and self._room[0].is_cuda:
-            torch.cuda.synchronize(self._room[0].device)
+        if self._room and self._room[0].device.type != "cpu":
+            torch.accelerator.synchronize(self._room[0].device)
 
     def finalize(self, failure: str = "", digest: str = "") -> None:
         if failure:
@@ -213,12 +215,16 @@ class _Group:
         self, name: str, store: dist.Store, backend: str, rank: int, world: int, host: str, timeout_s: float
     ) -> None:
         self.name = name
-        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        platform = current_platform()
+        on_device = backend != HOST_BACKEND
+        self.device = torch.device("cpu")
+        if on_device:
+            self.device = platform.torch_device(torch.accelerator.current_device_index())
         limit = timedelta(seconds=max(timeout_s, 1.0))
         prefixed = dist.PrefixStore(name, store)
         self._store = store  # rank 0's store is the server of the others
-        if backend == "nccl":
-            self._group: Any = dist.ProcessGroupNCCL(prefixed, rank, world)
+        if on_device:
+            self._group: Any = platform.device_group(prefixed, rank, world)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
@@ -239,17 +245,19 @@ class _Group:
 
 def _facts() -> dict[str, Any]:
     """The backends and device that this process can use in a group."""
-    if not torch.cuda.is_available():
-        return {"backends": ["gloo"], "device": ""}
-    device = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return {"backends": ["gloo", "nccl"], "device": device}
+    platform = current_platform()
+    if not platform.supports_broadcast:
+        return {"backends": [HOST_BACKEND], "device": ""}
+    device = platform.device_uuids()[torch.accelerator.current_device_index()]
+    return {"backends": [HOST_BACKEND, platform.collectives_backend], "device": device}
 
 
 def backend_for(members: Sequence[Mapping[str, Any]]) -> str:
-    """NCCL if every member has it and no two share a device, which NCCL refuses; else gloo."""
+    """The devices' backend if every member has the same and no two share a device, which NCCL refuses; else gloo."""
     devices = [one.get("device") for one in members]
-    everywhere = all("nccl" in one.get("backends", ()) for one in members)
-    return "nccl" if everywhere and len(set(devices)) == len(devices) else "gloo"
+    ours = [name for name in members[0].get("backends", ()) if name != HOST_BACKEND] if members else []
+    everywhere = [name for name in ours if all(name in one.get("backends", ()) for one in members)]
+    return everywhere[0] if everywhere and len(set(devices)) == len(devices) else HOST_BACKEND
 
 
 _kept: dict[str, _Group] = {}  # the group of this receiver process's last sync

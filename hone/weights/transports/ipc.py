@@ -21,11 +21,10 @@ from hone.weights.transports.channel import SenderChannel
 from hone.weights.transports.folders import OwnFolder
 from hone.weights.transports.memory import (
     Buffers,
-    CudaBuffers,
+    DeviceBuffers,
     MemoryListener,
     SharedBuffers,
     connect,
-    device_uuids,
     open_buffers,
 )
 from hone.weights.transports.wire import BrokenMessage, expect
@@ -81,7 +80,8 @@ class IpcEngine(BucketedEngine):
         return self._opened().tensors[number % COUNT]
 
     def _portions(self) -> tuple[int, int]:
-        return super()._portions() if self._bucket(0).is_cuda else (min(self.bucket_bytes, PART), ENOUGH)
+        on_device = self._bucket(0).device.type != "cpu"
+        return super()._portions() if on_device else (min(self.bucket_bytes, PART), ENOUGH)
 
     async def _ship(self, number: int, filled: Filled, last: bool) -> None:
         self._opened().synchronize()
@@ -96,10 +96,10 @@ class IpcEngine(BucketedEngine):
         """Choose device memory if all receivers can access it. Reuse the last sync's buckets if they fit."""
         platform = current_platform()
         kind: type[Buffers] = SharedBuffers
-        if platform.supports_ipc and platform.device == "cuda":
-            own = device_uuids()[torch.cuda.current_device()]
+        if platform.supports_ipc and not platform.why_no_ipc():
+            own = platform.device_uuids()[torch.accelerator.current_device_index()]
             if all(own in peer.facts.get("devices", ()) for peer in channel.left()):
-                kind = CudaBuffers
+                kind = DeviceBuffers
         if not isinstance(self._buffers, kind):
             if self._buffers is not None:
                 self._buffers.close()
@@ -122,7 +122,8 @@ class IpcReceiver(BucketedReceiver):
         expect({"type": "address", **address}, session=str, memory=str, channel=str)
         connection = connect(address["memory"], self._channel.name, self._channel.remaining_s())
         self._channel.watch(connection)
-        self._channel.connect(address["channel"], address["session"], {"devices": device_uuids(), "holds": self.holds})
+        devices = current_platform().device_uuids()
+        self._channel.connect(address["channel"], address["session"], {"devices": devices, "holds": self.holds})
         message = self._channel.receive("open its memory for")
         if message["type"] != "memory":
             raise BrokenMessage(f"a {message['type'][:40]} message came where memory was due")
@@ -136,5 +137,5 @@ class IpcReceiver(BucketedReceiver):
         return self._buckets[message["number"] % COUNT]
 
     def _release(self) -> None:
-        if self._buckets[0].is_cuda:
-            torch.cuda.synchronize(self._buckets[0].device)
+        if self._buckets[0].device.type != "cpu":
+            torch.accelerator.synchronize(self._buckets[0].device)

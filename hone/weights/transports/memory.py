@@ -11,7 +11,8 @@ process is killed: the kernel frees it with the last process that maps it. It do
 over the authenticated control channel. A receiver keeps its mapping for the next sync, because mapping costs a page
 fault per 4 KiB.
 
-On a GPU the buckets are device memory and the receiver opens CUDA's IPC handles (`CudaBuffers`).
+On an accelerator that can share its memory the buckets are device memory, and the receiver opens the platform's
+handles (`DeviceBuffers`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.platforms.base import current_platform
 from hone.platforms.cpu import CpuPlatform
 from hone.weights.base import WeightSyncError
 from hone.weights.transports.bucketed import COUNT
@@ -68,17 +70,18 @@ class SharedBuffers:
         self.descriptors, self.tensors = [], []
 
 
-class CudaBuffers:
-    """The sender's two buckets in the memory of its GPU, for receivers that can access the same GPU."""
+class DeviceBuffers:
+    """The sender's two buckets in the memory of its device, for receivers that can access the same device."""
 
-    kind = "cuda"
+    kind = "device"
     descriptors: tuple[int, ...] = ()
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.identity = secrets.token_hex(8)
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self.uuid = device_uuids()[self.device.index]
+        index = torch.accelerator.current_device_index()
+        self.device = current_platform().torch_device(index)
+        self.uuid = current_platform().device_uuids()[index]
         self.tensors = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(COUNT)]
 
     def describe(self) -> dict[str, Any]:
@@ -87,20 +90,13 @@ class CudaBuffers:
         return {"kind": self.kind, "identity": self.identity, "size": self.size, "uuid": self.uuid, "handles": handles}
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
 
     def close(self) -> None:
         self.tensors = []
 
 
-Buffers = SharedBuffers | CudaBuffers
-
-
-def device_uuids() -> list[str]:
-    """The UUIDs of the GPUs that this process sees."""
-    if not torch.cuda.is_available():
-        return []
-    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+Buffers = SharedBuffers | DeviceBuffers
 
 
 def _anonymous(size: int) -> int:
@@ -130,9 +126,8 @@ def _mapped(descriptor: int, size: int) -> Tensor:
 
 
 def _handle(tensor: Tensor) -> list[Any]:
-    """torch's description of a storage for another process, as JSON: bytes are written in hexadecimal."""
-    shared = tensor.untyped_storage()._share_cuda_()
-    return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in shared]
+    """The platform's description of a storage for another process, as JSON: bytes are written in hexadecimal."""
+    return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in current_platform().share(tensor)]
 
 
 # ---------------------------------------------------------------------------------------------------- the sender
@@ -229,8 +224,9 @@ def open_buffers(message: Mapping[str, Any], connection: socket.socket) -> list[
 
 
 def _opened(message: Mapping[str, Any], descriptors: list[int]) -> list[Tensor]:
-    if message["kind"] == CudaBuffers.kind:
-        return [_from_handle(handle, device_uuids().index(message["uuid"])) for handle in message["handles"]]
+    if message["kind"] == DeviceBuffers.kind:
+        index = current_platform().device_uuids().index(message["uuid"])
+        return [_from_handle(handle, index) for handle in message["handles"]]
     if message["kind"] != SharedBuffers.kind or len(descriptors) != COUNT:
         raise BrokenMessage(f"{len(descriptors)} buckets of kind {message['kind'][:40]!r} came, expected {COUNT}")
     for descriptor in descriptors:
@@ -240,6 +236,5 @@ def _opened(message: Mapping[str, Any], descriptors: list[int]) -> list[Tensor]:
 
 
 def _from_handle(handle: list[Any], index: int) -> Tensor:
-    _, *parts = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in handle]
-    storage = torch.UntypedStorage._new_shared_cuda(index, *parts)
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    parts = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in handle]
+    return current_platform().open_shared(index, parts)

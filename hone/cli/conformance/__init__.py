@@ -1,0 +1,8 @@
+"""`hone doctor --conformance`: try every part of hone that depends on the device, and report what works.
+
+    kit.run: for each section, a child process with a deadline --> section.main --> its checks
+                                                                      `-- one message for each check, to the kit
+
+Read `record` (one check), then any of the sections: `device`, `kernels`, `collectives`, `sharing`, `engines`,
+`rollouts`. A crash or a hang costs the rest of its section only. This file imports no torch.
+"""

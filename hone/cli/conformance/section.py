@@ -1,0 +1,36 @@
+"""The process of one section of the conformance kit, which `kit` starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from hone.cli.conformance.record import Recorder
+from hone.processes.request_loop import RequestLoop
+from hone.registry import load_plugins, resolve
+
+SECTIONS = {  # in the order in which they run: each relies on those before it
+    "device": "hone.cli.conformance.device:device",
+    "kernels": "hone.cli.conformance.kernels:kernels",
+    "collectives": "hone.cli.conformance.collectives:collectives",
+    "weight sync": "hone.cli.conformance.sharing:sharing",
+    "engines": "hone.cli.conformance.engines:engines",
+    "rollouts": "hone.cli.conformance.rollouts:rollouts",
+}
+
+
+def main() -> None:
+    """Run the checks of the section that the request names; reply with each result, then with the end."""
+    loop = RequestLoop()
+    requests = loop.requests()
+    next(requests)
+    load_plugins()
+    loop.loaded({})
+    for request in requests:
+        name = request.body["section"]
+        number = request.batch
+        resolve(SECTIONS[name])(Recorder(name, lambda result: loop.reply(number, asdict(result))))  # noqa: B023
+        loop.reply(number, {"end": True})
+
+
+if __name__ == "__main__":
+    main()

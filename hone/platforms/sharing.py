@@ -1,0 +1,39 @@
+"""What the weight sync asks of a platform: device memory in another process, and process groups over devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+
+class MemorySharing:
+    """Part of a platform. The defaults share nothing, so weights pass through host memory."""
+
+    name: ClassVar[str]
+    supports_ipc: ClassVar[bool] = False  # whether another process can open a tensor's device memory
+    supports_broadcast: ClassVar[bool] = False  # whether `device_group` makes a group
+
+    def why_no_ipc(self) -> str:
+        """Empty if another process can open this process's device memory, else the reason why not."""
+        return "" if self.supports_ipc else f"platform {self.name} cannot share device memory between processes"
+
+    def device_uuids(self) -> list[str]:
+        """A name for each device that this process sees, equal in every process of the machine; [] if there is none."""
+        return []
+
+    def share(self, tensor: torch.Tensor) -> list[Any]:
+        """What another process needs to open a device tensor's storage: numbers and bytes."""
+        raise NotImplementedError(self.why_no_ipc())
+
+    def open_shared(self, index: int, handle: Sequence[Any]) -> torch.Tensor:
+        """The storage that `share` of another process described, as uint8 on device `index` of this process."""
+        raise NotImplementedError(self.why_no_ipc())
+
+    def device_group(self, store: Any, rank: int, world: int) -> Any:
+        """A process group of `torch.distributed` over device memory, for weight sync only.
+
+        Raises NotImplementedError where `supports_broadcast` is False.
+        """
+        raise NotImplementedError(f"platform {self.name} makes no group of devices for weight sync")
