@@ -12,6 +12,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 
 ShardFn = Callable[[Any], None]
+SearchFn = Callable[[Tensor], Tensor | None]
 """Shards an empty model (on the meta device) in place."""
 
 
@@ -45,17 +46,13 @@ def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
             setattr(DistributedMixin, name, original)
 
 
-def skip_search_for_packed_rows(is_packed: Callable[[], bool]) -> None:
-    """Where `is_packed`, transformers no longer searches the position ids for the ends of packed sequences.
+def replace_search_for_packed_rows(replacement: Callable[[SearchFn], SearchFn]) -> None:
+    """Replace what searches the position ids for the ends of packed sequences, in every forward of transformers.
 
-    The search reads a value of the device in every forward, which makes the host wait for all queued work. Its result
-    goes into a mask that packed attention does not use: hone knows the ends already. Remove this when the search reads
-    nothing, or can be turned off.
+    The search reads a value of the device, which makes the host wait for all queued work. Its result goes into a mask
+    that packed attention does not use: hone knows the ends already. Remove this when the search reads nothing, or can
+    be turned off.
     Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/masking_utils.py
     """
-    search = masking_utils.find_packed_sequence_indices
-
-    def find(position_ids: Tensor) -> Tensor | None:
-        return None if is_packed() else search(position_ids)
-
-    masking_utils.find_packed_sequence_indices = find
+    searched: Any = masking_utils
+    searched.find_packed_sequence_indices = replacement(masking_utils.find_packed_sequence_indices)

@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hone.models.attention import cpu as cpu_attention
 from hone.models.attention.cpu import band, causal_mask
 from hone.models.attention.sequence_parallel import SequenceRanks, current_ranks
-from hone.models.transformers_patches import skip_search_for_packed_rows
+from hone.models.transformers_patches import SearchFn, replace_search_for_packed_rows
 
 PACKED = "hone_packed"
 
@@ -367,6 +367,13 @@ def packed_mask(
     return Window(local_size)
 
 
-skip_search_for_packed_rows(lambda: _CURRENT.get() is not None)
+def _without_search(search: SearchFn) -> SearchFn:
+    def find(position_ids: Tensor) -> Tensor | None:
+        return search(position_ids) if _CURRENT.get() is None else None
+
+    return find
+
+
+replace_search_for_packed_rows(_without_search)
 ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, packed_mask)
