@@ -53,7 +53,7 @@ def _explain_one(tree: Mapping[str, Section], loaded: Loaded[Any], key: str) -> 
     registry = registry_of(section.field) if isinstance(section.config, Choice) and name == "name" else None
     if registry is not None and section.field is not None:
         meaning = section.field.description or meaning
-        kind = f"one of {', '.join(registry.registry)}"
+        kind = _names_text(registry.registry)
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     value, source = section.config.__dict__[name], loaded.provenance[key]
     return Explanation(
@@ -123,13 +123,17 @@ _WORDS = {
 }
 
 
+def _names_text(registry: Registry) -> str:
+    return f"one of {', '.join(registry)}" + (", or file.py:name" if registry.references else "")
+
+
 def _annotation_text(annotation: Any) -> str:
     origin, inner = get_origin(annotation), get_args(annotation)
     if annotation in _WORDS:
         return _WORDS[annotation]
     if origin is Annotated:
         marks = [mark for mark in annotation.__metadata__ if isinstance(mark, FromRegistry)]
-        return f"one of {', '.join(marks[0].registry)}" if marks else _annotation_text(inner[0])
+        return _names_text(marks[0].registry) if marks else _annotation_text(inner[0])
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if origin in (list, tuple):
@@ -233,6 +237,9 @@ def _of_choice(registry: Registry, definitions: dict[str, Any]) -> dict[str, Any
             settings = Choice  # an optional part that is not installed; a run that chooses it fails with the reason
         described = _of_section(settings, definitions)
         arms.append({**described, "properties": described["properties"] | {"name": {"const": entry}}})
+    if registry.references:  # settings of a class that the schema does not know
+        named = {"type": "string", "pattern": ":"}
+        arms += [named, {"type": "object", "properties": {"name": named}, "required": ["name"]}]
     found = {"anyOf": arms}
     if mark:
         definitions[name] = found

@@ -57,6 +57,7 @@ class Registry:
     ) -> None:
         """The names of `base`, now and later, belong to this registry too; `settings`: the class of who names none."""
         self.kind = kind
+        self.references = False  # whether a name may also be a reference to an object that is not registered
         self._base = base
         self._settings = settings
         self._entries: dict[str, Entry] = {}

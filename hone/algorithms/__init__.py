@@ -6,6 +6,7 @@
 Trainers use this package through `Algorithm` (`algorithm.py`). This file registers the names and imports no torch.
 """
 
+from hone.algorithms.own_parts import Contract, OpenRegistry
 from hone.registry import Entry, Registry
 
 
@@ -15,7 +16,7 @@ def _entries(module: str, settings: str = "settings", /, **names: str) -> dict[s
     return {name: Entry(f"{package}.{module}:{name}", f"{package}.{settings}:{cls}") for name, cls in names.items()}
 
 
-ADVANTAGES = Registry(
+ADVANTAGES = OpenRegistry(
     "advantage estimator",
     {
         **_entries(
@@ -40,9 +41,16 @@ ADVANTAGES = Registry(
         **_entries("turns", mt_grpo="MtGrpoSettings", gigpo="GigpoSettings", turn_gae="TurnGaeSettings"),
         **_entries("process_reward.losses", "process_reward.settings", prime="PrimeSettings"),
     },
+    Contract(
+        settings="hone.algorithms.settings:AdvantageSettings",
+        argument="batch: Batch",
+        mask="loss_mask",
+        result="hone.algorithms.advantages:Advantages",
+        values="advantages",
+    ),
 )
 
-POLICY_LOSSES = Registry(
+POLICY_LOSSES = OpenRegistry(
     "policy loss",
     _entries(
         "losses",
@@ -60,6 +68,13 @@ POLICY_LOSSES = Registry(
         dro="DroSettings",
         gpg="GpgSettings",
         top_entropy="TopEntropySettings",
+    ),
+    Contract(
+        settings="hone.algorithms.settings:PolicyLossSettings",
+        argument="inputs: LossInputs",
+        mask="mask",
+        result="hone.types:LossOutput",
+        values="values",
     ),
 )
 

@@ -23,8 +23,10 @@ from hone.algorithms.correction import (
 )
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.losses import LossInputs
+from hone.algorithms.own_parts import absolute_references, has_own_part
 from hone.algorithms.segments import on_last_loss_token, spread
 from hone.algorithms.settings import AlgorithmConfig, KlKind, ValueLossSettings
+from hone.config import build, plain
 from hone.types import Batch, LossOutput, ModelOutput
 
 # Per-token tensors that `Algorithm` puts into `Batch.extras` for the objectives.
@@ -44,6 +46,7 @@ class PolicyObjective:
     def __init__(self, settings: AlgorithmConfig) -> None:
         self._loss: Callable[[LossInputs, Any], LossOutput] = POLICY_LOSSES.get(settings.loss.name)
         self._settings = settings.loss
+        self._config = settings
         self._selects = bool(getattr(settings.loss, "selection", ""))
         self._correction = settings.correction
         self._rejections = settings.correction.rules("current")
@@ -93,6 +96,13 @@ class PolicyObjective:
             return LossOutput(torch.where(mask, values, 0), {**metrics, **gap.metrics}, gap.counted, gap.largest)
         return LossOutput(torch.where(mask, values, 0), metrics)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let another process load a loss from the user's file itself: a class in it has no module to import."""
+        given = plain(self._config)
+        if not has_own_part(given["loss"]):
+            return super().__reduce_ex__(protocol)
+        return _loaded, ({**given, "loss": absolute_references(given["loss"])},)
+
     def _gap(self, lp: Tensor, rollout: Tensor, batch: Batch) -> LossOutput:
         """Metrics of the gap between the rollout and the current policy."""
         mask, cu_seqlens = batch.loss_mask, batch.cu_seqlens
@@ -120,6 +130,10 @@ class PolicyObjective:
             return batch.extras[IS_WEIGHTS]
         rollout = present(batch.rollout_logprobs, "Batch.rollout_logprobs")
         return importance_weights(old, rollout, batch.loss_mask, batch.cu_seqlens, self._correction)
+
+
+def _loaded(settings: dict[str, Any]) -> PolicyObjective:
+    return PolicyObjective(build(AlgorithmConfig, settings, "algorithm"))
 
 
 class ValueObjective:

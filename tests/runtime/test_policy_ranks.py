@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import redirect_stderr
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hone.trainers.run.run_model import local_model
 from tests.ranks import run_ranks
 from tests.trainers.tiny import BASE, PPO, metrics, recipe
 
+OWN_LOSS = Path(__file__).parents[2] / "recipes" / "own_algorithm" / "one_file.py"
 RAY = ("runtime.backend.name=ray", "runtime.backend.devices=2", "runtime.collective_timeout_s=60")
 
 
@@ -49,10 +51,12 @@ def assert_same_record(one, other):
 
 
 def distillation(folder):
-    """A distillation whose teacher is asked through a rollout engine."""
+    """A distillation whose teacher is asked through a rollout engine, with a policy loss of the user's own."""
     model = ModelConfig(build=BuildConfig(**{**BASE["model"]["build"], "seed": 5}))
     teacher = {"model": {"path": str(local_model(model, folder / "teacher").path)}, "served_by": "rollout"}
     sections = {"kind": "distill", "distillation": {"teachers": {"a": teacher}, "task_coef": 0.5}, "run": {"steps": 3}}
+    (folder / "loss.py").write_text(OWN_LOSS.read_text(encoding="utf-8"), encoding="utf-8")
+    sections["algorithm"] = {"loss": f"{os.path.relpath(folder / 'loss.py')}:Softened"}
     return "distill", recipe(folder, sections)
 
 
