@@ -8,6 +8,7 @@ VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
 ORACLE_VENV := .venv-oracle
 OLDEST_VENV := .venv-oldest
+AGENTS_VENV := .venv-agents
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(FITS)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -17,7 +18,7 @@ ARGS ?=
 SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-oldest test-megatron test-vllm .venv-vllm test-sglang .venv-sglang check oracle wheel docs bench gpu-kit clean install
+.PHONY: help quickstart test test-all test-oldest test-megatron test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents check oracle wheel docs bench gpu-kit clean install
 
 help:
 	@echo "make quickstart   install pinned versions into $(VENV), train a small model with RL, show the result"
@@ -27,6 +28,7 @@ help:
 	@echo "make test-oldest  run the tests with the oldest torch and transformers that hone runs on, in $(OLDEST_VENV)"
 	@echo "make test-vllm    run the tests with the real vLLM; installs its CPU build into $(VLLM_VENV) once (2 GB)"
 	@echo "make test-sglang  run the tests with the real SGLang; installs it into $(SGLANG_VENV) once (2 GB)"
+	@echo "make test-agents  run the tests with agent libraries (OpenAI Agents, LangGraph ...), in $(AGENTS_VENV)"
 	@echo "make check        check style, types and architecture"
 	@echo "make oracle       compare formulas and training steps with TRL and verl, in a separate environment"
 	@echo "make wheel        build dist/hone_rl-*.whl, which also has the recipe of hone quickstart"
@@ -60,6 +62,11 @@ test-sglang: $(VENV)/.test $(SGLANG_VENV)/.sglang
 	$(VENV)/bin/python -m pytest -m sglang tests/rollout $(ARGS)
 
 .venv-sglang: $(SGLANG_VENV)/.sglang
+
+test-agents: $(VENV)/.test $(AGENTS_VENV)/.agents
+	$(VENV)/bin/python -m pytest -m agents tests/envs $(ARGS)
+
+.venv-agents: $(AGENTS_VENV)/.agents
 
 check: $(VENV)/.check
 	$(VENV)/bin/ruff check .
@@ -96,7 +103,7 @@ bench: $(VENV)/.base
 install: $(VENV)/.base
 
 clean:
-	rm -rf docs/reference docs/project $(VENV) $(DOCS_VENV) $(OLDEST_VENV) .venv-vllm .venv-sglang $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf docs/reference docs/project $(VENV) $(DOCS_VENV) $(OLDEST_VENV) .venv-vllm .venv-sglang $(AGENTS_VENV) $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hone tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------------- environments
@@ -155,6 +162,12 @@ $(SGLANG_VENV)/.sglang: requirements/sglang-cpu.lock
 	@echo "installing requirements/sglang-cpu.lock into $(SGLANG_VENV) (a few minutes, once)"
 	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq install torch==2.13.0
 	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --require-hashes --requirement $<
+	@touch $@
+
+$(AGENTS_VENV)/.agents: requirements/agents.lock
+	@$(call make-venv,$(AGENTS_VENV))
+	@echo "installing requirements/agents.lock into $(AGENTS_VENV) (a minute, once)"
+	@$(AGENTS_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $<
 	@touch $@
 
 $(DOCS_VENV)/.docs: requirements/docs.lock

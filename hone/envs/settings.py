@@ -188,6 +188,9 @@ class AgentSettings(Choice):
         False,
         "use temperature, top_p ... of the agent's requests instead of rollout.sampling, which training needs",
     )
+    parser: str = setting(
+        "auto", "how tool calls are found in text, for requests that offer tools; auto: by the chat template"
+    )
     adapters: dict[str, str] = setting(
         meaning="name -> folder of a LoRA adapter that requests may name as their model, such as an opponent",
         factory=dict,

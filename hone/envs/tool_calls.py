@@ -60,6 +60,14 @@ _FORMS = {
     "<|python_start|>": "pythonic",
     "<|python_tag|>": "llama3",
 }
+# parser -> the text with which a call begins, and the one with which a call of the tool {name} begins
+_OPENINGS = {
+    "hermes": ("<tool_call>\n", '<tool_call>\n{"name": "{name}", "arguments":'),
+    "qwen3_coder": ("<tool_call>\n", "<tool_call>\n<function={name}>\n"),
+    "mistral": ("[TOOL_CALLS]", ""),  # its two forms name the tool differently
+    "llama3": ('{"name":', '{"name": "{name}", "parameters":'),
+    "pythonic": ("[", "[{name}("),
+}
 _THINK, _END_THINK = "<think>", "</think>"
 _LONGEST_EXPRESSION = 20_000  # characters of a pythonic call
 
@@ -273,9 +281,35 @@ def parser_of(name: str, template: str) -> ParseFn:
     return parse
 
 
+def opening_of(parse: ParseFn, tool: str = "") -> str:
+    """The text with which an answer that has to be a call begins; with `tool`, a call of this tool.
+
+    Raises ValueError for a parser that has no such text.
+
+    >>> opening_of(hermes, "add")
+    '<tool_call>\\n{"name": "add", "arguments":'
+    """
+    of_any, of_one = _OPENINGS.get(getattr(parse, "__name__", ""), ("", ""))
+    opening = of_one.replace("{name}", tool) if tool else of_any
+    if not opening:
+        wanted = f"a call of {tool}" if tool else "a call"
+        raise ValueError(f"tool_choice asks for {wanted}, and the format of this model's tool calls has no fixed start")
+    return opening
+
+
 def arguments_text(call: Call) -> str:
     """The arguments as JSON text, as protocols carry them."""
     return json.dumps(call.arguments, ensure_ascii=False, default=str)
 
 
-__all__ = ["Call", "ParseFn", "Said", "arguments_text", "hermes", "parser_of", "split_thought"]
+__all__ = [
+    "Call",
+    "ParseFn",
+    "Said",
+    "arguments_text",
+    "hermes",
+    "no_calls",
+    "opening_of",
+    "parser_of",
+    "split_thought",
+]

@@ -24,6 +24,7 @@ from tests.trainers.tiny import BASE, metrics, recipe
 PROGRAMS = """
 import asyncio
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from hone.envs.agents.program import Verdict
 
 def client_of(base_url, api_key):
     http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
@@ -59,6 +60,15 @@ async def tidies_up(base_url, api_key, prompt):
         await once(base_url, api_key, prompt)
     finally:
         await asyncio.sleep(0.2)
+
+async def judges(base_url, api_key, prompt):
+    async with client_of(base_url, api_key) as client:
+        await client.chat.completions.create(model="policy", messages=list(prompt.messages), max_tokens=4, n=2)
+    return Verdict("what is judged", reward=2.5, metrics={"files": 3})
+
+async def counts(base_url, api_key, prompt):
+    await once(base_url, api_key, prompt)
+    return 3
 
 async def idle(base_url, api_key, prompt):
     pass
@@ -115,7 +125,14 @@ def play(programs, language, engine):
         prompt = Prompt("task/0", language.render_prompt([message]), (message,), None, "task")
         sampling = SamplingParams(budget, stop_token_ids=tuple(language.end_token_ids))
         how = Play(generate or engine.generate, sampling, seed=0, samples=2)
-        (group,) = asyncio.run(asyncio.wait_for(runner.run([prompt], how, unjudged), 60))
+
+        async def played():
+            try:
+                return await asyncio.wait_for(runner.run([prompt], how, unjudged), 60)
+            finally:
+                await runner.close()
+
+        (group,) = asyncio.run(played())
         return group.trajectories
 
     return run
@@ -128,16 +145,48 @@ def test_branches_belong_to_their_episode_and_what_it_returns_is_judged(play):
     assert sorted(one.turns for one in found) == [1, 1, 2, 2]
 
 
+def test_a_program_may_give_its_episode_a_reward_and_figures(play):
+    found = play("judges")
+    assert [(one.episode, one.response, one.turn_reward) for one in found] == [
+        (episode, "what is judged", 2.5) for episode in (0, 0, 1, 1)
+    ]
+    assert [{name: metric.value for name, metric in one.metrics.items()} for one in found] == [{"files": 3}, {}] * 2
+
+
+def test_one_endpoint_serves_the_whole_run_and_ends_with_it(programs, language, engine):
+    async def unjudged(group):
+        return group
+
+    async def all_of_it():
+        runner = AgentRunner(EpisodeConfig(), AgentSettings(program=f"{programs}:once"), language)
+        message = {"role": "user", "content": "ab"}
+        prompt = Prompt("task/0", language.render_prompt([message]), (message,), None, "task")
+        how = Play(engine.generate, SamplingParams(4), seed=0, samples=1)
+        seen = []
+        for _ in range(2):
+            await runner.run([prompt], how, unjudged)
+            seen.append(runner._endpoint.base_url)
+        await runner.close()
+        await runner.close()
+        assert seen[0] == seen[1]
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", int(seen[0].split(":")[2].removesuffix("/v1")))
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 60))
+
+
 @pytest.mark.parametrize(
-    ("program", "status", "error"),
+    ("program", "budget", "status", "error"),
     [
-        ("breaks", Status.ENV_FAILED, "OSError: the tool is gone"),
-        ("idle", Status.ENV_FAILED, "asked the policy nothing"),
-        ("greedy_for_words", Status.TRUNCATED, "budget of sampled tokens"),
+        ("breaks", 40, Status.ENV_FAILED, "OSError: the tool is gone"),
+        ("counts", 40, Status.ENV_FAILED, "should return a text, None or a Verdict, found int"),
+        ("idle", 40, Status.ENV_FAILED, "asked the policy nothing"),
+        ("greedy_for_words", 20, Status.TRUNCATED, "budget of sampled tokens"),
+        ("greedy_for_words", 400, Status.TRUNCATED, "8 turns (episode.max_turns) are used up"),
     ],
 )
-def test_how_a_program_ends_is_the_status_of_its_trajectories(play, program, status, error):
-    found = play(program)
+def test_how_a_program_ends_is_the_status_of_its_trajectories(play, program, budget, status, error):
+    found = play(program, budget=budget)
     assert len(found) >= 2
     assert {one.status for one in found} == {status}
     assert all(error in one.error for one in found)

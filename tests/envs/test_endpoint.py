@@ -425,7 +425,6 @@ def test_requests_at_the_same_time_share_the_budget(talk):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"n": 0}, "n: "),
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -1,5 +1,6 @@
 """Agents that talk to the policy over HTTP.
 
-`endpoint` (the server), `openai_protocol`, `sessions` (what was recorded), `program` (loads the agent),
-`runner` (plays its episodes).
+In reading order: `program` (loads the agent), `runner` (plays its episodes), `endpoint` (the server), `sessions` (what
+was recorded), `protocol` (requests and answers), and the protocols on the wire: `completions`, `responses`,
+`anthropic_messages`.
 """

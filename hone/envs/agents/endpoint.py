@@ -1,4 +1,4 @@
-"""OpenAI-compatible endpoint of the policy, which records every token that an agent samples.
+"""HTTP endpoint of the policy, which records every token that an agent samples.
 
     agent program --HTTP, loopback, its key--> Endpoint --AgentSession: history -> ids--> generate(ids) --> rollout
          ^--------- text, tool calls -----------'   `-- what was sampled, committed before it is told --> trajectories
@@ -8,9 +8,8 @@
         await program(endpoint.base_url, session_key)
         endpoint.close_session(session_key).trajectories("task/7", 0)
 
-Supports chat completions and text completions, whole or streamed, `n`, `stop`, log-probs and tool calls. A key is valid
-for one session, until `close_session`; it may also stand in the path (`/s/KEY/v1`). An adapter of the task answers
-requests that name it as `model`.
+It speaks the protocols of `DIALECTS`, whole or streamed. A key is valid for one session, until `close_session`; it may
+also stand in the path (`/s/KEY/v1`). An adapter of the task answers requests that name it as `model`.
 The endpoint runs on the caller's event loop and waits only for `generate`, which has the rollout's deadline.
 """
 
@@ -33,10 +32,13 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
 from hone.config import ConfigError
-from hone.envs.agents.openai_protocol import Answer, BadRequest, ChatRequest, Reply, TextRequest, error_body, supported
+from hone.envs.agents.anthropic_messages import AnthropicMessages
+from hone.envs.agents.completions import ChatCompletions, TextCompletions
+from hone.envs.agents.protocol import Answer, BadRequest, ChatRequest, Dialect, Reply, TextRequest
+from hone.envs.agents.responses import Responses
 from hone.envs.agents.sessions import AgentSession, AgentTask
 from hone.envs.base import Language
-from hone.envs.tool_calls import ParseFn, arguments_text, hermes
+from hone.envs.tool_calls import ParseFn, arguments_text, hermes, opening_of
 from hone.processes.guard import LOOPBACK, PathToken, TokenGuard, bearer_token
 from hone.processes.listening import Refusals, bounded, read_body
 from hone.processes.untrusted_json import parse_json
@@ -46,7 +48,18 @@ START_S, STOP_S = 10.0, 10.0
 MOST_CONNECTIONS = 4096
 LARGEST_BODY = 16 << 20  # bytes of one request
 ON_THE_LOOP = 1 << 16  # bytes; a longer request is tokenised in a thread, because that takes 4 s for each MiB
-BUDGET_EXHAUSTED, TOO_LONG = "token_budget_exhausted", "context_length_exceeded"  # error codes for length
+BUDGET_EXHAUSTED, TURNS_EXHAUSTED, TOO_LONG = (  # error codes for length
+    "token_budget_exhausted",
+    "turns_exhausted",
+    "context_length_exceeded",
+)
+DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/completions": TextCompletions(),
+    "/v1/responses": Responses(),
+    "/v1/messages": AnthropicMessages(),
+    "/v1/v1/messages": AnthropicMessages(),  # Anthropic's clients append /v1 to the base URL
+}
 LOG = logging.getLogger(__name__)
 PlaceFn = Callable[..., Awaitable[Any]]  # runs a function with its arguments, on the event loop or in a thread
 CLIENT_GONE = 499  # the status for logs; the client is gone
@@ -55,8 +68,8 @@ CLIENT_GONE = 499  # the status for logs; the client is gone
 class Endpoint:
     """HTTP server for all agents of a run."""
 
-    def __init__(self, language: Language, parse_tools: ParseFn = hermes) -> None:
-        """`parse_tools` finds tool calls in generated text, for requests that offer tools."""
+    def __init__(self, language: Language, parse_tools: ParseFn | None = hermes) -> None:
+        """`parse_tools` finds tool calls in generated text; None: requests that offer tools are refused."""
         self._language = language
         self._parse_tools = parse_tools
         self._sessions: dict[str, AgentSession] = {}
@@ -64,8 +77,8 @@ class Endpoint:
         self._serving: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
         app = FastAPI(openapi_url=None)
-        app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/completions", self._text, methods=["POST"], response_model=None)
+        for path, dialect in DIALECTS.items():
+            app.add_api_route(path, self._answering(dialect), methods=["POST"], response_model=None)
         app.add_api_route("/v1/models", self._models, methods=["GET"], response_model=None)
         self._app = PathToken(TokenGuard(app, self._sessions.__contains__))
 
@@ -103,7 +116,7 @@ class Endpoint:
 
     @property
     def base_url(self) -> str:
-        """URL for OpenAI clients; valid while the endpoint is open."""
+        """URL for clients; valid while the endpoint is open."""
         assert self._listener is not None
         return f"http://{LOOPBACK}:{self._listener.getsockname()[1]}/v1"
 
@@ -131,34 +144,49 @@ class Endpoint:
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "hone"} for name in names]
         return JSONResponse({"object": "list", "data": models})
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._serve(request, ChatRequest)
+    def _answering(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+        async def answering(request: Request) -> Response:
+            return await self._serve(request, dialect)
 
-    async def _text(self, request: Request) -> Response:
-        return await self._serve(request, TextRequest)
+        return answering
 
-    async def _serve(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
+    async def _serve(self, request: Request, dialect: Dialect) -> Response:
         """Answer one request, or return an error in the protocol's form (400 for an invalid request)."""
         session = self._sessions[bearer_token(request.scope)]
         try:
             with _client_errors():
                 text = await read_body(request, LARGEST_BODY)
                 place = _in_turn if len(text) <= ON_THE_LOOP else asyncio.to_thread
-                body = kind(**supported(await place(parse_json, text)))
+                body = dialect.read(await place(parse_json, text))
+                self._check_tools(body)
             reply = await self._answer_unless_gone(request, session, body, place)
         except (ConfigError, ValueError) as error:  # invalid request, rendering, or refused by the engine
             message, code = _reason(error)
-            session.refused_for_length = code in (BUDGET_EXHAUSTED, TOO_LONG)
-            return _refuse(400, message, code)
+            session.refused_for_length = code in (BUDGET_EXHAUSTED, TURNS_EXHAUSTED, TOO_LONG)
+            return _refuse(dialect, 400, message, code)
         except Exception as error:
             session.failure = error
             LOG.exception("request of session %s failed", session.task.request_id)
-            return _refuse(500, f"the rollout engine failed: {error}", "engine_failed")
+            return _refuse(dialect, 500, f"the rollout engine failed: {error}", "engine_failed")
         if reply is None:
             return Response(status_code=CLIENT_GONE)
         if body.stream:
-            return StreamingResponse(reply.stream(body.wants_usage), media_type="text/event-stream")
-        return JSONResponse(reply.whole())
+            return StreamingResponse(dialect.stream(reply), media_type="text/event-stream")
+        return JSONResponse(dialect.whole(reply))
+
+    def _check_tools(self, body: ChatRequest | TextRequest) -> None:
+        if self._parse_tools is None and isinstance(body, ChatRequest) and body.offered:
+            raise BadRequest(
+                "tools are offered, but the chat template of this model renders tool calls in no form that hone knows; "
+                "set episode.env.parser (hone list parsers)",
+                "unsupported",
+            )
+
+    def _opening(self, body: ChatRequest) -> str:
+        """What the answer has to begin with: the start of a call, if the request asks for one."""
+        if body.called is None or self._parse_tools is None:
+            return ""
+        return opening_of(self._parse_tools, body.called)
 
     async def _answer_unless_gone(
         self, request: Request, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn
@@ -182,12 +210,13 @@ class Endpoint:
         if body.model in session.task.adapters:
             return await self._ask_adapter(session, body, place)
         count = body.n or 1
-        longest = await session.room(body.longest, count)
-        if longest < 1:
-            left = f"{session.budget} left for {count} answers"
-            raise BadRequest(f"the episode's budget of sampled tokens is used up ({left})", BUDGET_EXHAUSTED)
-        with session.reserved(longest * count):
-            return await self._generate(session, body, longest, place)
+        with _turn_of(session):
+            longest = await session.room(body.longest, count)
+            if longest < 1:
+                left = f"{session.budget} left for {count} answers"
+                raise BadRequest(f"the episode's budget of sampled tokens is used up ({left})", BUDGET_EXHAUSTED)
+            with session.reserved(longest * count):
+                return await self._generate(session, body, longest, place)
 
     async def _ask_adapter(self, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn) -> Reply:
         """Answer by an adapter other than the policy's; the answer is not recorded and uses no token budget."""
@@ -201,7 +230,7 @@ class Endpoint:
         completions = await self._sample(session, prompt, replace(sampling, adapter=body.model), body.n or 1)
         with _server_errors():
             answers = [self._answer_to(one, body) for one in completions]
-        return Reply(body.model, answers, len(prompt), isinstance(body, ChatRequest), body.return_token_ids)
+        return Reply(body, answers, len(prompt))
 
     async def _generate(
         self, session: AgentSession, body: ChatRequest | TextRequest, longest: int, place: PlaceFn
@@ -211,22 +240,24 @@ class Endpoint:
         with _client_errors():
             async with session.recording:
                 if isinstance(body, ChatRequest):
-                    placed = await place(session.place_chat, body.messages, body.offered)
+                    opening = self._opening(body)
+                    placed = await place(session.place_chat, body.messages, body.offered, opening)
                 else:
                     placed = await place(session.place_text, body.only_prompt)
         try:
             with _client_errors():
                 sampling = body.sampling(session.task.sampling, longest, session.task.client_sampling)
-            completions = await self._sample(session, placed.prompt, sampling, body.n or 1)
+            prompt = placed.prompt  # what the policy reads; the track grows by the answer
+            completions = await self._sample(session, prompt, sampling, body.n or 1)
             with _server_errors():
-                answers = [self._answer_to(one, body) for one in completions]
+                answers = [self._answer_to(one, body, placed.opening) for one in completions]
                 recorded = [(one.completion, cast(Message, one.message) if chat else None) for one in answers]
                 async with session.recording:
                     session.commit(placed, recorded)
         except BaseException:
             session.release(placed)
             raise
-        return Reply(body.model, answers, len(placed.prompt), chat, body.return_token_ids)
+        return Reply(body, answers, len(prompt))
 
     async def _sample(
         self, session: AgentSession, prompt: tuple[int, ...], sampling: SamplingParams, count: int
@@ -253,13 +284,13 @@ class Endpoint:
             raise RuntimeError("the request was aborted")
         return completions
 
-    def _answer_to(self, completion: Completion, body: ChatRequest | TextRequest) -> Answer:
+    def _answer_to(self, completion: Completion, body: ChatRequest | TextRequest, opening: str = "") -> Answer:
         """Return what the client sees: no special tokens, nothing after a stop string, tool calls separate."""
-        text = self._language.decode(completion.token_ids)
-        ends = [place for stop in body.stops if (place := text.find(stop)) >= 0]
-        text = text[: min(ends)] if ends else text
+        said = self._language.decode(completion.token_ids)
+        end, stopped_by = min(((said.find(stop), stop) for stop in body.stops if stop in said), default=(None, None))
+        text = opening + said[:end]
         calls: list[dict[str, Any]] = []
-        if isinstance(body, ChatRequest) and body.offered:
+        if isinstance(body, ChatRequest) and body.offered and self._parse_tools is not None:
             content, found = self._parse_tools(text)
             whole = [{"name": one.name, "arguments": arguments_text(one)} for one in found if not one.error]
             calls = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": one} for one in whole]
@@ -267,7 +298,7 @@ class Endpoint:
                 text = content + "".join(one.text for one in found if one.error)
         wanted = body.logprobs if isinstance(body, ChatRequest) else body.logprobs is not None
         tokens = [self._language.decode([one], keep_special=True) for one in completion.token_ids] if wanted else []
-        return Answer(completion, text, tuple(calls), tuple(tokens))
+        return Answer(completion, text, tuple(calls), tuple(tokens), stopped_by)
 
 
 async def _in_turn(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -284,11 +315,24 @@ class _InLoopServer(uvicorn.Server):
 
 
 @contextmanager
+def _turn_of(session: AgentSession) -> Iterator[None]:
+    """One of the session's turns, which a request that fails does not use up."""
+    if session.turns == session.task.max_turns:
+        raise BadRequest(f"the episode's {session.turns} turns (episode.max_turns) are used up", TURNS_EXHAUSTED)
+    session.turns += 1
+    try:
+        yield
+    except BaseException:
+        session.turns -= 1
+        raise
+
+
+@contextmanager
 def _client_errors() -> Iterator[None]:
     """Treat failed lookups and conversions as errors in the client's request."""
     try:
         yield
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise BadRequest(f"{type(error).__name__}: {error}") from error
 
 
@@ -320,10 +364,9 @@ def _reason(error: Exception) -> tuple[str, str]:
     return f"{type(error).__name__}: {error}", "invalid_request"
 
 
-def _refuse(status: int, message: str, code: str) -> JSONResponse:
+def _refuse(dialect: Dialect, status: int, message: str, code: str) -> JSONResponse:
     """Return an error that clients do not retry, because a retry would be recorded as another sample."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse(error_body(message, kind, code), status, headers={"x-should-retry": "false"})
+    return JSONResponse(dialect.error(message, status, code), status, headers={"x-should-retry": "false"})
 
 
 __all__ = ["AgentTask", "Endpoint"]

@@ -1,17 +1,19 @@
 """Agent programs: async functions that get a URL, a key and a prompt, and call the policy as often as they like.
 
-    async def solve(base_url: str, api_key: str, prompt: Prompt) -> str | None:
+    async def solve(base_url: str, api_key: str, prompt: Prompt) -> str | Verdict | None:
         client = AsyncOpenAI(base_url=base_url, api_key=api_key)
         reply = await client.chat.completions.create(model="policy", messages=list(prompt.messages))
 
 The program calls the policy; no environment is involved. The rewards judge the text that it returns, or the policy's
-output if it returns none. An exception means that the episode failed, which is not a reward of 0.
+output if it returns none; a `Verdict` may also have a reward. An exception means that the episode failed, which is not
+a reward of 0.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hone.config import ConfigError
@@ -19,10 +21,19 @@ from hone.registry import resolve
 from hone.types import Prompt
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a program says of its episode. Verdict("42", reward=1.0, metrics={"files_changed": 3.0})"""
+
+    answer: str | None = None  # what the rewards judge; None: everything that the policy wrote
+    reward: float | None = None  # of the episode, added to those of `reward.components`; None: no reward of its own
+    metrics: Mapping[str, float] = field(default_factory=dict)  # recorded as the mean of rollout/<name>
+
+
 class AgentProgram(Protocol):
     """One episode of an agent."""
 
-    def __call__(self, base_url: str, api_key: str, prompt: Prompt) -> Awaitable[str | None]: ...
+    def __call__(self, base_url: str, api_key: str, prompt: Prompt) -> Awaitable[str | Verdict | None]: ...
 
 
 def load_program(reference: str) -> AgentProgram:
@@ -41,4 +52,4 @@ def load_program(reference: str) -> AgentProgram:
     return found
 
 
-__all__ = ["AgentProgram", "load_program"]
+__all__ = ["AgentProgram", "Verdict", "load_program"]

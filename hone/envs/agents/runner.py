@@ -4,8 +4,9 @@
                                         | ends, fails, or its deadline passes
                             recorded trajectories of the episode --> score(group) -> TrajectoryGroup
 
-It has the same `run` method as `hone.envs.episode.EpisodeRunner`. An episode may give several trajectories (branches,
-several agents); they share its number, so the episode counts once in its group's baseline.
+It has the same methods as `hone.envs.episode.EpisodeRunner`; one endpoint serves all calls of `run`. An episode may
+give several trajectories (branches, several agents); they share its number, so the episode counts once in its group's
+baseline.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from hone.config import ConfigError
 from hone.data.rendering import Renderer
 from hone.deadline import Deadline
 from hone.envs.agents.endpoint import Endpoint
-from hone.envs.agents.program import load_program
+from hone.envs.agents.program import Verdict, load_program
 from hone.envs.agents.sessions import AgentSession, AgentTask
 from hone.envs.episode import Play, ScoreFn, request_seed
 from hone.envs.settings import AgentSettings, EpisodeConfig
-from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
+from hone.envs.tool_calls import ParseFn, parser_of
+from hone.types import Metric, Prompt, Status, StopReason, Trajectory, TrajectoryGroup
 
 
 class AgentRunner:
@@ -33,7 +35,11 @@ class AgentRunner:
         self._client_sampling = settings.client_sampling
         self._adapters = tuple(settings.adapters)
         self._timeout_s = config.timeout_s
+        self._max_turns = config.max_turns
         self._renderer = renderer
+        self._parse_tools = _parser(settings.parser, renderer.template)
+        self._endpoint: Endpoint | None = None
+        self._opening = asyncio.Lock()
 
     async def run(self, prompts: Sequence[Prompt], play: Play, score: ScoreFn) -> list[TrajectoryGroup]:
         """Return the groups of `prompts`, in their order; errors of the rollout engine and of scoring are raised.
@@ -43,19 +49,28 @@ class AgentRunner:
         with_images = next((one for one in prompts if one.images), None)
         if with_images is not None:
             raise ConfigError(f"{with_images.prompt_id} has images, which an agent program (episode.env) does not get")
-        async with Endpoint(self._renderer) as endpoint:
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(self._group(endpoint, one, play, score)) for one in prompts]
-            except BaseExceptionGroup as failures:
-                first: BaseException = failures
-                while isinstance(first, BaseExceptionGroup):
-                    first = first.exceptions[0]
-                raise first from failures
-            return [await task for task in running]
+        endpoint = await self._open()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._group(endpoint, one, play, score)) for one in prompts]
+        except BaseExceptionGroup as failures:
+            first: BaseException = failures
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            raise first from failures
+        return [await task for task in running]
 
     async def close(self) -> None:
-        return None
+        if self._endpoint is not None:
+            endpoint, self._endpoint = self._endpoint, None
+            await endpoint.__aexit__(None, None, None)
+
+    async def _open(self) -> Endpoint:
+        """The endpoint of the run, opened by the first call."""
+        async with self._opening:
+            if self._endpoint is None:
+                self._endpoint = await Endpoint(self._renderer, self._parse_tools).__aenter__()
+            return self._endpoint
 
     async def _group(self, endpoint: Endpoint, prompt: Prompt, play: Play, score: ScoreFn) -> TrajectoryGroup:
         async with asyncio.TaskGroup() as tasks:
@@ -79,20 +94,22 @@ class AgentRunner:
             seed_of=lambda number: request_seed(play.seed, play.step, prompt.draw, sample, number),
             client_sampling=self._client_sampling,
             adapters=self._adapters,
+            max_turns=self._max_turns,
         )
         key = endpoint.open_session(task)
         session = endpoint.session(key)
-        answer, status, error = None, Status.OK, ""
+        verdict, status, error = Verdict(), Status.OK, ""
         try:
             async with deadline:
-                answer = await self._program(endpoint.url_of(key), key, prompt)
+                verdict = _verdict(await self._program(endpoint.url_of(key), key, prompt))
         except Exception as failure:  # noqa: BLE001  user code: its error becomes the trajectory's
             status, error = self._failed(session, failure, deadline)
         finally:
             endpoint.close_session(key)
         if session.failure is not None:
             raise session.failure
-        return _with_status(session.trajectories(prompt.prompt_id, sample, answer), prompt, sample, status, error)
+        recorded = _judged(session.trajectories(prompt.prompt_id, sample, verdict.answer), verdict)
+        return _with_status(recorded, prompt, sample, status, error)
 
     def _failed(self, session: AgentSession, failure: Exception, deadline: Deadline) -> tuple[Status, str]:
         """Return why a program failed: its deadline, a length limit of the policy, or the program itself."""
@@ -114,6 +131,37 @@ def _is_refusal(failure: BaseException | None) -> bool:
             return True
         failure = failure.__cause__ or failure.__context__
     return False
+
+
+def _parser(name: str, template: str) -> ParseFn | None:
+    """The tool-call parser; None if the chat template decides and has no tool calls, which agents need not use."""
+    try:
+        return parser_of(name, template)
+    except ConfigError:
+        if name != "auto":
+            raise
+        return None
+
+
+def _verdict(returned: object) -> Verdict:
+    """What a program returned. Raises TypeError for anything but a text, None or a Verdict."""
+    if isinstance(returned, Verdict):
+        return returned
+    if returned is None or isinstance(returned, str):
+        return Verdict(returned)
+    raise TypeError(f"an agent program should return a text, None or a Verdict, found {type(returned).__name__}")
+
+
+def _judged(recorded: list[Trajectory], verdict: Verdict) -> list[Trajectory]:
+    """Each trajectory of an episode with the program's reward, at its last turn; the metrics count once."""
+    if verdict.reward is not None:
+        recorded = [
+            one.with_(spans=(*one.spans[:-1], replace(one.spans[-1], reward=float(verdict.reward)))) for one in recorded
+        ]
+    if recorded and verdict.metrics:
+        figures = {name: Metric.mean(float(value)) for name, value in verdict.metrics.items()}
+        recorded[0] = recorded[0].with_(metrics=figures)
+    return recorded
 
 
 def _with_status(

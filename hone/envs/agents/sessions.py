@@ -37,6 +37,7 @@ class AgentTask:
     seed_of: Callable[[int], int]  # request number -> seed
     client_sampling: bool = False  # use temperature, top_p ... of requests instead of the run's
     adapters: tuple[str, ...] = ()  # names that a request may give as its model
+    max_turns: int | None = None  # requests that the policy answers; None: any number
 
 
 @dataclass(eq=False)
@@ -49,7 +50,7 @@ class Track:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routes: Routes | None = None  # see `hone.data.routes`
-    messages: list[Message] = field(default_factory=list)  # as the client has them
+    messages: list[Message] = field(default_factory=list)  # as `canonical` makes them
     text: str = ""  # text completions: all text of the ids, with special tokens and stop strings
     marks: list[tuple[int, int]] = field(default_factory=list)  # (messages, ids) where a history may continue or branch
     response: str = ""
@@ -98,10 +99,12 @@ class PlacedRequest:
     new_ids: tuple[int, ...]
     new_messages: tuple[Message, ...] = ()
     new_text: str | None = None  # for a text completion whose prompt is text
+    opening: str = ""  # with which the answer has to begin: the policy reads it and writes the rest
+    opening_ids: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        return (*self.track.ids, *self.new_ids)
+        return (*self.track.ids, *self.new_ids, *self.opening_ids)
 
 
 class AgentSession:
@@ -115,6 +118,7 @@ class AgentSession:
         self.refused_for_length = False  # whether the last refusal was for length or budget
         self.waiting = 0  # requests in generation
         self.client_gone_at = -math.inf  # event-loop time of the last hang-up before an answer
+        self.turns = 0  # requests that the policy answered or is answering
         self._numbered = 0
         self._spent = 0
         self._reserved = 0  # by open requests
@@ -154,19 +158,27 @@ class AgentSession:
 
     # ------------------------------------------------------------------------------------------------- placing
 
-    def place_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> PlacedRequest:
-        """Place a chat request. Raises ConfigError (of the renderer) for messages that cannot be rendered."""
-        known = [normal(message) for message in messages]
+    def place_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], opening: str = ""
+    ) -> PlacedRequest:
+        """Place a chat request, whose answer begins with `opening`.
+
+        Raises ConfigError (of the renderer) for messages that cannot be rendered.
+        """
+        known = [canonical(message) for message in messages]
         offered = json.dumps(list(tools), sort_keys=True)
         found = self._recorded(known, offered)
         if found is None:
-            return self._placed(Track(offered), self.rendered(messages, tools), tuple(known))
-        track, (count, length) = found
-        new = known[count:]
-        ids = self.language.render_continuation(track.ids[:length], new, tools) if new else ()
-        if track.busy or length < len(track.ids) or not new:
-            track = track.branch(length, count)
-        return self._placed(track, ids, tuple(new))
+            track, ids, new = Track(offered), self.rendered(messages, tools), known
+        else:
+            track, (count, length) = found
+            new = known[count:]
+            unseen = [normal(message) for message in messages[count:]]
+            ids = self.language.render_continuation(track.ids[:length], unseen, tools) if new else ()
+            if track.busy or length < len(track.ids) or not new:
+                track = track.branch(length, count)
+        track.busy = True
+        return PlacedRequest(track, tuple(ids), tuple(new), opening=opening, opening_ids=self._encode(opening))
 
     def _recorded(self, known: list[Message], tools: str) -> tuple[Track, tuple[int, int]] | None:
         """Find the track and position with the longest history that these messages extend."""
@@ -208,11 +220,9 @@ class AgentSession:
         return tuple(self.language.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
 
     @staticmethod
-    def _placed(
-        track: Track, ids: Sequence[int], messages: tuple[Message, ...] = (), text: str | None = None
-    ) -> PlacedRequest:
+    def _placed(track: Track, ids: Sequence[int], text: str | None = None) -> PlacedRequest:
         track.busy = True
-        return PlacedRequest(track, tuple(ids), messages, text)
+        return PlacedRequest(track, tuple(ids), new_text=text)
 
     # ----------------------------------------------------------------------------------------------- recording
 
@@ -226,8 +236,9 @@ class AgentSession:
             one.messages += placed.new_messages
             if message is not None:
                 one.marks.append((len(one.messages), len(one.ids)))
-                one.messages.append(normal(message))
-            one.sample(completion, self.language.decode(completion.token_ids))
+                one.messages.append(canonical(message))
+            one.observe(placed.opening_ids)
+            one.sample(completion, placed.opening + self.language.decode(completion.token_ids))
             if message is None:
                 said = placed.new_text
                 one.text += self.language.decode(placed.new_ids, keep_special=True) if said is None else said
@@ -267,8 +278,10 @@ class AgentSession:
 
 
 def normal(message: Mapping[str, Any]) -> Message:
-    """Normalise a message for comparison and rendering: known keys only, no nulls, text parts joined."""
+    """Normalise a message for rendering: known keys only, no nulls, text parts joined, no developers."""
     found: dict[str, Any] = {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None}
+    if found["role"] == "developer":  # OpenAI's later name, which chat templates do not have
+        found["role"] = "system"
     content = found.get("content", "")
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
@@ -285,6 +298,25 @@ def normal(message: Mapping[str, Any]) -> Message:
     return cast(Message, found)
 
 
+def canonical(message: Mapping[str, Any]) -> Message:
+    """A message for comparison: clients give answers back with other white space in their text and arguments."""
+    found = normal(message)
+    if found["role"] != "assistant":
+        return found
+    told = Message(role="assistant", content=found["content"].strip())
+    if "tool_calls" in found:
+        told["tool_calls"] = [{**call, "function": _canonical_call(call["function"])} for call in found["tool_calls"]]
+    return told
+
+
+def _canonical_call(function: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        arguments = json.dumps(parse_json(function["arguments"]), sort_keys=True)
+    except ValueError:  # not JSON: compared as it is
+        arguments = function["arguments"]
+    return {"name": function["name"], "arguments": arguments}
+
+
 def _for_template(message: Message) -> Message:
     """Parse the arguments of tool calls: the protocol sends JSON text, chat templates want objects."""
     if "tool_calls" not in message:
@@ -298,4 +330,4 @@ def _for_template(message: Message) -> Message:
     return Message(**{**message, "tool_calls": calls})
 
 
-__all__ = ["AgentSession", "AgentTask", "PlacedRequest", "Track", "normal"]
+__all__ = ["AgentSession", "AgentTask", "PlacedRequest", "Track", "canonical", "normal"]

@@ -1,0 +1,157 @@
+"""OpenAI's Chat Completions (`/v1/chat/completions`) and Completions (`/v1/completions`).
+
+Fields without effect on tokens (`user`, `metadata` and the like) are ignored, and so is `seed`, because the run chooses
+the seeds. Fields that would change an answer are refused unless they have their neutral value.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hone.envs.agents.protocol import Answer, ChatRequest, Reply, TextRequest, event, openai_error, pieces, supported
+from hone.types import StopReason
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # supported only at their neutral value
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "response_format": (None, {"type": "text"}),
+    "top_logprobs": (None, 0),
+    "modalities": (None, ["text"]),
+    "reasoning_effort": (None,),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "echo": (None, False),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+}
+WITHOUT_EFFECT = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "seed",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "safety_identifier",
+    )
+)
+FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length"}
+
+
+class ChatCompletions:
+    """`POST /v1/chat/completions`."""
+
+    error = staticmethod(openai_error)
+
+    def read(self, data: Any) -> ChatRequest:
+        return ChatRequest(**supported(data, NEUTRAL, WITHOUT_EFFECT))
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        choices = [
+            {**_choice(reply, index), "message": answer.message, "logprobs": _chat_logprobs(answer)}
+            for index, answer in enumerate(reply.answers)
+        ]
+        return {**self._head(reply, "chat.completion"), "choices": choices, "usage": _usage(reply)}
+
+    def stream(self, reply: Reply) -> Iterator[str]:
+        head = self._head(reply, "chat.completion.chunk")
+        for index, answer in enumerate(reply.answers):
+            for delta in _deltas(answer):
+                choice = {"index": index, "finish_reason": None, "logprobs": None, "delta": delta}
+                yield event({**head, "choices": [choice]})
+            last = {**_choice(reply, index), "delta": {}, "logprobs": _chat_logprobs(answer)}
+            yield event({**head, "choices": [last]})
+        yield from _ends(reply, head)
+
+    def _head(self, reply: Reply, kind: str) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": int(time.time()), "model": reply.model}
+
+
+class TextCompletions:
+    """`POST /v1/completions`."""
+
+    error = staticmethod(openai_error)
+
+    def read(self, data: Any) -> TextRequest:
+        return TextRequest(**supported(data, NEUTRAL, WITHOUT_EFFECT))
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        choices = [
+            {**_choice(reply, index), "text": answer.text, "logprobs": _text_logprobs(answer)}
+            for index, answer in enumerate(reply.answers)
+        ]
+        return {**self._head(reply, "text_completion"), "choices": choices, "usage": _usage(reply)}
+
+    def stream(self, reply: Reply) -> Iterator[str]:
+        head = self._head(reply, "text_completion")
+        for index, answer in enumerate(reply.answers):
+            for piece in pieces(answer.text):
+                choice = {"index": index, "finish_reason": None, "logprobs": None, "text": piece}
+                yield event({**head, "choices": [choice]})
+            last = {**_choice(reply, index), "text": "", "logprobs": _text_logprobs(answer)}
+            yield event({**head, "choices": [last]})
+        yield from _ends(reply, head)
+
+    def _head(self, reply: Reply, kind: str) -> dict[str, Any]:
+        return {"id": f"cmpl-{reply.id}", "object": kind, "created": int(time.time()), "model": reply.model}
+
+
+def _choice(reply: Reply, index: int) -> dict[str, Any]:
+    """What a choice has in every form."""
+    answer = reply.answers[index]
+    reason = "tool_calls" if answer.tool_calls else FINISH[answer.completion.stop_reason]
+    return {"index": index, "finish_reason": reason, **reply.sampled(answer)}
+
+
+def _deltas(answer: Answer) -> Iterator[dict[str, Any]]:
+    yield {"role": "assistant", "content": ""}
+    yield from ({"content": piece} for piece in pieces(answer.text))
+    for number, call in enumerate(answer.tool_calls):
+        yield {"tool_calls": [{"index": number, **call}]}
+
+
+def _ends(reply: Reply, head: Mapping[str, Any]) -> Iterator[str]:
+    if (reply.request.stream_options or {}).get("include_usage"):
+        yield event({**head, "choices": [], "usage": _usage(reply)})
+    yield "data: [DONE]\n\n"
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    told = reply.sampled_tokens
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": told,
+        "total_tokens": reply.prompt_tokens + told,
+    }
+
+
+def _chat_logprobs(answer: Answer) -> dict[str, Any] | None:
+    if not answer.tokens:
+        return None
+    pairs = zip(answer.tokens, answer.completion.logprobs, strict=True)
+    return {
+        "content": [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in pairs
+        ],
+        "refusal": None,
+    }
+
+
+def _text_logprobs(answer: Answer) -> dict[str, Any] | None:
+    if not answer.tokens:
+        return None
+    offsets = [sum(map(len, answer.tokens[:place])) for place in range(len(answer.tokens))]
+    return {
+        "tokens": list(answer.tokens),
+        "token_logprobs": list(answer.completion.logprobs),
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+__all__ = ["ChatCompletions", "TextCompletions"]
