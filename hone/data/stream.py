@@ -365,6 +365,11 @@ class PromptStream(_Stream[Prompt]):
         self.load_state_dict(before)
         return self.take(end - sum(self.taken.values()))
 
+    def back_to(self, before: Mapping[str, Any], draw: int) -> None:
+        """Go back to draw number `draw`, which `take` returns next; `before` is a position at it or earlier."""
+        self.load_state_dict(before)
+        self.take(draw - sum(self.taken.values()))
+
     def _numbered(self) -> Iterator[Prompt]:
         first = sum(self.taken.values())
         for number, prompt in enumerate(self._items(), first):

@@ -173,7 +173,7 @@ class EpisodeRunner:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._run_group(prompt, play, score)) for prompt in prompts]
         except BaseExceptionGroup as failures:
-            raise _first(failures) from failures
+            raise first_failure(failures) from failures
         return [task.result() for task in running]
 
     async def _run_group(self, prompt: Prompt, play: Play, score: ScoreFn) -> TrajectoryGroup:
@@ -287,7 +287,7 @@ async def _attempt(call: Awaitable[R]) -> tuple[R | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first exception in nested groups, which is the useful one for a person."""
     first = failures.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+    return first_failure(first) if isinstance(first, BaseExceptionGroup) else first

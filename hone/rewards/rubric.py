@@ -89,6 +89,11 @@ class Rubric:
         self._note({"perf/reward_group_seconds": Metric.mean(time.perf_counter() - began)})
         return TrajectoryGroup(group.prompt, tuple(scored))
 
+    @property
+    def has_colocated(self) -> bool:
+        """Whether rewards are complete only after `complete`."""
+        return bool(self._colocated)
+
     def complete(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """Add the scores of the colocated reward models, which score the answers of all groups together."""
         if not self._colocated:

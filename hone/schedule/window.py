@@ -12,7 +12,8 @@ latest, and at most `staleness` updates lie between the weights that answered it
 
     drawn -> in flight -> finished -> trained
                  |            \\----> dropped (why)
-                 \\--skipped (why)--> dropped
+                 |\\--skipped (why)--> dropped
+                 \\--put back-------> drawn again later, with the same number
 
 It is part of the checkpoint. On restart, prompts that were drawn after the checkpoint are drawn again by the resumed
 prompt stream, with the same numbers, so nothing is lost and nothing is trained twice.
@@ -21,12 +22,14 @@ prompt stream, with the same numbers, so nothing is lost and nothing is trained 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 from hone.schedule.seats import NEWEST, Versions
+
+T = TypeVar("T")
 
 
 class ScheduleError(RuntimeError):
@@ -102,6 +105,15 @@ class Window:
             raise ScheduleError(f"{count} draws are taken, but only {len(self.open)} are open")
         return replace(self, open=self.open[count:])
 
+    def withdrawn(self) -> Window:
+        """Close the draws that a synchronous step did not need: their prompts go back to the stream.
+
+        Raises ScheduleError with a staleness above 0, where later steps take them.
+        """
+        if self.staleness:
+            raise ScheduleError(f"{len(self.open)} draws are withdrawn, but with staleness {self.staleness} they stay")
+        return replace(self, open=())
+
     def reopened(self, numbers: Collection[int]) -> Window:
         """Let these open draws be answered from the newest version, because their answers were lost."""
         now = (self.version, self.version if self.one_version else NEWEST)
@@ -144,6 +156,23 @@ class Window:
             )
         opened = tuple(OpenDraw(number, step, (least, most)) for number, step, least, most in state["open"])
         return replace(self, versions=tuple(state["versions"])[-self.staleness - 1 :], open=opened)
+
+
+@dataclass(frozen=True, slots=True)
+class Enough:
+    """How many groups a step needs, and which ones count.
+
+    Groups count in draw order: one that is complete early waits for those drawn before it. So which groups a step gets
+    depends on their rewards alone, and long answers are used like short ones.
+    """
+
+    groups: int
+    keeps: Callable[[Any], bool]
+
+    def first(self, groups: Sequence[T]) -> list[T]:
+        """The groups up to the one that makes it enough; all of them if it is not."""
+        kept = accumulate(self.keeps(group) for group in groups)
+        return list(groups[: next((place for place, count in enumerate(kept, 1) if count == self.groups), None)])
 
 
 class LedgerError(RuntimeError):
@@ -192,6 +221,22 @@ class PromptLedger:
             self._move(draw, "in flight", None)
             self._dropped[reason] += 1
 
+    def put_back(self, first: int, skipped: int = 0, reason: str = "") -> None:
+        """Forget the draws from number `first` on: their prompts go back to the stream, and are drawn again.
+
+        `skipped` of them were skipped for `reason`. Raises LedgerError if another one is not in flight.
+        """
+        played = [draw for draw in self._open if draw >= first]
+        if len(played) + skipped != self._next - first:
+            raise LedgerError(
+                f"draws {first} to {self._next - 1} go back to the data, but of these only {len(played)} are open and "
+                f"{skipped} were skipped"
+            )
+        for draw in played:
+            self._move(draw, "in flight", None)
+        self._dropped -= Counter({reason: skipped})
+        self._next = first
+
     def require_settled(self, ahead: Collection[int] = ()) -> None:
         """Raise LedgerError if other draws are open than `ahead`, which later steps take."""
         if lost := sorted(self._open.keys() - set(ahead)):
@@ -229,4 +274,4 @@ class PromptLedger:
         self._dropped = Counter(state["dropped"])
 
 
-__all__ = ["LedgerError", "OpenDraw", "PromptLedger", "ScheduleError", "Window"]
+__all__ = ["Enough", "LedgerError", "OpenDraw", "PromptLedger", "ScheduleError", "Window"]

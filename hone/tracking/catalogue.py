@@ -99,6 +99,10 @@ _ROLLOUT = (
     Described("rollout/groups_dropped", "groups", SUM, "groups that filters or failures removed"),
     Described("rollout/epoch", "passes", MAX, "pass over the training data, from 0"),
     Described("rollout/prompts_too_long", "prompts", MAX, "prompts left out so far, because they exceed the limit"),
+    Described("rollout/prompts_put_back", "prompts", SUM, "prompts of an oversampled draw that were not needed"),
+    Described(
+        "rollout/prompts_used", "prompts", SUM, "prompts of an oversampled draw whose groups were kept or dropped"
+    ),
     Described("rollout/prompts_skipped", "prompts", SUM, "prompts not generated, because no variance was expected"),
     Described("rollout/explore_easy", "probability", MEAN, "chance that sets how often easy prompts are still drawn"),
     Described("rollout/explore_hard", "probability", MEAN, "chance that sets how often hard prompts are still drawn"),
@@ -238,6 +242,7 @@ _PERF = (
     Described("perf/step_s", "s", MEAN, "the whole step, without evaluation and checkpoints"),
     Described("perf/generate_s", "s", MEAN, "generation"),
     Described("perf/trainer_wait_s", "s", MEAN, "asynchronous: the trainer waits for answers"),
+    Described("perf/unused_groups_ended", "groups", SUM, "complete groups among rollout/prompts_put_back"),
     Described("perf/reward_s", "s", MEAN, "rewards that were computed after the last answer ended"),
     Described("perf/forward_s", "s", MEAN, "forwards for log-probs and values"),
     Described("perf/backward_s", "s", MEAN, "optimizer steps: forward, backward and update"),

@@ -334,6 +334,10 @@ class RolloutHandle:
         progress()
         return completion
 
+    async def abort_all(self) -> None:
+        """End every request now; each `generate` returns the tokens it has."""
+        await self._engine.abort_all()
+
     def make_room(self) -> None:
         """Free the memory that training needs, if rollout and training share a device.
 

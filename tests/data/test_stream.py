@@ -155,6 +155,17 @@ def test_skipped_prompts_keep_their_draw_numbers_and_others_take_their_place(num
     assert [prompt.draw for prompt in stream.take(2)] == [6, 7]
 
 
+def test_prompts_that_are_put_back_come_again_with_the_same_numbers(numbers, data, renderer):
+    mix = {"more": {"path": str(numbers(5, "more")), "weight": 2}}
+    stream = PromptStream(data({"path": numbers(9), "max_prompt_tokens": 11}, mix=mix), renderer, seed=3)
+    stream.take(4)
+    before, prompts = stream.state_dict(), stream.take(12)  # 16 prompts: epoch 0 of both sets ends among them
+    end = stream.state_dict()
+    stream.back_to(before, 7)
+    assert stream.take(9) == prompts[3:]
+    assert stream.state_dict() == end
+
+
 def test_skipping_everything_ends_after_as_many_prompts_as_there_are_rows(numbers, data, renderer):
     stream = PromptStream(data({"path": numbers(5)}), renderer, 0)
     taken, skipped = stream.take_unless(lambda prompt: True, 2)

@@ -57,3 +57,17 @@ def test_a_skipped_draw_is_settled_without_being_played():
         ledger.skipped([2], "too late")
     ledger.trained_all_finished()
     assert ledger.counts == {"drawn": 3, "trained": 2, "open": 0, "dropped: expected to teach nothing": 1}
+
+
+def test_draws_that_are_put_back_are_drawn_again_with_the_same_numbers():
+    ledger = PromptLedger()
+    ledger.drawn(range(6))
+    ledger.skipped([1, 4], "expected to teach nothing")
+    ledger.finished([0, 2])
+    ledger.put_back(3, 1, "expected to teach nothing")  # draws 3 and 5 were played, draw 4 was skipped
+    assert ledger.counts == {"drawn": 3, "trained": 0, "open": 2, "dropped: expected to teach nothing": 1}
+    ledger.drawn([3])
+    with pytest.raises(LedgerError, match="draw 2 is finished, expected it in flight"):
+        ledger.put_back(2)
+    with pytest.raises(LedgerError, match="draws 1 to 3 go back to the data, but of these only 2 are open and 0 were"):
+        ledger.put_back(1)

@@ -3,7 +3,7 @@
 import pytest
 
 from hone.schedule.seats import NEWEST
-from hone.schedule.window import ScheduleError, Window
+from hone.schedule.window import Enough, ScheduleError, Window
 
 
 def ranges(window):
@@ -62,3 +62,17 @@ def test_a_checkpoint_keeps_the_queue_and_a_smaller_bound_is_refused_while_it_is
     with pytest.raises(ScheduleError, match=r"had 2 and 2 prompts drawn ahead; set asynchrony.staleness=2"):
         Window(staleness=1, per_step=1, steps=9).restored(state)
     assert ranges(window.reopened({2})) == [(1, (0, 0)), (2, (1, 1))]
+
+
+def test_draws_that_a_step_did_not_need_are_withdrawn_without_staleness_only():
+    window = Window(staleness=0, per_step=2, steps=3).admitted(range(4), 1, 4).taken(3).withdrawn()
+    assert window.open == ()
+    assert [one.number for one in window.admitted([3], 2, 2).open] == [3]
+    with pytest.raises(ScheduleError, match="4 draws are withdrawn, but with staleness 1 they stay"):
+        Window(staleness=1, per_step=2, steps=3).admitted(range(4), 1, 2).withdrawn()
+
+
+def test_groups_are_enough_in_draw_order():
+    enough = Enough(2, keeps=str.isupper)
+    assert enough.first(["A", "b", "c", "D", "E", "f"]) == ["A", "b", "c", "D"]
+    assert enough.first(["a", "B", "c"]) == ["a", "B", "c"]

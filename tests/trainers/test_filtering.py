@@ -1,13 +1,10 @@
 """Steps whose groups were mostly, or wholly, filtered out."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from hone.config import load
-from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import metrics, recipe
@@ -55,31 +52,3 @@ def test_fewer_groups_than_mini_batches_are_fewer_optimizer_steps(tmp_path):
     kept = [4 * 2 - step["rollout/groups_dropped"] for step in steps]
     assert any(0 < groups < 4 for groups in kept), kept
     assert all(("train/loss" in step) == (groups > 0) for step, groups in zip(steps, kept, strict=True))
-
-
-def test_oversampling_draws_more_and_drops_the_surplus_in_the_order_of_draws(tmp_path):
-    judge = "def judge(response, ground_truth, row): return float(len(response)) if ground_truth[-1] in 'abc' else 0.0"
-    plain, over = tmp_path / "plain", tmp_path / "over"
-    plain.mkdir()
-    over.mkdir()
-    tracking = {"trackers": ["jsonl"], "rollouts_per_step": "all"}
-    train(plain, judge, tracking=tracking)
-    sampling = {"dynamic_sampling": {"max_draws": 2, "oversample": 2.0}}
-    steps = train(over, judge, tracking=tracking, algorithm=sampling)
-    # 8 prompts are drawn at once. The first 4 groups with variance are trained on, the others leave the ledger.
-    state = json.loads((over / "run/checkpoints/step_00000002/state.json").read_text())["state"]["ledger"]
-    assert state["trained"] == 8
-    assert state["dropped"]["more groups than the step needs"] > 0
-    assert state["trained"] + sum(state["dropped"].values()) == state["next"]
-    assert not state["open"]
-    assert [step["rollout/groups_dropped"] + 4 for step in steps] == [8, 8], "one draw each"
-    drawn = [trained_draws(folder / "run") for folder in (plain, over)]
-    assert len(drawn[0]) == 4
-    assert drawn[0] == drawn[1], "the same groups, found in fewer draws"
-
-
-def trained_draws(run):
-    """Prompts of the first step that were trained on, in their order."""
-    lines = [json.loads(line) for line in rollout_lines(run / "rollouts.jsonl.gz")]
-    found = [one["prompt_id"] for one in lines if one["step"] == 1 and one["status"] in ("ok", "truncated")]
-    return list(dict.fromkeys(found))

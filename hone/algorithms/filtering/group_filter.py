@@ -17,7 +17,6 @@ from hone.registry import unknown
 from hone.types import Metrics, Status, Trajectory, TrajectoryGroup
 
 OVERLONG = "overlong_penalty"
-SURPLUS = "more groups than the step needs"
 GREEDY_REWARD = "greedy_reward"  # of Trajectory.components: the reward of the greedy answer to the same prompt
 
 
@@ -64,6 +63,11 @@ class GroupFilter:
         return missing if self._sampling is None else math.ceil(missing * self._sampling.oversample)
 
     @property
+    def oversamples(self) -> bool:
+        """Whether more prompts are drawn than groups are needed."""
+        return self._sampling is not None and self._sampling.oversample > 1
+
+    @property
     def skips_prompts(self) -> bool:
         """Whether prompts may be skipped before rollout."""
         return self._history is not None
@@ -78,25 +82,30 @@ class GroupFilter:
             return list(groups)
         return punish_overlong(groups, self._max_response_tokens, self._overlong)
 
-    def keep(
-        self, groups: Iterable[TrajectoryGroup], needed: int | None = None
-    ) -> tuple[list[TrajectoryGroup], list[Dropped]]:
+    def keeps(self, group: TrajectoryGroup) -> bool:
+        """Whether `keep` would keep this group as it was scored, before `shape`; changes nothing.
+
+        Raises ValueError for a trajectory without the metric of dynamic sampling.
+        """
+        return bool(self._split(self.shape([group]))[0])
+
+    def keep(self, groups: Iterable[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[Dropped]]:
         """Split into the groups to train on, and (group marked as not trainable, reason); updates the prompt history.
 
-        At most the first `needed` groups are kept, so which ones depends on their order alone. Raises ValueError for a
-        trainable trajectory without a reward component that the estimator reads.
+        Raises ValueError for a trainable trajectory without a reward component that the estimator reads.
         """
         groups = list(groups)
         require_components(groups, self._components)
-        kept, dropped = split_trainable(groups, self._sampling, self._compares, self._mask_truncated)
+        kept, dropped = self._split(groups)
         if self._history is not None and self._sampling is not None:
             metric = self._sampling.metric
             whole = [group for group in groups if len(group.trainable) == len(group.trajectories) > 1]
             usable = [(group.prompt.prompt_id, group.trainable) for group in whole]  # a failure says nothing of it
             self._history.observe((name, [metric_of(one, metric) for one in found]) for name, found in usable)
-        surplus = kept[needed:] if needed is not None else []
-        dropped += [Dropped(_marked(group, SURPLUS), SURPLUS) for group in surplus]
-        return [with_greedy_reward(group) for group in kept[: len(kept) - len(surplus)]], dropped
+        return [with_greedy_reward(group) for group in kept], dropped
+
+    def _split(self, groups: Iterable[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[Dropped]]:
+        return split_trainable(groups, self._sampling, self._compares, self._mask_truncated)
 
     def measure(self) -> Metrics:
         """Metrics of the prompt history; empty without one."""

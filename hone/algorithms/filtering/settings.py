@@ -62,7 +62,7 @@ class DynamicSamplingSettings(Config):
     metric: str = setting("reward", "drop a group if this is the same for all answers: reward, or a component")
     max_draws: int = setting(10, "how many times a step may draw prompts; then it trains on the groups it has", ge=1)
     oversample: float = setting(
-        1.0, "prompts per draw, as a multiple of the missing groups; surplus groups are dropped", ge=1
+        1.0, "prompts per draw, as a multiple of the missing groups; those not needed go back to the data", ge=1
     )
     skip_zero_variance: SkipZeroVarianceSettings | None = setting(
         None, "skip prompts whose next group will probably have no variance (GRESO)"

@@ -21,7 +21,7 @@ from hone.deadline import Deadline
 from hone.envs.agents.endpoint import Endpoint
 from hone.envs.agents.program import Verdict, load_program
 from hone.envs.agents.sessions import AgentSession, AgentTask
-from hone.envs.episode import Play, ScoreFn, request_seed
+from hone.envs.episode import Play, ScoreFn, first_failure, request_seed
 from hone.envs.settings import AgentSettings, EpisodeConfig
 from hone.envs.tool_calls import ParseFn, parser_of
 from hone.types import Metric, Prompt, Status, StopReason, Trajectory, TrajectoryGroup
@@ -54,10 +54,7 @@ class AgentRunner:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._group(endpoint, one, play, score)) for one in prompts]
         except BaseExceptionGroup as failures:
-            first: BaseException = failures
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            raise first from failures
+            raise first_failure(failures) from failures
         return [await task for task in running]
 
     async def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -10,15 +11,16 @@ from dataclasses import replace
 from functools import partial
 
 from hone.data.packing import select
-from hone.envs.episode import Play
+from hone.envs.episode import Play, first_failure
 from hone.envs.runners import Runner
 from hone.rewards.rubric import Rubric
 from hone.schedule.replay import RecordedDraw, Spans
+from hone.schedule.window import Enough
 from hone.tracking.hub import Tracking
 from hone.tracking.rollouts import places_to_keep
 from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
-from hone.types import Batch, Completion, Image, Metrics, Prompt, SamplingParams, TrajectoryGroup
+from hone.types import Batch, Completion, Image, Metric, Metrics, Prompt, SamplingParams, TrajectoryGroup
 from hone.workers.publication import RolloutHandle
 from hone.workers.train import TrainHandle
 
@@ -44,10 +46,15 @@ class Collector:
         self._last_token = 0.0
 
     def collect(
-        self, prompts: Sequence[Prompt], play: Play, versions: tuple[int, int] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        play: Play,
+        versions: tuple[int, int] | None = None,
+        enough: Enough | None = None,
     ) -> list[TrajectoryGroup]:
         """The scored groups of `prompts`, in order, sampled from weights within `versions`; None: any.
 
+        With `enough` they end with the group that makes it enough, and the answers to later prompts are aborted.
         The time until the last generated token counts as generation, the rest as reward. Reward models in this process
         run when all answers are complete. Errors of the rollout engine are raised; a reward or environment that fails
         sets the status of its trajectory.
@@ -55,9 +62,38 @@ class Collector:
         with self._recorder.phase("generate"):
             self._last_token = time.perf_counter()  # if nothing is generated, all of it is waiting
             generate = self._generate if versions is None else partial(self._generate, versions=versions)
-            groups = self._loop.run(self._runner.run(prompts, replace(play, generate=generate), self._rubric.score))
+            play = replace(play, generate=generate)
+            # A reward model in this process scores all answers at the end, so no group can be judged before that.
+            if enough is None or self._rubric.has_colocated:
+                groups = self._loop.run(self._runner.run(prompts, play, self._rubric.score))
+            else:
+                groups = self._loop.run(self._play_until(enough, prompts, play))
             self._recorder.timer.move(time.perf_counter() - self._last_token, "reward")
-        return self.complete(groups)
+        groups = self.complete(groups)
+        return groups if enough is None else enough.first(groups)
+
+    async def _play_until(self, enough: Enough, prompts: Sequence[Prompt], play: Play) -> list[TrajectoryGroup]:
+        """Play all prompts at once, until the groups of the first ones are enough; then end the others."""
+        groups: list[TrajectoryGroup] = []
+        kept = 0
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._runner.run([one], play, self._rubric.score)) for one in prompts]
+                for task in running:
+                    groups += await task
+                    kept += enough.keeps(groups[-1])
+                    if kept == enough.groups:
+                        break
+                unused = running[len(groups) :]
+                ended = sum(task.done() for task in unused)
+                if ended < len(unused):
+                    await self._rollout.abort_all()  # before the weights change, every server has ended its requests
+                for task in unused:
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from failures
+        self._recorder.record({"perf/unused_groups_ended": Metric.sum(ended)})
+        return groups
 
     def start(
         self, prompt: Prompt, play: Play, versions: tuple[int, int], recorded: RecordedDraw | None = None

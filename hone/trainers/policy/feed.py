@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,13 +26,16 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from hone.algorithms.filtering.group_filter import GroupFilter
+from hone.algorithms.filtering.history import SKIPPED
 from hone.data.stream import PromptStream
 from hone.envs.episode import Play
 from hone.schedule.journal import Journal
 from hone.schedule.open_draws import read_groups, write_groups
-from hone.schedule.window import OpenDraw, Window
+from hone.schedule.window import Enough, OpenDraw, PromptLedger, Window
 from hone.trainers.policy.collection import Collector
 from hone.trainers.run.checkpoints import Checkpoint
+from hone.trainers.run.randomness import draw_chance
 from hone.trainers.run.recorder import Recorder
 from hone.types import Batch, Metric, Metrics, Prompt, Trajectory, TrajectoryGroup
 from hone.workers.publication import RolloutHandle
@@ -53,6 +56,68 @@ class Draw:
     play: Play
     before: Mapping[str, Any]  # position of the prompt stream before this prompt was drawn
     group: Group | None  # being played on the event loop; None: played in `take`
+
+
+class PromptSupply:
+    """Draws prompts and notes each in the ledger.
+
+    With oversampling, a step draws more prompts than it may need. The ones after the last that it used go back to the
+    stream, which gives them again to the next step, first and with the same draw numbers.
+    """
+
+    before: Mapping[str, Any]
+    """The position of the stream before the last call of `draw`."""
+
+    def __init__(
+        self, stream: PromptStream, groups: GroupFilter, seed: int, checks: Sequence[Callable[[Sequence[Prompt]], None]]
+    ) -> None:
+        self.stream = stream
+        self.ledger = PromptLedger()
+        self._groups = groups
+        self._seed = seed
+        self._checks = checks
+        self._drawn: list[int] = []  # in the last call of `draw`, without those that were put back
+        self._skipped: list[int] = []
+        self._put_back = 0
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next prompts of the stream, without those that are skipped; the ledger notes them as in flight."""
+        self.before = self.stream.state_dict()
+        prompts, skipped = self.stream.take_unless(self.skips, count)
+        self._drawn = [prompt.draw for prompt in prompts]
+        self._skipped = [prompt.draw for prompt in skipped]
+        self._put_back = 0
+        self.ledger.drawn(sorted(self._drawn + self._skipped))
+        self.ledger.skipped(self._skipped, SKIPPED)
+        for check in self._checks:
+            check(prompts)
+        return prompts
+
+    def skips(self, prompt: Prompt) -> bool:
+        """Whether a prompt is skipped because its last groups had no variance; the same in every launch."""
+        probability = self._groups.skip_probability(prompt.prompt_id)
+        return probability > 0 and draw_chance(self._seed, prompt.draw) < probability
+
+    def put_back(self, after: int) -> None:
+        """Return the prompts after draw number `after`, all of the last call of `draw`, to the stream."""
+        self.ledger.put_back(after + 1, sum(draw > after for draw in self._skipped), SKIPPED)
+        self.stream.back_to(self.before, after + 1)
+        self._put_back = sum(draw > after for draw in self._drawn)
+        self._drawn = [draw for draw in self._drawn if draw <= after]
+        self._skipped = [draw for draw in self._skipped if draw <= after]
+
+    def metrics(self) -> Metrics:
+        """Figures of the last call of `draw`, after `put_back`."""
+        found: Metrics = {
+            "rollout/epoch": Metric.max(self.stream.epoch),
+            "rollout/prompts_too_long": Metric.max(sum(self.stream.dropped.values())),
+        }
+        if self._groups.skips_prompts:
+            found["rollout/prompts_skipped"] = Metric.sum(len(self._skipped))
+        if self._groups.oversamples:
+            found["rollout/prompts_used"] = Metric.sum(len(self._drawn))
+            found["rollout/prompts_put_back"] = Metric.sum(self._put_back)
+        return found
 
 
 class OpenAnswersLate(TimeoutError):
@@ -115,8 +180,12 @@ class Feed:
         plan = self._journal.plan
         return self._collector.start(prompt, play, one.versions, None if plan is None else plan.draw(one.number))
 
-    def take(self, count: int) -> list[TrajectoryGroup]:
-        """The groups of the `count` oldest open draws, in draw order; raises what the rollout engine raised."""
+    def take(self, count: int, enough: Enough | None = None) -> list[TrajectoryGroup]:
+        """The groups of the `count` oldest open draws, in draw order; raises what the rollout engine raised.
+
+        With `enough`, and staleness 0, they end with the group that makes it enough. The later draws are closed too:
+        the caller puts their prompts back.
+        """
         numbers = [one.number for one in self._window.open[:count]]
         draws = [self._draws[number] for number in numbers]
         played = [one.group for one in draws if one.group is not None]
@@ -125,8 +194,10 @@ class Feed:
                 _wait_for(played)
         groups = self._collector.complete([one.result(0) for one in played])
         if turn := [one for one in draws if one.group is None]:
-            groups += self._collector.collect([one.prompt for one in turn], turn[0].play)
-        self._window = self._window.taken(count)
+            groups += self._collector.collect([one.prompt for one in turn], turn[0].play, enough=enough)
+        self._window = self._window.taken(len(groups))
+        if len(groups) < count:
+            self._window = self._window.withdrawn()
         for number in numbers:
             del self._draws[number]
             if self._journal.plan is not None:
@@ -299,4 +370,4 @@ def _digest(batch: Batch) -> str:
     return digest.hexdigest()
 
 
-__all__ = ["PART", "Feed", "OpenAnswersLate"]
+__all__ = ["PART", "Feed", "OpenAnswersLate", "PromptSupply"]

@@ -15,15 +15,14 @@ from typing import Any
 
 from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.filtering.group_filter import lost_to_failures
-from hone.algorithms.filtering.history import SKIPPED
 from hone.data.packing import minibatches, pack, select
 from hone.data.stream import PromptStream
 from hone.platforms.host_memory import give_back
-from hone.schedule.window import PromptLedger
+from hone.schedule.window import Enough
 from hone.trainers.policy.annotators import Annotator, learners_of
 from hone.trainers.policy.checks import TokenBudgets
 from hone.trainers.policy.collection import RolloutLog
-from hone.trainers.policy.feed import PART, Feed
+from hone.trainers.policy.feed import PART, Feed, PromptSupply
 from hone.trainers.policy.generation import Generation
 from hone.trainers.policy.group_metrics import count_statuses, describe, describe_greedy, describe_lengths
 from hone.trainers.policy.health import RunHealth
@@ -32,9 +31,8 @@ from hone.trainers.policy.teachers import TeacherChoice
 from hone.trainers.run.checkpoints import Checkpoint, PartWriter
 from hone.trainers.run.context import RunContext
 from hone.trainers.run.loop import Trainer
-from hone.trainers.run.randomness import draw_chance
 from hone.trainers.run.recorder import NotFinite
-from hone.types import Batch, LossFn, Metric, Prompt, TrajectoryGroup
+from hone.types import Batch, LossFn, Metric, TrajectoryGroup
 from hone.workers.train import TrainHandle
 
 
@@ -70,7 +68,6 @@ class PolicyTrainer(Trainer):
 
     def __init__(self, config: PolicyRunConfig, parts: PolicyParts, context: RunContext) -> None:
         super().__init__(config.run.total_steps, config.checkpoint, context, evaluates=bool(config.evaluation.sets))
-        self.prompts = parts.prompts
         self.collector = parts.generation.collector
         self.feed = parts.feed
         self.play = replace(parts.generation.play, greedy=parts.algorithm.needs_greedy)
@@ -85,8 +82,8 @@ class PolicyTrainer(Trainer):
         self.following = parts.following
         self.evaluator = parts.generation.evaluator(context.tracking)
         self.rollout_log = parts.rollout_log
-        self.ledger = PromptLedger()
-        self.budgets = TokenBudgets(config)
+        checks = [parts.teacher_choice.check, TokenBudgets(config).check_drawn]
+        self.supply = PromptSupply(parts.prompts, parts.algorithm.groups, config.run.seed, checks)
         grouped = config.update.samples_per_prompt > 1
         self.health = RunHealth(config.reward.max_failed_fraction, grouped, self.tracking.message)
         self.watchers.append(self.health.look)
@@ -114,13 +111,9 @@ class PolicyTrainer(Trainer):
         drawn: list[TrajectoryGroup] = []
         played: list[TrajectoryGroup] = []
         for _ in range(self.algorithm.groups.max_draws):
-            missing = self.prompts_per_step - len(kept)
-            wanted = self.algorithm.groups.prompts_for(missing)
-            before = self.prompts.state_dict()
-            self.feed.admit(self.draw(self.feed.room(wanted, step)), self.play.at(step), wanted, before)
-            groups = self.algorithm.groups.shape(self.feed.take(wanted))
+            groups = self.algorithm.groups.shape(self.play_round(self.prompts_per_step - len(kept), step))
             drawn += groups
-            played += self.settle(groups, missing)
+            played += self.settle(groups)
             kept = [group for group in played if group.trainable]
             if len(kept) == self.prompts_per_step:
                 break
@@ -149,42 +142,32 @@ class PolicyTrainer(Trainer):
             raise NotFinite(f"{error}; fields of its batch: {', '.join(not_finite(batch)) or 'all finite'}") from error
         self.move_reference(version)
         self.recorder.record(self.feed.publish(self.actor, version))
-        self.ledger.trained_all_finished(self.feed.ahead)
+        self.supply.ledger.trained_all_finished(self.feed.ahead)
         give_back()  # return freed host memory to the system, once a step
 
     # ------------------------------------------------------------------------------------------------ its parts
 
-    def draw(self, count: int) -> list[Prompt]:
-        """The next prompts of the stream, without those that are skipped; the ledger notes them as in flight."""
-        prompts, skipped = self.prompts.take_unless(self.skips, count)
-        self.ledger.drawn(sorted(prompt.draw for prompt in [*prompts, *skipped]))
-        self.ledger.skipped((prompt.draw for prompt in skipped), SKIPPED)
-        self.teacher_choice.check(prompts)
-        self.budgets.check_drawn(prompts)
-        if self.algorithm.groups.skips_prompts:
-            self.recorder.record({"rollout/prompts_skipped": Metric.sum(len(skipped))})
-        self.recorder.record(
-            {
-                "rollout/epoch": Metric.max(self.prompts.epoch),
-                "rollout/prompts_too_long": Metric.max(sum(self.prompts.dropped.values())),
-            }
-        )
-        return prompts
+    def play_round(self, missing: int, step: int) -> list[TrajectoryGroup]:
+        """The scored groups of new prompts: of all, or with oversampling until `missing` of them can be kept."""
+        groups = self.algorithm.groups
+        wanted = groups.prompts_for(missing)
+        prompts = self.supply.draw(self.feed.room(wanted, step))
+        self.feed.admit(prompts, self.play.at(step), wanted, self.supply.before)
+        played = self.feed.take(wanted, Enough(missing, groups.keeps) if wanted > missing else None)
+        if len(played) < wanted:
+            self.supply.put_back(after=played[-1].prompt.draw)
+        self.recorder.record(self.supply.metrics())
+        return played
 
-    def skips(self, prompt: Prompt) -> bool:
-        """Whether a prompt is skipped because its last groups had no variance; the same in every launch."""
-        probability = self.algorithm.groups.skip_probability(prompt.prompt_id)
-        return probability > 0 and draw_chance(self.seed, prompt.draw) < probability
-
-    def settle(self, groups: list[TrajectoryGroup], missing: int) -> list[TrajectoryGroup]:
-        """At most `missing` groups to train on, then the others, marked as not trainable and dropped in the ledger."""
+    def settle(self, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """The groups to train on, then the others, marked as not trainable and dropped in the ledger."""
         self.health.note(groups)
         self.recorder.record({**describe(groups), **describe_greedy(groups)})
         self.recorder.record(self.collector.metrics())
-        self.ledger.finished(group.prompt.draw for group in groups)
-        kept, dropped = self.algorithm.groups.keep(groups, missing)
+        self.supply.ledger.finished(group.prompt.draw for group in groups)
+        kept, dropped = self.algorithm.groups.keep(groups)
         for one in dropped:
-            self.ledger.dropped([one.group.prompt.draw], one.reason)
+            self.supply.ledger.dropped([one.group.prompt.draw], one.reason)
         settled = [*kept, *(one.group for one in dropped)]
         self.recorder.record(self.algorithm.groups.measure())
         self.recorder.record({**count_statuses(settled), "rollout/groups_dropped": Metric.sum(len(dropped))})
@@ -257,8 +240,8 @@ class PolicyTrainer(Trainer):
 
     def state(self) -> dict[str, Any]:
         return {
-            "prompts": self.prompts.state_dict(),
-            "ledger": self.ledger.state_dict(),
+            "prompts": self.supply.stream.state_dict(),
+            "ledger": self.supply.ledger.state_dict(),
             "feed": self.feed.state_dict(),
             "algorithm": self.algorithm.state_dict(),
         }
@@ -266,10 +249,10 @@ class PolicyTrainer(Trainer):
     def restore(self, checkpoint: Checkpoint) -> None:
         for role in self.changing_roles():
             role.load_checkpoint(checkpoint.part(role.role))
-        self.prompts.load_state_dict(checkpoint.state["prompts"])
-        self.ledger.load_state_dict(checkpoint.state["ledger"])
+        self.supply.stream.load_state_dict(checkpoint.state["prompts"])
+        self.supply.ledger.load_state_dict(checkpoint.state["ledger"])
         self.algorithm.load_state_dict(checkpoint.state["algorithm"])
-        self.feed.restore(checkpoint, self.prompts, self.play, self.actor)
+        self.feed.restore(checkpoint, self.supply.stream, self.play, self.actor)
 
     def finish(self) -> None:
         self.actor.export(self.folder)
