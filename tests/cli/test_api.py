@@ -1,6 +1,7 @@
 """`import hone`, as a script and a notebook use it."""
 
 import asyncio
+import gzip
 import json
 import re
 import runpy
@@ -189,7 +190,8 @@ def test_the_script_of_the_page_on_debugging_prints_the_last_answers(done, capsy
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "debugging.md").read_text(), flags=re.S)
     script = "\n".join(line.removeprefix("   ") for line in script.splitlines())
     exec(script.replace("runs/quickstart", str(result.folder)), {})
-    rows = [json.loads(line) for line in (result.folder / "rollouts.jsonl").read_text().splitlines()]
+    with gzip.open(result.folder / "rollouts.jsonl.gz") as file:
+        rows = [json.loads(line) for line in file]
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].split() == ["ground", "truth:", rows[-1]["ground_truth"]]
     assert len(printed) == 12

@@ -6,7 +6,7 @@ import pytest
 
 from hone.engines.fsdp2.engine import Fsdp2Engine
 from hone.engines.registry import EngineRegistry, _EngineRegistry
-from hone.engines.settings import BackendSettings, EngineConfig
+from hone.engines.settings import EngineConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.registry import CannotLoad, UnknownName
 
@@ -32,7 +32,7 @@ def test_the_most_specific_class_wins(registry, device, vendor, chosen):
 
 
 def test_the_environment_overrides_the_platform(registry, monkeypatch):
-    spec = SimpleNamespace(model_type="language_model", engine=EngineConfig(backend=BackendSettings(name="b")))
+    spec = SimpleNamespace(model_type="language_model", engine=SimpleNamespace(backend=SimpleNamespace(name="b")))
     assert type(registry.create(spec, PLATFORM)).__name__ == "On_*_*"
     monkeypatch.setenv("HONE_ENGINE_DEVICE", "npu")
     assert type(registry.create(spec, PLATFORM)).__name__ == "On_npu_*"

@@ -11,7 +11,7 @@ from hone.envs.base import Start, StepResult
 from hone.envs.chat import ChatEnv
 from hone.envs.episode import EpisodeRunner, Play, request_seed
 from hone.envs.runners import make_runner
-from hone.envs.settings import EnvSettings, EpisodeConfig
+from hone.envs.settings import EnvSettings, EpisodeConfig, ShellSettings
 from hone.envs.text_codec import TextCodec
 from hone.envs.tool_calls import no_calls
 from hone.registry import Entry
@@ -322,7 +322,7 @@ def test_turns_have_spans_with_rewards_and_the_states_they_began_in():
 
 def test_a_turn_that_is_cut_off_is_not_the_end_of_the_episode():
     engine = Wordy()
-    (group,) = run(engine, [prompt()], Talker, samples=1, env=EnvSettings(name="x", max_turn_tokens=4))
+    (group,) = run(engine, [prompt()], Talker, samples=1, env=ShellSettings(max_turn_tokens=4))
     assert [sampling.max_tokens for _, _, sampling in engine.asked] == [4, 2]  # the budget of the episode is 6
     (one,) = group.trajectories
     assert (one.status, one.turns) == (Status.TRUNCATED, 2)
@@ -330,7 +330,7 @@ def test_a_turn_that_is_cut_off_is_not_the_end_of_the_episode():
 
 def test_an_episode_has_a_longest_conversation_with_its_observations():
     engine = Wordy()
-    limits = EnvSettings(name="x", max_turn_tokens=1, max_episode_tokens=6)  # 2 + 1 + 1 + 1 + 1
+    limits = ShellSettings(max_turn_tokens=1, max_episode_tokens=6)  # 2 + 1 + 1 + 1 + 1
     (group,) = run(engine, [prompt()], Talker, samples=1, env=limits)
     assert [len(ids) for _, ids, _ in engine.asked] == [2, 4]
     assert group.trajectories[0].status is Status.TRUNCATED
@@ -338,7 +338,7 @@ def test_an_episode_has_a_longest_conversation_with_its_observations():
 
 def test_an_observation_is_cut():
     engine = Engine()
-    run(engine, [prompt()], Talker, samples=1, env=EnvSettings(name="x", max_observation_tokens=3), max_turns=2)
+    run(engine, [prompt()], Talker, samples=1, env=ShellSettings(max_observation_tokens=3), max_turns=2)
     assert engine.asked[1][1][-1] == 93  # the message of 5 characters has 3
 
 
@@ -368,7 +368,7 @@ def test_a_failure_of_the_environment_is_tried_again_with_the_same_seeds():
         return made[-1]
 
     engine = Engine()
-    (group,) = run(engine, [prompt()], make, samples=1, env=EnvSettings(name="x", retries=1))
+    (group,) = run(engine, [prompt()], make, samples=1, env=ShellSettings(retries=1))
     assert group.trajectories[0].status is Status.OK
     assert [env.closed for env in made] == [1, 1]
     assert engine.asked[0] == engine.asked[1]
