@@ -167,6 +167,7 @@ def test_every_metric_is_in_one_chart():
         "train/entropy", "train/grad_norm", "train/lr", "correction/kl", "correction/k3", "critic/value_loss",
         "weights/bytes", "perf/step_s", "perf/generate_s", "perf/reward_s", "perf/pack_s", "perf/driver_s",
         "perf/evaluate_s", "perf/save_checkpoint_s", "perf/driver_fraction", "perf/weight_sync_gb_per_s", "mine", "x/y",
+        "schedule/staleness", "schedule/staleness_0", "schedule/staleness_2", "schedule/staleness_max",
     ]  # fmt: skip
     made = charts(names)
     placed = [name for chart in made for name in chart.series]
@@ -177,6 +178,9 @@ def test_every_metric_is_in_one_chart():
     assert by_title["status"].series == {"rollout/status/env_failed": "env_failed", "rollout/status/ok": "ok"}
     assert by_title["Time of a step by phase"].series == {
         "perf/generate_s": "generate", "perf/reward_s": "reward", "perf/pack_s": "pack",
+    }  # fmt: skip
+    assert by_title["Trained tokens by age of their weights"].series == {
+        "schedule/staleness_0": "0 updates old", "schedule/staleness_2": "2 updates old",
     }  # fmt: skip
     assert {chart.section for chart in made if {"mine", "x/y"} & set(chart.series)} == {"Other"}
     assert step_phases(["perf/generate_s"]) == []

@@ -141,6 +141,9 @@ def test_filters_sorting_hovering_and_themes_work(run, tmp_path):
       token.dispatchEvent(new PointerEvent("pointerenter"));
       found.tip = document.getElementById("tip").innerText.split(/\\s+/).join(" ");
       found.colour = token.style.background !== "";
+      [...document.querySelectorAll(".modes button")].find((one) => one.textContent === "weights").click();
+      const tokens = [...document.querySelectorAll(".token")];
+      found.versions = tokens.map((one) => one.style.background.replace(/.*(--c\\d).*/, "$1"));
       const svg = document.querySelector(".chart svg"), box = svg.getBoundingClientRect();
       document.getElementById("theme").click();
       found.theme = document.documentElement.dataset.theme;
@@ -163,6 +166,7 @@ def test_filters_sorting_hovering_and_themes_work(run, tmp_path):
     assert (found["best"], found["worst"], found["earliest"], found["second"]) == ("1", "0.500", "1", 1)
     assert "rollout log-prob -0.500 probability 60.7 % trainer − rollout 1.00e-5 weight version 0" in found["tip"]
     assert found["colour"]
+    assert found["versions"] == ["--c0", "", "--c0", "--c1"], "the second token is the environment's"
     assert found["theme"] in ("dark", "light")
     steps = {re.match(r"step (\d+)", read)[1] for read in found["reads"] if read}
     assert len(steps) == 1  # one cursor for all charts

@@ -17,12 +17,14 @@ NAMESPACES = {
     "critic": "Critic",
     "correction": "Rollout correction",
     "weights": "Weight sync",
+    "schedule": "Asynchronous schedule",
     "perf": "Time and throughput",
 }
 HEADLINES_SECTION = "Headlines"
 OTHER_SECTION = "Other"
 
 _MOST_SERIES = 8
+_OF_AGE = r"schedule/staleness_\d+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ _WANTED = (
         (r"correction/mean_abs_difference", r"correction/kl", r"correction/k3", r"correction/.*(diff|gap).*"),
     ),
     _Wanted("Gradient norm", (r"train/grad_norm", r"train/.*grad_norm.*")),
+    _Wanted("Trained tokens by age of their weights", (_OF_AGE,), together=True, unit="share"),
     _Wanted("Learning rate", (r"train/lr", r"train/learning_rate")),
     _Wanted("Throughput", (r"perf/tokens_per_s",), unit="tokens/s"),
 )
@@ -126,7 +129,9 @@ def _matches(wanted: _Wanted, names: Sequence[str]) -> list[str]:
 
 
 def _label(name: str) -> str:
-    """The label of a series in its chart: the evaluation set."""
+    """The label of a series in its chart: the evaluation set, or the age in updates."""
+    if re.fullmatch(_OF_AGE, name):
+        return f"{name.rpartition('_')[2]} updates old"
     return "/".join(name.split("/")[1:-1])
 
 

@@ -176,15 +176,17 @@ class Rollouts {
       return;
     }
     const modes = make("span", { class: "modes" });
-    const names = [["gap", "trainer − rollout"], ["logprob", "log-prob"], ["none", "plain"]].filter(([mode]) => mode !== "gap" || row.gap);
-    const mode = this.mode === "gap" && !row.gap ? "logprob" : this.mode;
+    const several = new Set(row.versions.map(([version]) => version)).size > 1;
+    const possible = { gap: Boolean(row.gap), version: several, logprob: true, none: true };
+    const names = [["gap", "trainer − rollout"], ["logprob", "log-prob"], ["version", "weights"], ["none", "plain"]].filter(([mode]) => possible[mode]);
+    const mode = possible[this.mode] ? this.mode : "logprob";
     for (const [name, title] of names) {
       const button = this.button(title, `colour by ${title}`, () => { this.mode = name; this.showDetail(); });
       button.setAttribute("aria-pressed", String(name === mode));
       modes.append(button);
     }
     const most = Math.max(row.worst ?? 0, 1e-6);
-    const scale = { gap: `largest gap ${number(row.worst)}`, logprob: "darker: less likely", none: "" }[mode];
+    const scale = { gap: `largest gap ${number(row.worst)}`, logprob: "darker: less likely", version: "a colour for each version of the weights", none: "" }[mode];
     head.append(modes, make("span", { class: "scale" }, scale));
     const versions = row.versions.flatMap(([version, count]) => Array(count).fill(version));
     let sampled = 0;
@@ -194,6 +196,7 @@ class Rollouts {
       if (mode === "logprob" && Number.isFinite(logprob)) span.style.background = `rgb(var(--hot) / ${Math.min(-logprob / 4, 0.85).toFixed(3)})`;
       if (mode === "gap" && Number.isFinite(gap)) span.style.background = `rgb(var(${gap > 0 ? "--cold" : "--hot"}) / ${Math.min(Math.abs(gap) / most, 1) * 0.75})`;
       const version = logprob === null ? null : versions[sampled++];
+      if (mode === "version" && Number.isFinite(version)) span.style.background = `color-mix(in srgb, var(--c${version % 8}) 35%, transparent)`;
       span.addEventListener("pointerenter", (event) => showTip(event, text, facts(logprob, gap, version, i)));
       span.addEventListener("pointerleave", hideTip);
       box.append(span);
