@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hone.engines.base import Ranks
-from hone.engines.optimizers import Update
+from hone.engines.optimizers import Update, quantises
 from hone.engines.parts import Part, Piece, Shard, Weights, Whole
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 MODEL, OPTIMIZER, ENGINE_FILE = "model", "optimizer", "engine.json"
+CODEBOOK = "qmap"  # begin of the name of an 8-bit optimizer's state that is the same for all weights
 WRITE_S = 3600.0  # longest wait for one file: a disk that takes longer does not answer
 
 
@@ -104,6 +105,8 @@ class Checkpoint:
         state: dict[Tensor, dict[str, Any]] = {}
         if update is not None:
             of_optimizer = PartsReader(folder, OPTIMIZER, facts["ranks"])
+            if quantises(update.optimizer):
+                self._check_blocks(of_optimizer)
             state = read_optimizer(of_optimizer, self._weights.trained(), facts["optimizer_numbers"], update.optimizer)
         for live, stored in tensors:
             live.copy_(stored)
@@ -117,6 +120,17 @@ class Checkpoint:
     @property
     def _optimizer_name(self) -> str | None:
         return None if self._update is None else type(self._update.optimizer).__name__
+
+    def _check_blocks(self, reader: PartsReader) -> None:
+        """Raise CheckpointError, on every rank, if the quantised state belongs to other parts of the weights."""
+        strange = next((name for name, _, shard in self._weights.trained() if not has_blocks(reader, name, shard)), "")
+        if self._ranks.most(int(bool(strange)), self._device):
+            named = f"{strange} is cut" if strange else "a weight of another rank is cut"
+            raise CheckpointError(
+                f"{reader.where}: {named} into other parts than in the run that wrote them, and the blocks of "
+                f"{self._optimizer_name} belong to parts; continue on as many ranks, with the same backend.parallel, "
+                "or begin a new run from an export of this checkpoint"
+            )
 
     def _check_adapter(self, stored: dict[str, Any] | None, folder: Path) -> None:
         """Raise CheckpointError if a checkpoint's adapter is not this run's, or belongs to another base model."""
@@ -257,15 +271,20 @@ def optimizer_parts(optimizer: Optimizer, weights: Iterable[Part]) -> tuple[list
     """The optimizer's state by weight name: tensors, and everything else (numbers, null) for the JSON file.
 
     `weights` are the masters. State with the shape of its master is sharded like it. Other tensors (counters) are equal
-    in all parts of a weight; the rank with the weight's first element writes them. Raises CheckpointError for state
-    that is no tensor and no number.
+    in all parts of a weight; the rank with the weight's first element writes them. Codes and scales of an 8-bit
+    optimizer belong to a part, which their name gives: "<weight>/absmax1@16,0+16,32" is of the box of shape 16 x 32 at
+    row 16. Raises CheckpointError for state that is no tensor and no number.
     """
     tensors: list[Part] = []
     plain: dict[str, Any] = {}
+    blockwise = quantises(optimizer)
     for weight_name, weight, shard in weights:
+        part = part_name(shard) if blockwise else ""
         for key, value in optimizer.state.get(weight, {}).items():
             name = f"{weight_name}/{key}"
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and part and not key.startswith(CODEBOOK):
+                tensors.append((f"{name}@{part}", value, Whole(tuple(value.shape), shard.is_owner)))
+            elif isinstance(value, Tensor):
                 alike = value.dim() > 0 and value.shape == weight.shape
                 tensors.append((name, value, shard if alike else Whole(tuple(value.shape), _has_first_element(shard))))
             elif value is None or isinstance(value, bool | int | float):
@@ -273,6 +292,23 @@ def optimizer_parts(optimizer: Optimizer, weights: Iterable[Part]) -> tuple[list
             else:
                 raise CheckpointError(f"optimizer state {name} is a {type(value).__name__}, which cannot be saved")
     return tensors, plain
+
+
+def part_name(shard: Shard) -> str:
+    """Offset and shape of each box of a weight that a rank holds; empty if it holds all of it, or nothing."""
+    pieces = shard.pieces()
+    if [piece.shape for piece in pieces] == [shard.shape]:
+        return ""
+    boxes = ((",".join(map(str, one.offset)), ",".join(map(str, one.shape))) for one in pieces)
+    return ";".join(f"{offset}+{shape}" for offset, shape in boxes)
+
+
+def has_blocks(reader: PartsReader, weight: str, shard: Shard) -> bool:
+    """Whether quantised state of this part of a weight was stored, or none of the weight at all."""
+    start = f"{weight}/"
+    keys = [name.removeprefix(start) for name in reader.shapes if name.startswith(start)]
+    stored = {key.partition("@")[2] for key in keys if not key.startswith(CODEBOOK)}
+    return not stored or not shard.pieces() or part_name(shard) in stored
 
 
 def _has_first_element(shard: Shard) -> bool:
@@ -284,6 +320,7 @@ def read_optimizer(
 ) -> dict[Tensor, dict[str, Any]]:
     """The state for `optimizer.state`. Raises CheckpointError for state of a weight that this run does not have."""
     parts = list(weights)
+    blockwise = quantises(optimizer)
     stored: dict[str, list[str]] = {name: [] for name, _, _ in parts}  # weight -> names of its state
     for name in [*reader.shapes, *plain]:
         weight_name = name.rpartition("/")[0]
@@ -295,14 +332,18 @@ def read_optimizer(
         stored[weight_name].append(name)
     state: dict[Tensor, dict[str, Any]] = {}
     for weight_name, weight, shard in parts:
-        for name in stored[weight_name]:
+        own = part_name(shard) if blockwise else ""
+        for name in stored[weight_name] if weight.numel() or not blockwise else ():
+            key, _, part = name.rpartition("/")[2].partition("@")
+            if part not in ("", own):
+                continue
             value = plain.get(name)
             if name in reader.shapes:
                 shape = reader.shapes[name]
                 value = reader.read(name, shard if shape and shape == shard.shape else Whole(shape, False))
                 # counters stay where the optimizer made them, per-weight state with its weight
                 value = value.to(weight.device) if value.dim() or _fused(optimizer) else value
-            state.setdefault(weight, {})[name.rpartition("/")[2]] = value
+            state.setdefault(weight, {})[key] = value
     return state
 
 

@@ -71,7 +71,7 @@ class Engine(ABC):
         self.compute = DTYPES[self.compute_dtype]
         self.trained = spec.total_steps > 0
         if self.trained:
-            self.update = Update(config, spec.total_steps, in_parts=self.cuts_weights or ranks.world > 1)
+            self.update = Update(config, spec.total_steps, ranks.world > 1, in_buffers=self.cuts_weights)
         self.adapter: Adapter | None = None
         if config.lora is not None:  # PEFT is imported only by runs that need it
             self.adapter = resolve("hone.engines.lora.adapter:Adapter")(config.lora, spec.model)

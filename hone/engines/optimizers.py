@@ -32,9 +32,9 @@ _WHOLE = {
     "Muon": "orthogonalises a whole matrix",
 }
 
-# Of bitsandbytes. The state of a weight with at least 4096 values is 8-bit codes and a float32 scale per 256 codes.
+# Of bitsandbytes. The state of a weight, or of a rank's part of one, with at least 4096 values is 8-bit codes and a
+# float32 scale per 256 codes.
 EIGHT_BIT = ("AdEMAMix8bit", "Adam8bit", "AdamW8bit", "Lion8bit")
-_WHOLE |= dict.fromkeys(EIGHT_BIT, "quantises its state in blocks of 256 values of a whole weight")
 
 
 class Update:
@@ -42,13 +42,23 @@ class Update:
 
     optimizer: Optimizer
 
-    def __init__(self, config: EngineConfig, total_steps: int, in_parts: bool) -> None:
-        """`in_parts`: each rank holds parts of the weights. Raises ValueError naming the key of a wrong setting."""
+    def __init__(self, config: EngineConfig, total_steps: int, in_parts: bool, in_buffers: bool = False) -> None:
+        """`in_parts`: each rank holds parts of the weights; `in_buffers`: parts that are slices of larger buffers.
+
+        Raises ValueError naming the key of a wrong setting.
+        """
         self._config = config.optimizer
-        self._in_parts = in_parts
+        if in_buffers and self._config.name in EIGHT_BIT:
+            raise ValueError(
+                f"{self._config.key_of('name')}: {self._config.name} needs weights that are tensors of their own, and "
+                "this backend has slices of buffers; choose AdamW, or the backend fsdp2"
+            )
+        self._in_parts = in_parts or in_buffers
         self._max_norm = config.max_grad_norm
         self.schedule = Schedule(config.schedule, total_steps)
-        build_optimizer(self._config, {"trial": nn.Parameter(torch.zeros(1, 1))}, in_parts)  # before a model is loaded
+        build_optimizer(
+            self._config, {"trial": nn.Parameter(torch.zeros(1, 1))}, self._in_parts
+        )  # before a model is loaded
 
     def start(self, weights: Weights) -> None:
         """Make the optimizer of an engine's weights."""
@@ -143,6 +153,9 @@ def build_optimizer(config: OptimizerConfig, weights: dict[str, Tensor], in_part
         raise ValueError(
             f"{config.key_of('name')}: {config.name} {_WHOLE[config.name]}, and each rank holds a part; choose AdamW"
         )
+    if config.name in EIGHT_BIT:
+        _check_eight_bit(config, weights, in_parts)
+        weights = {name: weight for name, weight in weights.items() if weight.numel()}  # a rank may hold no rows
     known = inspect.signature(cls).parameters
     arguments: dict[str, Any] = {"lr": config.lr, **config.options}
     if config.betas is not None:
@@ -182,6 +195,22 @@ def _find(name: str, key: str) -> type[Optimizer]:
         known = sorted({*classes, *EIGHT_BIT} - set(_UNSUITABLE))
         raise ValueError(f"{key}: " + unknown("optimizer", name, known))
     return classes[name]
+
+
+def _check_eight_bit(config: OptimizerConfig, weights: dict[str, Tensor], in_parts: bool) -> None:
+    if in_parts and config.options.get("max_unorm"):
+        key = config.key_of("options")
+        raise ValueError(f"{key}: max_unorm needs the norm of a whole weight, and each rank holds a part; remove it")
+    for name, weight in weights.items():
+        if not weight.is_contiguous():  # bitsandbytes would update a copy
+            raise ValueError(
+                f"{config.key_of('name')}: {config.name} needs contiguous weights, and {name} is not; choose AdamW"
+            )
+
+
+def quantises(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps its state in blocks of 8-bit codes."""
+    return type(optimizer).__name__ in EIGHT_BIT
 
 
 def _find_eight_bit(name: str, key: str) -> type[Optimizer]:

@@ -57,7 +57,10 @@ def make_engine(case: Case, reference: ModelConfig | None = None, follows: bool 
         **{**SIZES, **build, **case.build}, architecture=case.architecture, options=OPTIONS[case.architecture]
     )
     model = ModelConfig(**(case.model if "path" in case.model else {"build": build, **case.model}))
-    options = {"SGD": {"momentum": 0.9}, "AdamW": {"eps": EPS}}.get(case.optimizer, {})
+    of_adam = {"eps": EPS}
+    options = {"SGD": {"momentum": 0.9}, "AdamW": of_adam, "Lion8bit": {"min_8bit_size": 256}}
+    options["AdamW8bit"] = {**of_adam, **options["Lion8bit"]}
+    options = options.get(case.optimizer, {})
     engine = EngineConfig(
         **{"compute_dtype": "float32", "max_tokens_per_microbatch": CAP, **case.engine},
         optimizer=OptimizerConfig(name=case.optimizer, lr=3e-3, options=options),

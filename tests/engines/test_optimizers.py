@@ -141,7 +141,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(weights):
 
 def test_wrong_settings_are_refused_before_a_model_is_loaded():
     for name in EIGHT_BIT:
-        with pytest.raises(ValueError, match=rf"{name} quantises its state in blocks of 256 .* choose AdamW"):
-            Update(EngineConfig(optimizer=OptimizerConfig(name=name)), 10, in_parts=True)
+        with pytest.raises(ValueError, match=rf"{name} needs weights that are tensors of their own, .* choose AdamW"):
+            Update(EngineConfig(optimizer=OptimizerConfig(name=name)), 10, in_parts=True, in_buffers=True)
+        with pytest.raises(ValueError, match=r"max_unorm needs the norm of a whole weight, .* remove it"):
+            Update(EngineConfig(optimizer=OptimizerConfig(name=name, options={"max_unorm": 1.0})), 10, in_parts=True)
     with pytest.raises(ValueError, match=r"Adafactor takes means over the rows and columns .* choose AdamW"):
         Update(EngineConfig(optimizer=OptimizerConfig(name="Adafactor")), 10, in_parts=True)
+
+
+def test_weights_of_which_bitsandbytes_would_update_a_copy_are_refused():
+    weight = torch.nn.Parameter(torch.ones(64, 128)[:, ::2])
+    with pytest.raises(ValueError, match=r"AdamW8bit needs contiguous weights, and layer\.weight is not; choose AdamW"):
+        build_optimizer(OptimizerConfig(name="AdamW8bit"), {"layer.weight": weight}, in_parts=True)
