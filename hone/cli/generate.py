@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from hone.cli.grouping import grouped
 from hone.config import ConfigError, build
 from hone.data.images import put_images, without_images
 from hone.data.settings import DatasetConfig
@@ -23,27 +25,35 @@ from hone.trainers.policy.evaluate_model import AnswerRequest, generate_answers
 from hone.types import Message
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are sampled."""
+
+    samples: Annotated[int, typer.Option(min=1, help="answers per prompt")] = 1
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy")] = 1.0
+    max_response_tokens: Annotated[int, typer.Option(min=1, help="longest response, in tokens")] = 512
+    seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0
+
+
+@grouped
 def generate(
     model: Annotated[str, typer.Argument(help="model folder or hub name")],
+    how: Sampling,
     prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be repeated")] = None,
     source: Annotated[Path | None, typer.Option("--input", help="file: rows with 'prompt' or 'messages'")] = None,
     target: Annotated[
         Path | None, typer.Option("--output", help="file for one row per answer, in 'response' (.jsonl)")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="answers per prompt")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy")] = 1.0,
-    max_response_tokens: Annotated[int, typer.Option(min=1, help="longest response, in tokens")] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0,
     compute_dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = AUTO,
 ) -> None:
     """Generate answers with the built-in engine. `hone score` reads the file that --output writes."""
     rows = _rows(prompt or [], source)
-    sampling = SamplingConfig(max_response_tokens=max_response_tokens, temperature=temperature)
+    sampling = SamplingConfig(max_response_tokens=how.max_response_tokens, temperature=how.temperature)
     questions = AnswerRequest(
         [_messages(row, i) for i, row in enumerate(rows)],
         RolloutConfig(sampling=sampling),
-        samples,
-        seed,
+        how.samples,
+        how.seed,
         source.parent if source is not None else Path(),
     )
     engine = build(EngineConfig, {"compute_dtype": compute_dtype}, "--compute-dtype")

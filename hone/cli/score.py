@@ -1,6 +1,8 @@
 """`hone score`: score the answers in a file with a reward function.
 
 rows of a file --window of calls--> reward processes --in order--> the same rows with `reward` and `components`
+
+A function that scores whole groups gets the rows of one prompt together.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -22,7 +25,9 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hone.cli.grouping import grouped
 from hone.config import ConfigError, build
+from hone.data.columns import nested_columns
 from hone.data.settings import DatasetConfig
 from hone.data.sources.base import SUFFIXES, Row, Rows, suffix_of
 from hone.data.sources.files import open_jsonl, open_parquet
@@ -34,19 +39,31 @@ from hone.rewards.settings import RewardComponent, RewardConfig
 
 WINDOW = 4096  # calls that may be in progress at once
 NEEDED = ("response", "ground_truth")
+PROMPTS = ("prompt_id", "prompt", "messages")  # columns that tell which rows answer the same prompt
 ADDED = ("reward", "components", "error")
 WORKERS: int = RewardConfig.model_fields["workers"].default
 TIMEOUT_S: float = RewardComponent.model_fields["timeout_s"].default
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The file's names of the columns that are needed; a.b is b within a."""
+
+    response: Annotated[str, typer.Option("--response-column", help="column of the answers; a.b: b within a")] = (
+        "response"
+    )
+    ground_truth: Annotated[
+        str, typer.Option("--ground-truth-column", help="column of the ground truth; a.b: b within a")
+    ] = "ground_truth"
+
+
+@grouped
 def score(
     reward: Annotated[str, typer.Option(help="a registered reward, 'module:function' or 'file.py:function'")],
-    source: Annotated[Path, typer.Option("--input", help="rows with 'response' and 'ground_truth' (.jsonl, .parquet)")],
+    source: Annotated[Path, typer.Option("--input", help="rows with an answer each (.jsonl, .parquet)")],
     target: Annotated[Path, typer.Option("--output", help="file for the scored rows (.jsonl, .parquet)")],
+    columns: Columns,
     option: Annotated[list[str] | None, typer.Option(help="key=value option of the function; may be repeated")] = None,
-    column: Annotated[
-        list[str] | None, typer.Option(help="response=yours or ground_truth=yours, if your columns have other names")
-    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="processes that run the function")] = WORKERS,
     timeout_s: Annotated[float, typer.Option(help="time limit per row, in seconds")] = TIMEOUT_S,
 ) -> None:
@@ -54,7 +71,7 @@ def score(
 
     Each row is written with `reward` and `components`. If its reward failed, `reward` is null and `error` says why.
     """
-    rows = read_rows(source, _columns(column or []))
+    rows = read_rows(source, columns)
     _check_target(target)
     name = re.split(r"[:.]", reward)[-1]
     settings = {"reward": reward, "options": _options(option or []), "timeout_s": timeout_s}
@@ -69,11 +86,10 @@ def score(
         raise typer.Exit(1)
 
 
-def read_rows(path: Path, columns: Mapping[str, str]) -> list[Row]:
+def read_rows(path: Path, columns: Columns) -> list[Row]:
     """Read all rows of a file and check that each has a text `response` and a `ground_truth`.
 
-    `columns`: the file's names for these two; the rows have them under both names. Raises ConfigError, which names the
-    file and the line.
+    The rows have these two under the file's own names too. Raises ConfigError, which names the file and the line.
     """
     if suffix_of(path) not in SUFFIXES:
         raise ConfigError(f"--input {path} should end in {' or '.join(SUFFIXES)}")
@@ -85,11 +101,14 @@ def read_rows(path: Path, columns: Mapping[str, str]) -> list[Row]:
     for index in range(len(rows)):
         row = rows[index]
         for column in NEEDED:
-            own = columns[column]
-            if own not in row:
-                hint = f"; if it has another name, give --column {column}=NAME" if own == column else ""
+            own = getattr(columns, column)
+            known = {**nested_columns(row, [own]), **row}
+            if own not in known:
+                hint = (
+                    f"; if it has another name, give --{column.replace('_', '-')}-column NAME" if own == column else ""
+                )
                 raise ConfigError(f"{rows.where(index)}: {unknown('column', own, list(row))}{hint}")
-            row = {**row, column: row[own]}
+            row = {**row, column: known[own]}
         if not isinstance(row["response"], str):
             raise ConfigError(f"{rows.where(index)}: 'response' should be text, found {row['response']!r:.80}")
         checked.append(row)
@@ -107,6 +126,34 @@ def score_rows(pool: RewardPool, component: str, rows: Sequence[Mapping[str, Any
         yield waiting.popleft().result()
 
 
+def score_groups(pool: RewardPool, component: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Outcome]:
+    """Yield the outcome of each row, in order, from one call for all rows of a prompt. Raises ConfigError."""
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(_group_of(row), []).append(index)
+    shared = [_shared([rows[index] for index in members]) for members in groups.values()]
+    found: dict[int, Outcome] = {}
+    for members, outcome in zip(groups.values(), score_rows(pool, component, shared), strict=True):
+        found |= zip(members, outcome.of_each(len(members)), strict=True)
+    yield from (found[index] for index in range(len(rows)))
+
+
+def _group_of(row: Mapping[str, Any]) -> str:
+    """What rows of the same group have in common, as text. Raises ConfigError."""
+    if not any(name in row for name in PROMPTS):
+        raise ConfigError(
+            f"the reward scores all answers to a prompt together, so rows need the column {' or '.join(PROMPTS)}, "
+            f"equal in rows of the same prompt (columns: {', '.join(row)})"
+        )
+    return json.dumps([row.get(name) for name in (*PROMPTS, "step", "ground_truth")], sort_keys=True, default=as_text)
+
+
+def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One row for a group: its answers, and the columns in which all rows agree."""
+    alike = {name: value for name, value in rows[0].items() if all(row.get(name) == value for row in rows)}
+    return {**alike, "response": [row["response"] for row in rows]}
+
+
 def _submit(pool: RewardPool, component: str, row: Mapping[str, Any]) -> Future[Outcome]:
     others = {column: value for column, value in row.items() if column not in NEEDED}
     try:
@@ -115,15 +162,6 @@ def _submit(pool: RewardPool, component: str, row: Mapping[str, Any]) -> Future[
         failed: Future[Outcome] = Future()
         failed.set_result(Outcome(error=str(error)))
         return failed
-
-
-def _columns(given: Sequence[str]) -> dict[str, str]:
-    """The file's names of the needed columns."""
-    found = dict(one.partition("=")[::2] for one in given)
-    for column, own in found.items():
-        if column not in NEEDED or not own:
-            raise ConfigError(f"--column {column}={own} should be {' or '.join(f'{name}=NAME' for name in NEEDED)}")
-    return {column: found.get(column, column) for column in NEEDED}
 
 
 def _options(assignments: Sequence[str]) -> dict[str, Any]:
@@ -145,7 +183,9 @@ def outcomes_of(settings: RewardConfig, rows: Sequence[Mapping[str, Any]]) -> li
     pool = RewardPool(functions(settings))
     pool.start()
     try:
-        return _with_progress(score_rows(pool, name, rows), len(rows))
+        together = name in pool.whole_groups
+        outcomes = score_groups(pool, name, rows) if together else score_rows(pool, name, rows)
+        return _with_progress(outcomes, len(rows))
     finally:
         pool.close()
 

@@ -76,7 +76,7 @@ class RowReader:
     def row(self, index: int) -> Row:
         """Row `index` of the source (not counted from `skip_rows`), with the nested columns that the settings name."""
         row = self.rows[index]
-        return {**_nested(row, self._nested), **row} if self._nested else row
+        return {**nested_columns(row, self._nested), **row} if self._nested else row
 
     def messages(self, row: Row, index: int) -> tuple[Message, ...]:
         """The conversation of a row: its `messages`, or its prompt as one user message.
@@ -175,10 +175,10 @@ class RowReader:
         )
 
 
-def _nested(row: Row, names: Sequence[str]) -> dict[str, Any]:
+def nested_columns(row: Row, names: Sequence[str]) -> dict[str, Any]:
     """The values under dotted names, of which the row has them.
 
-    >>> _nested({"reward_model": {"ground_truth": "4"}}, ["reward_model.ground_truth", "reward_model.style"])
+    >>> nested_columns({"reward_model": {"ground_truth": "4"}}, ["reward_model.ground_truth", "reward_model.style"])
     {'reward_model.ground_truth': '4'}
     """
     found = {}

@@ -7,6 +7,10 @@ says which other parameters are understood. The function may be `async`. Any ret
 of them with the key "reward") is a failed reward, never a 0. A class is constructed once in each process, with the
 options as keyword arguments, and its objects are called as `(response, ground_truth, row)`.
 
+A function with a parameter `responses` scores the whole group, all answers to one prompt, in one call:
+
+    fn(responses, ground_truth, row, **options) -> list of such values, one for each answer, in their order
+
 The worker processes import this file, so it imports neither torch, transformers nor pydantic, directly or indirectly.
 """
 
@@ -18,7 +22,7 @@ import math
 import numbers
 import traceback
 import typing
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +51,8 @@ class LoadedReward:
     concurrent: bool  # a coroutine function: several calls may wait at once
     binding: Binding
 
-    def call(self, response: str, ground_truth: Any, row: Mapping[str, Any]) -> Any:
+    def call(self, response: str | Sequence[str], ground_truth: Any, row: Mapping[str, Any]) -> Any:
+        """Score one answer, or with a `whole_group` binding all answers to a prompt."""
         return self.binding.call(self.function, (response, ground_truth, row), self.options)
 
 
@@ -136,6 +141,32 @@ def judge(returned: Any) -> tuple[float, dict[str, float]]:
         )
     parts = {str(key): _number(value, f"the reward's {key!r}") for key, value in returned.items()}
     return parts.pop(VALUE), parts
+
+
+def judge_group(returned: Any, answers: int) -> list[tuple[float, dict[str, float]] | Exception]:
+    """Convert what a function of a whole group returned to one result for each answer, or why it has none.
+
+    Raises TypeError or ValueError if it is not a list of as many values as there are answers.
+
+    >>> judge_group([1, {"reward": 0.5}], 2)
+    [(1.0, {}), (0.5, {})]
+    """
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise TypeError(
+            f"the reward of a group is {returned!r:.80} ({type(returned).__name__}); expected a list of {answers} "
+            f"values"
+        )
+    if len(values) != answers:
+        raise ValueError(f"the reward of a group returned {len(values)} values for {answers} answers")
+    return [_judged(value) for value in values]
+
+
+def _judged(value: Any) -> tuple[float, dict[str, float]] | Exception:
+    try:
+        return judge(value)
+    except (TypeError, ValueError) as error:
+        return error
 
 
 def _number(value: Any, what: str) -> float:

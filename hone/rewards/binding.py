@@ -3,6 +3,7 @@
     def reward(response, ground_truth, row, **options)                              hone; other names go by position
     def reward(response)                    def reward(ground_truth, response)      by name, in any order
     def compute_score(data_source, solution_str, ground_truth, extra_info=None)     verl, by name
+    def reward(responses, ground_truth, row)            the whole group: all answers to one prompt, by name
 
 The worker processes import this file, so it imports neither torch, transformers nor pydantic, directly or indirectly.
 """
@@ -15,8 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 HONE = ("response", "ground_truth", "row")
-_MEANINGS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], Any]] = {
+GROUP = "responses"
+"""The parameter that makes a function score whole groups: it gets the list of all answers to a prompt."""
+_ONE = ("response", "solution_str")
+_MEANINGS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], Any]] = {
     "response": lambda response, truth, row: response,
+    GROUP: lambda responses, truth, row: responses,
     "solution_str": lambda response, truth, row: response,
     "ground_truth": lambda response, truth, row: truth,
     "row": lambda response, truth, row: row,
@@ -25,6 +30,7 @@ _MEANINGS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], Any]] = {
 }
 _LISTS = ("completions", "prompts", "samples", "solution_strs", "reward_inputs")
 _SHOWN = "def reward(response, ground_truth, row, **options)"
+_SHOWN_GROUP = "def reward(responses, ground_truth, row, **options)"
 
 
 class CannotBind(ValueError):
@@ -37,11 +43,12 @@ class Binding:
 
     names: tuple[str, ...] | None
     needs_ground_truth: bool = False  # it names `ground_truth`, without a default
+    whole_group: bool = False  # it names `responses`: one call scores all answers to a prompt
 
     def call(
-        self, function: Callable[..., Any], case: tuple[str, Any, Mapping[str, Any]], options: Mapping[str, Any]
+        self, function: Callable[..., Any], case: tuple[Any, Any, Mapping[str, Any]], options: Mapping[str, Any]
     ) -> Any:
-        """Call it with the answer, the ground truth and the row of `case`."""
+        """Call it with the answer (for a whole group, the answers), the ground truth and the row of `case`."""
         if self.names is None:
             return function(*case, **options)
         return function(**{name: _MEANINGS[name](*case) for name in self.names}, **options)
@@ -58,24 +65,30 @@ def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Binding:
     lists = [name for name in required if name in _LISTS]
     if lists:
         raise CannotBind(
-            f"its parameter {lists[0]!r} is a list of answers, as TRL's reward functions take; hone calls a reward for "
-            f"one answer at a time: {_SHOWN}"
+            f"its parameter {lists[0]!r} is a list of answers, as TRL's reward functions take for several prompts; "
+            f"hone calls a reward for one answer: {_SHOWN}, or for all answers to one prompt: {_SHOWN_GROUP}"
+        )
+    group = GROUP in required
+    if group and (both := [name for name in _ONE if name in required]):
+        raise CannotBind(
+            f"it names {GROUP!r}, all answers to a prompt, and {both[0]!r}, one answer; remove one of them"
         )
     needs = "ground_truth" in required
-    if tuple(required[:3]) == HONE or not _is_by_name(required):
+    if tuple(required[:3]) == HONE or not (group or _is_by_name(required)):
         _check_positions(function, options)
         return Binding(None, needs)
-    unknown = [name for name in required if name not in _MEANINGS]
+    known = [name for name in _MEANINGS if name not in (_ONE if group else (GROUP,))]
+    unknown = [name for name in required if name not in known]
     if unknown:
         raise CannotBind(
-            f"hone cannot fill its parameter {unknown[0]!r} (it can: {', '.join(_MEANINGS)}); give it a default, or "
+            f"hone cannot fill its parameter {unknown[0]!r} (it can: {', '.join(known)}); give it a default, or "
             f"set it in the component's options"
         )
-    filled = [one.name for one in named if one.name in _MEANINGS and one.name not in options]
+    filled = [one.name for one in named if one.name in known and one.name not in options]
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         filled += [name for name in HONE[1:] if name not in filled]
     _check_options(function, filled, options)
-    return Binding(tuple(filled), needs)
+    return Binding(tuple(filled), needs, group)
 
 
 def _is_by_name(required: list[str]) -> bool:

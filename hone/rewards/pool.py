@@ -19,7 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ class Outcome:
     error: str = ""
     late: bool = False
     seconds: float = 0.0
+    answers: tuple[Outcome, ...] = ()  # of a call for a whole group: one for each answer, unless the call failed
+
+    def of_each(self, answers: int) -> tuple[Outcome, ...]:
+        """The outcome of each answer of a group; a call that failed has failed for all."""
+        return self.answers or (self,) * answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,7 @@ class RewardPool:
         self._waiting: dict[str, deque[_Job]] = {name: deque() for name in self._components}
         self._concurrent: frozenset[str] = frozenset()
         self.needs_ground_truth: tuple[str, ...] = ()  # components whose function must have one; known after `start`
+        self.whole_groups: frozenset[str] = frozenset()  # components that score a group in one call; after `start`
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, RequestProcess] = {}
@@ -136,8 +142,11 @@ class RewardPool:
             self.close()
             raise
 
-    def submit(self, component: str, response: str, case: str) -> Future[Outcome]:
-        """Ask for one value; `case` is `encode_case(ground_truth, row)`. The future always ends."""
+    def submit(self, component: str, response: str | Sequence[str], case: str) -> Future[Outcome]:
+        """Ask for one value; `case` is `encode_case(ground_truth, row)`. The future always ends.
+
+        A component of `whole_groups` gets all answers to a prompt as `response`.
+        """
         return self.submit_item(component, f"[{encode_value(response)}, {case}]", 1)
 
     def submit_item(self, component: str, item: str, cost: int) -> Future[Outcome]:
@@ -203,6 +212,7 @@ class RewardPool:
                 raise ConfigError(loaded["error"])
             self._concurrent = frozenset(loaded["concurrent"])
             self.needs_ground_truth = tuple(loaded.get("needs_ground_truth", ()))
+            self.whole_groups = frozenset(loaded.get("whole_groups", ()))
         except BaseException:
             self._kill(index)
             raise
@@ -364,12 +374,17 @@ def _outcome(reply: Mapping[str, Any], timeout_s: float) -> tuple[int, Outcome]:
         index, seconds = int(reply["item"]), float(reply["seconds"])
         if reply.get("late"):
             return index, _late(timeout_s)
-        if "error" in reply:
-            return index, Outcome(error=str(reply["error"]), seconds=seconds)
-        parts = {str(name): float(value) for name, value in reply["parts"].items()}
-        return index, Outcome(float(reply["value"]), parts, seconds=seconds)
+        if "answers" in reply:
+            return index, Outcome(seconds=seconds, answers=tuple(_value(one) for one in reply["answers"]))
+        return index, replace(_value(reply), seconds=seconds)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ChildLost(f"the reward process broke the protocol: {error!r} in {reply!s:.200}") from error
+
+
+def _value(reply: Mapping[str, Any]) -> Outcome:
+    if "error" in reply:
+        return Outcome(error=str(reply["error"]))
+    return Outcome(float(reply["value"]), {str(name): float(value) for name, value in reply["parts"].items()})
 
 
 def _late(timeout_s: float) -> Outcome:

@@ -85,7 +85,8 @@ class Rubric:
         except TypeError as error:
             self._note({"reward/failed": Metric.sum(len(group.trainable))})
             return TrajectoryGroup(group.prompt, tuple(_fail(t, str(error)) for t in group.trajectories))
-        scored = await asyncio.gather(*(self._score_one(group.prompt, one, case) for one in group.trajectories))
+        outcomes = iter(await self._outcomes(group.prompt, group.trainable, case))
+        scored = [self._judged(one, next(outcomes)) if one.status.trainable else one for one in group.trajectories]
         self._note({"perf/reward_group_seconds": Metric.mean(time.perf_counter() - began)})
         return TrajectoryGroup(group.prompt, tuple(scored))
 
@@ -137,25 +138,33 @@ class Rubric:
         """All pools of processes: one for the functions, and one per served model."""
         return [*([self._pool] if self._pool is not None else []), *self._served.values()]
 
-    async def _score_one(self, prompt: Prompt, trajectory: Trajectory, case: str) -> Trajectory:
-        if not trajectory.status.trainable:
-            return trajectory
-        futures: dict[str, Future[Outcome]] = {}
-        if self._pool is not None:
-            futures = {name: self._pool.submit(name, trajectory.response, case) for name in self._functions}
+    async def _outcomes(self, prompt: Prompt, answers: Sequence[Trajectory], case: str) -> list[dict[str, Outcome]]:
+        """What the functions and served models say about each answer to a prompt, by component."""
+        calls: list[tuple[str, Sequence[int], Future[Outcome]]] = []  # component, the answers it scores, the call
+        texts = [one.response for one in answers]
+        if self._pool is not None and answers:
+            for name in self._functions:
+                if name in self._pool.whole_groups:
+                    calls.append((name, range(len(texts)), self._pool.submit(name, texts, case)))
+                else:
+                    calls += [(name, (i,), self._pool.submit(name, text, case)) for i, text in enumerate(texts)]
         for name, model in self._served.items():
-            futures[name] = model.submit(Answer.of(prompt, trajectory))
-        answers = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures.values()))
-        if answers:
-            seconds = [outcome.seconds for outcome in answers]
+            calls += [(name, (i,), model.submit(Answer.of(prompt, one))) for i, one in enumerate(answers)]
+        ended = await asyncio.gather(*(asyncio.wrap_future(future) for _, _, future in calls))
+        found: list[dict[str, Outcome]] = [{} for _ in answers]
+        for (name, places, _), outcome in zip(calls, ended, strict=True):
+            for place, one in zip(places, outcome.of_each(len(places)), strict=True):
+                found[place][name] = one
+        if ended:
+            seconds = [outcome.seconds for outcome in ended]
             self._note(
                 {
-                    "reward/timeouts": Metric.sum(sum(outcome.late for outcome in answers)),
+                    "reward/timeouts": Metric.sum(sum(outcome.late for outcome in ended)),
                     "perf/reward_call_seconds": Metric.mean(sum(seconds) / len(seconds), len(seconds)),
                     "perf/reward_call_max_seconds": Metric.max(max(seconds)),
                 }
             )
-        return self._judged(trajectory, dict(zip(futures, answers, strict=True)))
+        return found
 
     def _judged(self, trajectory: Trajectory, outcomes: Mapping[str, Outcome]) -> Trajectory:
         """The trajectory with these outcomes; it is counted when its last outcome is there."""

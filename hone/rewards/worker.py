@@ -1,9 +1,13 @@
 """The process that runs reward functions for `hone.rewards.pool`, which starts it.
 
     hello    {"components": {name: {"reward", "options", "timeout_s"}}}   --> {"concurrent": [name, ...],
-                                                                               "needs_ground_truth": ...} or {"error"}
+                                                             "needs_ground_truth", "whole_groups": ...} or {"error"}
     request  {"component": name, "items": [[response, ground_truth, row], ...]}
     reply    {"item": i, "value", "parts", "seconds"}  or  {"item": i, "error", "late", "seconds"}    as each is done
+
+For a component that scores whole groups, `response` is a list, and a reply has one answer for each of its entries:
+
+    reply    {"item": i, "answers": [{"value", "parts"} or {"error"}, ...], "seconds"}
 
 Functions run in the main thread, because some libraries need signals: plain ones one after another in the order of the
 batch, coroutine functions of a batch together on one event loop. A process may hold half of the machine's memory: a
@@ -25,7 +29,7 @@ from typing import Any
 
 from hone.processes.frames import Frame
 from hone.processes.request_loop import RequestLoop
-from hone.rewards.base import BadReward, LoadedReward, describe, judge, load_reward
+from hone.rewards.base import BadReward, LoadedReward, describe, judge, judge_group, load_reward
 
 
 def main() -> None:
@@ -62,6 +66,7 @@ class RewardWorker:
         self._loop.loaded({
             "concurrent": [one.name for one in rewards if one.concurrent],
             "needs_ground_truth": [one.name for one in rewards if one.binding.needs_ground_truth],
+            "whole_groups": [one.name for one in rewards if one.binding.whole_group],
         })  # fmt: skip
         return True
 
@@ -82,7 +87,7 @@ class RewardWorker:
             returned = reward.call(*item)
             if inspect.isawaitable(returned):
                 returned = self._runner.run(_wait(returned))
-            answer = _verdict(returned)
+            answer = _verdict(reward, item, returned)
         except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code: reported, never scored
             answer = {"error": describe(error)}
         return {**answer, "seconds": time.perf_counter() - began}
@@ -97,7 +102,7 @@ class RewardWorker:
         deadline = asyncio.timeout(self._timeouts[reward.name])
         try:
             async with deadline:
-                answer = _verdict(await reward.call(*item))
+                answer = _verdict(reward, item, await reward.call(*item))
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as above
             late = deadline.expired()
             answer = {"error": "" if late else describe(error), "late": late}
@@ -108,9 +113,16 @@ async def _wait(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _verdict(returned: Any) -> dict[str, Any]:
-    value, parts = judge(returned)
-    return {"value": value, "parts": parts}
+def _verdict(reward: LoadedReward, item: list[Any], returned: Any) -> dict[str, Any]:
+    if not reward.binding.whole_group:
+        return _value(judge(returned))
+    return {"answers": [_value(one) for one in judge_group(returned, len(item[0]))]}
+
+
+def _value(judged: tuple[float, dict[str, float]] | Exception) -> dict[str, Any]:
+    if isinstance(judged, Exception):
+        return {"error": describe(judged)}
+    return {"value": judged[0], "parts": judged[1]}
 
 
 def limit_memory(most_bytes: int) -> None:
@@ -123,9 +135,10 @@ def limit_memory(most_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 
-def _seed(response: str) -> None:
+def _seed(response: str | list[str]) -> None:
     """Seed the random numbers by the answer, so that they do not depend on the process and on earlier calls."""
-    seed = zlib.crc32(response.encode("utf-8", "surrogatepass"))
+    text = response if isinstance(response, str) else "\0".join(response)
+    seed = zlib.crc32(text.encode("utf-8", "surrogatepass"))
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)

@@ -18,9 +18,7 @@ FULL_FOLDERS: dict[str, str] = {
 }
 LONG_FUNCTIONS: dict[str, str] = {}
 DEEP_FUNCTIONS: dict[str, str] = {}
-WIDE_FUNCTIONS: dict[str, str] = {
-    "hone.cli.generate:generate": "its parameters are the options of the command",
-}
+WIDE_FUNCTIONS: dict[str, str] = {}
 
 BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
 

@@ -83,7 +83,7 @@ def test_files_go_from_generate_to_score_and_a_run_s_folder_is_evaluated(done, t
     answers = [json.loads(line) for line in Path(files["answers"]).read_text().splitlines()]
     assert [(one["prompt"], one["sample"]) for one in answers] == [("abc", 0), ("abc", 1), ("dca", 0), ("dca", 1)]
     asked = ["--reward", "exact_match", "--input", files["answers"], "--output", files["scored"], "--workers", "1"]
-    assert main(["score", *asked, "--column", "ground_truth=solution"]) == 0
+    assert main(["score", *asked, "--ground-truth-column", "solution"]) == 0
     scored = [json.loads(line) for line in Path(files["scored"]).read_text().splitlines()]
     assert [one["reward"] for one in scored] == [float(one["response"] == one["solution"]) for one in answers]
     assert main(["eval", str(result.folder), "--output", str(tmp_path / "figures.json")]) == 0

@@ -201,12 +201,47 @@ def test_a_value_that_the_output_format_cannot_hold_leaves_the_old_file(tmp_path
 
 
 def test_a_column_of_another_name(tmp_path):
-    source, target = write(tmp_path / "in.jsonl", [{"answer": "#### 7", "solution": 7}]), tmp_path / "out.jsonl"
+    rows = [{"answer": "#### 7", "reward_model": {"ground_truth": 7}}]
+    source, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     asked = ["--reward", "gsm8k", "--input", source, "--output", target]
-    with pytest.raises(ConfigError, match=r"'response'.*; if it has another name, give --column response=NAME"):
+    with pytest.raises(ConfigError, match=r"'response'.*; if it has another name, give --response-column NAME"):
         run(*asked)
-    run(*asked, "--column", "response=answer", "--column", "ground_truth=solution")
-    with pytest.raises(ConfigError, match="--column answer=solution should be response=NAME or ground_truth=NAME"):
-        run(*asked, "--column", "answer=solution")
+    with pytest.raises(ConfigError, match=r"'ground_truth'.*, give --ground-truth-column NAME"):
+        run(*asked, "--response-column", "answer")
+    with pytest.raises(ConfigError, match=r"unknown column 'answr'; did you mean 'answer'\? \(there is: answer, rew"):
+        run(*asked, "--response-column", "answr")
+    run(*asked, "--response-column", "answer", "--ground-truth-column", "reward_model.ground_truth")
     (row,) = read(target)
-    assert (row["reward"], row["answer"], row["solution"]) == (1.0, "#### 7", 7)
+    assert (row["reward"], row["answer"], row["reward_model"]) == (1.0, "#### 7", {"ground_truth": 7})
+
+
+def test_the_rows_of_a_prompt_are_one_group(tmp_path):
+    """Wherever they stand; the function gets the columns in which they agree."""
+    answers = [("a", "so: 7"), ("b", "7"), ("a", "7"), ("b", "8"), ("a", "is 7")]
+    rows = [{"prompt": p, "response": r, "ground_truth": 7, "sample": i} for i, (p, r) in enumerate(answers)]
+    source, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    asked = ["--input", source, "--output", target]
+    run("--reward", f"{USER}:shortest", *asked)
+    scored = read(target)
+    assert [row["reward"] for row in scored] == [0.0, 1.0, 1.0, 0.0, 0.0]
+    assert [row["sample"] for row in scored] == [0, 1, 2, 3, 4]
+    run("--reward", f"{USER}:ranked", "--option", "scale=0.5", *asked)
+    assert [row["reward"] for row in read(target)] == [1.0, 0.0, 0.0, 0.5, 0.5]  # of "a": 7, is 7, so: 7
+    assert read(target)[0]["components"] == {"ranked": 1.0, "ranked/size": 3.0}
+
+
+def test_a_group_that_fails_says_why_in_each_of_its_rows(tmp_path):
+    moods = ["short", "fine", "short", "fine"]
+    rows = [{"prompt_id": mood, "mood": mood, "response": "x", "ground_truth": None} for mood in moods]
+    source, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    summary = run("--reward", f"{USER}:group_temper", "--input", source, "--output", target)
+    assert [row["reward"] for row in read(target)] == [None, 1.0, None, 1.0]
+    error = "ValueError: the reward of a group returned 1 values for 2 answers"
+    assert [row.get("error") for row in read(target)] == [error, None, error, None]
+    assert "4 rows, mean reward 1.0000, 2 failed" in summary
+
+    write(source, [{"response": "x", "ground_truth": None, "mood": "fine"}])
+    with pytest.raises(
+        ConfigError, match=r"rows need the column prompt_id or prompt or messages.*\(columns: response,"
+    ):
+        run("--reward", f"{USER}:group_temper", "--input", source, "--output", target)

@@ -120,3 +120,38 @@ judge = Judge()
 
 def hidden_coroutine(response, ground_truth, row):
     return judge(response, ground_truth, row)
+
+
+def shortest(responses: list[str], ground_truth, row):
+    """1 for the shortest of the answers that are right, 0 for the others."""
+    right = [len(one) for one in responses if str(ground_truth) in one]
+    return [float(str(ground_truth) in one and len(one) == min(right)) for one in responses]
+
+
+def ranked(responses, scale: float = 1.0):
+    order = sorted(range(len(responses)), key=lambda place: len(responses[place]))
+    return [{"reward": scale * order.index(place), "size": len(responses)} for place in range(len(responses))]
+
+
+async def alike(ground_truth, responses):
+    await asyncio.sleep(0)
+    return [responses.count(one) for one in responses]
+
+
+def group_temper(responses, row):
+    """Does what the row's `mood` says."""
+    if row["mood"] == "short":
+        return [1.0] * (len(responses) - 1)
+    if row["mood"] == "number":
+        return 1.0
+    if row["mood"] == "one":
+        return [1.0, float("nan"), None, 2.0]
+    return [temper(row["mood"], None, row) for _ in responses]
+
+
+class Distinct:
+    def __init__(self, bonus: float):
+        self.bonus = bonus
+
+    def __call__(self, responses, **kwargs):
+        return [self.bonus * (responses.count(one) == 1) for one in responses]
