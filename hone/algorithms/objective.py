@@ -23,10 +23,10 @@ from hone.algorithms.correction import (
 )
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.losses import LossInputs
-from hone.algorithms.own_parts import absolute_references, has_own_part
+from hone.algorithms.own_parts import portable_settings
 from hone.algorithms.segments import on_last_loss_token, spread
 from hone.algorithms.settings import AlgorithmConfig, KlKind, ValueLossSettings
-from hone.config import build, plain
+from hone.config import build
 from hone.types import Batch, LossOutput, ModelOutput
 
 # Per-token tensors that `Algorithm` puts into `Batch.extras` for the objectives.
@@ -98,10 +98,8 @@ class PolicyObjective:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Let another process load a loss from the user's file itself: a class in it has no module to import."""
-        given = plain(self._config)
-        if not has_own_part(given["loss"]):
-            return super().__reduce_ex__(protocol)
-        return _loaded, ({**given, "loss": absolute_references(given["loss"])},)
+        portable = portable_settings(self._config)
+        return (_loaded, (portable,)) if portable else super().__reduce_ex__(protocol)
 
     def _gap(self, lp: Tensor, rollout: Tensor, batch: Batch) -> LossOutput:
         """Metrics of the gap between the rollout and the current policy."""

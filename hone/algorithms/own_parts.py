@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.composition import ConfigError
+from hone.config import Config, ConfigError, plain
 from hone.registry import CannotLoad, Entry, Registry, UnknownName, reason, resolve
 
 
@@ -103,18 +103,22 @@ class OpenRegistry(Registry):
         return OwnPart(where, self._contract, settings or base, found, settings is not None)
 
 
-def absolute_references(data: Any) -> Any:
-    """Plain settings in which the names of own parts have absolute paths, for a process in another folder."""
-    if isinstance(data, Mapping):
-        return {key: _absolute(value) if key == "name" else absolute_references(value) for key, value in data.items()}
-    return data
+def portable_settings(config: Config) -> dict[str, Any]:
+    """An algorithm's settings as plain data for a process in another folder; empty if its loss is a registered one."""
+    given = plain(config)
+    return {**given, "loss": _absolute_names(given["loss"])} if _names_own_part(given["loss"]) else {}
 
 
-def has_own_part(data: Any) -> bool:
-    """Whether plain settings name a part of the user's, at any depth."""
+def _names_own_part(data: Any) -> bool:
     if not isinstance(data, Mapping):
         return False
-    return ":" in str(data.get("name", "")) or any(has_own_part(value) for value in data.values())
+    return ":" in str(data.get("name", "")) or any(_names_own_part(value) for value in data.values())
+
+
+def _absolute_names(data: Any) -> Any:
+    if not isinstance(data, Mapping):
+        return data
+    return {key: _absolute(value) if key == "name" else _absolute_names(value) for key, value in data.items()}
 
 
 def _absolute(name: Any) -> Any:

@@ -149,6 +149,16 @@ class RewardPool:
         """
         return self.submit_item(component, f"[{encode_value(response)}, {case}]", 1)
 
+    def submit_all(self, responses: Sequence[str], case: str) -> list[tuple[str, Sequence[int], Future[Outcome]]]:
+        """Ask every component about the answers to a prompt: its name, the answers that a call is about, the call."""
+        calls: list[tuple[str, Sequence[int], Future[Outcome]]] = []
+        for name in self._components if responses else ():
+            if name in self.whole_groups:
+                calls.append((name, range(len(responses)), self.submit(name, responses, case)))
+            else:
+                calls += [(name, (i,), self.submit(name, one, case)) for i, one in enumerate(responses)]
+        return calls
+
     def submit_item(self, component: str, item: str, cost: int) -> Future[Outcome]:
         """Ask for one value of `item` (JSON); a batch of several items costs no more than the pool's budget.
 

@@ -15,7 +15,6 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,14 +139,7 @@ class Rubric:
 
     async def _outcomes(self, prompt: Prompt, answers: Sequence[Trajectory], case: str) -> list[dict[str, Outcome]]:
         """What the functions and served models say about each answer to a prompt, by component."""
-        calls: list[tuple[str, Sequence[int], Future[Outcome]]] = []  # component, the answers it scores, the call
-        texts = [one.response for one in answers]
-        if self._pool is not None and answers:
-            for name in self._functions:
-                if name in self._pool.whole_groups:
-                    calls.append((name, range(len(texts)), self._pool.submit(name, texts, case)))
-                else:
-                    calls += [(name, (i,), self._pool.submit(name, text, case)) for i, text in enumerate(texts)]
+        calls = self._pool.submit_all([one.response for one in answers], case) if self._pool is not None else []
         for name, model in self._served.items():
             calls += [(name, (i,), model.submit(Answer.of(prompt, one))) for i, one in enumerate(answers)]
         ended = await asyncio.gather(*(asyncio.wrap_future(future) for _, _, future in calls))

@@ -30,7 +30,7 @@ from hone.registry import CannotLoad
 from hone.tracking import TRACKERS
 from hone.tracking.base import RunInfo, Tracker, TrackingError
 from hone.tracking.rollouts import Decode, TokenTexts, TrainerLogprobs, places_to_keep, rollout_record
-from hone.tracking.settings import TrackerSettings, TrackingConfig
+from hone.tracking.settings import JsonlSettings, TrackerSettings, TrackingConfig
 from hone.tracking.trackers.background import Background
 from hone.tracking.trackers.jsonl import JsonlTracker
 from hone.tracking.trackers.lines import LEFT_OUT
@@ -59,8 +59,9 @@ class Tracking:
         self._started: str | None = None  # when the run's first launch began
         self._run_began = False
         self._closed = False
-        for choice in self._choices:
-            count_as_read(choice)  # a tracker reads its settings when it starts, in `begin`
+        for choice in self._choices:  # a tracker reads its settings when it starts, in `begin`
+            if decode is not None or not isinstance(choice, JsonlSettings):  # whose limit is of rollouts
+                count_as_read(choice)
         try:
             self._classes = {choice.name: TRACKERS.get(choice.name) for choice in self._choices}
         except CannotLoad as error:

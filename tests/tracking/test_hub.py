@@ -161,6 +161,8 @@ def test_the_settings_of_a_tracker_are_used(tmp_path):
     loaded = load_layers(TrackingConfig, [Layer("run.yaml", {"trackers": [{"name": "jsonl", "rollouts_max_mib": 5}]})])
     assert unread(loaded) == ["trackers.0.rollouts_max_mib"]
     Tracking(loaded.config, RunInfo(tmp_path))
+    assert unread(loaded) == ["trackers.0.rollouts_max_mib"]  # a run without `decode` writes no rollouts
+    Tracking(loaded.config, RunInfo(tmp_path), decode=str)
     assert unread(loaded) == []
 
 

@@ -119,3 +119,25 @@ def test_what_a_plain_run_does_not_use_is_refused(kind, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no part of this run uses these keys") as refused:
         run(load(cls, path, [*overrides, f"run.dir={tmp_path}/other"]))
     assert set(re.findall(r"([\w.]+) \(set by", str(refused.value))) == set(chosen)
+
+
+LIMITED = 'tracking.trackers=[{"name": "jsonl", "rollouts_max_mib": 5}]'
+
+
+def test_the_limit_of_rollouts_is_refused_where_none_are_written(tmp_path, monkeypatch):
+    cls, path, run = fine_tuning(tmp_path)
+    with pytest.raises(ConfigError, match=r"these keys: tracking.trackers.0.rollouts_max_mib \(set by command line\)"):
+        run(load(cls, path, [LIMITED]))
+
+    rows = {"source": {"name": "python", "function": f"{tmp_path / 'rl' / 'task.py'}:rows", "size": 64, "seed": 1}}
+    warm = {"data": {"train": {**rows, "answer_template": "{{ ground_truth }}"}}, "steps": 2, "samples_per_step": 4}
+    loaded = load(PolicyRunConfig, recipe(tmp_path / "rl", {"warm_start": warm}), [LIMITED])
+    real = launch.require_all_read
+
+    def check(asked):
+        real(asked)  # before the warm start, and it writes rollouts after it
+        raise AllRead
+
+    monkeypatch.setattr(launch, "require_all_read", check)
+    with pytest.raises(AllRead):
+        launch.run_policy(loaded)

@@ -180,8 +180,9 @@ def _check_whole_run(
     assemble_supervised(supervised, supervised.model, renderer, context, "warm_start.data")
     PolicyAssembly(config, supervised.model, renderer, context, generation).build()
     context.tracking.message(f"{config.kind} run in {context.folder}: {supervised.run.steps} supervised steps first")
-    if config.profile is not None:
-        count_as_read(config.profile)
+    for later in (*config.tracking.trackers, config.profile):
+        if later is not None:
+            count_as_read(later)
 
 
 @contextmanager
@@ -192,8 +193,9 @@ def _run_context(
     folder = Path(config.run.dir)
     info = RunInfo(run_dir=folder, total_steps=config.run.steps, config=plain(config))
     kind = Tracking if ranks.is_first() else MutedTracking
+    decode = partial(renderer.decode, keep_special=True) if isinstance(config, PolicyRunConfig) else None
     with (
-        kind(config.tracking, info, partial(renderer.decode, keep_special=True)) as hub,
+        kind(config.tracking, info, decode) as hub,
         Watchdog(config.runtime.stall_timeout_s) as watchdog,
     ):
         recorder.timer.shown_by(watchdog.begins, hub.phase)
