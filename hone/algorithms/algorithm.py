@@ -279,7 +279,7 @@ def check_reward_shaping(config: AlgorithmConfig) -> None:
     advantage = config.advantage
     if config.penalty.coef > 0 and config.penalty.where == "in_reward":
         check_takes_token_rewards(advantage, "kl.where: in_reward")
-    if config.overlong is None or config.overlong.buffer_tokens is None:
+    if config.overlong is None or not config.overlong.punishes:
         return
     if not getattr(advantage, "any_rewards", True):
         raise ValueError(f"overlong: advantage {advantage.name} is for rewards of 0 and 1, and a penalty is neither")

@@ -25,7 +25,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "advantage": {"name": "grpo"},
         "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},
         "aggregation": {"mode": "token_mean"},
-        "overlong": {"buffer_tokens": 4096, "factor": 1.0},
+        "overlong": {"buffer_fraction": 0.2, "factor": 1.0},
         "dynamic_sampling": {"metric": "reward"},
     },
     "vapo": {  # arXiv 2504.05118; value pretraining and group sampling are settings of the trainer

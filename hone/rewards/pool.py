@@ -92,6 +92,10 @@ def functions(config: RewardConfig, logs: Path | None = None) -> Hosting:
     return Hosting(components, config.workers if components else 0, log=logs and logs / "functions")
 
 
+Call = tuple[str, Sequence[int], Future[Outcome]]
+"""A component, the answers to a prompt that it is asked about, and its outcome."""
+
+
 @dataclass(slots=True)
 class _Job:
     component: str
@@ -107,9 +111,9 @@ class RewardPool:
 
     def __init__(self, hosting: Hosting) -> None:
         self._hosting = hosting
-        self._components = hosting.components
+        self.components = hosting.components
         self._workers = hosting.workers
-        self._waiting: dict[str, deque[_Job]] = {name: deque() for name in self._components}
+        self._waiting: dict[str, deque[_Job]] = {name: deque() for name in self.components}
         self._concurrent: frozenset[str] = frozenset()
         self.needs_ground_truth: tuple[str, ...] = ()  # components whose function must have one; known after `start`
         self.whole_groups: frozenset[str] = frozenset()  # components that score a group in one call; after `start`
@@ -149,23 +153,13 @@ class RewardPool:
         """
         return self.submit_item(component, f"[{encode_value(response)}, {case}]", 1)
 
-    def submit_all(self, responses: Sequence[str], case: str) -> list[tuple[str, Sequence[int], Future[Outcome]]]:
-        """Ask every component about the answers to a prompt: its name, the answers that a call is about, the call."""
-        calls: list[tuple[str, Sequence[int], Future[Outcome]]] = []
-        for name in self._components if responses else ():
-            if name in self.whole_groups:
-                calls.append((name, range(len(responses)), self.submit(name, responses, case)))
-            else:
-                calls += [(name, (i,), self.submit(name, one, case)) for i, one in enumerate(responses)]
-        return calls
-
     def submit_item(self, component: str, item: str, cost: int) -> Future[Outcome]:
         """Ask for one value of `item` (JSON); a batch of several items costs no more than the pool's budget.
 
         Beyond the component's calls of one step, the outcome is an error.
         """
         future: Future[Outcome] = Future()
-        most = self._components[component].get("most_calls")
+        most = self.components[component].get("most_calls")
         with self._changed:
             self._calls[component] += 1
             if most is not None and self._calls[component] > most:
@@ -217,7 +211,7 @@ class RewardPool:
         process = RequestProcess(hosting.child(index))
         self._processes[index] = process
         try:
-            loaded = process.hello({"components": self._components}, hosting.start_timeout_s)
+            loaded = process.hello({"components": self.components}, hosting.start_timeout_s)
             if "error" in loaded:
                 raise ConfigError(loaded["error"])
             self._concurrent = frozenset(loaded["concurrent"])
@@ -308,7 +302,7 @@ class RewardPool:
     def _run(self, process: RequestProcess, batch: Sequence[_Job]) -> bool:
         """Give every job of the batch a result, or put it back. False: the process must be replaced."""
         component = batch[0].component
-        timeout_s: float = self._components[component]["timeout_s"]
+        timeout_s: float = self.components[component]["timeout_s"]
         together = component in self._concurrent
         left = dict(enumerate(batch))
         try:
@@ -362,6 +356,17 @@ class RewardPool:
                 self._changed.notify_all()
                 return
         self._refuse(jobs)
+
+
+def submit_all(pool: RewardPool, responses: Sequence[str], case: str) -> list[Call]:
+    """Ask every component about the answers to a prompt."""
+    calls: list[Call] = []
+    for name in pool.components if responses else ():
+        if name in pool.whole_groups:
+            calls.append((name, range(len(responses)), pool.submit(name, responses, case)))
+        else:
+            calls += [(name, (i,), pool.submit(name, one, case)) for i, one in enumerate(responses)]
+    return calls
 
 
 def encode_case(ground_truth: Any, row: Mapping[str, Any]) -> str:

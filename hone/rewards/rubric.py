@@ -21,7 +21,7 @@ from typing import Any
 
 from hone.config import ConfigError
 from hone.rewards.model import Answer, RewardModels
-from hone.rewards.pool import Outcome, RewardPool, encode_case, functions
+from hone.rewards.pool import Outcome, RewardPool, encode_case, functions, submit_all
 from hone.rewards.settings import ENVIRONMENT, RewardConfig
 from hone.types import Metric, Metrics, Prompt, Status, Trajectory, TrajectoryGroup, merge_metrics
 
@@ -139,7 +139,7 @@ class Rubric:
 
     async def _outcomes(self, prompt: Prompt, answers: Sequence[Trajectory], case: str) -> list[dict[str, Outcome]]:
         """What the functions and served models say about each answer to a prompt, by component."""
-        calls = self._pool.submit_all([one.response for one in answers], case) if self._pool is not None else []
+        calls = submit_all(self._pool, [one.response for one in answers], case) if self._pool is not None else []
         for name, model in self._served.items():
             calls += [(name, (i,), model.submit(Answer.of(prompt, one))) for i, one in enumerate(answers)]
         ended = await asyncio.gather(*(asyncio.wrap_future(future) for _, _, future in calls))

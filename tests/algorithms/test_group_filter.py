@@ -85,6 +85,13 @@ def test_dynamic_sampling_by_a_component():
 )
 def test_overlong_penalty(tokens, penalty):
     assert overlong_penalty(tokens, 100, OverlongSettings(buffer_tokens=40)) == pytest.approx(penalty)
+    assert overlong_penalty(tokens, 100, OverlongSettings(buffer_fraction=0.4)) == pytest.approx(penalty)
+
+
+def test_the_buffer_of_a_short_answer_is_a_token():
+    """0.2 of 4 tokens: only the last one is punished."""
+    settings = OverlongSettings(buffer_fraction=0.2, factor=0.5)
+    assert [overlong_penalty(tokens, 4, settings) for tokens in (2, 3, 4)] == [0.0, 0.0, -0.5]
 
 
 def test_overlong_shaping_changes_trainable_trajectories_only():

@@ -50,9 +50,18 @@ def test_a_preset_fills_what_is_not_set():
     assert built(preset="gspo", loss={"clip_high": 0.3}).loss == GspoSettings(clip_high=0.3)
     assert built(preset="dapo", loss="cispo").loss == CispoSettings()
     assert built(preset="dapo", overlong=None).overlong is None
-    assert config.overlong.buffer_tokens == 4096
+    assert config.overlong.buffer_fraction == 0.2
+    assert config.overlong.buffer(20480) == 4096  # as in the paper
+    assert built(preset="dapo", overlong={"buffer_tokens": 5}).overlong.buffer(20480) == 5
     assert config.dynamic_sampling.metric == "reward"
     assert config.aggregation.mode == "token_mean"
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_every_preset_takes_answers_of_any_length(name):
+    """Down to a single token, without a further key."""
+    for limit in (1, 4, 32768):
+        assert Algorithm(AlgorithmConfig(preset=name), 2, max_response_tokens=limit).name == name
 
 
 def test_presets_are_the_same_from_python_and_from_a_file():

@@ -39,7 +39,7 @@ class GroupFilter:
     def __init__(self, config: AlgorithmConfig, max_response_tokens: int | None) -> None:
         overlong = config.overlong
         self._mask_truncated = overlong is not None and overlong.mask
-        self._overlong = overlong if overlong is not None and overlong.buffer_tokens is not None else None
+        self._overlong = overlong if overlong is not None and overlong.punishes else None
         if self._overlong is not None:
             if max_response_tokens is None:
                 raise ValueError("algorithm.overlong needs to know the longest response: pass max_response_tokens")
@@ -122,10 +122,10 @@ class GroupFilter:
 
 def overlong_penalty(tokens: int, max_response_tokens: int, settings: OverlongSettings) -> float:
     """DAPO's soft punishment: 0 up to the buffer, then falling linearly to -factor at the limit, arXiv 2503.14476."""
-    if settings.buffer_tokens is None:
+    if not settings.punishes:
         return 0.0
-    expected = max_response_tokens - settings.buffer_tokens
-    return min(-(tokens - expected) / settings.buffer_tokens * settings.factor, 0.0)
+    buffer = settings.buffer(max_response_tokens)
+    return min(-(tokens - (max_response_tokens - buffer)) / buffer * settings.factor, 0.0)
 
 
 def check_buffer(max_response_tokens: int, settings: OverlongSettings) -> None:

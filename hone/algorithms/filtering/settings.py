@@ -12,11 +12,11 @@ from hone.config import Config, setting
 class OverlongSettings(Config):
     """DAPO's treatment of answers that come near the length limit, or reach it (arXiv 2503.14476)."""
 
+    buffer_fraction: float | None = setting(
+        None, "the penalty grows over this share of the longest response, its end; null: no penalty", gt=0, le=1
+    )
     buffer_tokens: int | None = setting(
-        None,
-        "the penalty grows over this many tokens before the limit; null: no penalty",
-        unit="tokens",
-        ge=1,
+        None, "the same as a number of tokens, in place of buffer_fraction", unit="tokens", ge=1
     )
     factor: float = setting(1.0, "penalty at the limit", ge=0)
     mask: bool = setting(
@@ -25,13 +25,28 @@ class OverlongSettings(Config):
 
     @model_validator(mode="after")
     def _does_something(self) -> OverlongSettings:
-        if self.buffer_tokens is None and not self.mask:
-            raise ValueError("overlong needs buffer_tokens (a penalty near the limit), mask: true, or both")
+        if not self.punishes and not self.mask:
+            raise ValueError(
+                "overlong needs buffer_fraction or buffer_tokens (a penalty near the limit), mask: true, or both"
+            )
         return self
 
     @property
+    def punishes(self) -> bool:
+        """Whether there is a penalty near the limit."""
+        return self.buffer_tokens is not None or self.buffer_fraction is not None
+
+    def buffer(self, max_response_tokens: int) -> int:
+        """Tokens before the limit over which the penalty grows."""
+        if self.buffer_tokens is not None:
+            return self.buffer_tokens
+        return max(1, round((self.buffer_fraction or 0.0) * max_response_tokens))
+
+    @property
     def ignored(self) -> frozenset[str]:
-        return frozenset({"factor"} if self.buffer_tokens is None else ())
+        if not self.punishes:
+            return frozenset({"factor"})
+        return frozenset({"buffer_fraction"} if self.buffer_tokens is not None else ())
 
 
 class SkipZeroVarianceSettings(Config):

@@ -135,7 +135,7 @@ def _collected(config: PolicyRunConfig, algorithm: Algorithm) -> frozenset[str]:
     fields = {"rewards", "rollout_logprobs", "weight_versions"}
     fields |= {f"components.{name}" for name in config.reward.components}
     overlong = config.algorithm.overlong
-    if overlong is not None and overlong.buffer_tokens is not None:
+    if overlong is not None and overlong.punishes:
         fields.add(f"components.{OVERLONG}")
     if algorithm.needs_greedy:  # every prompt is then answered greedily, too
         fields.add(f"components.{GREEDY_REWARD}")
