@@ -56,9 +56,10 @@ class Update:
         self._in_parts = in_parts or in_buffers
         self._max_norm = config.max_grad_norm
         self.schedule = Schedule(config.schedule, total_steps)
+        trial = {"trial": nn.Parameter(torch.zeros(1, 1))}
         build_optimizer(
-            self._config, {"trial": nn.Parameter(torch.zeros(1, 1))}, self._in_parts
-        )  # before a model is loaded
+            self._config, trial, self._in_parts
+        )  # so that a wrong setting is found before a model is loaded
 
     def start(self, weights: Weights) -> None:
         """Make the optimizer of an engine's weights."""

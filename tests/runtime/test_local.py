@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from hone.cli.main import main
+from hone.data.packing import Sample, pack_samples
 from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.platforms.cpu import CpuPlatform
@@ -26,6 +27,7 @@ from hone.trainers.supervised.trainer import SupervisedTrainer
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.engines.spread import make_batch, policy
 from tests.ranks import run_ranks
+from tests.runtime.workers import SQUARE, LongRows, Spec
 
 MODEL = ModelConfig(build=BuildConfig(hidden_size=32, layers=1, heads=4, kv_heads=2, mlp_size=48, max_positions=64))
 ENGINE = EngineConfig(compute_dtype="float32", max_tokens_per_microbatch=24, optimizer=OptimizerConfig(lr=1e-3))
@@ -50,6 +52,19 @@ def work():
         "squared": output.extras["sum_pi_squared"],
         "paired": paired.logprobs,
     }
+
+
+def dealt_out():
+    """The rank that each sequence of a batch went to."""
+    group = LocalWorkerGroup("actor", LongRows(Spec()), phase)
+    batch = pack_samples([Sample(tuple(range(2, 2 + n)), (0,) + (1,) * (n - 1)) for n in SQUARE])
+    output = group.call("infer_batch", batch)
+    return {"ranks": [int(one[0]) for one in output.extras["rank"].split(SQUARE)]}
+
+
+def test_batches_are_dealt_out_with_attentions_square():
+    """By tokens, the sequences of 8 and 11 tokens would go to one rank; see `test_split.py`."""
+    assert [rank["ranks"] for rank in run_ranks(2, dealt_out)] == [[0, 0, 0, 1, 1]] * 2
 
 
 def test_every_rank_gets_the_results_of_one_process():

@@ -20,7 +20,7 @@ from hone.runtime.ray_patches import on_loopback
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
-from tests.runtime.workers import Broken, Echo, Hanging, Killed, Second, Spec
+from tests.runtime.workers import SQUARE, Broken, Echo, Hanging, Killed, LongRows, Second, Spec
 from tests.trainers.tiny import metrics, recipe
 
 LOCAL = ["run.steps=4", "actor.schedule.name=constant", "actor.max_tokens_per_microbatch=64"]
@@ -116,6 +116,13 @@ def test_batches_are_split_and_results_merged_by_type(pool):
     assert found["b"].value == 5.0
     assert torch.equal(batch.token_ids, before)
     assert group.call("where", Path("runs/x")) == ("runs/x", 0)
+
+
+def test_batches_are_dealt_out_with_attentions_square(pool):
+    """By tokens, the sequences of 8 and 11 tokens would go to one rank; see `test_split.py`."""
+    output = place(LongRows).call("infer_batch", make_batch(SQUARE), frozenset())
+    ranks = [int(one[0]) for one in output.extras["rank"].split(SQUARE)]
+    assert ranks == [0, 0, 0, 1, 1]
 
 
 def test_results_are_those_of_output_ranks(pool):

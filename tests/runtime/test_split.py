@@ -7,6 +7,7 @@ from hone.data.packing import Sample, pack_samples, select, sequence_costs
 from hone.runtime.split import encode, merge, split_batch, whole_groups_for
 from hone.types import Metric, ModelOutput
 from hone.workers.train import equal_cost_length
+from tests.runtime.workers import SQUARE
 
 
 def make_batch(lengths, groups):
@@ -64,6 +65,9 @@ def test_attentions_square_is_balanced():
     """Lengths 8 and four times 4 on two ranks, attention as dear as the rest at 4: costs 24 and 8 each."""
     batch = make_batch([8, 4, 4, 4], [0, 1, 2, 3])
     assert sorted(loads(batch, split_batch(batch, 2, equal_cost_length=4.0), 4.0)) == [16, 32]
+    batch = make_batch(SQUARE, range(len(SQUARE)))
+    assert split_batch(batch, 2) == [[2, 3], [0, 1, 4]]  # 19 tokens, 18 tokens
+    assert split_batch(batch, 2, equal_cost_length=4.0) == [[0, 1, 2], [3, 4]]  # costs 58.5, 56.25
 
 
 def test_more_ranks_than_sequences():

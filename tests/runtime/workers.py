@@ -52,6 +52,16 @@ class Echo(Worker):
             yield f"w{number}", torch.full((2**18,), number, dtype=torch.bfloat16)  # half a MiB
 
 
+SQUARE = [9, 3, 8, 11, 6]
+"""Lengths of sequences that are dealt out otherwise where attention's square counts (`LongRows`)."""
+
+
+class LongRows(Echo):
+    """A model whose attention costs as much as everything else at 4 tokens."""
+
+    equal_cost_length = 4.0
+
+
 class Second(Echo):
     """Only the second rank gives results, as if the first computed the same."""
 

@@ -1,9 +1,17 @@
-"""mean@n, best@n and maj@n, by hand."""
+"""How evaluation samples; mean@n, best@n and maj@n, by hand."""
 
+import json
 import re
 
+import pytest
+
+from hone.config import load
+from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.policy.evaluation import reduce_answers
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
+from tests.trainers.tiny import recipe
 
 
 def answer(response, value, sample=0, status=Status.OK):
@@ -64,3 +72,28 @@ def test_a_failed_reward_counts_in_nothing():
         "exact_match/maj@2": 1.0,
     }
     assert reduce_answers([group(failed)], "exact_match") == {}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """`answers(setting, ...)`: the sampled tokens for each held-out prompt, always from the same policy."""
+
+    def found(*overrides):
+        folder = tmp_path_factory.mktemp("sampling")
+        path = recipe(folder, {"tracking": {"trackers": ["jsonl"], "rollouts_per_step": "all"}})
+        sampling = [f"evaluation.sampling.{one}" for one in overrides]
+        run_policy(load(PolicyRunConfig, path, ["run.steps=1", *sampling]))
+        lines = [json.loads(line) for line in rollout_lines(folder / "run/rollouts.jsonl.gz")]
+        return [one["token_ids"] for one in lines if one["step"] == 0]
+
+    return found
+
+
+def test_evaluation_samples_as_its_own_section_says(answers):
+    greedy, warm = answers(), answers("temperature=1.5")
+    assert len(greedy) == 8
+    assert warm != greedy
+    # Either filter leaves the likeliest token alone, so the temperature changes nothing.
+    assert answers("temperature=1.5", "top_k=1") == answers("temperature=1.5", "top_p=0.001") == greedy
+    assert max(map(len, warm)) == 3  # rollout.sampling.max_response_tokens
+    assert answers("temperature=1.5", "max_response_tokens=2") == [tokens[:2] for tokens in warm]
