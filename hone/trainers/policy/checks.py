@@ -25,6 +25,8 @@ from hone.workers.rollout import is_batch_invariant
 
 OBJECTIVE_OUTPUTS = frozenset({"entropy", "sum_pi_squared", FULL_KL})  # of an engine's forward, beyond log-probs
 
+PRODUCED_BY = {"process_rewards": "process_reward"}  # field -> the section of the run file that fills it
+
 
 def check_settings(config: PolicyRunConfig) -> None:
     """Raise ConfigError for all that can be known to be wrong before a model is built or a server is started."""
@@ -124,9 +126,10 @@ def _check_fields(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequenc
     fields = {name for name in algorithm.required_fields if name.partition("/")[0] not in filled}  # x/y: part of x
     missing = sorted(fields | (algorithm.policy_objective().needs - OBJECTIVE_OUTPUTS))
     if missing:
+        section = next((f"; add the section `{PRODUCED_BY[one]}: {{}}`" for one in missing if one in PRODUCED_BY), "")
         raise ConfigError(
             f"algorithm {algorithm.name}: needs {', '.join(missing)}, which no part of this run produces "
-            f"(there is: {', '.join(sorted(filled))})"
+            f"(there is: {', '.join(sorted(filled))}){section}"
         )
 
 
@@ -148,9 +151,12 @@ def _collected(config: PolicyRunConfig, algorithm: Algorithm) -> frozenset[str]:
 
 
 def _check_critic(config: PolicyRunConfig, algorithm: Algorithm) -> None:
-    advantage = config.algorithm.advantage.name
+    advantage, preset = config.algorithm.advantage.name, config.algorithm.preset
     if config.critic is None and algorithm.needs_values:
-        raise ConfigError(f"critic: algorithm.advantage {advantage} needs a critic; add the section `critic: {{}}`")
+        by = f"algorithm.advantage {advantage}" + (f" (of preset {preset})" if preset else "")
+        raise ConfigError(
+            f"critic: {by} needs a critic; add the section `critic: {{}}`, on the command line critic={{}}"
+        )
     if config.critic is None:
         return
     if not algorithm.needs_values:
