@@ -203,7 +203,7 @@ def measure(layout: str, arguments: argparse.Namespace, run: Callable[..., Any])
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--transports", default="ipc,ipc by hand,collective,disk,tensor by tensor", type=lambda t: t.split(",")
+        "--transports", default="ipc,ipc by hand,collective,nixl,disk,tensor by tensor", type=lambda t: t.split(",")
     )
     parser.add_argument("--layouts", default=",".join(LAYOUTS), type=lambda t: t.split(","))
     parser.add_argument("--gb", type=float, default=0.5, help="size of the model, 1e9 bytes")

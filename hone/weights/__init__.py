@@ -15,6 +15,9 @@ TRANSPORTS = Registry(
         "delta": Entry("hone.weights.transports.delta:DeltaEngine", "hone.weights.settings:DeltaSettings"),
         "disk": Entry("hone.weights.transports.disk:DiskEngine", "hone.weights.settings:DiskSettings"),
         "ipc": "hone.weights.transports.ipc:IpcEngine",
+        "nixl": Entry(
+            "hone.weights.transports.nixl:NixlEngine", "hone.weights.settings:NixlSettings", requires=("nixl",)
+        ),
     },
 )
 LOOPBACK = "127.0.0.1"

@@ -32,7 +32,7 @@ from hone.runtime import RUNTIMES
 from hone.runtime.base import ActorLost, Call, RemoteActor, ServerDevices
 from hone.runtime.settings import RuntimeConfig
 from hone.weights import LOOPBACK
-from hone.weights.settings import CollectiveSettings, DeltaSettings, DiskSettings, WeightSyncConfig
+from hone.weights.settings import CollectiveSettings, DeltaSettings, DiskSettings, NixlSettings, WeightSyncConfig
 
 ASK_S = 60.0  # deadline of a call that should return at once
 LAST_LINES = 500  # of a server's log, sent when it ends
@@ -243,11 +243,11 @@ def reaching(config: WeightSyncConfig, hosts: Sequence[Host]) -> WeightSyncConfi
         key = "weights.transport.over" if over_ipc else "weights.transport"
         raise ConfigError(
             f"{key}: ipc is memory of this machine, {problem}; choose collective"
-            + ("" if over_ipc else ", delta, or disk with a folder that all machines see")
+            + ("" if over_ipc else ", delta, nixl, or disk with a folder that all machines see")
         )
     if chosen is None:
         chosen = CollectiveSettings(host=driver_of(hosts))
-    elif isinstance(chosen, CollectiveSettings | DeltaSettings) and _is_loopback(chosen.host):
+    elif isinstance(chosen, CollectiveSettings | DeltaSettings | NixlSettings) and _is_loopback(chosen.host):
         count_as_read(chosen)
         chosen = chosen.model_copy(update={"host": driver_of(hosts)})
     return config.model_copy(update={"transport": chosen})

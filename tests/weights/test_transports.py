@@ -27,11 +27,12 @@ FILE_DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint
 MAKE = {
     "ipc": lambda: TRANSPORTS.get("ipc")(BUCKET, 30, TOKEN),
     "collective": lambda: TRANSPORTS.get("collective")(BUCKET, 30, TOKEN),
+    "nixl": lambda: TRANSPORTS.get("nixl")(BUCKET, 30, TOKEN),
     "disk": lambda: TRANSPORTS.get("disk")(BUCKET, 30, TOKEN),
     "delta over ipc": lambda: DeltaEngine(BUCKET, 30, TOKEN, over="ipc"),
     "delta over collective": lambda: DeltaEngine(BUCKET, 30, TOKEN, over="collective"),
 }
-BUCKETED = ["ipc", "collective", "delta over ipc"]
+BUCKETED = ["ipc", "collective", "nixl", "delta over ipc"]
 every_transport = pytest.mark.parametrize("transport", MAKE)
 
 
@@ -185,7 +186,7 @@ def test_a_killed_receiver_is_named_and_the_next_sync_works(transport, replicas)
 
 
 @pytest.mark.parametrize("fault", ["dies:3", "raises:3", "leaves:3"])
-@pytest.mark.parametrize("transport", ["ipc", "disk"])
+@pytest.mark.parametrize("transport", ["ipc", "nixl", "disk"])
 def test_the_other_replicas_are_served_when_one_fails(transport, fault, replicas):
     good, bad, weights = replicas("good", ranks=2), replicas("bad"), plain()
     bad.fault = fault
@@ -333,7 +334,7 @@ def sender(transport, pipe):
     asyncio.run(whole())
 
 
-@pytest.mark.parametrize("transport", ["ipc", "disk"])
+@pytest.mark.parametrize("transport", ["ipc", "nixl", "disk"])
 def test_a_killed_sender_is_noticed_at_once_and_leaves_nothing(transport):
     before = set(Path("/dev/shm").iterdir())
     ours, theirs = CONTEXT.Pipe()

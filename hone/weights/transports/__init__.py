@@ -1,5 +1,5 @@
-"""Transports that send weights to another process: `ipc`, `collective`, `disk` and `delta`.
+"""Transports that send weights to another process: `ipc`, `collective`, `nixl`, `disk` and `delta`.
 
-`ipc` and `collective` share `bucketed` (the sync), `buckets` (tensors in buckets), `channel` (control messages) and
-`wire` (authentication). `memory` and `folders` manage shared memory and temporary folders.
+`ipc`, `collective` and `nixl` share `bucketed` (the sync), `buckets` (tensors in buckets), `channel` (control messages)
+and `wire` (authentication). `memory` and `folders` manage shared memory and temporary folders.
 """
