@@ -13,6 +13,7 @@ from hone.data.stream import PromptStream
 from hone.tracking.trackers.lines import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
+from hone.trainers.run.recorder import NotFinite
 from tests.trainers.tiny import metrics, recipe
 
 EVERY_STEP = {
@@ -92,6 +93,13 @@ def test_actor_and_critic_report_learning_rates_of_their_own(tmp_path):
     assert steps[1]["critic/lr"] == pytest.approx(1e-3)
     assert steps[1]["critic/grad_norm"] != steps[1]["train/grad_norm"]
     assert steps[1]["train/skipped_steps"] == steps[1]["critic/skipped_steps"] == 0.0
+
+
+def test_a_run_ends_after_so_many_steps_without_a_finite_gradient(tmp_path):
+    """The first step of the critic takes its weights so far that every later value, and so every advantage, is NaN."""
+    broken = {"critic": {"engine": {"compute_dtype": "float32", "optimizer": {"lr": 1e38}}}}
+    with pytest.raises(NotFinite, match=r"2 optimizer steps in a row .*run\.max_skipped_steps = 2"):
+        train(tmp_path, GAE, broken, {"run": {"steps": 9, "max_skipped_steps": 2}})
 
 
 def test_critic_warm_up_leaves_the_actor_alone_and_its_schedule_for_later(tmp_path):
