@@ -102,11 +102,11 @@ def test_a_spread_run_is_continued_by_one_process_and_back(tmp_path):
 def test_a_signal_while_generating_ends_the_run_after_its_step(tmp_path, monkeypatch):
     whole, plays = Collector.collect, []
 
-    def play(self, prompts, *asked):
+    def play(self, prompts, *asked, **named):
         plays.append(len(prompts))
         if len(plays) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        return whole(self, prompts, *asked)
+        return whole(self, prompts, *asked, **named)
 
     monkeypatch.setattr(Collector, "collect", play)
     assert start("train", recipe(tmp_path, {"run": {"steps": 6}}), *RAY)["code"] == 130
@@ -115,7 +115,7 @@ def test_a_signal_while_generating_ends_the_run_after_its_step(tmp_path, monkeyp
 
 
 def test_an_error_while_generating_ends_the_run(tmp_path, monkeypatch):
-    def play(self, prompts, *asked):
+    def play(self, prompts, *asked, **named):
         raise RuntimeError("no room to play")
 
     monkeypatch.setattr(Collector, "collect", play)
