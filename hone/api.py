@@ -35,6 +35,7 @@ from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
 from hone.rewards.settings import RewardComponent, RewardConfig
 from hone.rollout.settings import RolloutConfig, SamplingConfig
+from hone.tracking.notebook import LiveChart, live_chart
 from hone.tracking.trackers.jsonl import read_metrics
 from hone.trainers.policy.evaluate_model import AnswerRequest, evaluate_model, generate_answers
 from hone.trainers.policy.settings import PolicyRunConfig
@@ -166,7 +167,7 @@ def score(
     given = {"reward": reference, "options": dict(options or {}), "timeout_s": timeout_s}
     component = build(RewardComponent, given, source="hone.score")
     settings = RewardConfig(components={"reward": component}, workers=workers)
-    found = outcomes_of(settings, rows)
+    found = outcomes_of(settings, rows, show=False)
     return [scored(row, "reward", outcome) for row, outcome in zip(rows, found, strict=True)]
 
 
@@ -175,11 +176,12 @@ def score(
 
 def _run(kind: str, run_file: RunFile, overrides: Sequence[str], on_step: OnStep | None) -> Result:
     loaded = load(run_file, *overrides, kind=kind)
-    control = RunControl(on_step)
-    return Result(_answered(lambda: _RUNS[kind](loaded, control), control))
+    chart = live_chart(Path(loaded.config.run.dir))
+    control = RunControl(on_step if chart is None else chart.following(on_step))
+    return Result(_answered(lambda: _RUNS[kind](loaded, control), control, chart))
 
 
-def _answered(call: Callable[[], R], control: RunControl | None = None) -> R:
+def _answered(call: Callable[[], R], control: RunControl | None = None, chart: LiveChart | None = None) -> R:
     """The result of `call`, which runs event loops of its own: in another thread, if this one has a running loop."""
     try:
         asyncio.get_running_loop()
@@ -188,17 +190,20 @@ def _answered(call: Callable[[], R], control: RunControl | None = None) -> R:
     with ThreadPoolExecutor(1, "hone") as thread:
         answer = thread.submit(call)
         try:
-            return _ended(answer)
+            return _ended(answer, chart)
         except KeyboardInterrupt:
             if control is not None:
                 control.stop.set()
-            return _ended(answer)  # Interrupted, after the step has ended and is saved
+            return _ended(answer, chart)  # Interrupted, after the step has ended and is saved
 
 
-def _ended(answer: Future[R]) -> R:
+def _ended(answer: Future[R], chart: LiveChart | None = None) -> R:
     """The result of a call, which has deadlines of its own; a wait without one would not notice an interrupt."""
     while not wait([answer], LOOK_S).done:
-        pass
+        if chart is not None:
+            chart.draw()
+    if chart is not None:
+        chart.draw()
     return answer.result(0)
 
 
