@@ -177,20 +177,20 @@ def _options(assignments: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def outcomes_of(settings: RewardConfig, rows: Sequence[Mapping[str, Any]], show: bool = True) -> list[Outcome]:
-    """The outcome of each row by the one function of these settings, with a progress bar on standard error if `show`."""
+def outcomes_of(settings: RewardConfig, rows: Sequence[Mapping[str, Any]], *, show: bool = True) -> list[Outcome]:
+    """The outcome of each row by the one function of the settings, and a progress bar on standard error if `show`."""
     (name,) = settings.components
     pool = RewardPool(functions(settings))
     pool.start()
     try:
         together = name in pool.whole_groups
         outcomes = score_groups(pool, name, rows) if together else score_rows(pool, name, rows)
-        return _with_progress(outcomes, len(rows), show)
+        return _with_progress(outcomes, len(rows), show=show)
     finally:
         pool.close()
 
 
-def _with_progress(outcomes: Iterator[Outcome], total: int, show: bool) -> list[Outcome]:
+def _with_progress(outcomes: Iterator[Outcome], total: int, *, show: bool) -> list[Outcome]:
     columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not show) as progress:
         return list(progress.track(outcomes, total=total))
