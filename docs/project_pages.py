@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ def project_pages() -> dict[str, Path]:
     """Document name on the site -> the file, relative to the project."""
     files = [Path(f"{name}.md") for name in NAMED]
     files += [path.relative_to(ROOT) for path in sorted((ROOT / "recipes").rglob("README.md"))]
+    files += [path.relative_to(ROOT) for path in sorted((ROOT / "recipes").glob("*.ipynb"))]
     return {f"{FOLDER}/{'-'.join(path.with_suffix('').parts).lower()}": path for path in files}
 
 
@@ -27,7 +29,14 @@ def write_pages() -> None:
     for old in (DOCS / FOLDER).glob("*.md"):
         old.unlink()
     for name, path in project_pages().items():
-        (DOCS / f"{name}.md").write_text((ROOT / path).read_text(encoding="utf-8"), encoding="utf-8")
+        text = (ROOT / path).read_text(encoding="utf-8")
+        (DOCS / f"{name}.md").write_text(notebook_page(text) if path.suffix == ".ipynb" else text, encoding="utf-8")
+
+
+def notebook_page(text: str) -> str:
+    """A notebook as a page: its code is shown, not run."""
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+    return "\n\n".join(f"```python\n{source}\n```" if kind == "code" else source for kind, source in cells) + "\n"
 
 
 def relink(name: str, text: str) -> str:

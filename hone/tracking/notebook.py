@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -65,9 +66,9 @@ def svg_of(steps: Sequence[Mapping[str, float]]) -> str:
     """One chart for each of the first headlines of a run, in the text colour of the page: dark or light."""
     names = {name for one in steps for name in one}
     headlines = [*held_out_headlines(names)[:1], *training_headlines(names)][:_MOST]
-    return "\n".join(
-        _chart(one, [(step["step"], step[one.metric]) for step in steps if one.metric in step]) for one in headlines
-    )
+    curves = [(one, [(step["step"], step[one.metric]) for step in steps if one.metric in step]) for one in headlines]
+    finite = [(one, [point for point in points if math.isfinite(point[1])]) for one, points in curves]
+    return "\n".join(_chart(one, points) for one, points in finite if points)
 
 
 def _chart(headline: Headline, points: Sequence[tuple[float, float]]) -> str:

@@ -1,8 +1,9 @@
 """The site: every page is in the menu, and links between pages lead to their place on it."""
 
+import json
 from pathlib import Path
 
-from docs.project_pages import menu, project_pages, relink
+from docs.project_pages import menu, notebook_page, project_pages, relink
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -12,6 +13,12 @@ def test_every_page_is_in_the_menu_once():
     trees = text.partition("```{toctree}")[2].splitlines()
     pages = [path.stem for path in (ROOT / "docs").glob("*.md") if path.stem != "index"]
     assert [page for page in [*pages, *project_pages()] if trees.count(page) != 1] == []
+
+
+def test_a_notebook_is_a_page_with_its_code():
+    said, ran = {"cell_type": "markdown", "source": ["# a\n", "b"]}, {"cell_type": "code", "source": ["1 + 1"]}
+    assert notebook_page(json.dumps({"cells": [said, ran]})) == "# a\nb\n\n```python\n1 + 1\n```\n"
+    assert relink("index", "[a](../recipes/notebook.ipynb)") == "[a](project/recipes-notebook.md)"
 
 
 def test_links_lead_to_the_place_of_a_page_on_the_site():

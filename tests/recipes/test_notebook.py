@@ -72,3 +72,6 @@ def test_a_chart_draws_each_new_step_once_and_drops_what_a_run_repeats(tmp_path)
     assert [step for step, _ in passed] == [0, 1, 2, 1]
     (line,) = re.findall(r'<polyline points="([^"]+)"', shown[0])
     assert line == "44.0,136.0 436.0,44.0"
+    follow(2, {"reward/mean": float("nan"), "train/policy_loss": float("inf")})
+    chart.draw()
+    assert re.findall(r'<polyline points="([^"]+)"', shown[1]) == [line], "only finite figures are drawn"
