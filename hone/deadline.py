@@ -40,10 +40,10 @@ class Deadline:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         self._open = False
         _CURRENT.reset(self._token)
-        return await self._timeout.__aexit__(kind, error, trace)
+        await self._timeout.__aexit__(kind, error, trace)
 
     @property
     def stands_still(self) -> bool:

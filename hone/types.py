@@ -46,6 +46,11 @@ class StopReason(StrEnum):
     ABORTED = "aborted"  # abort_all(); the tokens so far are kept
 
 
+PauseMode = Literal["abort", "wait", "keep"]
+"""What happens to running requests when an engine pauses. `abort`: they end now with the tokens they have; `wait`:
+`pause` returns when they are done; `keep`: they stand still until `resume`. New requests always wait for `resume`."""
+
+
 class Reducer(StrEnum):
     """How several values of a metric (tokens, micro-batches, ranks, steps) are combined into one."""
 

@@ -71,7 +71,8 @@ class Checkpoint:
         """Copy the state, and begin to write the copies into an existing folder."""
         rank, ranks = self._ranks.rank, self._ranks.world
         update = self._update
-        files, plain = [snapshot(folder / part_file(MODEL, rank, ranks), model)], {}
+        files = [snapshot(folder / part_file(MODEL, rank, ranks), model)]
+        plain: dict[str, Any] = {}
         if update is not None:
             tensors, plain = optimizer_parts(update.optimizer, self._weights.trained())
             files.append(snapshot(folder / part_file(OPTIMIZER, rank, ranks), tensors))

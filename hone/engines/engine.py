@@ -134,10 +134,10 @@ class Engine(ABC):
             part = on_device(select(batch, indices), self.device)
             with self._dropping():
                 output = self.forward(part, step.needs)
-            step.total(output, part).backward()  # type: ignore[no-untyped-call]
+            step.total(output, part).backward()
             self.weights.collect()
         for _ in range(missing):
-            self._idle().backward()  # type: ignore[no-untyped-call]
+            self._idle().backward()
         if missing:  # this rank's part of the weights has gradients from the other ranks' sequences
             self.weights.collect()
 

@@ -192,8 +192,8 @@ def score_tokens(
         vocabulary=head.vocabulary,
     )
     found = _ScoreTokens.apply(hidden, head.weight, head.bias, targets, plan)  # type: ignore[no-untyped-call]
-    wanted = (True, *plan.wanted)
-    return TokenScores(*(value if asked else None for value, asked in zip(found, wanted, strict=True)))
+    logprobs, *others = found
+    return TokenScores(logprobs, *(value if asked else None for value, asked in zip(others, plan.wanted, strict=True)))
 
 
 def _rows_per_block(chunk_tokens: int, head: Head) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -143,7 +143,7 @@ def _progress(step: int, start: int, total: int) -> float:
     return min(max(step - start, 0) / max(total - 1 - start, 1), 1.0)
 
 
-def build_optimizer(config: OptimizerConfig, weights: dict[str, Tensor], in_parts: bool = False) -> Optimizer:
+def build_optimizer(config: OptimizerConfig, weights: Mapping[str, Tensor], in_parts: bool = False) -> Optimizer:
     """Make the optimizer of named weights: matrices with weight decay, vectors (biases, norms) without.
 
     `in_parts`: the weights are this rank's parts of larger ones. Raises ValueError naming the key for an unknown
@@ -198,7 +198,7 @@ def _find(name: str, key: str) -> type[Optimizer]:
     return classes[name]
 
 
-def _check_eight_bit(config: OptimizerConfig, weights: dict[str, Tensor], in_parts: bool) -> None:
+def _check_eight_bit(config: OptimizerConfig, weights: Mapping[str, Tensor], in_parts: bool) -> None:
     if in_parts and config.options.get("max_unorm"):
         key = config.key_of("options")
         raise ValueError(f"{key}: max_unorm needs the norm of a whole weight, and each rank holds a part; remove it")
@@ -222,7 +222,7 @@ def _find_eight_bit(name: str, key: str) -> type[Optimizer]:
     return found
 
 
-def _fused_works(weights: dict[str, Tensor]) -> bool:
+def _fused_works(weights: Mapping[str, Tensor]) -> bool:
     platform = current_platform()
     kinds = {"cpu", platform.device} if platform.fused_optimizers else {"cpu"}
     return all(w.is_floating_point() and w.device.type in kinds for w in weights.values())

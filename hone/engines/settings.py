@@ -126,12 +126,18 @@ class BackendSettings(Choice):
         return self
 
 
+def _fsdp2() -> BackendSettings:
+    cls: Any = EngineRegistry.backends.settings("fsdp2")
+    settings: BackendSettings = cls()
+    return settings
+
+
 class EngineConfig(Config):
     """How one model is computed and optimised."""
 
     backend: Annotated[SerializeAsAny[BackendSettings], FromRegistry(EngineRegistry.backends)] = setting(
         meaning="the engine that runs the model, with the settings that only it has",
-        factory=lambda: EngineRegistry.backends.settings("fsdp2")(),
+        factory=_fsdp2,
     )
     max_tokens_per_microbatch: int = setting(
         16384, "hard cap of one forward/backward; sequences are never cut", unit="tokens", ge=1

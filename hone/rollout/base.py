@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from hone.rollout.adapters import AdapterFiles, AdapterKind
 from hone.rollout.servers.host import Host, LocalHost
 from hone.rollout.settings import RolloutConfig
-from hone.types import Completion, Image, Metrics, SamplingParams
-
-PauseMode = Literal["abort", "wait", "keep"]
-"""What happens to running requests when an engine pauses. `abort`: they end now with the tokens they have; `wait`:
-`pause` returns when they are done; `keep`: they stand still until `resume`. New requests always wait for `resume`."""
+from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +202,6 @@ class ServerAdapter(Generating, Protocol):
 __all__ = [
     "Generating",
     "LoadedWeights",
-    "PauseMode",
     "ReplicaLost",
     "RolloutEngine",
     "Scored",

@@ -24,14 +24,14 @@ from typing import Any, TypeVar
 from hone.data.routes import Routes, joined_routes
 from hone.deadline import SeatWait
 from hone.processes.restarts import Restarts
-from hone.rollout.base import Generating, PauseMode, ReplicaLost, Scored
+from hone.rollout.base import Generating, ReplicaLost, Scored
 from hone.rollout.builtin.requests import StopStrings
 from hone.rollout.placement import Placement
 from hone.rollout.replicas import Replica, ReplicaPool, RestoreFn, RoutedRequest, end_task, is_alive
 from hone.rollout.settings import RolloutConfig
 from hone.schedule.replay import Spans
 from hone.schedule.seats import Versions, fits
-from hone.types import Completion, Image, Metric, Metrics, SamplingParams, StopReason
+from hone.types import Completion, Image, Metric, Metrics, PauseMode, SamplingParams, StopReason
 
 WATCH_S = 0.5  # between two looks at the replicas' processes
 HUNG = 1 / 4  # of `rollout.request_timeout_s`: a server without a sign of life for so long is restarted

@@ -130,9 +130,10 @@ class ResourcePool:
     def _start(self, platform: PlatformBase, group: Any, bundle: int) -> Any:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": where, "max_restarts": 0}
+        options["concurrency_groups"] = {"watch": 1}
         if platform.device != "cpu":
             options |= {"num_gpus": 1} if platform.ray_resource == "GPU" else {"resources": {platform.ray_resource: 1}}
-        return ray.remote(concurrency_groups={"watch": 1}, **options)(_Actor).remote()
+        return ray.remote(**options)(_Actor).remote()
 
     def _join(self, platform: PlatformBase, runtime: RuntimeConfig) -> None:
         address, port = self._ranks[0].facts.node, 0

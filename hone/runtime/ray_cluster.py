@@ -10,6 +10,7 @@ An actor lives until `leave`; Ray ends it when the driver ends.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import socket
@@ -56,11 +57,13 @@ def connect(settings: RaySettings) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address != "local":
         host = address.rpartition(":")[0]
-        here = {"_node_ip_address": host} if host.startswith("127.") else {}  # else Ray asks the machine for its own
+        here: dict[str, Any] = {}
+        if host.startswith("127."):  # else Ray asks the machine for its own
+            here["_node_ip_address"] = host
         forget_token()  # of an earlier cluster of this process
         try:
             with on_loopback():
-                ray.init(address=address, log_to_driver=False, logging_level="ERROR", **here)
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **here)
         except ConnectionError as error:
             raise ConfigError(
                 f"runtime.backend.address: there is no Ray cluster at {address!r} ({' '.join(str(error).split())}); "
@@ -72,7 +75,7 @@ def connect(settings: RaySettings) -> None:
             address="local",
             include_dashboard=False,
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             _node_ip_address=LOOPBACK,
         )
 

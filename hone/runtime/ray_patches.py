@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 LOOPBACK = "127.0.0.1"
 TOKEN, MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"  # environment variables
@@ -20,7 +21,7 @@ def on_loopback() -> Iterator[None]:
     other machines can reach, and then all its processes listen on all interfaces.
     https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/_private/services.py (`resolve_ip_for_localhost`)
     """
-    services = importlib.import_module("ray._private.services")
+    services: Any = importlib.import_module("ray._private.services")
     original = services.resolve_ip_for_localhost
     services.resolve_ip_for_localhost = lambda host: LOOPBACK if host == LOOPBACK else original(host)
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from safetensors.torch import load, save
@@ -94,6 +93,5 @@ def _metrics(encoded: bytes) -> Metrics:
 
 
 def _output(tensors: dict[str, Tensor]) -> ModelOutput:
-    plain = ModelOutput(**{name: tensors[name] for name in _FIELDS if name in tensors})
     extras = {name.removeprefix("extras."): value for name, value in tensors.items() if name.startswith("extras.")}
-    return replace(plain, extras=extras)
+    return ModelOutput(tensors.get("logprobs"), tensors.get("entropy"), tensors.get("values"), extras)

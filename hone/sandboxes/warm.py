@@ -63,8 +63,9 @@ class _Warm:
         """Fork an attendant for each socket that hone sends. Returns in a confined child only."""
         gc.collect()
         gc.freeze()  # the pages of these objects stay shared
+        watched: list[socket.socket | int] = [self._control, self._wake]
         while True:
-            readable, _, _ = select.select([self._control, self._wake], [], [])  # hone ends this process by closing
+            readable, _, _ = select.select(watched, [], [])  # hone ends this process by closing
             if self._wake in readable:
                 self._reap()
             if self._control in readable:

@@ -19,10 +19,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
+from hone.types import PauseMode
 from hone.weights.digests.digest import Method, WeightDigest
 from hone.weights.digests.packed import Packed
 
@@ -189,7 +190,8 @@ class CheckpointEngine(ABC):
         """The other side, in the process of one rank of `offer.replica`."""
 
 
-class Arrival(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Arrival:
     """Tensors that arrived together."""
 
     tensors: Iterable[NamedTensor]
@@ -281,8 +283,8 @@ class Replica(Protocol):
     def ranks(self) -> int:
         """How many of its processes open the offer (tensor parallel size)."""
 
-    async def pause(self, mode: str) -> None:
-        """Stop sampling: `abort` ends running requests, `wait` lets them end, `keep` freezes them."""
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling; see `PauseMode` for the requests that run."""
 
     async def receive_weights(self, offer: Mapping[str, Any]) -> Sequence[Receipt]:
         """Make every rank receive what `offer` announces, drop caches of older weights, and return the receipts."""

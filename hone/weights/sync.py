@@ -18,7 +18,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from hone.types import Metric, Metrics
+from hone.types import Metric, Metrics, PauseMode
 from hone.weights.base import (
     PATIENCE,
     CheckpointEngine,
@@ -40,8 +40,8 @@ STOP_TIMEOUT_S = 10.0  # after this its owner has to kill the replica (`WeightSy
 class CheckpointEngineManager:
     """Syncs the replicas of a run through one transport."""
 
-    def __init__(self, engine: CheckpointEngine, pause_mode: str = "keep") -> None:
-        """`pause_mode` is the argument of `Replica.pause` before each sync: abort, wait or keep."""
+    def __init__(self, engine: CheckpointEngine, pause_mode: PauseMode = "keep") -> None:
+        """`pause_mode` is the argument of `Replica.pause` before each sync."""
         self._engine = engine
         self._pause_mode = pause_mode
         self._replicas: dict[str, Replica] = {}

@@ -214,7 +214,7 @@ def hosts_of(role: str, count: int, devices: int, runtime: RuntimeConfig | None,
     shares: Sequence[ServerDevices] = ()
     if runtime is not None:
         shares = RUNTIMES.get(runtime.backend.name).server_devices(role, "actor", count, devices, runtime)
-    placed = [ClusterHost(f"server {number} of {role}", share, logs) for number, share in enumerate(shares)]
+    placed: list[Host] = [ClusterHost(f"server {number} of {role}", share, logs) for number, share in enumerate(shares)]
     return placed or [LocalHost() for _ in range(count)]
 
 

@@ -44,8 +44,6 @@ from hone.workers.snapshots import SnapshotPublication
 from hone.workers.train import TrainHandle
 
 R = TypeVar("R")
-RunFn = Callable[[Coroutine[Any, Any, Any]], Any]
-
 ADAPTER = "policy"  # name of the policy's own adapter on the servers
 WATCH_S = 0.5  # between two looks at whether the receivers of a sync are alive
 SPEECHLESS_S = 3.0  # wait after its end for the more exact error of its connection
@@ -276,6 +274,12 @@ class RolloutParts:
     background: Background | None = None  # None: weights are sent between steps, while training waits
 
 
+class RunFn(Protocol):
+    """Run one coroutine to its end, on the event loop of the run."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, R], /) -> R: ...
+
+
 class Loop(Protocol):
     """The event loop of a run."""
 
@@ -391,7 +395,7 @@ class RolloutHandle:
             return {}
         with self._phase("weight_sync"):
             self._actor, self._actor_updates, self._version = actor, actor.updates, version
-            metrics: Metrics = self._run(self._send(actor, version))
+            metrics = self._run(self._send(actor, version))
         if self._parts.probe is not None:
             with self._phase("weight_probe"):
                 metrics |= self._compare(self._parts.probe, actor, version)

@@ -37,7 +37,7 @@ def compile_layers(body: Any, backend: str, key: str, name: str) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 def _attention_between_graphs(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **asked: Any
 ) -> tuple[Tensor, None]:

@@ -152,7 +152,8 @@ class Fsdp2Engine(Engine):
             head = head_of_reference(spec.reference, self.compute_dtype, self.device, self._head_dtype)
         if self.adapter is not None and spec.reference == spec.model:
             lora = spec.engine.lora
-            if lora is not None and lora.path and hasattr(self.model.get_output_embeddings(), "active"):
+            policy: Any = self.model
+            if lora is not None and lora.path and hasattr(policy.get_output_embeddings(), "active"):
                 raise ValueError(
                     f"algorithm.kl.kind: full needs the head of the policy before training, and the one that "
                     f"{lora.key_of('path')}={lora.path} brings is trained on; choose another kind"

@@ -94,9 +94,10 @@ class Sharder:
         """Shard what a wrapper adds to a model (a value head), and let `inside` run in its forward."""
         if not isinstance(model, FSDPModule):
             self._fully_shard(model, self._mesh.fsdp, self._precision(), last=True)
-        for part in (model, getattr(model, "body", None)):  # the body of a value model is sharded by itself
+        body: nn.Module | None = getattr(model, "body", None)
+        for part in (model, body):  # the body of a value model is sharded by itself
             if isinstance(part, FSDPModule):
-                part._hone_inside = _call  # type: ignore[attr-defined]
+                part._hone_inside = _call
                 register_fsdp_forward_method(part, "_hone_inside")
 
     # ---------------------------------------------------------------------------------------------------- tensor

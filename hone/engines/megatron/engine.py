@@ -115,14 +115,16 @@ class MegatronEngine(Engine):
     def _wrapped(self, part: Model, shape: ModelShape) -> nn.Module:
         """The part with Megatron's buffers, sharing out gradients and updates over data-parallel ranks (ZeRO-1)."""
         if not self.trained:
-            return part.requires_grad_(False)
+            whole: nn.Module = part.requires_grad_(False)
+            return whole
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.compute == torch.bfloat16,
             overlap_grad_reduce=False,
             use_distributed_optimizer=True,
             check_for_nan_in_grad=False,
         )
-        return DistributedDataParallel(shape, config, part)
+        wrapped: nn.Module = DistributedDataParallel(shape, config, part)
+        return wrapped
 
     def _share_of(self, load: Callable[[], Head]) -> Callable[[], Head]:
         """Of a whole head, the rows of this tensor rank."""
@@ -191,7 +193,8 @@ class MegatronEngine(Engine):
     @property
     def _head(self) -> Head:
         """This rank's rows of the head, without padding."""
-        tokens: int = self.model.config.vocab_size
+        config: Any = self.model.config
+        tokens: int = config.vocab_size
         rows = self.ranks.rows_of_vocabulary(tokens)
         weight = self._parts[-1].head_weight()[: rows.stop - rows.start]
         return Head(weight, dtype=self._head_dtype, vocabulary=self.ranks.vocabulary(tokens))
@@ -209,7 +212,7 @@ def _require_supported(spec: EngineSpec, parallel: MegatronParallel) -> None:
         engine.key_of("lora"): engine.lora is not None,
         engine.key_of("moe"): engine.moe is not None,
         f"{engine.key_of('activation_checkpointing')}=offload": engine.activation_checkpointing == "offload",
-        used.key_of("dropout"): used.dropout > 0,
+        used.key_of("dropout"): used.dropout != 0,
         used.key_of("vision"): used.vision is not None,
     }
     for key, is_asked in asked.items():

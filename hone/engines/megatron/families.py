@@ -19,7 +19,7 @@ FAMILIES = (*DENSE, *MIXTURES)
 
 
 @dataclass
-class ModelShape(TransformerConfig):
+class ModelShape(TransformerConfig):  # type: ignore[misc]  # Megatron has no types
     """Megatron's config, and what hone's modules need besides."""
 
     windows: tuple[int | None, ...] = ()  # of each layer's attention; None: a token sees all before it

@@ -28,7 +28,7 @@ class PackedRow:
     cp_group: Any = None
 
 
-class PackedAttention(MegatronModule):
+class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no types
     """hone's packed attention in place of Megatron's core attention; context parallelism is Ulysses."""
 
     def __init__(self, config: ModelShape, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
@@ -66,7 +66,7 @@ class Norm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class Model(GPTModel):
+class Model(GPTModel):  # type: ignore[misc]  # Megatron has no types
     """A part of the model on one pipeline stage (all of it without pipeline)."""
 
     def forward(self, token_ids: Tensor, rotary: Tensor, row: PackedRow) -> Tensor:

@@ -93,7 +93,7 @@ class MegatronWeights:
     def _of_buffers(self, table: Table) -> Iterator[Held]:
         """This rank's share of each buffer."""
         for part in self._parts:
-            for buffer in (*part.buffers, *part.expert_parallel_buffers):  # type: ignore[misc, operator]
+            for buffer in (*part.buffers, *part.expert_parallel_buffers):  # type: ignore[misc]
                 for parameter, mine in _shares(buffer):
                     begin, end, _ = buffer.param_index_map[parameter]
                     data, grad = buffer.param_data[begin:end], buffer.grad_data[begin:end]

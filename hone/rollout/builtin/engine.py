@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from hone.models.rotary import changing_rope, longest_position, rotary_context
 from hone.rollout.adapters import AdapterFiles, AdapterKind, MergedAdapter, unfit_for_merging
 from hone.rollout.admission import WAKE_TAGS, ReplicaState, RequestLimits, check_prompt
-from hone.rollout.base import LoadedWeights, PauseMode
+from hone.rollout.base import LoadedWeights
 from hone.rollout.builtin.batching import PrefillLimits, RunningBatch
 from hone.rollout.builtin.cache import CacheLimits, KVCache, PackedPrompts
 from hone.rollout.builtin.decoder import Decoder, build_decoder
@@ -28,7 +28,7 @@ from hone.rollout.builtin.requests import Request, StopStrings
 from hone.rollout.builtin.scheduler import Scheduler
 from hone.rollout.builtin.scoring import in_turns
 from hone.rollout.settings import BuiltinSettings
-from hone.types import Completion, Image, Metrics, SamplingParams
+from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams
 
 _NAMED = 5  # missing tensors that an error names
 

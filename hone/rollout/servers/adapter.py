@@ -27,12 +27,12 @@ from hone.data.routes import Routes, mixture_rows
 from hone.models.source import check_source
 from hone.rollout.adapters import AdapterKind
 from hone.rollout.admission import WAKE_TAGS, ReplicaState, RequestLimits
-from hone.rollout.base import PauseMode, ReplicaLost, Scored, ServerSpec, WeightReceipt
+from hone.rollout.base import ReplicaLost, Scored, ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.connection import CONTROL_S, ServerConnection
 from hone.rollout.servers.host import Site
 from hone.rollout.servers.open_requests import OpenRequests
-from hone.types import Completion, Image, Metrics, SamplingParams, StopReason
+from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams, StopReason
 
 STOP_S = 5.0  # what a server is given to confirm that it stopped, after it failed to take in weights
 AGAIN_S = 0.02  # between two looks whether aborted requests have ended

@@ -19,12 +19,12 @@ import torch
 from hone.config import ConfigError, plain
 from hone.data.routes import routes_of_text
 from hone.rollout.adapters import AdapterKind, unfit_for_merging
-from hone.rollout.base import PauseMode, Scored, ServerSpec, WeightReceipt
+from hone.rollout.base import Scored, ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.adapter import RolloutServer, model_config
 from hone.rollout.servers.connection import CONTROL_S
 from hone.rollout.servers.host import SOCKET, Site
-from hone.types import Completion, Metric, Metrics, Reducer, SamplingParams, StopReason, merge_metrics
+from hone.types import Completion, Metric, Metrics, PauseMode, Reducer, SamplingParams, StopReason, merge_metrics
 
 ALWAYS = ("rollout/tokens", "rollout/prefill_tokens", "rollout/requests", "rollout/aborted")  # reported even if 0
 

@@ -27,13 +27,13 @@ from hone.config import ConfigError
 from hone.data.routes import Routes
 from hone.platforms.base import current_platform
 from hone.rollout.adapters import BROUGHT, AdapterKind
-from hone.rollout.base import PauseMode, ReplicaLost, Scored, ServerSpec, WeightReceipt
+from hone.rollout.base import ReplicaLost, Scored, ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.adapter import AGAIN_S, with_routes
 from hone.rollout.servers.connection import CONTROL_S
 from hone.rollout.servers.engine import EngineDefaults, EngineServer, command_arguments
 from hone.rollout.servers.host import SOCKET, Site
-from hone.types import Completion, SamplingParams, StopReason
+from hone.types import Completion, PauseMode, SamplingParams, StopReason
 
 HOW_TO_INSTALL = (
     "`make .venv-sglang` makes one for CPUs; for NVIDIA GPUs: python3 -m venv .venv-sglang && "

@@ -22,14 +22,14 @@ from hone.data.routes import routes_of_text
 from hone.models.vision.model import sees_images
 from hone.platforms.base import current_platform
 from hone.rollout.adapters import AdapterKind
-from hone.rollout.base import PauseMode, Scored, ServerSpec, WeightReceipt
+from hone.rollout.base import Scored, ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.adapter import with_routes
 from hone.rollout.servers.connection import CONTROL_S
 from hone.rollout.servers.engine import EngineDefaults, EngineServer, command_arguments
 from hone.rollout.servers.host import SOCKET, Site
 from hone.rollout.servers.vllm_images import features_of
-from hone.types import Completion, SamplingParams, StopReason
+from hone.types import Completion, PauseMode, SamplingParams, StopReason
 
 HOW_TO_INSTALL = (
     "`make .venv-vllm` makes one for CPUs; for NVIDIA GPUs: python3 -m venv .venv-vllm && "

@@ -268,7 +268,7 @@ class Unpacker:
             for begin, some in _chunks(entries) if data.is_cpu else [(0, entries)]:
                 yield self._chunk(data[begin : begin + some[-1].begin + some[-1].size], some)
 
-    def _chunk(self, data: Tensor, entries: tuple[Entry, ...]) -> Arrival:
+    def _chunk(self, data: Tensor, entries: Sequence[Entry]) -> Arrival:
         """Take the tensors of one chunk, which fits into a core's cache. With `copy` they share an allocation."""
         if not self._intake.copy:
             self._digest(data, entries)

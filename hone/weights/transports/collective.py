@@ -226,7 +226,7 @@ class _Group:
         if on_device:
             self._group: Any = platform.device_group(prefixed, rank, world)
         else:
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = limit
             options._threads = 1

@@ -134,7 +134,8 @@ class IpcReceiver(BucketedReceiver):
         return self._buckets[0].device
 
     def _bucket(self, message: Mapping[str, Any]) -> Tensor:
-        return self._buckets[message["number"] % COUNT]
+        number: int = message["number"]
+        return self._buckets[number % COUNT]
 
     def _release(self) -> None:
         if self._buckets[0].device.type != "cpu":

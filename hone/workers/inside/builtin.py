@@ -35,10 +35,10 @@ from hone.models.settings import ModelConfig, UseConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.platforms.base import current_platform
 from hone.processes.guard import Receive, Scope, Send, TokenGuard, same_token
-from hone.rollout.base import PauseMode, WeightReceipt
+from hone.rollout.base import WeightReceipt
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
-from hone.types import PromptTooLong, SamplingParams
+from hone.types import PauseMode, PromptTooLong, SamplingParams
 from hone.weights.base import Adapter
 from hone.weights.delivery import receive
 from hone.weights.digests.digest import digest_tensors

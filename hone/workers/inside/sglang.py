@@ -101,7 +101,7 @@ class GuardedConfig(uvicorn.Config):
 
 def main(arguments: list[str]) -> None:
     """Run SGLang's server until it is ended."""
-    uvicorn.Config = GuardedConfig  # type: ignore[misc]
+    uvicorn.Config = GuardedConfig  # type: ignore[misc, assignment]
     http_server._freeze_gc_after_server_warmup = lambda server_args: None  # it would request a port that is not open
     settings = prepare_server_args(arguments)
     if settings.device == "cpu" and settings.tp_size > 1:

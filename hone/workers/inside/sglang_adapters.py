@@ -189,4 +189,4 @@ def errors_of(said: list[dict[str, Any]]) -> str:
 LoRAManager._load_lora_adapter = load
 if not torch.accelerator.is_available():
     layers.torch = torch_backend.torch = Unpinned()
-    Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign,assignment]
+    Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]

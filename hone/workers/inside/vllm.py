@@ -76,18 +76,18 @@ class ControlGuard(TokenGuard):
 
 
 @dataclass
-class HoneInit(WeightTransferInitInfo):
+class HoneInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not installed here
     """Empty: each offer contains everything."""
 
 
 @dataclass
-class HoneUpdate(WeightTransferUpdateInfo):
+class HoneUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is not installed here
     """One sync: the result of `hone.weights.base.Offer.to_json`."""
 
     offer: dict[str, Any]
 
 
-class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):
+class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: ignore[misc]  # vLLM is not installed here
     """vLLM's weight-transfer backend "hone", one in each worker."""
 
     init_info_cls = HoneInit

@@ -111,6 +111,8 @@ def test_bad_settings_are_errors_that_name_them(folders, needs_backend, tmp_path
         (Mesh("megatron", 2), folder, {"lora": {"rank": 2}}, "backend megatron does not have lora"),
         (Mesh("megatron", 2), folder, {"moe": {}}, "backend megatron does not have moe"),
         (Mesh("megatron", 2), folder, {"activation_checkpointing": "offload"}, "activation_checkpointing=offload"),
+        (Mesh("megatron", 2), folder, {"model": {"use": {"dropout": 0.1}}}, "megatron does not have use.dropout"),
+        (Mesh("megatron", 2), folder, {"model": {"use": {"dropout": "config"}}}, "does not have use.dropout"),
         (Mesh("megatron", 2), folder, {"compute_dtype": "float64"}, "compute_dtype=float64 needs model.dtype=float64"),
         (Mesh("megatron", 2), folder, {"optimizer": {"name": "Muon", "options": {}}}, "Muon orthogonalises"),
     ]
