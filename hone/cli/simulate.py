@@ -20,7 +20,7 @@ from hone.planner.lengths import Lengths, parse_lengths, recorded
 from hone.planner.simulation import Outcome, Setting, simulate
 from hone.registry import unknown
 from hone.schedule.settings import AsynchronyConfig
-from hone.tracking.trackers.lines import ROLLOUTS_FILE
+from hone.tracking.trackers.jsonl import ROLLOUTS_FILE
 from hone.trainers.policy.settings import PolicyRunConfig
 
 COSTS = [one.name for one in fields(Costs)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from hone.config import ConfigError
-from hone.tracking.trackers.lines import ROLLOUTS_FILE, parse_line, rollout_lines
+from hone.tracking.trackers.jsonl import ROLLOUTS_FILE, parse_line, rollout_lines
 
 
 @dataclass(frozen=True, slots=True)

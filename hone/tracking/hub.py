@@ -32,8 +32,7 @@ from hone.tracking.base import RunInfo, Tracker, TrackingError
 from hone.tracking.rollouts import Decode, TokenTexts, TrainerLogprobs, places_to_keep, rollout_record
 from hone.tracking.settings import JsonlSettings, TrackerSettings, TrackingConfig
 from hone.tracking.trackers.background import Background
-from hone.tracking.trackers.jsonl import JsonlTracker
-from hone.tracking.trackers.lines import LEFT_OUT
+from hone.tracking.trackers.jsonl import LEFT_OUT, JsonlTracker
 from hone.types import TrajectoryGroup
 
 RUN_FILE = "run.json"

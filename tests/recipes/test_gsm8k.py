@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hone.cli.main import main
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from tests.trainers.tiny import metrics
 
 

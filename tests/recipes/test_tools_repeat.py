@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from tests.recipes.test_recipes import started
 from tests.trainers.test_asynchronous import OF_THE_CLOCK
 

@@ -17,7 +17,7 @@ from hone.cli.main import main
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.runtime import ray as runtime
 from hone.runtime.settings import RaySettings, RuntimeConfig
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.policy.collection import Collector
 from hone.trainers.run.run_model import local_model
 from tests.ranks import run_ranks

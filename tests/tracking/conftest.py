@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup, TurnSpan
 
 WORDS = ["", "Sort", ":", " 3", " 1", "\n", "</script>", "é", "<|end|>"]

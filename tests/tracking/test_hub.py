@@ -19,8 +19,7 @@ from hone.tracking.base import RunInfo, Tracker, TrackingError
 from hone.tracking.hub import RUN_FILE, Tracking
 from hone.tracking.report.build import build_report
 from hone.tracking.settings import TrackerSettings, TrackingConfig
-from hone.tracking.trackers.jsonl import METRICS_FILE, read_metrics
-from hone.tracking.trackers.lines import ROLLOUTS_FILE
+from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE, read_metrics
 from hone.types import Status
 
 from .conftest import decode

@@ -11,8 +11,7 @@ import pytest
 
 from hone.config import Choice
 from hone.tracking.base import RunInfo, TrackingError
-from hone.tracking.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
-from hone.tracking.trackers.lines import ROLLOUTS_FILE, rollout_lines
+from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE, JsonlTracker, read_metrics, rollout_lines
 
 SETTINGS = Choice(name="jsonl")
 

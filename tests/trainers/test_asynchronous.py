@@ -12,7 +12,7 @@ import pytest
 
 from hone.config import ConfigError, load
 from hone.schedule.journal import JOURNAL, read_journal
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import BASE, metrics, recipe

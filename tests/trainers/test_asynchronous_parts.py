@@ -10,7 +10,7 @@ from hone.envs.base import Start, StepResult
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.registry import Entry
 from hone.schedule.journal import JOURNAL, read_journal
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
 from tests.trainers.test_asynchronous import AHEAD

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hone.config import load
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.policy.evaluation import reduce_answers
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy

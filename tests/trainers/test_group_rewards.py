@@ -3,7 +3,7 @@
 import json
 
 from hone.cli.main import main
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from tests.trainers.tiny import metrics, recipe
 
 REWARDS = '''

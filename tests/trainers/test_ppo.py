@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from hone.config import load
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptStream
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.recorder import NotFinite

@@ -11,7 +11,7 @@ from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.run.launch import run_policy
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.trainers.tiny import metrics, recipe

@@ -13,7 +13,7 @@ from hone.registry import Entry
 from hone.rollout import ROLLOUT_ENGINES
 from hone.schedule.journal import JOURNAL, read_journal
 from hone.schedule.replay import ReplayError
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.run.context import RunControl
 from hone.trainers.run.export import export_checkpoint
 from hone.trainers.run.launch import run_policy

@@ -20,7 +20,7 @@ from hone.models.tokenizer import load_tokenizer, vocabulary_digest
 from hone.registry import resolve
 from hone.rewards.model import Answer, ServedRewardModel
 from hone.rewards.settings import RewardComponent, RewardModelConfig
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.reward_models.placement import _hosting
 from hone.trainers.reward_models.scorer import AnswerScorer, reward_model_spec, separator_tokens

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from hone.config import ConfigError, load
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import metrics, recipe

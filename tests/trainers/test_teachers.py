@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
 from hone.models.settings import BuildConfig, ModelConfig
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
 from tests.trainers.tiny import BASE, metrics, recipe

@@ -11,7 +11,7 @@ from hone.config import ConfigError, load
 from hone.models.loading import VALUE_HEAD_FILE, load_value_model
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.trainers.preference_task import prefer, written

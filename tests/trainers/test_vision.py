@@ -15,7 +15,7 @@ from hone.data.packing import Sample, pack_samples
 from hone.models.errors import ModelError
 from hone.models.settings import ModelConfig
 from hone.models.vision.image_processor import load_image_processor
-from hone.tracking.trackers.lines import rollout_lines
+from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy, run_supervised
 from hone.trainers.supervised.reference import sequence_keys

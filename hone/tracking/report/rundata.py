@@ -15,8 +15,15 @@ from hone.config import ConfigError
 from hone.tracking.base import TrackingError
 from hone.tracking.report.charts import step_phases
 from hone.tracking.rollouts import spread
-from hone.tracking.trackers.jsonl import METRICS_FILE
-from hone.tracking.trackers.lines import LEFT_OUT, ROLLOUTS_FILE, STEP, rollout_lines, to_float, whole_lines
+from hone.tracking.trackers.jsonl import (
+    LEFT_OUT,
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    STEP,
+    rollout_lines,
+    to_float,
+    whole_lines,
+)
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"

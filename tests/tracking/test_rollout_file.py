@@ -11,8 +11,7 @@ from hone.config import Choice
 from hone.planner.lengths import recorded_lengths
 from hone.tracking.base import RunInfo, TrackingError
 from hone.tracking.settings import JsonlSettings
-from hone.tracking.trackers.jsonl import JsonlTracker
-from hone.tracking.trackers.lines import ROLLOUTS_FILE, RolloutFile, rollout_lines
+from hone.tracking.trackers.jsonl import ROLLOUTS_FILE, JsonlTracker, RolloutFile, rollout_lines
 
 
 def write(folder, *steps, resumed_from=None):
