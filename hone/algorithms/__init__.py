@@ -1,9 +1,13 @@
 """From rewards and log-probs to per-token losses, in pure functions of tensors.
 
-    Batch --advantages.py--> Batch with advantages --losses.py (through objective.py)--> per-token loss
-                                    aggregation.py: the weight of each token's loss in the sum
+    Batch --advantages--> Batch with advantages --losses (through objective)--> per-token loss
+                                    aggregation: the weight of each token's loss in the sum
 
-Trainers use this package through `Algorithm` (`algorithm.py`). This file registers the names and imports no torch.
+Trainers use this package through `Algorithm` (`algorithm`). In reading order: `advantages`, with `turns` and
+`token_baseline` (more estimators) and `segments` (sums over sequences); `aggregation`; `objective` and `losses`; `kl`;
+`correction` (rollout against trainer); `selection` (tokens that a loss treats differently); `filtering/` (which groups
+are trained on); `settings`, `presets` (the settings of papers), `own_parts` (parts from a user's file). Other losses:
+`preference/`, `distillation/`, `process_reward/`. This file registers the names and imports no torch.
 """
 
 from hone.algorithms.own_parts import Contract, OpenRegistry

@@ -2,7 +2,10 @@
 
     source (rows) --columns, templates--> messages --rendering--> tokens --stream--> Prompt / Sample --packing--> Batch
 
-This file imports none of the sources; it only names where each is.
+In reading order: `settings`, `sources/` (rows), `columns` (prompt and answer of a row), `rendering` with
+`chat_template` (messages to tokens), `stream` (the order of prompts), `packing` with `turns`, `routes` and
+`packed_images` (fields of a batch); `images` (in messages); `preferences` and `preference_readers` (pairs and judged
+answers). This file imports none of the sources; it only names where each is.
 """
 
 from __future__ import annotations

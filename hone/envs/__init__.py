@@ -3,8 +3,9 @@
 In reading order: `base` (the contract), `chat` (one question, one answer), `episode` (runs episodes), `runners` (which
 runner a run file names), `settings`, `text_codec` (messages to tokens, completions to text), `tool_calls` (parsers),
 `tools` (episodes with tools), `functions` (Python functions as tools), `mcp/` (tools of MCP servers), `sandboxed` (code
-in a sandbox), `search` (a corpus of passages), `gymnasium` (Gymnasium environments), `openenv` (environments of OpenEnv
-servers). `agents/` turns the roles round: a program calls the policy. `checking/` plays an environment without a model.
+in a sandbox), `search` (a corpus of passages), `text_actions` (what environments with actions in text share),
+`gymnasium` (Gymnasium environments), `openenv` (environments of OpenEnv servers). `agents/` turns the roles round: a
+program calls the policy. `checking/` plays an environment without a model.
 """
 
 from hone.registry import Entry, Registry

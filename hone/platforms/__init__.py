@@ -1,7 +1,8 @@
 """Platforms: the kind of device that this process runs on.
 
 Read `base`: the interface (`PlatformBase`), the decorator that registers a new platform (`PlatformRegistry`) and the
-choice of one (`current_platform`). `cpu`, `cuda` (NVIDIA), `rocm` (AMD) and `ascend` (Huawei) implement it.
+choice of one (`current_platform`). `cpu`, `cuda` (NVIDIA), `rocm` (AMD) and `ascend` (Huawei) implement it. `facts` is
+a platform's table of facts with their sources, `sharing` what the weight sync needs, `host_memory` freed host memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Rewards: score answers with functions in worker processes, or with reward models. Each call has a deadline.
 
-Read `base` (what a reward function is), `rubric` (weighs components, scores groups), `pool` (the worker processes).
-`REWARDS` names the built-in reward functions.
+In reading order: `base` (what a reward function is), `settings`, `rubric` (weighs components, scores groups), `pool`
+and `worker` (the two sides of the worker processes), `binding` (the arguments of a function), `model` (reward models).
+The built-in functions, which `REWARDS` names: `exact_match`, `gsm8k`, `math`, `code`, `reasoning_gym`, `judge`;
+`extraction` finds the answer in a response.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Runtimes: run the same worker classes in this process (`local`), or as actors on many machines (`ray`)."""
+"""Runtimes: run the same worker classes in this process (`local`), or as actors on many machines (`ray`).
+
+In reading order: `base` (the interface), `settings`, `local`, with `ranks` (peers under torchrun) and `split` (a batch
+over ranks); `ray`, with `ray_cluster`, `rank_process` (a rank), `batch_plan` (a batch's way to the ranks) and
+`ray_patches`; `watchdog` (ends a run that hangs).
+"""
 
 from hone.registry import Entry, Registry
 

@@ -1,5 +1,6 @@
 """Docs: a page for every package, every registered name and command explained, links that lead somewhere."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -36,6 +37,20 @@ def test_the_project_has_its_front_pages(name):
 @pytest.mark.parametrize("name", sorted(p.parent.name for p in (ROOT / "hone").glob("*/__init__.py")))
 def test_every_package_has_a_page(name):
     assert (DOCS / f"{name}.md").is_file() or (DOCS / f"{PAGES.get(name, name)}.md").is_file()
+
+
+def test_a_folder_says_what_is_in_it(package):
+    """The docstring of a folder's `__init__` names each of its files and folders; a file of `cli` is a command."""
+    unnamed = []
+    for module in package:
+        folder = ROOT / module.path.parent
+        if module.path.name != "__init__.py" or folder.name == "cli":
+            continue
+        inside = {path.stem for path in folder.glob("*.py")}
+        inside |= {path.parent.name for path in folder.glob("*/__init__.py")}
+        named = set(re.findall(r"`(\w+)(?:/|\.py)?`", ast.get_docstring(module.tree) or ""))
+        unnamed += [f"{module.name}.{name}" for name in sorted(inside - named - {"__init__", "__main__"})]
+    assert unnamed == []
 
 
 @pytest.mark.parametrize("kind", REGISTRIES)

@@ -1,4 +1,5 @@
 """Sources of rows.
 
-`base` (the `Rows` protocol), `files` (JSONL, Parquet), `hf` (datasets), `reasoning_gym`, `shapes`.
+`base` (the `Rows` protocol), `files` (JSONL, Parquet), `hf` (datasets), `reasoning_gym` with `reasoning_gym_patches`,
+`shapes` (pictures made on demand).
 """

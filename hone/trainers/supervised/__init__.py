@@ -1,4 +1,5 @@
 """SFT, preferences and reward models.
 
-`trainer`, `assembly`, `settings`, `reference`, and the tasks `preference` and `reward_tasks`.
+In reading order: `settings`, `trainer`, `assembly`, `reference`, `budget` (rows that are too long), and the tasks
+`preference` and `reward_tasks`.
 """
