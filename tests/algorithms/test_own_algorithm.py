@@ -58,6 +58,7 @@ def test_a_run_trains_with_the_estimator_and_the_loss_of_the_package(installed, 
     assert "damping: 0.1" in saved
 
 
+@pytest.mark.slow
 def test_its_settings_are_checked_like_those_of_hone(installed, tmp_path):
     done = hone("train", recipe(tmp_path), "algorithm.loss={name: damped, dampling: 0.1}", path=installed)
     assert done.returncode == 2

@@ -98,6 +98,7 @@ def advantages(name, groups):
     return dict(zip(names, parts, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ADVANTAGES))
 def test_a_failed_trajectory_never_changes_anothers_advantage(name):
     @settings(max_examples=25, deadline=None, database=None, derandomize=True)

@@ -113,6 +113,7 @@ print([int(one["step"]) for one in loop.run_until_complete(cell()).metrics])
 """
 
 
+@pytest.mark.slow
 def test_the_stop_button_of_a_notebook_saves_the_run_and_the_same_call_continues_it(done, tmp_path):
     settings = json.loads(json.dumps({**done[0], "reward": {"components": {"share": {"reward": "exact_match"}}}}))
     settings["run"] = {**settings["run"], "dir": str(tmp_path / "c"), "steps": 40}
@@ -147,6 +148,7 @@ def test_the_example_of_the_documentation_runs(tmp_path, capsys, monkeypatch):
     assert len(json.loads(printed[-1])) == 2
 
 
+@pytest.mark.slow
 def test_a_function_without_a_file_is_stored_with_the_run(done, tmp_path):
     """As in a notebook, whose cells are no files."""
     cell = "def mine(response):\n    return float(len(set(response)))\n"

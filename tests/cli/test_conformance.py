@@ -83,6 +83,7 @@ def doctor(*options, **variables):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
 
 
+@pytest.mark.slow
 def test_a_platform_that_is_not_here_is_one_error():
     done = doctor("--conformance", HONE_PLATFORM="ascend")
     assert done.returncode != 0

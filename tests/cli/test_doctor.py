@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from hone.cli.doctor import examine
@@ -77,6 +78,7 @@ def test_it_prints_every_section_and_succeeds(capsys):
     ]
 
 
+@pytest.mark.slow
 def test_broken_parts_and_plugins_are_named_with_their_reason(tmp_path):
     (tmp_path / "odd_plugin.py").write_text(
         "from hone.rewards import REWARDS\nREWARDS.register('theirs', 'package_that_is_not_there:fn')\n"

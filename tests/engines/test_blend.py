@@ -56,6 +56,7 @@ def test_every_weight_is_blended_in_one_process(tmp_path):
     assert_blended(blend_cases([Case(), Case(**MOE), Case("gpt2"), Case(offload=True)], tmp_path))
 
 
+@pytest.mark.slow
 def test_every_weight_is_blended_on_a_mesh(tmp_path):
     for found in run_ranks(2, blend_cases, CASES, tmp_path):
         assert_blended(found)

@@ -103,6 +103,7 @@ def refused():
         make_case(Case(parallel={"tensor": 2}, compile=True))
 
 
+@pytest.mark.slow
 def test_split_matrices_are_refused():
     run_ranks(2, refused)
 

@@ -207,6 +207,7 @@ def outputs(cases):
 MESHES = [spread.Case(parallel=parallel) for parallel in ({}, {"tensor": 2}, {"sequence": 2})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(MESHES)), ids=lambda number: MESHES[number].name)
 def test_outputs_and_gradients_are_those_of_one_process_on_a_mesh(number, on_two_ranks):
     alone, ranks = on_two_ranks

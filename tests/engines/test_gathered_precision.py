@@ -40,6 +40,7 @@ def both(folder: str, mesh: Mesh):
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_exchange_two_bytes_for_each_weight_and_four_for_a_router_kept_in_float32(tmp_path):
     """ERNIE's router [4, 64] and its bias [1, 4] stay in float32; one row cannot be cut, so both ranks send it."""
     folder = save(FAMILIES["ERNIE 4.5 MoE"], tmp_path / "model")

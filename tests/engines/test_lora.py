@@ -226,6 +226,7 @@ def test_a_value_model_trains_its_head_in_full_and_exports_both(saved, engine_of
 RESUMED = [{}, {"init": "pissa", "dropout": 0.2}, {"dora": True}, {"targets": ("q_proj",), "dropout": 0.5}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("settings", RESUMED, ids=[" ".join(one) or "plain" for one in RESUMED])
 def test_training_on_from_a_checkpoint_equals_training_through(

@@ -78,6 +78,7 @@ def _of(spread, world, number):
     return [{k.removeprefix(prefix): v for k, v in rank.items() if k.startswith(prefix)} for rank in spread[world]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "number"),
     [pytest.param(w, i, id=f"{w}: {c.name}") for w, cases in ((2, TWO), (4, FOUR)) for i, c in enumerate(cases)],
@@ -117,6 +118,7 @@ def _assert_same(one, other):
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_any_mesh_loads_on_any_other_bit_for_bit(tmp_path):
     """One rank -> two ways over 2 -> three ways over 4 -> over 2 -> one rank: it stays the same to the bit."""
     folders = {}
@@ -150,6 +152,7 @@ def test_a_checkpoint_of_any_mesh_loads_on_any_other_bit_for_bit(tmp_path):
         assert all(torch.equal(loaded[key], last[key]) for key in last), name
 
 
+@pytest.mark.slow
 def test_experts_are_saved_from_their_ranks(tmp_path):
     moe = Case(**MOE, parallel={"expert": 2})
     (tmp_path / "two").mkdir()
@@ -184,6 +187,7 @@ def load_from_folder(path):
     return found
 
 
+@pytest.mark.slow
 def test_each_rank_reads_its_own_shards(folder):
     alone = dict(make_engine(Case(model={"path": str(folder)})).get_per_tensor_param()[0])
     total = sum(tensor.numel() for name, tensor in alone.items() if name != "lm_head.weight")
@@ -227,6 +231,7 @@ def odd_batches(folder):
     }
 
 
+@pytest.mark.slow
 def test_odd_batches_and_narrow_precision(tmp_path):
     first, second = run_ranks(2, odd_batches, str(tmp_path))
     assert first["dtypes"] == second["dtypes"] == ["torch.float32"]
@@ -292,6 +297,7 @@ def refused():
     return found
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_refused_by_dimension():
     (found, _) = run_ranks(2, refused)
     assert "parallel.tensor = 2: architecture 'gpt2' has no tensor-parallel plan" in found["plan"]

@@ -193,6 +193,7 @@ def two_ranks():
     return run_ranks(2, all_steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", range(len(CASES)), ids=[f"{m.balance_over}-{m.routing_replay}-{p}" for m, p in CASES]
 )

@@ -59,6 +59,7 @@ def gradients(engine, batch, loss):
     return found
 
 
+@pytest.mark.slow
 @every_kind
 def test_it_learns_as_beside_plain_layers_of_the_same_values(
     architecture, quantised, settings, saved, dequantised, engine_of, plain, make_batch, losses, tmp_path

@@ -134,6 +134,7 @@ def sequence_parallel(rope, ranks):
     return {"logprobs": found, "norm": worker.train_batch(batch, likelihood)["train/grad_norm"].value}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", CHANGING)
 def test_two_ranks_that_share_a_row_agree_with_one_process(rope):
     alone = sequence_parallel(rope, 1)

@@ -45,6 +45,7 @@ def test_a_row_of_one_token_on_two_ranks():
         assert rank["logprobs"].tolist() == [0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rows_shorter_than_the_ranks_give_the_numbers_of_one_process(ranks):
     alone = short_rows(1)

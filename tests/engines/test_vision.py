@@ -248,5 +248,6 @@ def _refused(case):
         make_engine(case)
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_without_a_plan_is_refused_by_name():
     run_ranks(2, _refused, Case("qwen3_vl", parallel={"tensor": 2}))

@@ -85,6 +85,7 @@ def programs(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_an_agent_that_asks_once_trains_as_the_plain_environment_does(tmp_path, programs):
     changes = {"run": {**BASE["run"], "steps": 3}}
     agent = {"episode": {"env": {"name": "agent", "program": f"{programs}:once"}}}

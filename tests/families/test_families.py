@@ -6,6 +6,7 @@ from tests.families.families import FAMILIES
 from tests.families.table import BEGIN, CHEAP, COLUMNS, END, PAGE, applies, read, run_cell, table
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("column", CHEAP)
 @pytest.mark.parametrize("name", FAMILIES)

@@ -75,6 +75,7 @@ def weights(model):
     return list(model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["skipped", "stale head", "half"])
 def test_weights_that_are_not_all_taken_in_are_never_served(server, models, finish, gap, fault):
     """The server says nothing of it: the digest of what it holds does."""

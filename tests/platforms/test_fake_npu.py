@@ -31,6 +31,7 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_fsdp2_trains_on_it_as_on_the_cpu(found):
     assert found["platform"] == "fake_npu"
     on_cpu, on_device = found["losses"]

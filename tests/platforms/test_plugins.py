@@ -109,6 +109,7 @@ def test_an_installed_plug_in_is_found_and_trains_on_its_device(installed):
     assert "'torn': 'RuntimeError: torn off'" in plugins  # reported, and in nobody's way
 
 
+@pytest.mark.slow
 def test_a_whole_run_trains_on_the_platform_that_the_plug_in_brings(installed, tmp_path):
     command = [sys.executable, "-m", "hone", "train", str(recipe(tmp_path)), "run.steps=2", "evaluation.every_steps=0"]
     environment = {**os.environ, "PYTHONPATH": str(installed), "TOY_CARD": "1", "HONE_PLATFORM": "toy"}

@@ -22,6 +22,7 @@ def run(command, recipe, folder, *overrides):
     return metrics(folder)
 
 
+@pytest.mark.slow
 def test_a_teacher_is_trained_and_teaches(tmp_path):
     small = ("run.steps=2", "evaluation.sets.held_out.source.size=8", "actor.schedule.warmup_steps=1")
     run("sft", "distill/teacher.yaml", tmp_path / "teacher", *small)
@@ -36,6 +37,7 @@ def test_a_teacher_is_trained_and_teaches(tmp_path):
     assert steps[1]["train/policy_loss"] == 0.0
 
 
+@pytest.mark.slow
 def test_prime_trains_its_process_reward_model(tmp_path):
     small = ("run.steps=1", "update.prompts_per_step=4", "algorithm.dynamic_sampling=null", "warm_start.steps=12",
              "warm_start.samples_per_step=4", "evaluation.sets.held_out.source.size=8")  # fmt: skip

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from hone.cli.main import main
 from tests.trainers.tiny import metrics
 
@@ -10,6 +12,7 @@ SMALL = ("run.steps=1", "update.prompts_per_step=2", "warm_start.steps=2", "warm
          "evaluation.sets.held_out.source.size=4", "tracking.trackers=[jsonl]")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_runs_from_its_warm_start_to_replayed_routes(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # its paths are relative to the project
     assert main(["train", "recipes/moe/grpo.yaml", f"run.dir={tmp_path}/run", *SMALL]) == 0

@@ -18,6 +18,7 @@ def _where_the_recipes_are(monkeypatch):
     monkeypatch.chdir(ROOT)  # their paths are relative to the project
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "recipe", "steps"),
     [
@@ -37,6 +38,7 @@ def test_a_few_steps_lower_the_held_out_loss(tmp_path, command, recipe, steps):
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_policy_learns_from_the_reward_model_beside_it(tmp_path):
     judge = [f"run.dir={tmp_path}/judge", "run.steps=4", *SMALL]
     assert main(["reward-model", "recipes/reward_model/bradley_terry.yaml", *judge]) == 0

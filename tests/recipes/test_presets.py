@@ -31,6 +31,7 @@ def _where_the_recipes_are(monkeypatch):
     monkeypatch.chdir(ROOT)  # their paths are relative to the project
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [path.stem for path in RECIPES])
 def test_the_preset_takes_its_first_steps(name, tmp_path):
     overrides = (*SMALL, *WITH_CRITIC.get(name, []), f"run.dir={tmp_path}/run")

@@ -42,6 +42,7 @@ def test_ppo_on_reverse_trains_its_critic(tmp_path):
     assert engine["schedule_step"] == 2 * 2
 
 
+@pytest.mark.slow
 def test_countdown_runs_from_its_warm_start_to_the_verifier(tmp_path):
     pytest.importorskip("reasoning_gym", reason="the recipe needs the extra `tasks`")
     small = ("run.steps=1", "update.prompts_per_step=4", "warm_start.steps=12", "warm_start.samples_per_step=4",
@@ -62,6 +63,7 @@ def test_countdown_counts_as_solved_what_uses_each_number_once():
     assert {answer: solved(answer, "(2+3)*10", row) for answer in answers} == answers
 
 
+@pytest.mark.slow
 def test_fine_tuning_on_chats_learns_both_answers_and_nothing_else(tmp_path):
     steps = started("sft", "sft/chat.yaml", tmp_path, "run.steps=25", "evaluation.sets.held_out.source.size=32")
     assert steps[25]["eval/held_out/loss"] < 0.8 * steps[0]["eval/held_out/loss"]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hone.registry import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +26,7 @@ def test_it_is_under_250_lines():
     assert len(LOOP.read_text(encoding="utf-8").splitlines()) < 250
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_script_from_any_folder(tmp_path):
     arguments = ["--steps", "2", "--prompts", "4", "--samples", "2", "--threads", "1"]
     done = subprocess.run(

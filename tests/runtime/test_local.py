@@ -67,6 +67,7 @@ def test_batches_are_dealt_out_with_attentions_square():
     assert [rank["ranks"] for rank in run_ranks(2, dealt_out)] == [[0, 0, 0, 1, 1]] * 2
 
 
+@pytest.mark.slow
 def test_every_rank_gets_the_results_of_one_process():
     alone = work()
     for rank in run_ranks(2, work):
@@ -113,6 +114,7 @@ def test_a_lost_rank_ends_the_others_in_bounded_time(how):
     assert first["seconds"] < 30
 
 
+@pytest.mark.slow
 def test_ranks_agree_and_exchange():
     for found in run_ranks(2, agree):
         assert found == {"agreed": 1, "bytes": ["0", "11"], "first": [True, False]}
@@ -186,6 +188,7 @@ def run_command(*arguments):
     return {"code": main(list(arguments))}
 
 
+@pytest.mark.slow
 def test_a_run_over_two_ranks_is_cut_and_continued_with_other_numbers_of_ranks(recipe, tmp_path):
     """Steps 1 to 2 on two ranks, to 4 on one, to 6 on two with another mesh: the record is that of one process."""
     assert main(["sft", str(recipe("alone", 6))]) == 0

@@ -69,6 +69,7 @@ def ppo(folder):
     return "train", recipe(folder, PPO, {"warm_start": warm, "rollout": rollout, "run": {"steps": 3}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [distillation, ppo])
 def test_two_ranks_learn_what_one_process_learns(tmp_path, written):
     assert start(*written(tmp_path / "alone"))["code"] == 0
@@ -83,6 +84,7 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path, written):
     assert asked == expected
 
 
+@pytest.mark.slow
 def test_a_spread_run_is_continued_by_one_process_and_back(tmp_path):
     whole = recipe(tmp_path / "whole", {"run": {"steps": 6}})
     assert start("train", whole)["code"] == 0
@@ -127,6 +129,7 @@ def test_an_error_while_generating_ends_the_run(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------ under torchrun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "distill"])
 def test_torchrun_is_refused_with_the_line_to_type(tmp_path, command):
     teachers = {"a": {"model": {"path": "never/read"}}}
@@ -145,6 +148,7 @@ def test_ranks_of_several_machines_are_named_in_the_line(tmp_path, monkeypatch):
     assert "runtime.backend=ray runtime.backend.devices=2 runtime.backend.nodes=4` without torchrun" in found["said"]
 
 
+@pytest.mark.slow
 def test_torchrun_itself_ends_at_once(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hone"]
     done = subprocess.run([*command, "train", str(recipe(tmp_path))], capture_output=True, text=True, timeout=60)

@@ -57,6 +57,7 @@ def assert_close(one, other):
         assert all(mine[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_is_that_of_one_process(pool, tmp_path):
     local = train(tmp_path / "local", LOCAL)
     assert_close(train(tmp_path / "ray", overrides(2)), local)
@@ -71,6 +72,7 @@ def test_ranks_compute_in_the_dtype_that_auto_chooses_for_the_driver(pool, tmp_p
     assert engine["compute_dtype"] == compute_dtype("auto", current_platform())
 
 
+@pytest.mark.slow
 def test_a_reference_follows_the_policy_over_two_ranks(pool, tmp_path):
     kl = ["algorithm.kl.coef=0.05", "algorithm.kl.kind=k3"]
     follow = [*kl, "reference.follow.every_steps=2", "reference.follow.mixup=0.5"]
@@ -243,6 +245,7 @@ def test_a_rank_that_is_killed_is_named_with_its_last_lines(capfd):
     assert "still here" in printed
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_shown_with_its_stack(capfd):
     error, printed = fails(Hanging, capfd, stall_timeout_s=4.0)
     assert "role critic: no progress in phase train_batch for runtime.stall_timeout_s=4" in str(error)

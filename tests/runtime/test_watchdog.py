@@ -78,6 +78,7 @@ def stuck_run(tmp_path, launch):
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_in_one_process_that_hangs_ends(tmp_path):
     printed = stuck_run(tmp_path, [])
     assert "rank 0 of 1 on node" in printed

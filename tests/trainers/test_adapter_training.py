@@ -70,6 +70,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_fine_tuning_learns_exports_and_resumes(tmp_path):
     run = fine_tune(sft_recipe(tmp_path / "whole"), *lora("actor", "dropout=0.1"))
     losses = of_run(run, "eval/held_out/loss")
@@ -105,6 +106,7 @@ def test_there_is_nothing_to_merge_where_all_weights_were_trained(tmp_path):
         export_checkpoint(whole, tmp_path / "no", merge=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "asked"), [("dpo", "precomputed"), ("dpo", "live"), ("kto", "live")])
 def test_preferences_are_measured_against_the_model_without_its_adapter(tmp_path, loss, asked, loaded):
     asked = f"reference.logprobs={asked}"
@@ -132,6 +134,7 @@ def test_a_reward_model_trains_adapter_and_head(tmp_path):
     assert torch.equal(load_file(run / "export/value_head.safetensors")["score.weight"], head)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl", [KL, FULL_KL], ids=["k3", "full"])
 def test_a_policy_is_its_own_reference(tmp_path, kl, loaded):
     """The run with a second model for reference gives the same figures, to rounding."""
@@ -156,6 +159,7 @@ def test_a_policy_that_begins_with_an_adapter_is_measured_against_that(tmp_path)
     assert abs(of_run(second, "train/kl_loss")[0]) < 1e-6  # without the adapter, it would be another policy
 
 
+@pytest.mark.slow
 def test_policy_and_critic_train_adapters_and_resume(tmp_path):
     adapters = [*lora("actor"), *lora("critic.engine", "dora=true")]
     whole = reinforce(recipe(tmp_path / "whole", PPO), *adapters, "run.steps=4")

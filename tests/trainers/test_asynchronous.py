@@ -83,6 +83,7 @@ def test_an_evaluation_has_the_weights_of_its_step(whole):
     assert versions == {0: {0}, 3: {3}, 6: {6}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGINT, id="interrupted", marks=pytest.mark.slow)],

@@ -132,6 +132,7 @@ def mostly(response, ground_truth, row):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "message"), [("fails", "the judge is out"), ("nan", "nan"), ("never", "0.2 s")])
 def test_a_reward_that_never_works_ends_the_run_with_its_reason(tmp_path, capfd, name, message):
     (tmp_path / "rewards.py").write_text(REWARDS, encoding="utf-8")
@@ -177,6 +178,7 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(tmp_path, capfd, mon
     assert [m["step"] for m in metrics(tmp_path / "run")] == list(range(7))
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_is_named_with_the_way_out(tmp_path, capfd):
     path = recipe(tmp_path)
     assert hone(capfd, path)[0] == 0
@@ -194,6 +196,7 @@ def test_a_truncated_checkpoint_is_named_with_the_way_out(tmp_path, capfd):
     assert [m["step"] for m in metrics(tmp_path / "run")] == list(range(9))
 
 
+@pytest.mark.slow
 def test_a_broken_plug_in_is_named_and_does_not_stop_the_run(tmp_path):
     import os
     import subprocess

@@ -148,6 +148,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_kill_9_during_saves_always_leaves_a_whole_checkpoint(tmp_path):
     for attempt in range(6):
         folder = tmp_path / str(attempt)

@@ -57,6 +57,7 @@ def combined(advantage, loss, mode, kind, correction, shaping):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "advantage", "loss", "mode", "kind", "correction", "shaping"), RUNS)
 def test_a_run_with(tmp_path, number, advantage, loss, mode, kind, correction, shaping):
     settings = {

@@ -94,6 +94,7 @@ def test_a_failed_greedy_answer_drops_its_group_with_a_reason(tmp_path):
     assert state["ledger"]["dropped"] == {"the greedy answer failed: reward_failed": groups}
 
 
+@pytest.mark.slow
 def test_two_halves_equal_the_whole(tmp_path):
     change = {"run": {"steps": 4}, "checkpoint": {"every_steps": 2}}
     train(tmp_path / "whole", change)

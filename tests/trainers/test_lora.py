@@ -31,6 +31,7 @@ def without_evaluation(run):
     return [{name: value for name, value in step.items() if not name.startswith("eval/")} for step in metrics(run)]
 
 
+@pytest.mark.slow
 def test_two_halves_equal_the_whole_and_a_checkpoint_holds_the_adapter_alone(tmp_path):
     whole, halves = recipe(tmp_path / "whole", LORA), recipe(tmp_path / "halves", LORA)
     train(whole)
@@ -76,6 +77,7 @@ def test_merged_export_adapter_and_the_runs_own_export_answer_alike(trained, tmp
         assert last[figure] == pytest.approx(value, abs=1e-6), "what the run itself has measured at its end"
 
 
+@pytest.mark.slow
 def test_adapters_beside_a_policy_whose_weights_change_are_refused(tmp_path, trained):
     _, run = trained
     export_checkpoint(run, tmp_path / "adapter")

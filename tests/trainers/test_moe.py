@@ -56,6 +56,7 @@ def test_routes_of_the_rollout_are_replayed_in_both_forwards(tied, tmp_path):
         assert step["train/expert_load_max_over_mean"] >= 1.0
 
 
+@pytest.mark.slow
 def test_routes_of_the_old_log_probs_are_replayed_in_a_server_and_with_ppo(tmp_path):
     """The second pass over the same batch replays what the forward for old log-probs chose, whatever it has learned."""
     actor = {"compute_dtype": "float32", "optimizer": {"lr": 1e-1}, "moe": {"routing_replay": "old_logprobs"}}

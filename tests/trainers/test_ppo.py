@@ -167,6 +167,7 @@ def test_kl_in_the_loss_adds_its_coefficient_times_the_estimate(tmp_path):
         assert step["train/loss"] == pytest.approx(step["train/policy_loss"] + 0.5 * step["train/kl_loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_reference_of_its_own_is_far_from_the_policy_at_once(tmp_path):
     run, _, _ = train(tmp_path / "other", {"run": {"steps": 3}})
     change = {
@@ -181,6 +182,7 @@ def test_a_reference_of_its_own_is_far_from_the_policy_at_once(tmp_path):
 # ------------------------------------------------------------------------------------------- mini-batches and epochs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("minibatches", "epochs"), [(1, 1), (2, 2), (4, 3)])
 def test_optimizer_steps_are_minibatches_times_epochs(tmp_path, minibatches, epochs):
     schedule = {"compute_dtype": "float32", "optimizer": {"lr": 1e-3}, "schedule": {"warmup_steps": 1000}}
@@ -196,6 +198,7 @@ def test_optimizer_steps_are_minibatches_times_epochs(tmp_path, minibatches, epo
     assert ledger == {"next": 8, "open": {}, "trained": 8, "dropped": {}}
 
 
+@pytest.mark.slow
 def test_the_ratio_leaves_one_only_after_the_first_optimizer_step(tmp_path):
     fast = {"actor": {"compute_dtype": "float32", "optimizer": {"lr": 2e-2}}, "run": {"steps": 1}}
     _, once, _ = train(tmp_path / "once", fast, update())
@@ -239,6 +242,7 @@ def redraws(folder, config, max_draws):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_draws", [1, 10])
 def test_dynamic_sampling_draws_again_and_the_ledger_says_so(tmp_path, max_draws):
     rewards = tmp_path / "rewards.py"

@@ -92,6 +92,7 @@ def expected_pair_loss(name, chosen, rejected):
     }[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "ipo", "hinge", "cdpo", "robust", "simpo", "orpo"])
 def test_the_loss_of_two_pairs_is_the_formula_on_plain_forwards(tmp_path, models, name):
     compared = name not in ("simpo", "orpo")
@@ -222,6 +223,7 @@ def test_runs_with_different_budgets_are_the_same_run(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_precomputed_and_live_references_give_the_same_run(tmp_path, loss):
     for kind in ("precomputed", "live"):
@@ -273,6 +275,7 @@ def test_losses_without_reference_refuse_to_be_given_one(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- resuming
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_two_halves_equal_the_whole(tmp_path, loss):
     prefer(written(tmp_path / "whole", "prefer", loss))
@@ -290,6 +293,7 @@ def test_two_halves_equal_the_whole(tmp_path, loss):
 # ------------------------------------------------------------------------------------------------------------- learning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", sorted(PREFERENCE_LOSSES))
 def test_every_loss_learns_what_is_preferred(tmp_path, loss):
     beta = {"simpo": 2.0, "kto": 0.5, "orpo": 1.0}.get(loss, 0.5)

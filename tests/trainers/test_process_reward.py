@@ -103,6 +103,7 @@ def test_it_learns_to_tell_outcomes_apart(tmp_path):
     assert steps[12]["process_reward/accuracy"] > 0.8
 
 
+@pytest.mark.slow
 def test_two_halves_equal_the_whole(tmp_path):
     shape = {"run": {"steps": 4}, "update": {"prompts_per_step": 4, "samples_per_prompt": 4, "minibatches": 2}}
     whole, halves = (recipe(tmp_path / name, EVERY, PRIME, shape) for name in ("whole", "halves"))
@@ -132,6 +133,7 @@ def test_what_does_not_fit_is_refused_before_the_run(tmp_path, change, message):
         train(tmp_path, change)
 
 
+@pytest.mark.slow
 def test_an_outcome_beyond_one_is_named(tmp_path):
     reward = {"components": {"share": {"reward": f"{tmp_path}/task.py:share", "weight": 9.0}}, "workers": 1}
     with pytest.raises(ValueError, match=r"process_reward\.outcome = reward should be between 0 and 1, found"):
@@ -151,6 +153,7 @@ def other(tmp_path_factory):
     return run_policy(load_recipe(recipe(tmp_path_factory.mktemp("other"), change)))
 
 
+@pytest.mark.slow
 def test_full_kl_in_a_run_is_that_of_plain_transformers(tmp_path, other):
     change = {
         "algorithm": {"kl": {"kind": "full", "coef": 0.5}},

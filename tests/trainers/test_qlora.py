@@ -53,6 +53,7 @@ def without_evaluation(run):
     return [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in metrics(run)]
 
 
+@pytest.mark.slow
 def test_fine_tuning_learns_exports_and_resumes(tmp_path):
     run = fine_tune(sft_recipe(tmp_path / "whole"), *qlora("actor"))
     losses = of_run(run, "eval/held_out/loss")
@@ -100,6 +101,7 @@ def test_the_original_weights_would_have_been_another_policy(tmp_path):
     assert gap > 1e-3
 
 
+@pytest.mark.slow
 def test_policy_and_critic_in_four_bits_resume(tmp_path):
     adapters = [*qlora("actor", "modules_to_save=[lm_head]"), *qlora("critic.engine", "modules_to_save=[norm]")]
     whole = reinforce(recipe(tmp_path / "whole", PPO), *adapters, "run.steps=4")

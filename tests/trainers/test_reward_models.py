@@ -268,6 +268,7 @@ def served(folder):
     model.close()
 
 
+@pytest.mark.slow
 def test_a_process_gives_the_same_scores_and_batches_what_waits(served, folder):
     answers = [said(*[8 + (n + k) % 4 for k in range(n % 9)], EOS) for n in range(1, 40)]
     outcomes = [future.result(30) for future in [served.submit(answer) for answer in answers]]
@@ -295,6 +296,7 @@ def test_a_killed_process_is_replaced_and_its_calls_are_made_again(served, folde
     assert served.restarts == restarts + 1
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_costs_its_call_and_is_replaced(served):
     stopped = pid_of(served)
     os.kill(stopped, signal.SIGSTOP)
@@ -366,6 +368,7 @@ def test_two_halves_equal_the_whole_and_the_greedy_baseline_is_judged_too(tmp_pa
     assert metrics(whole)[1]["reward/scored"] == 20
 
 
+@pytest.mark.slow
 def test_a_reward_model_in_a_process_judges_a_run(tmp_path, folder):
     settings = change(tmp_path, path=folder, place="process")
     settings["reward"]["components"].pop("share")  # a reward model may be the only component

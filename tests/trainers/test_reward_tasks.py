@@ -119,6 +119,7 @@ def test_the_export_is_a_value_model_again(tmp_path):
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["bradley_terry", "process"])
 def test_two_halves_equal_the_whole(tmp_path, loss):
     whole = train_reward_model(written(tmp_path / "whole", "reward_model", loss))

@@ -227,6 +227,7 @@ def test_a_killed_receiver_is_noticed_though_its_replica_says_nothing(replicas):
     run(MAKE["ipc"](), body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", BUCKETED)
 def test_a_silent_receiver_meets_the_deadline(transport, replicas):
     engine = MAKE[transport]()

@@ -97,6 +97,7 @@ def test_servers_say_what_the_engine_inside_says_and_outlive_a_dead_one(start, a
     servers.close()
 
 
+@pytest.mark.slow
 def test_every_door_of_a_server_asks_for_the_token(start, actor, loop, tmp_path):
     """Its HTTP routes and its weight channel; what those who know the token may not say is refused too."""
     rollout = start()

@@ -50,6 +50,7 @@ def behave(mesh, folder):
     return {**found, **whole, "bf16 gap": float(max(gaps))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [*ENGINES, pytest.param(STAGES, marks=pytest.mark.slow)], ids=str)
 def test_steps_are_skipped_together_and_modes_agree(mesh, folders, alone, needs_backend):
     needs_backend(mesh.backend)
@@ -82,6 +83,7 @@ def accumulate(mesh, folder):
     return {"gap": max(float((first[key] - second[key]).abs().max()) for key in first)}
 
 
+@pytest.mark.slow
 def test_gradients_add_up_over_calls(folders, needs_backend):
     needs_backend("megatron")
     assert all(rank["gap"] < 1e-5 for rank in run_ranks(2, accumulate, Mesh("megatron", 2), folders["qwen3"]))
@@ -100,6 +102,7 @@ def refuse_all(bad):
     return {}
 
 
+@pytest.mark.slow
 def test_bad_settings_are_errors_that_name_them(folders, needs_backend, tmp_path):
     needs_backend("megatron")
     folder = folders["qwen3"]
@@ -119,6 +122,7 @@ def test_bad_settings_are_errors_that_name_them(folders, needs_backend, tmp_path
     run_ranks(2, refuse_all, bad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [

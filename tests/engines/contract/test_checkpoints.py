@@ -46,6 +46,7 @@ CHAINS_OF_EXPERTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen3-untied", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chain", ["two", *(pytest.param(name, marks=pytest.mark.slow) for name in ("stages", "four"))])
 def test_a_checkpoint_goes_through_every_engine_bit_for_bit(chain, name, folders, tmp_path, needs_backend):
@@ -107,6 +108,7 @@ def resume(mesh, folder, saved):
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh("fsdp2", 2), Mesh("megatron", 2)], ids=str)
 def test_a_resumed_engine_goes_on_bit_for_bit(mesh, folders, tmp_path, needs_backend):
     needs_backend(mesh.backend)
@@ -120,6 +122,7 @@ def refuse_another(mesh, folder, saved):
     return {}
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_another_model_is_refused(folders, tmp_path, needs_backend):
     needs_backend("megatron")
     carry_on(ONE, folders["qwen3"], "", str(tmp_path))

@@ -25,6 +25,7 @@ SLOW = [
 MESHES = [*QUICK, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, "value"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_training_equals_that_of_one_process(mesh, name, alone, trained, needs_backend):

@@ -19,6 +19,7 @@ async def during(bench, prompts, action, **sampling):
     return await running
 
 
+@pytest.mark.slow
 def test_abort_gives_the_tokens_so_far_and_a_resend_continues_them(bench, finish):
     prompts = bench.prompts(5)
     how = {} if bench.positional_seed else {"temperature": 0.0}  # else other tokens come, of the same distribution

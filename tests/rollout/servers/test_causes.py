@@ -54,6 +54,7 @@ def test_the_cause_is_found_far_above_the_last_lines():
     assert first_error("INFO: no Error here\n  raise ValueError(\n") == ""
 
 
+@pytest.mark.slow
 def test_the_built_in_server_with_a_broken_model_says_what_is_broken(tmp_path, finish, tiny, tokenizer):
     tiny("qwen3").save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
