@@ -72,7 +72,9 @@ class Soak:
         return found
 
     def servers(self):
-        return [one for one in self.processes() if len(one[1]) > 2 and one[1][1] == str(PROGRAM)]
+        """Those that listen: one that is starting has no socket yet."""
+        found = [one for one in self.processes() if len(one[1]) > 2 and one[1][1] == str(PROGRAM)]
+        return [one for one in found if os.path.exists(json.loads(one[1][2])["socket"])]
 
     def steps(self):
         path = self.run / "metrics.jsonl"
@@ -142,7 +144,7 @@ class Soak:
                     break
                 try:
                     fault()
-                except (ConnectionError, ProcessLookupError):
+                except (ConnectionError, FileNotFoundError, ProcessLookupError):
                     continue  # the victim had just been ended by the fault before
                 self.goes_on(fault.__name__)
                 self.done.append(fault.__name__)
