@@ -92,9 +92,9 @@ class Replica:
             self.expected_tokens = self.expected_tokens - request.cost if self.running else 0.0
             self.idle_since = time.monotonic()
 
-    def idle(self) -> float:
-        """Seconds in which it had no request, since the last call."""
-        now, found = time.monotonic(), self.idle_s
+    def idle(self, now: float) -> float:
+        """Seconds in which it had no request, from the last call until `now`."""
+        found = self.idle_s
         if not self.running:
             found += now - self.idle_since
         self.idle_s, self.idle_since = 0.0, now
@@ -111,6 +111,7 @@ class Replica:
 
 
 LOOK_S = 0.2  # between two looks whether a weight sync has ended
+SHORTEST_S = 1e-9  # between two calls of `metrics`, so that shares are finite
 
 
 class ReplicaPool:
@@ -130,6 +131,7 @@ class ReplicaPool:
         self.restore: RestoreFn | None = None
         self._changed = changed
         self._restarted = 0
+        self._counted_since = time.monotonic()  # by `metrics`
         self._closed = False
 
     def add(self, engine: Generating) -> None:
@@ -309,9 +311,13 @@ class ReplicaPool:
     def metrics(self) -> Metrics:
         """The engines' figures together, and how many of them serve, since the last call."""
         restarted, self._restarted = self._restarted, 0
+        now = time.monotonic()
+        idle_s = sum(one.idle(now) for one in self.members) / len(self.members)
+        seconds, self._counted_since = now - self._counted_since, now
         return {
             **merge_metrics(*(one.engine.metrics() for one in self.members)),
-            "perf/rollout_idle_s": Metric.sum(sum(one.idle() for one in self.members) / len(self.members)),
+            "perf/rollout_idle_s": Metric.sum(idle_s),
+            "perf/rollout_utilisation": Metric.mean(1 - idle_s / max(seconds, idle_s, SHORTEST_S), seconds),
             "rollout/replicas_serving": Metric.min(len(self.serving)),
             "rollout/replica_restarts": Metric.sum(restarted),
         }

@@ -256,6 +256,8 @@ _PERF = (
     Described("perf/tokens_per_s", "tokens/s", MEAN, "tokens of the batch, prompts included, over the step's time"),
     Described("perf/rollout_tokens_per_s", "tokens/s", MEAN, "sampled tokens over the engine's time at work"),
     Described("perf/rollout_busy_seconds", "s", SUM, "time at work of the rollout engines"),
+    Described("perf/trainer_utilisation", "share", MEAN, "step without generation, rewards, waiting for answers"),
+    Described("perf/rollout_utilisation", "share", MEAN, "time in which a replica had a request, mean over replicas"),
     Described("perf/rollout_idle_s", "s", SUM, "time in which a replica had no request, mean over replicas"),
     Described("perf/reward_call_seconds", "s", MEAN, "time of a reward call"),
     Described("perf/reward_call_max_seconds", "s", MAX, "time of the longest reward call"),

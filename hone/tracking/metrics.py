@@ -21,6 +21,9 @@ from hone.types import Metric, Metrics
 WORK = ("generate", "trainer_wait", "reward", "forward", "backward")
 """Phases of model work, or of waiting for it; the rest of a step is driver overhead."""
 
+FOR_ANSWERS = ("generate", "trainer_wait", "reward")
+"""Phases in which answers are made or waited for, so that nothing is trained."""
+
 
 class Timer:
     """Times one step after another in one thread.
@@ -104,6 +107,9 @@ class Timer:
             metrics["perf/step_s"] = Metric.mean(step_s)
             metrics["perf/driver_s"] = Metric.mean(driver_s)
             metrics["perf/driver_fraction"] = Metric.mean(driver_s / step_s, count=step_s)
+            if answers := [self._spent[name] for name in FOR_ANSWERS if name in self._spent]:
+                trained = max(1.0 - sum(answers) / step_s, 0.0)
+                metrics["perf/trainer_utilisation"] = Metric.mean(trained, count=step_s)
             if tokens is not None:
                 metrics["perf/tokens_per_s"] = Metric.mean(tokens / step_s, count=step_s)
         self._spent, self._outside, self._step_s = {}, {}, 0.0

@@ -135,6 +135,14 @@ def test_a_replica_that_dies_in_the_middle_is_not_noticed(fleet, finish):
     assert metrics["rollout/replica_restarts"].value == 1
 
 
+def test_utilisation_is_the_share_of_the_time_with_requests(fleet, finish):
+    router, _ = fleet(2)
+    router.metrics()
+    finish(router.generate("r", (9, 10), WANTED))
+    assert 0 < router.metrics()["perf/rollout_utilisation"].value <= 0.5, "the other replica had no request"
+    assert router.metrics()["perf/rollout_utilisation"].value == 0
+
+
 def test_the_only_replica_is_waited_for(fleet, finish):
     router, (mortal,) = fleet(1)
     mortal.fail_starts = 1

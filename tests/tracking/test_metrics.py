@@ -45,6 +45,7 @@ def test_phases_add_up_to_the_step_and_the_rest_is_the_drivers(clock):
         "perf/step_s": 8.0,
         "perf/driver_s": 0.75,
         "perf/driver_fraction": 0.75 / 8.0,
+        "perf/trainer_utilisation": 0.5,
         "perf/tokens_per_s": 100.0,
     }
 

@@ -168,6 +168,7 @@ def test_every_metric_is_in_one_chart():
         "weights/bytes", "perf/step_s", "perf/generate_s", "perf/reward_s", "perf/pack_s", "perf/driver_s",
         "perf/evaluate_s", "perf/save_checkpoint_s", "perf/driver_fraction", "perf/weight_sync_gb_per_s", "mine", "x/y",
         "schedule/staleness", "schedule/staleness_0", "schedule/staleness_2", "schedule/staleness_max",
+        "perf/rollout_utilisation", "perf/trainer_utilisation", "perf/trainer_wait_s", "perf/rollout_idle_s",
     ]  # fmt: skip
     made = charts(names)
     placed = [name for chart in made for name in chart.series]
@@ -177,11 +178,17 @@ def test_every_metric_is_in_one_chart():
     assert by_title["best@4"].series == {"eval/a/best@4": "a", "eval/b/best@4": "b"}
     assert by_title["status"].series == {"rollout/status/env_failed": "env_failed", "rollout/status/ok": "ok"}
     assert by_title["Time of a step by phase"].series == {
-        "perf/generate_s": "generate", "perf/reward_s": "reward", "perf/pack_s": "pack",
+        "perf/generate_s": "generate", "perf/trainer_wait_s": "trainer wait", "perf/reward_s": "reward",
+        "perf/pack_s": "pack",
     }  # fmt: skip
     assert by_title["Trained tokens by age of their weights"].series == {
         "schedule/staleness_0": "0 updates old", "schedule/staleness_2": "2 updates old",
     }  # fmt: skip
+    assert by_title["Utilisation"].series == {
+        "perf/trainer_utilisation": "trainer", "perf/rollout_utilisation": "rollout",
+    }  # fmt: skip
+    titles = [chart.title for chart in made]
+    assert titles.index("Utilisation") == titles.index("Trained tokens by age of their weights") + 1
     assert {chart.section for chart in made if {"mine", "x/y"} & set(chart.series)} == {"Other"}
     assert step_phases(["perf/generate_s"]) == []
 

@@ -25,6 +25,7 @@ OTHER_SECTION = "Other"
 
 _MOST_SERIES = 8
 _OF_AGE = r"schedule/staleness_\d+"
+_UTILISATION = {"perf/trainer_utilisation": "trainer", "perf/rollout_utilisation": "rollout"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +78,12 @@ _WANTED = (
     ),
     _Wanted("Gradient norm", (r"train/grad_norm", r"train/.*grad_norm.*")),
     _Wanted("Trained tokens by age of their weights", (_OF_AGE,), together=True, unit="share"),
+    _Wanted("Utilisation", tuple(_UTILISATION), together=True, unit="share of the time"),
     _Wanted("Learning rate", (r"train/lr", r"train/learning_rate")),
     _Wanted("Throughput", (r"perf/tokens_per_s",), unit="tokens/s"),
 )
 
-_NOT_IN_STEP = ("perf/step_s", "perf/driver_s")
+_NOT_IN_STEP = ("perf/step_s", "perf/driver_s", "perf/rollout_idle_s")  # the last is time of servers
 _OUTSIDE_STEP = re.compile(r"perf/(evaluate|initialize|(save_)?checkpoint|export|report|.*_outside)_s")
 
 
@@ -129,7 +131,9 @@ def _matches(wanted: _Wanted, names: Sequence[str]) -> list[str]:
 
 
 def _label(name: str) -> str:
-    """The label of a series in its chart: the evaluation set, or the age in updates."""
+    """The label of a series in its chart: the evaluation set, the age in updates, or who is utilised."""
+    if name in _UTILISATION:
+        return _UTILISATION[name]
     if re.fullmatch(_OF_AGE, name):
         return f"{name.rpartition('_')[2]} updates old"
     return "/".join(name.split("/")[1:-1])
