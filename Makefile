@@ -16,6 +16,8 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 ARGS ?=
 # One test process for each core, each with whole files of tests.
 SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
+# What `make test` runs, whatever else is installed: packages of others have commands of their own.
+QUICK := not slow and not vllm and not sglang and not agents
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-all test-oldest test-megatron test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents check oracle wheel docs bench gpu-kit clean install
@@ -42,7 +44,7 @@ quickstart: $(VENV)/.base
 	$(VENV)/bin/hone train recipes/quickstart/grpo.yaml $(ARGS)
 
 test: $(VENV)/.test
-	$(VENV)/bin/python -m pytest $(SPREAD) -m "not slow" $(ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" $(ARGS)
 
 test-all: $(VENV)/.test
 	$(VENV)/bin/python -m pytest $(SPREAD) $(ARGS)
@@ -51,7 +53,7 @@ test-megatron: $(VENV)/.test
 	$(VENV)/bin/python -m pytest tests/engines/contract tests/engines/megatron $(ARGS)
 
 test-oldest: $(OLDEST_VENV)/.oldest
-	$(OLDEST_VENV)/bin/python -m pytest $(SPREAD) -m "not slow" tests/algorithms tests/engines tests/models tests/rollout tests/trainers $(ARGS)
+	$(OLDEST_VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" tests/algorithms tests/engines tests/models tests/rollout tests/trainers $(ARGS)
 
 test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
 	$(VENV)/bin/python -m pytest -m vllm tests/rollout $(ARGS)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from hone.cli.recipe import load_run, run_file_of
@@ -163,11 +163,12 @@ def score(
 
     `reward`: a registered name, a reference, or a function.
     """
-    reference = reward if isinstance(reward, str) else _reference(reward, Path(mkdtemp(prefix="hone-score-")))
-    given = {"reward": reference, "options": dict(options or {}), "timeout_s": timeout_s}
-    component = build(RewardComponent, given, source="hone.score")
-    settings = RewardConfig(components={"reward": component}, workers=workers)
-    found = outcomes_of(settings, rows, show=False)
+    with TemporaryDirectory(prefix="hone-score-") as folder:
+        reference = reward if isinstance(reward, str) else _reference(reward, Path(folder))
+        given = {"reward": reference, "options": dict(options or {}), "timeout_s": timeout_s}
+        component = build(RewardComponent, given, source="hone.score")
+        settings = RewardConfig(components={"reward": component}, workers=workers)
+        found = outcomes_of(settings, rows, show=False)
     return [scored(row, "reward", outcome) for row, outcome in zip(rows, found, strict=True)]
 
 

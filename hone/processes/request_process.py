@@ -4,15 +4,18 @@
                    <--pipe: stdout, stderr-- read by a thread: keeps the last lines, writes a log file
 
 A reply counts only if it comes from the process that said hello and belongs to the current request. What the child
-prints cannot fill the memory, delay a reply or move a deadline.
+prints cannot fill the memory, delay a reply or move a deadline. It has a temporary folder (TMPDIR) of its own, which
+is removed after it has ended, with all that a killed process left there.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.processes.frames import BrokenFrame, Frame, FrameReader, Kind, encode
+from hone.processes.supervisor import FOLDER
 from hone.processes.tree import ProcessTree
 
 LOG = logging.getLogger("hone.processes")
@@ -71,11 +75,15 @@ class RequestProcess:
         command = [sys.executable, "-P", "-c", BOOT, spec.module, *path, os.getcwd()]
         self._socket, theirs = socket.socketpair()
         source, sink = os.pipe()
+        self._folder = tempfile.mkdtemp(prefix="hone-child-")
+        os.chmod(self._folder, 0o711)  # root's sandboxes have users of their own, which must reach their folders
+        variables = {**spec.environment, "TMPDIR": self._folder, FOLDER: self._folder}
         try:
-            self._tree = ProcessTree(command, spec.environment, sink, theirs.fileno())
+            self._tree = ProcessTree(command, variables, sink, theirs.fileno())
         except BaseException:
             self._socket.close()
             os.close(source)
+            os.rmdir(self._folder)
             raise
         finally:
             theirs.close()
@@ -168,11 +176,12 @@ class RequestProcess:
         self._tree.ask_to_end(0)
 
     def kill(self) -> None:
-        """Kill the process and everything it started, wait until they have ended, and close socket and pipe."""
+        """Kill the process and everything it started, wait until they have ended, and remove what they leave."""
         for _ in self._tree.ending(0):
             time.sleep(0.005)
         self._output.finish()
         self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class _Output:

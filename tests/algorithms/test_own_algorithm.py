@@ -45,6 +45,7 @@ def hone(*arguments, path):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_the_estimator_and_the_loss_of_the_package(installed, tmp_path):
     chosen = ["algorithm.advantage={name: quantile, level: 0.25}", "algorithm.loss.name=damped"]
     overrides = [*chosen, "algorithm.loss.damping=0.1", "run.steps=2", "evaluation.every_steps=0"]

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 from hone.processes.request_loop import RequestLoop
@@ -29,6 +30,12 @@ def main():
 
 def echo(loop, request):
     loop.reply(request.batch, {"echo": request.body})
+
+
+def writes_a_file(loop, request):
+    descriptor, path = tempfile.mkstemp()
+    os.close(descriptor)
+    loop.reply(request.batch, {"path": path})
 
 
 def prints_for_ever(loop, request):
@@ -77,7 +84,8 @@ def dies(loop, request):
 WAYS = {
     function.__name__: function
     for function in (
-        echo, prints_for_ever, prints_then_echo, forks, forks_without_guard, replies_late, detaches, dies,
+        echo, writes_a_file, prints_for_ever, prints_then_echo, forks, forks_without_guard, replies_late, detaches,
+        dies,
     )
 }  # fmt: skip
 

@@ -101,6 +101,14 @@ def test_the_whole_tree_ends_also_a_child_in_a_session_of_its_own(child, how):
     assert all(map(gone, reply["pids"]))
 
 
+def test_temporary_files_of_a_killed_child_are_removed(child):
+    ((reply,),) = [ask(child, "writes_a_file")]
+    path = Path(reply["path"])
+    assert path.exists()
+    child.kill()
+    assert not path.parent.exists()
+
+
 def test_a_child_that_does_not_load_says_why(tmp_path):
     child = RequestProcess(ChildSpec("test process", MODULE))
     try:

@@ -62,6 +62,7 @@ def dealt_out():
     return {"ranks": [int(one[0]) for one in output.extras["rank"].split(SQUARE)]}
 
 
+@pytest.mark.slow
 def test_batches_are_dealt_out_with_attentions_square():
     """By tokens, the sequences of 8 and 11 tokens would go to one rank; see `test_split.py`."""
     assert [rank["ranks"] for rank in run_ranks(2, dealt_out)] == [[0, 0, 0, 1, 1]] * 2
@@ -222,6 +223,7 @@ def interrupt_one(*arguments):
     return run_command(*arguments)
 
 
+@pytest.mark.slow
 def test_ranks_stop_together(recipe, tmp_path):
     run = recipe("stopped")
     assert [one["code"] for one in run_ranks(2, interrupt_one, "sft", str(run))] == [130, 130]
@@ -234,6 +236,7 @@ def refused(*arguments):
         return run_command(*arguments) | {"said": said.getvalue()}
 
 
+@pytest.mark.slow
 def test_ray_under_torchrun_is_refused(recipe):
     for found in run_ranks(2, refused, "sft", str(recipe("refused")), "runtime.backend=ray"):
         assert found["code"] == 2

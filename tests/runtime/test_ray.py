@@ -65,6 +65,7 @@ def test_a_run_on_two_ranks_is_that_of_one_process(pool, tmp_path):
     assert len(parts) == 2  # written by the ranks
 
 
+@pytest.mark.slow
 def test_ranks_compute_in_the_dtype_that_auto_chooses_for_the_driver(pool, tmp_path):
     given = [*overrides(2), "actor.compute_dtype=auto", "run.steps=2", "checkpoint.every_steps=2"]
     assert train(tmp_path, given)[-1]["step"] == 2

@@ -142,6 +142,7 @@ def children(process):
     return [int(one) for one in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_two_ahead_with_dropped_groups_replaced_from_those_ahead(tmp_path):
     """A reward that is the same for whole groups: some steps are short, and take more of what was drawn ahead."""
     algorithm = {**AHEAD["algorithm"], "dynamic_sampling": {"max_draws": 3}}

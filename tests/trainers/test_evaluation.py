@@ -89,6 +89,7 @@ def answers(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_evaluation_samples_as_its_own_section_says(answers):
     greedy, warm = answers(), answers("temperature=1.5")
     assert len(greedy) == 8

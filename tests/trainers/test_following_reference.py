@@ -56,6 +56,7 @@ def test_a_reference_that_becomes_the_policy_has_no_kl_to_it_in_the_next_step(tm
     assert near == [True, False, True, False, True]  # it moved after steps 2 and 4
 
 
+@pytest.mark.slow
 def test_a_run_in_two_parts_equals_the_whole(tmp_path):
     follow = following(2, mixup=0.5), {"run": {"steps": 5}, "evaluation": {}}
     constant = "actor.schedule.name=constant"

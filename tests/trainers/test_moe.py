@@ -69,6 +69,7 @@ def test_routes_of_the_old_log_probs_are_replayed_in_a_server_and_with_ppo(tmp_p
     assert "critic/routes_replaced" not in steps[0]
 
 
+@pytest.mark.slow
 def test_a_server_of_the_built_in_engine_returns_routes(tmp_path):
     rollout = {**ROLLOUT, "builtin": {"process": "separate", "dtype": "float32"}}
     changes = mixture({"routing_replay": "rollout"}, rollout=rollout, run={"steps": 1})

@@ -114,6 +114,7 @@ def test_killed_and_interrupted_it_leaves_nothing_behind_and_ends_as_the_run_ins
             assert ours["correction/probe_max_abs_difference"] < 1e-4
 
 
+@pytest.mark.slow
 def test_a_broken_run_ends_its_server(folder, monkeypatch):
     """An error in the middle of a run: the reward raises what no reward may, in this process."""
     path = recipe(folder / "broken", {"run": {**BASE["run"], "steps": 2}}, SEPARATE)

@@ -70,6 +70,7 @@ def test_a_prompt_that_is_explored_comes_back(tmp_path):
     assert len(set(flat)) > len({one["prompt_id"] for one in rollouts if one["ground_truth"][0] in "ab"})
 
 
+@pytest.mark.slow
 def test_two_halves_equal_the_whole_and_draws_are_the_seeds(tmp_path):
     moving = {"explore": 0.5, "explore_step": 0.05}
     whole, _ = train(tmp_path / "whole", change(tmp_path / "whole", **moving))

@@ -168,6 +168,7 @@ def assert_same_weights(one, other):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_two_halves_equal_the_whole(tmp_path):
     _, whole = fine_tune(sft_recipe(tmp_path / "whole"))
     path = sft_recipe(tmp_path / "halves")
@@ -203,6 +204,7 @@ def train(path, *overrides):
     return run_policy(load(PolicyRunConfig, path, list(overrides)))
 
 
+@pytest.mark.slow
 def test_a_warm_start_is_made_once_and_the_policy_starts_from_it(tmp_path):
     path = warm_recipe(tmp_path)
     run = train(path)
@@ -218,6 +220,7 @@ def test_a_warm_start_is_made_once_and_the_policy_starts_from_it(tmp_path):
     assert [m["step"] for m in metrics(run)] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_warm_start_that_was_cut_off_is_continued(tmp_path, monkeypatch):
     whole = train(warm_recipe(tmp_path / "whole"))
     path = warm_recipe(tmp_path / "cut")
@@ -269,6 +272,7 @@ def test_a_share_of_an_epoch_is_not_rounded_up_by_a_binary_fraction(tmp_path):
     assert metrics(folder)[-1]["step"] == 11
 
 
+@pytest.mark.slow
 def test_the_settings_that_a_run_wrote_can_be_run_again(tmp_path):
     _, folder = fine_tune(sft_recipe(tmp_path, run={"dir": str(tmp_path / "run"), "steps": 1}, evaluation={}))
     fine_tune(folder / "config.yaml", "run.steps=2")

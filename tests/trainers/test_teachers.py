@@ -184,6 +184,7 @@ def test_the_student_comes_nearer_to_its_teacher(tmp_path, teachers):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_two_halves_equal_the_whole(tmp_path, teachers):
     change = section(teachers, "a", "b", teacher_field="judge", loss={"name": "reverse_top_k", "k": 2}, task_coef=1.0)
     shape = {"kind": "distill", "run": {"steps": 4}}

@@ -99,6 +99,7 @@ def test_fine_tuning_on_pictures_and_text_exports_a_whole_model(tmp_path):
     assert any("visual" in name and not torch.equal(after[name], before[name]) for name in after)
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_goes_on_to_the_same_weights(tmp_path):
     run_supervised(load(SupervisedRunConfig, sft(tmp_path / "whole"), []))
     path = sft(tmp_path / "cut")

@@ -67,6 +67,7 @@ def test_a_name_that_comes_twice_is_an_error(whole):
         whole([("w", torch.zeros(1)), ("w", torch.zeros(1))])
 
 
+@pytest.mark.slow
 def test_does_not_depend_on_which_tensors_come_together(whole, method):
     """Of sizes around each of its limits: 2 KiB rows, 1 MiB that go together, 8 MiB that are added up at once."""
     sizes = [0, 3, 2048, 2049, 100_001, 1_048_576, 1_048_577, 8_388_608, 8_390_656, 9_000_001]
@@ -238,6 +239,7 @@ def test_parts_of_a_tensor_are_the_tensor(one, method):
         assert found.hexdigest() == expected
 
 
+@pytest.mark.slow
 def test_rows_far_apart_have_numbers_of_their_own():
     """64 MiB have as many rows as there are numbers in a block."""
     w = torch.zeros(2 * row_digest._BLOCK + 1, row_digest.ROW, dtype=torch.int8)

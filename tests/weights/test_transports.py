@@ -205,6 +205,7 @@ def test_the_other_replicas_are_served_when_one_fails(transport, fault, replicas
     run(MAKE[transport](), body)
 
 
+@pytest.mark.slow
 def test_a_killed_receiver_is_noticed_though_its_replica_says_nothing(replicas):
     """The kernel closes the connection: nobody has to wait for the deadline of 30 s."""
     replica = replicas("r0")

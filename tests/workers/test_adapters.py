@@ -126,6 +126,7 @@ def actor_lora(settings, **changes):
     return LoraConfig(**{"rank": 4, "alpha": 16.0, **settings, **changes})
 
 
+@pytest.mark.slow
 def test_the_same_adapter_gives_the_same_tokens_merged_alone_and_in_a_process_of_its_own(start, lora_actor, loop):
     """One story, because a server takes seconds to start: equality, a restart, giving the weights back."""
     actor = lora_actor()
