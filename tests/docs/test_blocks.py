@@ -181,8 +181,9 @@ def test_the_environment_of_envs_md_trains(tmp_path):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     variables, _, arguments = command.partition(" hone ")
     module = variables.partition("HONE_USE_EXTERNAL_MODULES=")[2]
+    smaller = ["update.prompts_per_step=8", "evaluation.every_steps=0"]
     done = subprocess.run(
-        [sys.executable, "-m", "hone", *shlex.split(arguments), "update.prompts_per_step=8", "evaluation.every_steps=0"],
+        [sys.executable, "-m", "hone", *shlex.split(arguments), *smaller],
         cwd=tmp_path, capture_output=True, text=True, timeout=240,
         env={**os.environ, "PYTHONPATH": f".:{ROOT}", "HONE_USE_EXTERNAL_MODULES": module, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
