@@ -2,8 +2,8 @@
 
 In reading order: `base` (what a reward function is), `settings`, `rubric` (weighs components, scores groups), `pool`
 and `worker` (the two sides of the worker processes), `binding` (the arguments of a function), `model` (reward models).
-The built-in functions, which `REWARDS` names: `exact_match`, `gsm8k`, `math`, `code`, `reasoning_gym`, `judge`;
-`extraction` finds the answer in a response.
+The built-in functions, which `REWARDS` names: `exact_match`, `gsm8k`, `math`, `code`, `reasoning_gym`, `judge`
+(two of them, which ask by `judge_client`); `extraction` finds the answer in a response.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ REWARDS = Registry(
         "gsm8k": "hone.rewards.gsm8k:gsm8k",
         "judge": "hone.rewards.judge:Judge",
         "math": Entry("hone.rewards.math:math", requires=("math_verify",)),
+        "pairwise_judge": "hone.rewards.judge:PairwiseJudge",
         "reasoning_gym": Entry("hone.rewards.reasoning_gym:reasoning_gym", requires=("reasoning_gym",)),
     },
 )

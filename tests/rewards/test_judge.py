@@ -1,4 +1,4 @@
-"""`judge` against a real server: scores and weights, prose, outages, retries, the cache."""
+"""Judges against a real server: scores and weights, pairs, prose, outages, retries, the cache."""
 
 import asyncio
 import json
@@ -8,9 +8,9 @@ import threading
 import pytest
 from aiohttp import web
 
-from hone.rewards import judge as module
+from hone.rewards import judge_client as module
 from hone.rewards.base import BadReward, load_reward
-from hone.rewards.judge import Judge, JudgeFailed
+from hone.rewards.judge import Judge, JudgeFailed, PairwiseJudge
 from hone.rewards.rubric import Rubric
 from hone.rewards.settings import RewardConfig
 from hone.types import Status
@@ -48,6 +48,8 @@ class Server:
         body = await request.json()
         body["authorization"] = request.headers.get("Authorization")
         self.asked.append(body)
+        if "<first-" in body["messages"][1]["content"]:
+            return self._compare(body["messages"][1]["content"])
         said = re.search(r"<answer-\w+>\n(.*)\n</answer", body["messages"][1]["content"], re.DOTALL)[1]
         if said == "busy once" and self.times(said) == 1:
             return web.Response(status=503, text="come back")
@@ -58,6 +60,15 @@ class Server:
         if said == "silent":
             await asyncio.sleep(60)
         text = said if "{" in said or said == "prose" else '{"correct": 10, "brief": 5}'
+        return web.json_response({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+    def _compare(self, content):
+        """Prefers the greater number, and the first place where the numbers differ by one at most."""
+        first, second = (re.search(rf"<{name}-\w+>\n(.*)\n</", content)[1] for name in ("first", "second"))
+        if "prose" in (first, second):
+            text = "They are both fine."
+        else:
+            text = json.dumps({"better": "first" if int(first) >= int(second) - 1 else "second"})
         return web.json_response({"choices": [{"message": {"role": "assistant", "content": text}}]})
 
     def times(self, answer):
@@ -201,3 +212,56 @@ def test_in_a_run_a_failed_judge_is_a_failed_reward_and_never_a_0(score, group, 
     assert "answered without a JSON object" in prose.error
     assert "HTTP status 503" in outage.error
     assert metrics["reward/failed"] == 2
+
+
+def compare(server, answers, **options):
+    options = {"url": server.url, "model": "m", **options}
+    row = {"messages": [{"role": "user", "content": "A great number, please."}]}
+    return asyncio.run(PairwiseJudge(**options)(answers, "9", row))
+
+
+def test_the_reward_of_an_answer_is_its_share_of_wins(server):
+    """1 and 2 differ by one, so this judge prefers whichever comes first: each wins once."""
+    begun = len(server.asked)
+    assert compare(server, ["1", "2", "9", "5"], criteria=["It is great."]) == [1 / 6, 1 / 6, 1.0, 4 / 6]
+    assert len(server.asked) - begun == 12
+    system, user = (one["content"] for one in server.asked[-1]["messages"])
+    assert "Compare them by:\n- It is great.\n" in system
+    assert "user: A great number, please." in user
+    assert "A correct answer, for comparison:\n9" in user
+
+
+def test_neighbours_only_and_equal_texts_unasked(server):
+    begun = len(server.asked)
+    # on a ring 1-3-5-7-9-1: 1 loses to 3 and 9, 3 beats 1 and loses to 5, ..., 9 beats 7 and 1
+    assert compare(server, ["1", "3", "5", "7", "9"], opponents=2) == [0.0, 0.5, 0.5, 0.5, 1.0]
+    assert len(server.asked) - begun == 10
+    assert compare(server, ["40", "40"]) == [0.5, 0.5]
+    assert len(server.asked) - begun == 10
+
+
+def test_a_pair_without_a_preference_fails_its_group(server):
+    with pytest.raises(JudgeFailed, match="without a JSON object of the preference: 'They are both fine"):
+        compare(server, ["1", "prose", "9"])
+    with pytest.raises(JudgeFailed, match="has one answer only"):
+        compare(server, ["1"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"opponents": 3}, "opponents should be 0 or an even number, found 3"),
+        ({"criteria": "short"}, "criteria should be a list of texts, found 'short'"),
+        ({"at_once": 0}, "at_once should be at least 1, found 0"),
+        ({"retries": -1}, "retries should be at least 0, found -1"),
+    ],
+)
+def test_bad_options_of_a_judge_of_pairs(options, error):
+    with pytest.raises(BadReward, match=error):
+        load_reward("better", "pairwise_judge", {"url": "http://127.0.0.1:1/v1", "model": "m", **options})
+
+
+def test_a_group_is_compared_in_the_processes_of_a_run(server, score, group):
+    options = {"url": server.url, "model": "m"}
+    (found,), _ = score({"better": {"reward": "pairwise_judge", "options": options}}, [group(["30", "20", "10"], None)])
+    assert [one.reward for one in found.trajectories] == [1.0, 0.5, 0.0]
