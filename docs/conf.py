@@ -6,7 +6,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from project_pages import menu, relink, write_pages
+from project_pages import menu, relink, themed, write_pages
 
 project = "hone"
 extensions = ["myst_parser"]
@@ -31,4 +31,5 @@ def setup(app: Any) -> None:
 
 
 def _place(app: Any, name: str, source: list[str]) -> None:
-    source[0] = menu(relink(name, source[0])) if name == "index" else relink(name, source[0])
+    text = themed(name, relink(name, source[0]))
+    source[0] = menu(text) if name == "index" else text

@@ -12,6 +12,7 @@ ROOT = DOCS.parent
 FOLDER = "project"
 NAMED = ("README", "ARCHITECTURE", "CONTRIBUTING", "CHANGELOG", "SECURITY")
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.S)
+PICTURE = re.compile(r"<picture>\s*<source [^>]*srcset=\"(.+?)\">\s*<img src=\"(.+?)\" alt=\"(.+?)\">\s*</picture>")
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -62,6 +63,23 @@ def relink(name: str, text: str) -> str:
 
     parts = CODE.split(text)
     return "".join(part if number % 2 else LINK.sub(moved, part) for number, part in enumerate(parts))
+
+
+def themed(name: str, text: str) -> str:
+    """The text of a document, whose `<picture>`s follow the theme that the reader chose on the site.
+
+    In the files, the picture follows the system's setting, or the theme on GitHub; Furo has a switch of its own.
+    """
+    static = os.path.relpath("_static", Path(name).parent)
+
+    def both(match: re.Match[str]) -> str:
+        dark, light, alt = match.groups()
+        return "\n".join(
+            f'<img class="{kind}" src="{static}/{Path(source).name}" alt="{alt}">'
+            for kind, source in (("only-light", light), ("only-dark", dark))
+        )
+
+    return PICTURE.sub(both, text)
 
 
 def menu(index: str) -> str:

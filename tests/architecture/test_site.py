@@ -1,9 +1,10 @@
 """The site: every page is in the menu, and links between pages lead to their place on it."""
 
 import json
+import re
 from pathlib import Path
 
-from docs.project_pages import menu, notebook_page, project_pages, relink
+from docs.project_pages import menu, notebook_page, project_pages, relink, themed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,3 +35,21 @@ def test_links_lead_to_the_place_of_a_page_on_the_site():
         "![c](../../recipes/presets/curves.svg) [d](../faq.md)"
     )
     assert relink("reference/keys-rl", "[a](../configuration.md)") == "[a](../configuration.md)"
+
+
+def test_a_picture_follows_the_theme_of_the_site():
+    for page, name, folder in (("README.md", "project/readme", "docs/"), ("docs/index.md", "index", "")):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        (light, dark) = (f"{folder}static/step-{theme}.svg" for theme in ("light", "dark"))
+        assert f'srcset="{dark}"' in text
+        assert f'src="{light}"' in text
+        shown = re.findall(r'<img class="(.+?)" src="(.+?)"', themed(name, text))
+        place = "../_static" if "/" in name else "_static"
+        assert shown == [("only-light", f"{place}/step-light.svg"), ("only-dark", f"{place}/step-dark.svg")]
+        assert "<picture>" not in themed(name, text)
+
+
+def test_the_light_and_the_dark_picture_differ_only_in_colours():
+    texts = [(ROOT / f"docs/static/step-{theme}.svg").read_text(encoding="utf-8") for theme in ("light", "dark")]
+    assert texts[0] != texts[1]
+    assert len({re.sub("#[0-9a-f]{6}", "", text) for text in texts}) == 1
