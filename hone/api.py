@@ -27,20 +27,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from hone.cli.recipe import load_run, run_file_of
+from hone.cli.recipe import KINDS, load_run, run_file_of
 from hone.cli.score import TIMEOUT_S, WORKERS, outcomes_of, scored
 from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, read_overrides
 from hone.config import Loaded, build
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
+from hone.registry import resolve
 from hone.rewards.settings import RewardComponent, RewardConfig
 from hone.rollout.settings import RolloutConfig, SamplingConfig
 from hone.tracking.notebook import LiveChart, live_chart
+from hone.tracking.table import MetricsTable
 from hone.tracking.trackers.jsonl import read_metrics
-from hone.trainers.policy.evaluate_model import AnswerRequest, evaluate_model, generate_answers
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.context import RunControl
-from hone.trainers.run.launch import run_policy, run_preference, run_reward_model, run_supervised
 from hone.trainers.run.loop import Interrupted as Interrupted
 from hone.types import Message
 
@@ -51,13 +51,7 @@ RunFile = str | Path | Mapping[str, Any]
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number and its metrics."""
 
-_RUNS: Mapping[str, Callable[..., Path]] = {
-    "rl": run_policy,
-    "distill": run_policy,
-    "sft": run_supervised,
-    "prefer": run_preference,
-    "reward_model": run_reward_model,
-}
+_EVALUATION = "hone.trainers.policy.evaluate_model"  # imports the models, so it is resolved after settings are checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +61,9 @@ class Result:
     folder: Path
 
     @property
-    def metrics(self) -> list[dict[str, float]]:
-        """The metrics of each step, in order, with the key `step`; `pandas.DataFrame(result.metrics)` is a table."""
-        return read_metrics(self.folder)
+    def metrics(self) -> MetricsTable:
+        """The metrics of each step, in order: `metrics[-1]`, `metrics.column("train/loss")`, `metrics.to_pandas()`."""
+        return MetricsTable(read_metrics(self.folder))
 
     @property
     def model(self) -> Path:
@@ -130,7 +124,9 @@ def evaluate(run_file: RunFile, *overrides: str, model: str | Path = "") -> dict
     if not isinstance(config, PolicyRunConfig):
         raise ConfigError(f"a run file of kind {config.kind} has no evaluation sets of prompts; give one of kind rl")
     folder = Path(model or Path(config.run.dir) / "export")
-    return _answered(lambda: evaluate_model(config, config.model.at(folder)))
+    evaluate_model = resolve(f"{_EVALUATION}:evaluate_model")
+    found: dict[str, float] = _answered(lambda: evaluate_model(config, config.model.at(folder)))
+    return found
 
 
 def generate(
@@ -147,8 +143,10 @@ def generate(
         [Message(role="user", content=one)] if isinstance(one, str) else one for one in prompts
     ]
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, temperature=temperature)
-    request = AnswerRequest(asked, RolloutConfig(sampling=sampling), samples, seed)
-    return _answered(lambda: generate_answers(ModelConfig(path=str(model)), request, EngineConfig()))
+    request = resolve(f"{_EVALUATION}:AnswerRequest")(asked, RolloutConfig(sampling=sampling), samples, seed)
+    generate_answers = resolve(f"{_EVALUATION}:generate_answers")
+    found: list[list[str]] = _answered(lambda: generate_answers(ModelConfig(path=str(model)), request, EngineConfig()))
+    return found
 
 
 def score(
@@ -179,7 +177,7 @@ def _run(kind: str, run_file: RunFile, overrides: Sequence[str], on_step: OnStep
     loaded = load(run_file, *overrides, kind=kind)
     chart = live_chart(Path(loaded.config.run.dir))
     control = RunControl(on_step if chart is None else chart.following(on_step))
-    return Result(_answered(lambda: _RUNS[kind](loaded, control), control, chart))
+    return Result(_answered(lambda: resolve(KINDS[kind].run)(loaded, control), control, chart))
 
 
 def _answered(call: Callable[[], R], control: RunControl | None = None, chart: LiveChart | None = None) -> R:

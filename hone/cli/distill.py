@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hone.cli.flags import Data, Flags, Model, Overrides, Recipe, Teacher, Write, load_command
-from hone.cli.running import Restart, report_run
-from hone.trainers.run.launch import run_policy
+from hone.cli.starting import Restart, start
 
 
 def distill(
@@ -24,4 +21,4 @@ def distill(
     of a run file is a flag too: --run.steps 10.
     """
     loaded = load_command("distill", recipe, overrides, Flags(model, data, teacher=teacher, write=write))
-    report_run(Path(loaded.config.run.dir), lambda: run_policy(loaded), restart)
+    start("distill", loaded, restart)

@@ -8,6 +8,7 @@ Each flag stands for a key, and every other key is a flag too: `--run.seed 3` is
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, read
 from hone.config import Loaded, build
 from hone.data.settings import DatasetConfig
 from hone.data.sources.base import SUFFIXES, open_rows, suffix_of
-from hone.runtime import ranks
 
 Recipe = Annotated[Path | None, typer.Argument(help="run file (YAML); not needed with --model and --data")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value settings, such as run.steps=10")]
@@ -88,7 +88,7 @@ def load_command(kind: str, recipe: Path | None, overrides: Sequence[str] | None
     given = read_overrides(keys)
     settings = run_file(kind, flags, steps="steps" in _section(given, "run"))
     loaded = load_run([Layer(FLAGS, settings), Layer(COMMAND_LINE, given)], command, kind)
-    if flags.write is not None and ranks.is_first():
+    if flags.write is not None and _is_first():
         write_run_file(flags.write, kind, _merged(settings, given))
     return loaded
 
@@ -161,7 +161,7 @@ def _training_set(kind: str, flags: Flags) -> dict[str, Any]:
     columns = dict(flags.columns)
     if not columns:
         columns = guessed_columns(kind, first_columns(flags.data))
-        if columns and ranks.is_first():
+        if columns and _is_first():
             say("columns: " + ", ".join(f"{meaning} is {own!r}" for meaning, own in columns.items()))
     return {**source_of(flags.data), **({"columns": columns} if columns else {})}
 
@@ -205,3 +205,8 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 def _usage(kind: str) -> str:
     more = {"rl": " --reward FILE.py:FUNCTION", "distill": " --teacher PATH"}
     return f"{KINDS[kind].command} --model PATH --data FILE{more.get(kind, '')}"
+
+
+def _is_first() -> bool:
+    """Whether this is torchrun's first rank, which writes and prints; `hone.runtime.ranks` would import torch here."""
+    return os.environ.get("RANK", "0") == "0"

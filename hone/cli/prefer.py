@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hone.cli.flags import Data, Flags, Model, Overrides, Recipe, Write, load_command
-from hone.cli.running import Restart, report_run
-from hone.trainers.run.launch import run_preference
+from hone.cli.starting import Restart, start
 
 
 def prefer(
@@ -22,4 +19,4 @@ def prefer(
     Give a run file, or --model and --data. Every key of a run file is a flag too: --loss.name simpo.
     """
     loaded = load_command("prefer", recipe, overrides, Flags(model, data, write=write))
-    report_run(Path(loaded.config.run.dir), lambda: run_preference(loaded), restart)
+    start("prefer", loaded, restart)

@@ -9,9 +9,8 @@ import typer
 
 import hone
 from hone.cli.recipe import load_recipe
-from hone.cli.running import Restart, report_run
+from hone.cli.starting import Restart, start
 from hone.composition import ConfigError
-from hone.trainers.run.launch import run_policy
 
 TASK = "recipes/quickstart/task.py"  # as the recipe names it: from the root of the repository
 
@@ -28,7 +27,7 @@ def quickstart(
     own = [f"{key}.source.function={folder / 'task.py'}:rows" for key in ("data.train", "warm_start.data.train")]
     own.append(f"evaluation.sets.held_out.source.function={folder / 'task.py'}:rows")
     loaded = load_recipe(folder / "grpo.yaml", [*([] if Path(TASK).is_file() else own), *(overrides or [])], kind="rl")
-    report_run(Path(loaded.config.run.dir), lambda: run_policy(loaded), restart)
+    start("rl", loaded, restart)
 
 
 def recipe_folder() -> Path:

@@ -14,10 +14,11 @@ from hone.registry import resolve, unknown
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of run: its settings class, and the command that runs it."""
+    """A kind of run: its settings class, the command that runs it, and the function that the command calls."""
 
     settings: str  # "module:class"
     command: str
+    run: str  # "module:function", which gets the settings and a RunControl
 
     def load(self) -> type[Config]:
         """The settings class."""
@@ -26,12 +27,21 @@ class Kind:
 
 
 DEFAULT_KIND = "rl"
+_LAUNCH, _SUPERVISED = "hone.trainers.run.launch", "hone.trainers.supervised.settings"
 KINDS = {
-    "rl": Kind("hone.trainers.policy.settings:PolicyRunConfig", "hone train"),
-    "distill": Kind("hone.trainers.policy.settings:DistillRunConfig", "hone distill"),
-    "sft": Kind("hone.trainers.supervised.settings:SupervisedRunConfig", "hone sft"),
-    "prefer": Kind("hone.trainers.supervised.settings:PreferenceRunConfig", "hone prefer"),
-    "reward_model": Kind("hone.trainers.supervised.settings:RewardModelRunConfig", "hone reward-model"),
+    "rl": Kind("hone.trainers.policy.settings:PolicyRunConfig", "hone train", f"{_LAUNCH}:run_policy"),
+    "distill": Kind("hone.trainers.policy.settings:DistillRunConfig", "hone distill", f"{_LAUNCH}:run_policy"),
+    "sft": Kind(f"{_SUPERVISED}:SupervisedRunConfig", "hone sft", f"{_LAUNCH}:run_supervised"),
+    "prefer": Kind(
+        f"{_SUPERVISED}:PreferenceRunConfig",
+        "hone prefer",
+        f"{_LAUNCH}:run_preference",
+    ),
+    "reward_model": Kind(
+        f"{_SUPERVISED}:RewardModelRunConfig",
+        "hone reward-model",
+        f"{_LAUNCH}:run_reward_model",
+    ),
 }
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.markup import escape
 
 from hone.cli.errors import BAD_INPUT, EXIT_FAILED, RunFailed, one_line, say
@@ -16,8 +14,6 @@ from hone.tracking.report.build import build_report
 from hone.tracking.terminal import LastingConsole
 from hone.trainers.run.folder import set_aside
 from hone.trainers.run.loop import Interrupted
-
-Restart = Annotated[bool, typer.Option("--restart", help="rename an earlier run's folder, and begin again")]
 
 
 def report_run(folder: Path, run: Callable[[], Path], restart: bool = False) -> None:

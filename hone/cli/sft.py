@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hone.cli.flags import Data, Flags, Model, Overrides, Recipe, Write, load_command
-from hone.cli.running import Restart, report_run
-from hone.trainers.run.launch import run_supervised
+from hone.cli.starting import Restart, start
 
 
 def sft(
@@ -22,4 +19,4 @@ def sft(
     Give a run file, or --model and --data. Every key of a run file is a flag too: --run.steps 10.
     """
     loaded = load_command("sft", recipe, overrides, Flags(model, data, write=write))
-    report_run(Path(loaded.config.run.dir), lambda: run_supervised(loaded), restart)
+    start("sft", loaded, restart)

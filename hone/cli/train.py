@@ -9,11 +9,9 @@ from typing import Annotated
 import typer
 
 from hone.cli.flags import Data, Flags, Model, RecipeAndKeys, Reward, Write, load_command
-from hone.cli.running import Restart, report_run
+from hone.cli.starting import Restart, start
 from hone.config import Loaded
 from hone.trainers.policy.settings import PolicyRunConfig
-from hone.trainers.run.context import RunControl
-from hone.trainers.run.launch import run_policy
 
 
 def train(
@@ -33,7 +31,7 @@ def train(
     """
     recipe, *keys = given or [""]
     loaded = _load(Path(recipe) if recipe else None, keys, replay, Flags(model, data, reward, write=write))
-    report_run(Path(loaded.config.run.dir), lambda: run_policy(loaded, RunControl(replay=replay)), restart)
+    start("rl", loaded, restart, replay=replay)
 
 
 def _load(recipe: Path | None, overrides: list[str], replay: Path | None, flags: Flags) -> Loaded[PolicyRunConfig]:

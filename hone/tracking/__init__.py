@@ -1,9 +1,9 @@
 """Tracking: a run's record (metrics, rollouts, a report page) and its live display.
 
 Read `base` (what a tracker is), `settings`, `hub` (`Tracking` sends everything to the trackers of the run file),
-`rollouts` (the lines of rollouts.jsonl.gz), `metrics` (timing), `catalogue` (every metric), `names` (headline metrics),
-`muted` (ranks that write nothing), `terminal` and `notebook` (where a run is watched), `trackers/`, `report/`. This
-file only names where each tracker is and imports none of them.
+`rollouts` (the lines of rollouts.jsonl.gz), `metrics` (timing), `table` (metrics of all steps), `catalogue` (every
+metric), `names` (headline metrics), `muted` (ranks that write nothing), `terminal` and `notebook` (where a run is
+watched), `trackers/`, `report/`. This file only names where each tracker is and imports none of them.
 """
 
 from __future__ import annotations

@@ -207,3 +207,17 @@ for recipe in {recipes!r}:
     heavy = {HEAVY!r} & {{name.partition(".")[0] for name in sys.modules}}
     assert not heavy, (recipe, heavy)"""
     assert _modules_after(code) & HEAVY == set()
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "prefer", "reward-model", "distill", "quickstart"])
+def test_an_error_in_the_settings_is_shown_before_anything_heavy_is_imported(command, root):
+    """`run.stepz` is unknown to every kind of run. The file is one of another kind, which is an error as well."""
+    file = [] if command == "quickstart" else [str(root / "recipes/quickstart/grpo.yaml")]
+    arguments = [command, *file, "run.stepz=1"]
+    assert _modules_after(f"from hone.cli.main import main\nassert main({arguments!r}) == 2") & HEAVY == set()
+
+
+def test_loading_settings_in_python_imports_no_models(root):
+    code = f"import hone\nhone.load({str(root / 'recipes/quickstart/grpo.yaml')!r})"
+    loaded = _modules_after(code)
+    assert loaded & {"transformers", "accelerate", "peft", "sympy", "ray", "fastapi", "vllm"} == set()
