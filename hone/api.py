@@ -6,7 +6,7 @@
     result.metrics[-1], result.model
     hone.generate(result.model, ["2 + 2 ="], temperature=0.0)
 
-A run file may also be a mapping of Python objects, in which a function stands for its reference:
+A run file may also be a mapping, which may contain functions:
 
     hone.train({**settings, "reward": {"components": {"right": {"reward": my_function}}}})
 
