@@ -1,10 +1,13 @@
-"""Steps per second at several values of `asynchrony.staleness`, against the best that any schedule could reach.
+"""Seconds of a step at several settings of `asynchrony`: measured, against their bound, and as `hone simulate` predicts.
 
-    python benchmarks/asynchronous.py [--recipe RECIPE] [--staleness 0 1 2] [--rounds 5] [--steps 12] [key=value ...]
+    python benchmarks/asynchronous.py [--cases balanced,ragged] [--rounds 5] [--steps 16] [key=value ...]
 
-Each round runs all values in turn, so that a slow minute of the machine slows them alike. From the steps at staleness 0
-come g, the seconds in which answers are generated, scored and weights are sent, and t, all others. While one side works
-the other may, so no schedule is faster than (g + t) / max(g, t) times the synchronous one.
+Each round runs all settings of a case in turn, so that a slow minute of the machine slows them alike. From the steps at
+staleness 0 come g, the seconds in which answers are generated, scored and weights are sent, and t, all others. While
+one side works the other may, so no schedule that trains on whole batches of one version is faster than
+(g + t) / max(g, t) times the synchronous one. `recompute` may be: there, batches overlap in a server.
+
+The prediction of a round is that of `hone simulate --from` the same round's run at staleness 0.
 """
 
 from __future__ import annotations
@@ -14,63 +17,153 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
+from hone.cli.simulate import simulate_run
+
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE = "recipes/asynchronous/grpo.yaml"
-WARM_UP = 3  # first steps, which are not measured
+RECIPE = "benchmarks/asynchronous.yaml"
+WARM_UP = 4  # first steps, which are not measured
+SIMULATED = 200  # steps of a prediction
+LEFT_OUT = 2  # last steps, in which less is generated, because nothing follows
 OF_THE_ROLLOUT = ("perf/generate_s", "perf/reward_s", "perf/weight_sync_s")
+WAITS = ("perf/trainer_utilisation", "perf/rollout_utilisation", "perf/publication_hidden_fraction")
 
 
-def steps_of(recipe: str, staleness: int, steps: int, overrides: list[str]) -> list[dict[str, float]]:
-    """The metrics of the measured steps of one run."""
-    with TemporaryDirectory(prefix="hone-asynchronous-") as folder:
-        own = [
-            f"run.dir={folder}/run",
-            f"run.steps={steps}",
-            f"asynchrony.staleness={staleness}",
-            "evaluation.every_steps=0",
-            "evaluation.sets={}",
-            f"checkpoint.every_steps={steps}",
-            "tracking.trackers=[jsonl]",
-            "tracking.rollouts_per_step=0",
-        ]
-        command = [sys.executable, "-m", "hone", "train", recipe, *own, *overrides]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)}\n{done.stderr[-2000:]}")
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines][1 + WARM_UP :]
+@dataclass(frozen=True)
+class Case:
+    """A run, and the settings at which it is measured: staleness, or staleness:new_weights."""
+
+    settings: Sequence[str]
+    overrides: Sequence[str] = ()
+    recipe: str = RECIPE
+
+
+CASES = {
+    "recipe": Case(("0", "1"), (), "recipes/asynchronous/grpo.yaml"),
+    "balanced": Case(("0", "1", "2", "2:recompute")),
+    "ragged": Case(
+        ("0", "1", "2", "2:recompute"),
+        ("update.prompts_per_step=2", "update.samples_per_prompt=4", "rollout.sampling.max_response_tokens=320"),
+    ),
+}
+
+
+@dataclass
+class Found:
+    """What the rounds gave for one setting."""
+
+    step_s: list[float] = field(default_factory=list)
+    age: list[float] = field(default_factory=list)
+    shares: list[list[float]] = field(default_factory=list)
+    predicted_s: list[float] = field(default_factory=list)
+    predicted_age: list[float] = field(default_factory=list)
+
+
+def train(*arguments: str) -> None:
+    """Train. Ends the benchmark if it fails."""
+    command = [sys.executable, "-m", "hone", "train", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}")
+
+
+def keys_of(setting: str) -> list[str]:
+    staleness, _, new_weights = setting.partition(":")
+    return [f"asynchrony.staleness={staleness}", f"asynchrony.new_weights={new_weights or 'finish'}"]
+
+
+def measured(case: Case, setting: str, folder: Path, steps: int, more: Sequence[str]) -> list[dict[str, float]]:
+    """The metrics of the measured steps of a run."""
+    whole = WARM_UP + steps + LEFT_OUT
+    own = [
+        f"run.dir={folder}",
+        f"run.steps={whole}",
+        *keys_of(setting),
+        "evaluation.every_steps=0",
+        "evaluation.sets={}",
+        f"checkpoint.every_steps={whole}",
+        "tracking.trackers=[jsonl]",
+        "tracking.rollouts_per_step=8",
+    ]
+    train(case.recipe, *own, *case.overrides, *more)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if WARM_UP < line["step"] <= WARM_UP + steps]
+
+
+def predicted(case: Case, setting: str, synchronous: Path, more: Sequence[str]) -> tuple[float, float]:
+    """Seconds of a step, and the mean age of its tokens, as `hone simulate` predicts them from a synchronous run."""
+    keys = [*keys_of(setting), *case.overrides, *more]
+    printed = StringIO()
+    with redirect_stdout(printed):
+        grid = [f"staleness={setting.partition(':')[0]}", f"steps={SIMULATED}"]
+        simulate_run(ROOT / case.recipe, keys, source=synchronous, grid=grid, as_json=True)
+    (one,) = json.loads(printed.getvalue())
+    print(
+        f"{setting}: costs {one['setting']['costs']}, {one['setting']['prompt_tokens']} tokens of a prompt", flush=True
+    )
+    return 1 / one["outcome"]["steps_per_s"], one["outcome"]["staleness"]
+
+
+def measure(name: str, rounds: int, steps: int, more: Sequence[str]) -> None:
+    """Measure a case and print its table."""
+    case = CASES[name]
+    found = {setting: Found() for setting in case.settings}
+    rollout_s: list[float] = []
+    for number in range(rounds):
+        with TemporaryDirectory(prefix="hone-asynchronous-") as folder:
+            for place, (setting, one) in enumerate(found.items()):
+                lines = measured(case, setting, Path(folder) / str(place), steps, more)
+                one.step_s.append(fmean(line["perf/step_s"] for line in lines))
+                one.age.append(fmean(line.get("schedule/staleness", 0.0) for line in lines))
+                one.shares.append([fmean(line.get(share, 0.0) for line in lines) for share in WAITS])
+                seconds, age = predicted(case, setting, Path(folder) / "0", more)
+                one.predicted_s.append(seconds)
+                one.predicted_age.append(age)
+                if setting == "0":
+                    rollout_s.append(fmean(sum(line.get(part, 0.0) for part in OF_THE_ROLLOUT) for line in lines))
+        together = ", ".join(f"{setting}: {one.step_s[-1]:.3f}" for setting, one in found.items())
+        print(f"\n{name}, round {number + 1}: {together}", flush=True)
+        report(name, found, rollout_s)
+
+
+def report(name: str, found: dict[str, Found], rollout_s: Sequence[float]) -> None:
+    """Print the table of a case: medians over the rounds."""
+    first = found["0"].step_s
+    whole, generating = median(first), median(rollout_s)
+    bound = whole / max(generating, whole - generating)
+    print(f"{name}: g = {generating:.3f} s, t = {whole - generating:.3f} s, at most {bound:.2f} times as fast")
+    print("| setting | s / step | times as fast | of the bound | predicted s / step | off by | age | predicted age |")
+    print("|---|---|---|---|---|---|---|---|")
+    for setting, one in found.items():
+        faster = median(zero / step for zero, step in zip(first, one.step_s, strict=True))
+        off = median(ours / step - 1 for ours, step in zip(one.predicted_s, one.step_s, strict=True))
+        figures = [f"{median(one.step_s):.3f}", f"{faster:.2f}", f"{faster / bound:.0%}"]
+        figures += [f"{median(one.predicted_s):.3f}", f"{off:+.0%}", f"{median(one.age):.2f}"]
+        print(f"| {' | '.join([setting, *figures, f'{median(one.predicted_age):.2f}'])} |")
+    for setting, one in found.items():
+        trainer, servers, hidden = (median(share) for share in zip(*one.shares, strict=True))
+        print(
+            f"{setting}: trainer busy {trainer:.0%}, server busy {servers:.0%}, publication hidden {hidden:.0%}",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", default=RECIPE)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=16)
     arguments, overrides = parser.parse_known_args()
-    chosen = sorted({0, *arguments.staleness})
-    step_s: dict[int, list[float]] = {staleness: [] for staleness in chosen}
-    rollout_s: list[float] = []
-    for number in range(arguments.rounds):
-        for staleness in chosen:
-            steps = steps_of(arguments.recipe, staleness, arguments.steps, overrides)
-            step_s[staleness].append(median(step["perf/step_s"] for step in steps))
-            if staleness == 0:
-                rollout_s.append(median(sum(step.get(name, 0.0) for name in OF_THE_ROLLOUT) for step in steps))
-        print(f"round {number + 1}: { ({value: round(found[-1], 3) for value, found in step_s.items()}) }", flush=True)
-    whole, generating = median(step_s[0]), median(rollout_s)
-    training = whole - generating
-    bound = whole / max(generating, training)
-    print(f"\nstaleness 0: g = {generating:.3f} s, t = {training:.3f} s, so at most {bound:.2f} times as fast")
-    print("| staleness | s / step (median) | times as fast | of the bound |\n|---|---|---|---|")
-    for staleness in chosen:
-        faster = median(zero / one for zero, one in zip(step_s[0], step_s[staleness], strict=True))
-        print(f"| {staleness} | {median(step_s[staleness]):.3f} | {faster:.2f} | {faster / bound:.0%} |")
+    for name in arguments.cases.split(","):
+        measure(name, arguments.rounds, arguments.steps, overrides)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def _base(config: PolicyRunConfig, given: Mapping[str, str], source: Path | None
     if source is not None:
         fit = fitted(source, config.rollout.replicas)
         costs, prompt_tokens = fit.costs, fit.prompt_tokens
-        lengths = recorded(source, longest) if (source / ROLLOUTS_FILE).is_file() else None
+        lengths = recorded(source, longest, fit.response_tokens) if (source / ROLLOUTS_FILE).is_file() else None
     costs = replace(costs, **{name: _seconds(name, text) for name, text in given.items()})
     if not costs.decode_s + costs.decode_row_s:
         raise ConfigError("nothing says what generation costs: add --cost decode_s=SECONDS, or --from RUN")
@@ -115,16 +115,7 @@ def table(found: Sequence[Cell], outcomes: Sequence[Outcome]) -> Table:
     shown = Table(title=", ".join(fixed) or None, title_justify="left", title_style="")
     for name in names:
         shown.add_column(name.replace("_", " "))
-    for title in (
-        "trainer",
-        "servers",
-        "s / step",
-        "tokens / s",
-        "mean age",
-        "largest",
-        "trainer busy",
-        "servers busy",
-    ):
+    for title in TITLES:
         shown.add_column(title, justify="right")
     for cell, outcome in zip(found, outcomes, strict=True):
         shown.add_row(*(cell.names[name] for name in names), *_row(cell, outcome))

@@ -37,12 +37,15 @@ class Fit:
 
     costs: Costs
     prompt_tokens: int  # of a prompt, on average
+    response_tokens: float  # of an answer, on average
 
 
 def fitted(run: Path, replicas: int) -> Fit:
     """The costs with which a simulated step takes as long as the steps of a finished synchronous run.
 
-    `replicas` are the servers of that run. Its trainer counts as one device. Raises ConfigError for a run without
+    `replicas` are the servers of that run. Its trainer counts as one device. A token of a prompt is taken to cost what one
+    more answer in a decode step costs, because both are one more row of the same matrix products, and because prompts
+    of one run differ too little to fit a third cost. Raises ConfigError for a run without
     timings, with too few steps, or an asynchronous one, whose generation cannot be told from its training.
     """
     if not (run / METRICS_FILE).is_file():
@@ -59,24 +62,30 @@ def fitted(run: Path, replicas: int) -> Fit:
             f"--from {run}: found {len(timed)} steps with timings of generation after the first {WARM_UP}, expected "
             f"{LEAST_STEPS} or more"
         )
-    longest = [one["rollout/response_length_max"] for one in timed]
-    rows = [one["rollout/tokens"] / replicas for one in timed]
-    prefilled = [one.get("rollout/prefill_tokens", 0.0) / replicas for one in timed]
-    decode, row, prefill = non_negative([longest, rows, prefilled], [one["perf/generate_s"] for one in timed])
+    decodes = [_decode_steps(one, replicas) for one in timed]
+    rows = [(one["rollout/tokens"] + one.get("rollout/prefill_tokens", 0.0)) / replicas for one in timed]
+    decode, row = non_negative([decodes, rows], [one["perf/generate_s"] for one in timed])
     tokens = [one["perf/tokens_per_s"] * one["perf/step_s"] for one in timed]
     each, token = non_negative([[1.0] * len(timed), tokens], [_training_s(one) for one in timed])
     costs = Costs(
         decode_s=decode,
         decode_row_s=row,
-        prefill_token_s=prefill,
+        prefill_token_s=row,
         train_token_s=token,
         train_step_s=each,
         send_s=median(one.get("perf/weight_sync_s", 0.0) for one in timed),
         reward_s=median(one.get("perf/reward_s", 0.0) for one in timed),
     )
     answered = sum(one["rollout/trajectories"] for one in timed)
-    prompts = sum(tokens) - sum(one["rollout/tokens"] for one in timed)
-    return Fit(costs, max(round(prompts / answered), 0))
+    sampled = sum(one["rollout/tokens"] for one in timed)
+    return Fit(costs, max(round((sum(tokens) - sampled) / answered), 0), sampled / answered)
+
+
+def _decode_steps(step: Mapping[str, float], replicas: int) -> float:
+    """Decode steps of a server: counted by the built-in engine, for others at least as many as the longest answer has."""
+    if "rollout/batch_size" in step:
+        return step["rollout/tokens"] / step["rollout/batch_size"] / replicas
+    return step["rollout/response_length_max"]
 
 
 def _training_s(step: Mapping[str, float]) -> float:

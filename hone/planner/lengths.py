@@ -12,6 +12,9 @@ from hone.config import ConfigError
 from hone.tracking.trackers.jsonl import ROLLOUTS_FILE, parse_line, rollout_lines
 
 
+SCALINGS = 20  # steps towards the mean; each removes at least the share of answers that are not cut
+
+
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """A distribution of answer lengths, in tokens."""
@@ -42,8 +45,11 @@ def parse_lengths(text: str, longest: int) -> Lengths:
 _PARAMETERS = {"constant": ("N",), "uniform": ("LOW", "HIGH"), "lognormal": ("MEAN", "SIGMA")}
 
 
-def recorded(path: Path, longest: int) -> Lengths:
-    """The lengths of the training answers in a `rollouts.jsonl.gz`, or in the one of a run folder, drawn at random."""
+def recorded(path: Path, longest: int, mean: float | None = None) -> Lengths:
+    """The lengths of the training answers in a `rollouts.jsonl.gz`, or in the one of a run folder, drawn at random.
+
+    A run records a sample of its answers. With `mean`, the mean length of all of them, the lengths are scaled to it.
+    """
     file = path / ROLLOUTS_FILE if path.is_dir() else path
     if not file.is_file():
         kinds = ", ".join(":".join((kind, *names)) for kind, names in _PARAMETERS.items())
@@ -51,7 +57,20 @@ def recorded(path: Path, longest: int) -> Lengths:
     lengths = recorded_lengths(file)
     if not lengths:
         raise ConfigError(f"{file} has no answers of training steps; record some with tracking.rollouts_per_step")
-    return Lengths(str(path), lambda random: min(max(random.choice(lengths), 1), longest))
+    scale = 1.0 if mean is None else _scale(lengths, longest, mean)
+    return Lengths(str(path), lambda random: _cut(random.choice(lengths) * scale, longest))
+
+
+def _cut(length: float, longest: int) -> int:
+    return min(max(round(length), 1), longest)
+
+
+def _scale(lengths: Sequence[int], longest: int, mean: float) -> float:
+    """The factor that gives cut lengths this mean, as nearly as whole tokens allow."""
+    scale = 1.0
+    for _ in range(SCALINGS):  # lengths that are cut do not grow, so the others have to grow more
+        scale *= mean * len(lengths) / sum(_cut(one * scale, longest) for one in lengths)
+    return scale
 
 
 def recorded_lengths(file: Path) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from hone.config import ConfigError
 from hone.planner.costs import fitted, non_negative
-from hone.planner.lengths import parse_lengths
+from hone.planner.lengths import parse_lengths, recorded
 
 
 def drawn(text, count=4000, longest=10_000):
@@ -30,6 +30,10 @@ def test_recorded_lengths_are_those_of_training_answers(tmp_path):
     (tmp_path / "rollouts.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     assert set(drawn(str(tmp_path))) == {3, 4}
     assert set(drawn(str(tmp_path / "rollouts.jsonl.gz"))) == {3, 4}
+    scaled, random = recorded(tmp_path, 100, mean=7.0), Random(1)
+    assert {scaled.draw(random) for _ in range(50)} == {6, 8}, "3 and 4 are a sample of answers of 7 tokens on average"
+    cut = recorded(tmp_path, 7, mean=6.0)
+    assert {cut.draw(random) for _ in range(50)} == {5, 7}, "what is cut at 7 does not grow, so 3 grows more"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,7 @@ def metrics(tmp_path, **others):
     lines = []
     for step in range(1, 13):
         longest, tokens, prefilled = 50 + 7 * (step % 4), 800 + 90 * (step % 3), 100 + 11 * (step % 5)
-        generate, train = 0.01 * longest + 0.0002 * tokens / 2 + 0.001 * prefilled / 2, 0.5 + 0.0001 * (tokens + 160)
+        generate, train = 0.01 * longest + 0.0002 * (tokens + prefilled) / 2, 0.5 + 0.0001 * (tokens + 160)
         whole = generate + train + 0.25 + 0.125
         lines.append(
             {
@@ -82,9 +86,10 @@ def metrics(tmp_path, **others):
 def test_the_costs_of_a_run_are_found_again(tmp_path):
     found = fitted(metrics(tmp_path), replicas=2)
     assert found.prompt_tokens == 10
+    assert found.response_tokens == pytest.approx((800 + 90 + 800 + 180 + 800) / 3 / 16, rel=0.05)
     assert found.costs.decode_s == pytest.approx(0.01)
     assert found.costs.decode_row_s == pytest.approx(0.0002)
-    assert found.costs.prefill_token_s == pytest.approx(0.001)
+    assert found.costs.prefill_token_s == pytest.approx(0.0002)
     assert found.costs.train_step_s == pytest.approx(0.5)
     assert found.costs.train_token_s == pytest.approx(0.0001)
     assert (found.costs.reward_s, found.costs.send_s, found.costs.copy_s) == (0.25, 0.125, 0)
