@@ -1,4 +1,4 @@
-"""Seconds of a step at several settings of `asynchrony`: measured, against their bound, and as `hone simulate` predicts.
+"""Seconds of a step at several settings of `asynchrony`: measured, against their bound, and as predicted.
 
     python benchmarks/asynchronous.py [--cases balanced,ragged] [--rounds 5] [--steps 16] [key=value ...]
 
@@ -42,11 +42,9 @@ class Case:
 
     settings: Sequence[str]
     overrides: Sequence[str] = ()
-    recipe: str = RECIPE
 
 
 CASES = {
-    "recipe": Case(("0", "1"), (), "recipes/asynchronous/grpo.yaml"),
     "balanced": Case(("0", "1", "2", "2:recompute")),
     "ragged": Case(
         ("0", "1", "2", "2:recompute"),
@@ -93,7 +91,7 @@ def measured(case: Case, setting: str, folder: Path, steps: int, more: Sequence[
         "tracking.trackers=[jsonl]",
         "tracking.rollouts_per_step=8",
     ]
-    train(case.recipe, *own, *case.overrides, *more)
+    train(RECIPE, *own, *case.overrides, *more)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if WARM_UP < line["step"] <= WARM_UP + steps]
 
@@ -104,7 +102,7 @@ def predicted(case: Case, setting: str, synchronous: Path, more: Sequence[str]) 
     printed = StringIO()
     with redirect_stdout(printed):
         grid = [f"staleness={setting.partition(':')[0]}", f"steps={SIMULATED}"]
-        simulate_run(ROOT / case.recipe, keys, source=synchronous, grid=grid, as_json=True)
+        simulate_run(ROOT / RECIPE, keys, source=synchronous, grid=grid, as_json=True)
     (one,) = json.loads(printed.getvalue())
     print(
         f"{setting}: costs {one['setting']['costs']}, {one['setting']['prompt_tokens']} tokens of a prompt", flush=True

@@ -43,10 +43,10 @@ class Fit:
 def fitted(run: Path, replicas: int) -> Fit:
     """The costs with which a simulated step takes as long as the steps of a finished synchronous run.
 
-    `replicas` are the servers of that run. Its trainer counts as one device. A token of a prompt is taken to cost what one
-    more answer in a decode step costs, because both are one more row of the same matrix products, and because prompts
-    of one run differ too little to fit a third cost. Raises ConfigError for a run without
-    timings, with too few steps, or an asynchronous one, whose generation cannot be told from its training.
+    `replicas` are the servers of that run. Its trainer counts as one device. A token of a prompt is taken to cost what
+    one more answer in a decode step costs: both are one more row of the same matrix products, and the prompts of one
+    run differ too little to fit a third cost. Raises ConfigError for a run without timings, with too few steps, or an
+    asynchronous one, whose generation cannot be told from its training.
     """
     if not (run / METRICS_FILE).is_file():
         raise ConfigError(f"--from {run}: expected the folder of a finished run; it has no {METRICS_FILE}")
@@ -82,7 +82,7 @@ def fitted(run: Path, replicas: int) -> Fit:
 
 
 def _decode_steps(step: Mapping[str, float], replicas: int) -> float:
-    """Decode steps of a server: counted by the built-in engine, for others at least as many as the longest answer has."""
+    """Decode steps of a server: counted by the built-in engine; for others, the tokens of the longest answer."""
     if "rollout/batch_size" in step:
         return step["rollout/tokens"] / step["rollout/batch_size"] / replicas
     return step["rollout/response_length_max"]

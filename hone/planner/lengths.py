@@ -11,7 +11,6 @@ from random import Random
 from hone.config import ConfigError
 from hone.tracking.trackers.jsonl import ROLLOUTS_FILE, parse_line, rollout_lines
 
-
 SCALINGS = 20  # steps towards the mean; each removes at least the share of answers that are not cut
 
 

@@ -30,10 +30,17 @@ def test_recorded_lengths_are_those_of_training_answers(tmp_path):
     (tmp_path / "rollouts.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     assert set(drawn(str(tmp_path))) == {3, 4}
     assert set(drawn(str(tmp_path / "rollouts.jsonl.gz"))) == {3, 4}
-    scaled, random = recorded(tmp_path, 100, mean=7.0), Random(1)
-    assert {scaled.draw(random) for _ in range(50)} == {6, 8}, "3 and 4 are a sample of answers of 7 tokens on average"
-    cut = recorded(tmp_path, 7, mean=6.0)
-    assert {cut.draw(random) for _ in range(50)} == {5, 7}, "what is cut at 7 does not grow, so 3 grows more"
+
+
+@pytest.mark.parametrize(
+    ("sample", "longest", "mean", "scaled"), [((3, 4), 100, 7.0, {6, 8}), ((2, 10), 10, 8.0, {6, 10})]
+)
+def test_recorded_lengths_are_a_sample_that_is_scaled_to_the_mean_of_all(tmp_path, sample, longest, mean, scaled):
+    """What is cut at the longest does not grow, so 2 grows to 6."""
+    text = "".join(json.dumps({"step": 1, "set": None, "response_length": length}) + "\n" for length in sample)
+    (tmp_path / "rollouts.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    found, random = recorded(tmp_path, longest, mean), Random(1)
+    assert {found.draw(random) for _ in range(50)} == scaled
 
 
 @pytest.mark.parametrize(
@@ -57,12 +64,17 @@ def test_weights_below_0_are_not_found():
     assert non_negative([[1, 1, 1], [3, 2, 1]], [1, 2, 3]) == pytest.approx([best, 0])
 
 
-def metrics(tmp_path, **others):
-    """The metrics of 12 steps of which each part of the time is known."""
+def metrics(tmp_path, counts_steps=False, **others):
+    """The metrics of 12 steps of which each part of the time is known.
+
+    With `counts_steps`, answers began at different times, so the engines took more decode steps than the longest one.
+    """
     lines = []
     for step in range(1, 13):
         longest, tokens, prefilled = 50 + 7 * (step % 4), 800 + 90 * (step % 3), 100 + 11 * (step % 5)
         generate, train = 0.01 * longest + 0.0002 * (tokens + prefilled) / 2, 0.5 + 0.0001 * (tokens + 160)
+        if counts_steps:  # tokens / batch size = decode steps of both engines
+            others = {**others, "rollout/batch_size": tokens / (2 * longest)}
         whole = generate + train + 0.25 + 0.125
         lines.append(
             {
@@ -72,7 +84,7 @@ def metrics(tmp_path, **others):
                 "perf/weight_sync_s": 0.125,
                 "perf/step_s": whole,
                 "perf/tokens_per_s": (tokens + 160) / whole,
-                "rollout/response_length_max": longest,
+                "rollout/response_length_max": longest - 40 if counts_steps else longest,
                 "rollout/tokens": tokens,
                 "rollout/prefill_tokens": prefilled,
                 "rollout/trajectories": 16,
@@ -83,10 +95,11 @@ def metrics(tmp_path, **others):
     return tmp_path
 
 
-def test_the_costs_of_a_run_are_found_again(tmp_path):
-    found = fitted(metrics(tmp_path), replicas=2)
+@pytest.mark.parametrize("counts_steps", [False, True])
+def test_the_costs_of_a_run_are_found_again(tmp_path, counts_steps):
+    found = fitted(metrics(tmp_path, counts_steps), replicas=2)
     assert found.prompt_tokens == 10
-    assert found.response_tokens == pytest.approx((800 + 90 + 800 + 180 + 800) / 3 / 16, rel=0.05)
+    assert found.response_tokens == pytest.approx((4 * 800 + 3 * 890 + 3 * 980) / 10 / 16)
     assert found.costs.decode_s == pytest.approx(0.01)
     assert found.costs.decode_row_s == pytest.approx(0.0002)
     assert found.costs.prefill_token_s == pytest.approx(0.0002)
