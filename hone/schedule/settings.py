@@ -22,6 +22,10 @@ class AsynchronyConfig(Config):
         "what new weights do to answers that are being written: finish lets them end first, recompute goes on under "
         "the new weights with the KV cache computed again, keep_cache goes on with the old KV cache",
     )
+    stream: bool = setting(
+        False,
+        "train each mini-batch as soon as its groups are there, in draw order, while the rest of the step is generated",
+    )
     drain_timeout_s: float = setting(
         600.0, "longest wait for open answers before an evaluation, a checkpoint or the end of the run", unit="s", gt=0
     )

@@ -89,19 +89,23 @@ class GroupFilter:
         """
         return bool(self._split(self.shape([group]))[0])
 
-    def keep(self, groups: Iterable[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[Dropped]]:
+    def keep(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[Dropped]]:
         """Split into the groups to train on, and (group marked as not trainable, reason); updates the prompt history.
 
         Raises ValueError for a trainable trajectory without a reward component that the estimator reads.
         """
-        groups = list(groups)
-        require_components(groups, self._components)
-        kept, dropped = self._split(groups)
+        kept, dropped = self.sort(groups)
         if self._history is not None and self._sampling is not None:
             metric = self._sampling.metric
             whole = [group for group in groups if len(group.trainable) == len(group.trajectories) > 1]
             usable = [(group.prompt.prompt_id, group.trainable) for group in whole]  # a failure says nothing of it
             self._history.observe((name, [metric_of(one, metric) for one in found]) for name, found in usable)
+        return kept, dropped
+
+    def sort(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[Dropped]]:
+        """What `keep` returns or raises; changes nothing."""
+        require_components(groups, self._components)
+        kept, dropped = self._split(groups)
         return [with_greedy_reward(group) for group in kept], dropped
 
     def _split(self, groups: Iterable[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[Dropped]]:

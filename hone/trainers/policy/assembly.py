@@ -32,6 +32,7 @@ from hone.trainers.policy.feed import Feed
 from hone.trainers.policy.generation import Generation
 from hone.trainers.policy.process_reward import ProcessRewards
 from hone.trainers.policy.settings import FollowConfig, PolicyRunConfig
+from hone.trainers.policy.streaming import StreamingTrainer
 from hone.trainers.policy.teacher_placement import TeacherPlacement
 from hone.trainers.policy.teachers import TeacherChoice, Teachers
 from hone.trainers.policy.trainer import Following, PolicyParts, PolicyTrainer
@@ -96,7 +97,8 @@ class PolicyAssembly:
             following=self._following(),
             rollout_log=RolloutLog(self._context.tracking, None if per_step == "all" else per_step),
         )
-        return PolicyTrainer(config, parts, self._context)
+        streams = config.asynchrony is not None and config.asynchrony.stream
+        return (StreamingTrainer if streams else PolicyTrainer)(config, parts, self._context)
 
     def _feed(self) -> Feed:
         config, generation = self._config, self._generation

@@ -18,12 +18,15 @@ from hone.envs.base import is_single_turn
 from hone.envs.settings import AgentSettings
 from hone.registry import unknown
 from hone.schedule.journal import JOURNAL
+from hone.schedule.settings import AsynchronyConfig
 from hone.trainers.policy.annotators import Stage, check_stages, declared_stages
 from hone.trainers.policy.settings import PolicyRunConfig, learns_from_teachers
 from hone.types import Prompt
 from hone.workers.rollout import is_batch_invariant
 
 OBJECTIVE_OUTPUTS = frozenset({"entropy", "sum_pi_squared", FULL_KL})  # of an engine's forward, beyond log-probs
+
+OWN_GROUP = ("grpo", "grpo_pass_k", "rloo", "opo", "max_rl", "remax")  # advantages that need no other group
 
 PRODUCED_BY = {"process_rewards": "process_reward"}  # field -> the section of the run file that fills it
 
@@ -90,6 +93,8 @@ def check_policy_run(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequ
     _check_rollout_logprobs(config)
     _check_answers_differ(config)
     _check_metric(config, algorithm)
+    if config.asynchrony is not None and config.asynchrony.stream:
+        _check_streaming(config, config.asynchrony, stages)
 
 
 def check_replay(config: PolicyRunConfig, journal: Path) -> None:
@@ -323,3 +328,48 @@ def _check_metric(config: PolicyRunConfig, algorithm: Algorithm) -> None:
     parts = sorted(name.removeprefix("components.") for name in collected if name.startswith("components."))
     if sampling.metric.partition("/")[0] not in ("reward", *parts):
         raise ConfigError(unknown("algorithm.dynamic_sampling.metric", sampling.metric, ["reward", *parts]))
+
+
+def _check_streaming(config: PolicyRunConfig, asynchrony: AsynchronyConfig, stages: Sequence[Stage]) -> None:
+    """A mini-batch that trains before the rest of its step is there needs nothing from the rest."""
+    update, algorithm = config.update, config.algorithm
+    colocated = [name for name, one in config.reward.components.items() if one.model and one.model.place == "colocated"]
+    stage = ", ".join(stage.name for stage in stages)
+    needs = {
+        "asynchrony.staleness = 0": (
+            asynchrony.staleness == 0,
+            "nothing is generated while the policy trains; set asynchrony.staleness=1",
+        ),
+        f"update.epochs = {update.epochs}": (
+            update.epochs > 1,
+            "a second epoch mixes the groups of all mini-batches; set update.epochs=1",
+        ),
+        "update.minibatches = 1": (
+            update.minibatches == 1,
+            "the only mini-batch is the whole step; set update.minibatches=2 or more",
+        ),
+        f"algorithm.correction.old: {algorithm.correction.old}": (
+            algorithm.correction.old != "rollout",
+            "old log-probs come from a forward before the step's first update; set algorithm.correction.old=rollout",
+        ),
+        f"algorithm.advantage: {algorithm.advantage.name}": (
+            algorithm.advantage.name not in OWN_GROUP or getattr(algorithm.advantage, "scale_by", "") == "batch",
+            "its advantages depend on all groups of the step; set algorithm.advantage to "
+            f"{', '.join(OWN_GROUP)} (grpo with scale_by group or none)",
+        ),
+        "algorithm.resample": (
+            algorithm.resample is not None,
+            "it draws from all trajectories of the step; set algorithm.resample=null",
+        ),
+        f"{stage} (a model that reads the batch before the update)": (
+            bool(stages),
+            "it reads all groups of the step at once; remove it (for the reference, algorithm.kl.coef=0)",
+        ),
+        f"reward.components.{next(iter(colocated), '')}.model.place: colocated": (
+            bool(colocated),
+            "this reward model scores all answers of a step at once; set its place=process",
+        ),
+    }
+    for what, (is_needed, reason) in needs.items():
+        if is_needed:
+            raise ConfigError(f"asynchrony.stream with {what}: {reason}, or asynchrony.stream=false")

@@ -144,6 +144,7 @@ class Feed:
         self._drain_timeout_s = drain_timeout_s
         self._draws: dict[int, Draw] = {}
         self._admitted: list[int] = []  # since the journal's last record
+        self._recorded: set[int] = set()  # draws of this step that the journal has already
         self._settled: Mapping[int, Draw] = {}  # open draws of the last settled step
         self._unwritten: tuple[Path, Mapping[int, Draw]] | None = None
 
@@ -211,19 +212,33 @@ class Feed:
         """
         if not self._window.staleness:
             return
-        record: dict[str, Any] = {
-            "step": step,
-            "version": self.version,
-            "admitted": self._admitted,
-            "taken": sorted(group.prompt.draw for group in played),
-            "dropped": {str(group.prompt.draw): _reason(group) for group in played if not group.trainable},
-            "spans": {str(one.prompt.draw): [_spans(answer) for answer in _answers(one)] for one in played},
-        }
-        self._admitted = []
+        record = self._record(step, [group for group in played if group.prompt.draw not in self._recorded])
+        self._recorded = set()
         if batch is not None:
             record["batch"] = _digest(batch)
             self._recorder.record(self._measure(batch))
         self._journal.write(record)
+
+    def commit_part(self, step: int, groups: Sequence[TrajectoryGroup], minibatch: Batch) -> None:
+        """Do the same for a mini-batch that trains before the others of its step are there.
+
+        `groups` are those of the step that no record has yet; `commit` records the rest.
+        """
+        self._window.ages(_version_counts(minibatch))
+        self._journal.write({**self._record(step, groups), "more": True})
+        self._recorded |= {group.prompt.draw for group in groups}
+
+    def _record(self, step: int, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+        """What became of these groups, and which prompts were admitted since the last record."""
+        admitted, self._admitted = self._admitted, []
+        return {
+            "step": step,
+            "version": self.version,
+            "admitted": admitted,
+            "taken": sorted(group.prompt.draw for group in groups),
+            "dropped": {str(group.prompt.draw): _reason(group) for group in groups if not group.trainable},
+            "spans": {str(one.prompt.draw): [_spans(answer) for answer in _answers(one)] for one in groups},
+        }
 
     def publish(self, actor: TrainHandle, version: int) -> Metrics:
         """Send the actor's new weights. With staleness 0, return when every replica has proved that it serves them."""
@@ -310,8 +325,7 @@ class Feed:
 
     def _measure(self, batch: Batch) -> Metrics:
         """How many updates old the tokens of a batch are, and how many answers are there already for later steps."""
-        assert batch.weight_versions is not None
-        counts = Counter(batch.weight_versions[batch.loss_mask].tolist())
+        counts = _version_counts(batch)
         ages = self._window.ages(counts)
         total = counts.total()
         of_age = {age: sum(counts[version] for version in counts if ages[version] == age) for age in ages.values()}
@@ -344,6 +358,12 @@ def _ended(group: TrajectoryGroup) -> Group:
     ended: Group = Future()
     ended.set_result(group)
     return ended
+
+
+def _version_counts(batch: Batch) -> Counter[int]:
+    """Version -> the trained tokens that it sampled."""
+    assert batch.weight_versions is not None
+    return Counter(batch.weight_versions[batch.loss_mask].tolist())
 
 
 def _spans(one: Trajectory) -> list[list[int]]:

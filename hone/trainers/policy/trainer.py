@@ -9,7 +9,7 @@ One thread runs both halves in turn; inside `collect` everything happens on one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,17 +133,21 @@ class PolicyTrainer(Trainer):
         """Annotate -> advantages -> train -> move the reference, if it follows -> weight sync."""
         self.rollout.make_room()
         batch = self.advantages(self.annotate(batch), version)
-        self.update_begins()
-        try:
-            for minibatch in self.cut(batch, version):
-                for model, loss in self.learners(version):
-                    model.train_batch(minibatch, loss)
-        except NotFinite as error:
-            raise NotFinite(f"{error}; fields of its batch: {', '.join(not_finite(batch)) or 'all finite'}") from error
+        self.train(batch, self.cut(batch, version), version)
         self.move_reference(version)
         self.recorder.record(self.feed.publish(self.actor, version))
         self.supply.ledger.trained_all_finished(self.feed.ahead)
         give_back()  # return freed host memory to the system, once a step
+
+    def train(self, batch: Batch, minibatches: Iterable[Batch], step: int) -> None:
+        """Take an optimizer step on each mini-batch of `batch`."""
+        self.update_begins()
+        try:
+            for minibatch in minibatches:
+                for model, loss in self.learners(step):
+                    model.train_batch(minibatch, loss)
+        except NotFinite as error:
+            raise NotFinite(f"{error}; fields of its batch: {', '.join(not_finite(batch)) or 'all finite'}") from error
 
     # ------------------------------------------------------------------------------------------------ its parts
 
