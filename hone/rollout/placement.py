@@ -38,6 +38,12 @@ class Placement:
         before = answer_tokens if self._answer_tokens is None else self._answer_tokens
         self._answer_tokens = before + (answer_tokens - before) * RECENT
 
+    def move(self, requests: Sequence[RoutedRequest], replica: Replica) -> None:
+        """Have these requests, when they are sent again, and the later turns of their trajectories go to `replica`."""
+        for request in requests:
+            if request.trajectory:
+                self._trajectories.put(request.trajectory, replica)
+
     def choose(self, request: RoutedRequest, free: Sequence[Replica]) -> Replica:
         """Choose one of the `free` replicas, and note what the request will cost there."""
         prompt = hash(request.prompt)

@@ -5,6 +5,7 @@ serving --process ended, connection lost, hung--> down --start, restore weights-
    |                                                `--died or failed too often (max_restarts)--> lost
    `--weight sync (empty too)--> updating --it proved the new version--> serving
    |                                `--it did not--> empty
+   |--`suspend`: its requests are sent to others--> asleep --`wake`--> serving, or empty without weights
    `--`retire`: its requests are sent to others--> leaving --> gone          `add`: it has started --> empty
 """
 
@@ -15,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any, Literal
 
 from hone.processes.restarts import Restarts
@@ -24,7 +26,7 @@ from hone.schedule.replay import Spans
 from hone.schedule.seats import Standing, Versions
 from hone.types import Metric, Metrics, merge_metrics
 
-State = Literal["serving", "updating", "empty", "down", "lost", "leaving"]
+State = Literal["serving", "updating", "empty", "down", "lost", "leaving", "asleep"]
 """Of a replica; empty: it runs, without the current weights. See the picture above."""
 
 RestoreFn = Callable[[Any], Awaitable[bool]]
@@ -73,6 +75,7 @@ class Replica:
     restarts: Restarts
     heartbeat: Heartbeat | None = None  # of a server
     state: State = "serving"
+    lent: bool = False  # serves on the trainer's device while the trainer waits
     running: set[RoutedRequest] = field(default_factory=set)
     expected_tokens: float = 0.0  # that its requests will compute
     why: str = ""  # it is not serving
@@ -134,10 +137,10 @@ class ReplicaPool:
         self._counted_since = time.monotonic()  # by `metrics`
         self._closed = False
 
-    def add(self, engine: Generating) -> None:
-        """A server that has started joins, without weights."""
+    def add(self, engine: Generating, lent: bool = False) -> None:
+        """A server that has started joins, without weights; a lent one sleeps."""
         joined = self._member(engine, len(self.members))
-        joined.state = "empty"
+        joined.state, joined.lent = "asleep" if lent else "empty", lent
         self.members.append(joined)
         self._changed()
 
@@ -247,24 +250,70 @@ class ReplicaPool:
         found = next((one for one in self.members if one.name == name), None)
         if found is None:
             raise ValueError(f"there is no replica {name!r}; there are {', '.join(one.name for one in self.members)}")
-        if not any(one.is_up for one in self.members if one is not found):
+        if found.lent:
+            raise ValueError(f"{name} is on the trainer's device (asynchrony.lend_trainer); it ends with the run")
+        if not any(one.is_up for one in self.members if one is not found and not one.lent):
             raise ValueError(f"{name} is the last replica that runs; let another join first")
-        async with asyncio.timeout(timeout_s):
-            while found.state == "updating":
-                await asyncio.sleep(LOOK_S)
-        was_up, found.state = found.is_up, "leaving"
-        await end_task(found.revival)
+        await self._wait_updated(found, timeout_s)
         try:
-            if was_up:
-                await found.engine.abort_all()
-        except (ReplicaLost, TimeoutError) as error:  # its requests notice its end
-            found.why = str(error)
+            await self._leave(found, "leaving")
         finally:
-            if found.heartbeat is not None:
-                found.heartbeat.end()
             await _end(found)
             self.members.remove(found)
             self._changed()
+
+    async def suspend(self, engine: Any, level: int, timeout_s: float) -> None:
+        """Have a replica sleep: its requests are aborted and go on at others. It keeps its place among the replicas.
+
+        Raises TimeoutError if weights are sent to it so long.
+        """
+        replica = self.of(engine)
+        if replica.state in ("asleep", "lost"):
+            return
+        await self._wait_updated(replica, timeout_s)
+        was_up = await self._leave(replica, "asleep")
+        try:
+            if was_up and is_alive(engine):
+                await engine.sleep(level)
+                return
+        except (ReplicaLost, TimeoutError) as error:
+            replica.why = str(error)
+        await _end(replica)  # `wake` starts it again
+
+    async def wake(self, engine: Any) -> None:
+        """Have a replica that sleeps take requests again; one that has died meanwhile is started."""
+        replica = self.of(engine)
+        if replica.state != "asleep":
+            return
+        if is_alive(engine):
+            try:
+                await engine.wake_up()
+                replica.state = "serving" if engine.weight_version >= 0 else "empty"
+                self._changed()
+                return
+            except (ReplicaLost, TimeoutError) as error:
+                replica.why = str(error)
+        replica.state = "empty"
+        self.down(replica, replica.why or "its process ended")
+
+    async def _wait_updated(self, replica: Replica, timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s):
+            while replica.state == "updating":
+                await asyncio.sleep(LOOK_S)
+
+    async def _leave(self, replica: Replica, state: State) -> bool:
+        """Give a replica no more requests, and abort what it has; returns whether it was up."""
+        was_up, replica.state = replica.is_up, state
+        await end_task(replica.revival)
+        try:
+            if was_up:
+                await replica.engine.abort_all()
+        except (ReplicaLost, TimeoutError) as error:  # its requests notice its end
+            replica.why = str(error)
+        finally:
+            if replica.heartbeat is not None:
+                replica.heartbeat.end()
+        return was_up
 
     # ------------------------------------------------------------------------------------ versions that they serve
 
@@ -272,7 +321,9 @@ class ReplicaPool:
         """The replicas that can take weights now, with the versions that their requests may be sampled from."""
         up = [one for one in self.members if one.state in ("serving", "empty") and is_alive(one.engine)]
         return [
-            Standing(one.name, one.version, frozenset(r.versions for r in one.running if r.versions is not None))
+            Standing(
+                one.name, one.version, frozenset(r.versions for r in one.running if r.versions is not None), one.lent
+            )
             for one in up
         ]
 
@@ -312,10 +363,12 @@ class ReplicaPool:
         """The engines' figures together, and how many of them serve, since the last call."""
         restarted, self._restarted = self._restarted, 0
         now = time.monotonic()
-        idle_s = sum(one.idle(now) for one in self.members) / len(self.members)
+        idle_s = mean([one.idle(now) for one in self.members if not one.lent] or [0.0])
         seconds, self._counted_since = now - self._counted_since, now
+        own = [one.engine.metrics() for one in self.members if not one.lent]
+        lent = [one.engine.metrics() for one in self.members if one.lent]
         return {
-            **merge_metrics(*(one.engine.metrics() for one in self.members)),
+            **merge_metrics(*own, *lent, *({"rollout/lent_tokens": one["rollout/tokens"]} for one in lent)),
             "perf/rollout_idle_s": Metric.sum(idle_s),
             "perf/rollout_utilisation": Metric.mean(1 - idle_s / max(seconds, idle_s, SHORTEST_S), seconds),
             "rollout/replicas_serving": Metric.min(len(self.serving)),

@@ -110,6 +110,11 @@ class Seats:
         ranges = (versions for versions, some in self._waiting.items() if any(not seat.done() for _, seat in some))
         return [versions for versions in ranges if versions is not None]
 
+    @property
+    def waits(self) -> bool:
+        """Whether a request has no seat."""
+        return any(not seat.done() for some in self._waiting.values() for _, seat in some)
+
     def abort_waiting(self) -> None:
         for _, seat in self._take_all():
             seat.set_result(None)

@@ -29,6 +29,7 @@ class Standing:
     name: str
     version: int  # that it has proven; -1: it holds no weights
     running: frozenset[Versions] = frozenset()  # of its requests
+    lent: bool = False  # it may rest at any moment, so no draw is left to it alone
 
 
 def fits(version: int, versions: Versions | None) -> bool:
@@ -46,6 +47,7 @@ def moves(
     older version, because the replica that had it may have died. Every other replica moves towards the newest.
     """
     versions = {one.name: one.version for one in replicas}
+    lasting = {one.name for one in replicas if not one.lent}
     found: dict[str, int] = {}
     open_ranges = {*held, *waiting}
 
@@ -54,7 +56,8 @@ def moves(
 
     def may(one: Standing, target: int) -> bool:
         allowed = all(fits(target, running) for running in one.running)
-        return one.name not in found and allowed and not _strands(one.name, target, versions, open_ranges)
+        counted = {name: version for name, version in versions.items() if name in lasting or name == one.name}
+        return one.name not in found and allowed and not _strands(one.name, target, counted, open_ranges)
 
     for wanted in dict.fromkeys(waiting):
         if any(fits(version, wanted) for version in versions.values()):

@@ -26,6 +26,11 @@ class AsynchronyConfig(Config):
         False,
         "train each mini-batch as soon as its groups are there, in draw order, while the rest of the step is generated",
     )
+    lend_trainer: bool = setting(
+        False,
+        "start one server more, on the trainer's device: it generates while the trainer waits for answers, and sleeps "
+        "while it trains",
+    )
     drain_timeout_s: float = setting(
         600.0, "longest wait for open answers before an evaluation, a checkpoint or the end of the run", unit="s", gt=0
     )

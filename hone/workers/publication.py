@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -26,6 +26,7 @@ import torch
 from hone.config import ConfigError
 from hone.rollout.adapters import AdapterKind
 from hone.rollout.base import RolloutEngine, ServerAdapter
+from hone.rollout.lending import LentServer
 from hone.rollout.router import Router
 from hone.runtime.base import PhaseFn
 from hone.runtime.watchdog import progress
@@ -258,6 +259,7 @@ class Background:
     timeout_s: float  # deadline of a publication that is waited for
     another: Callable[[], ServerAdapter]  # makes one more server
     control: Path  # folder of requests to join and to leave
+    lent: LentServer | None = None  # on the trainer's device
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +312,7 @@ class RolloutHandle:
         self._asleep = False
         self._snapshots: SnapshotPublication | None = None
         self._control: Future[None] | None = None
+        self._lent: LentServer | None = None if parts.background is None else parts.background.lent
         if parts.background is not None:
             assert isinstance(parts.engine, Router)
             assert isinstance(parts.publisher, ServerPublisher)
@@ -370,9 +373,23 @@ class RolloutHandle:
         snapshots = self._asynchronous
         snapshots.check()
         with self._phase("weight_sync"):
-            self._version = version
+            self._actor, self._version = actor, version
             snapshot = snapshots.copy(self._source(actor), version)
         self._loop.start(snapshots.send(snapshot))
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """While the trainer waits: a server on its device serves requests too, if the run has one."""
+        if self._lent is None or self._actor is None:
+            yield
+            return
+        self._actor.release_memory()  # the trainer's allocator would keep it from the server
+        waking = self._loop.start(self._lent.wake())
+        try:
+            yield
+        finally:
+            self._run(self._lent.rest())
+        waking.result(0)  # raises what ended it
 
     def wait_for(self, version: int, timeout_s: float) -> None:
         """Wait until every running replica has proven `version` or a newer one. Raises TimeoutError."""
@@ -457,7 +474,8 @@ class RolloutHandle:
     def metrics(self) -> Metrics:
         """Return the engine's metrics since the last call."""
         if self._snapshots is not None:
-            return self._run(self._snapshots.metrics())
+            lent = {} if self._lent is None else self._lent.metrics()
+            return {**self._run(self._snapshots.metrics()), **lent}
         kept, self._kept = self._kept, {}
         return merge_metrics(kept, self._engine.metrics())
 

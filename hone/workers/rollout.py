@@ -33,6 +33,7 @@ from hone.processes.child import ServerFailed
 from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.adapters import AdapterFiles, AdapterKind
 from hone.rollout.base import RolloutEngine, ServerAdapter, ServerSpec
+from hone.rollout.lending import LentServer
 from hone.rollout.router import Router
 from hone.rollout.servers.builtin import BuiltinServer
 from hone.rollout.servers.host import LocalHost
@@ -60,6 +61,7 @@ NewWeights = Literal["finish", "recompute", "keep_cache"]
 `recompute`: answers go on under them, with their KV computed again; `keep_cache`: with the old KV."""
 
 SERVERS = "servers"  # folder of the servers' logs in a run folder
+TRAINERS = (0,)  # the device of a trainer that is one process
 CONTEXT_OPTIONS = ("max_model_len", "context_length")  # engines' options for the longest sequence
 
 
@@ -82,6 +84,7 @@ class RolloutSpec:
     runtime: RuntimeConfig | None = None  # its machines run the servers; None: this machine does
     role: str = "rollout"  # name in the runtime's pools
     new_weights: NewWeights | None = None  # what they do to answers being written; None: no answers are then
+    lends: bool = False  # whether one server more runs on the trainer's device, while the trainer waits
 
 
 def start_rollout(spec: RolloutSpec, loop: Loop, phase: PhaseFn) -> RolloutHandle:
@@ -207,28 +210,43 @@ def _servers(
 
     numbers = itertools.count(spec.settings.replicas)
 
-    def another() -> ServerAdapter:
+    def another(**changed: Any) -> ServerAdapter:
         if any(one.host.machine for one in specs):
             raise ConfigError("servers join on the machine of the trainer only, and this run has them on others")
         number = next(numbers)
         more = replace(spec, settings=spec.settings.model_copy(update={"replicas": number + 1}))
-        made: ServerAdapter = adapter(replace(server_specs(more, token)[number], adapter=lora, routed_layers=routed))
+        one = replace(server_specs(more, token)[number], adapter=lora, routed_layers=routed, **changed)
+        made: ServerAdapter = adapter(one)
         return made
 
     background = None
     if spec.new_weights is not None:
-        background = Background(spec.weights.timeout_s, another, spec.folder / CONTROL)
+        lent = None
+        if spec.lends:
+            lent = _lent(spec, router, another(devices=TRAINERS, environment=_environment(TRAINERS)))
+        background = Background(spec.weights.timeout_s, another, spec.folder / CONTROL, lent)
     in_files = bool(getattr(adapter, "loads_files", False))
     parts = RolloutParts(router, dtype, in_files, publisher, level, _probe(spec, dtype), rule, background)
     if spec.new_weights is not None:
         _check_asynchronous(parts)
     try:
         run(start_all(replicas))
+        if background is not None and background.lent is not None:
+            run(background.lent.start())
     except BaseException:
         run(router.close())
         run(publisher.close())
         raise
     return parts
+
+
+def _lent(spec: RolloutSpec, router: Router, server: ServerAdapter) -> LentServer:
+    """The server on the trainer's device. Raises ConfigError if this device cannot take turns."""
+    platform, backend = current_platform(), spec.settings.backend
+    if refused := platform.why_no_sleep(backend):
+        raise ConfigError(f"asynchrony.lend_trainer: {refused}; set asynchrony.lend_trainer=false")
+    is_kept = platform.device == "cpu" or bool(spec.adapters) or spec.lora is not None
+    return LentServer(router, server, 1 if is_kept else 2, spec.weights.timeout_s)
 
 
 def _check_asynchronous(parts: RolloutParts) -> None:
@@ -265,6 +283,7 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
         is_placed = not isinstance(host, LocalHost)
         if platform.device != "cpu" and not is_placed:
             first, count = number * settings.tensor_parallel, platform.device_count()
+            first += spec.new_weights is not None and count > settings.tensor_parallel  # the trainer is on the first
             devices = tuple(sorted({(first + rank) % count for rank in range(settings.tensor_parallel)}))
             if len(devices) < settings.tensor_parallel:
                 raise ConfigError(
@@ -285,11 +304,15 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
                 adapters=adapters,
                 devices=devices,
                 nodes=_machines(spec.runtime),
-                environment={} if is_placed else platform.rollout_environment(devices),
+                environment={} if is_placed else _environment(devices),
                 host=host,
             )
         )
     return found
+
+
+def _environment(devices: tuple[int, ...]) -> dict[str, str]:
+    return current_platform().rollout_environment(devices)
 
 
 def _machines(runtime: RuntimeConfig | None) -> int:

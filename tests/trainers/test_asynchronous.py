@@ -28,8 +28,8 @@ AHEAD = {
 }
 OF_THE_CLOCK = (  # what the server, the rewards and the weight sync did while a step took its time
     *("rollout/batch_size", "rollout/kv_cache_bytes", "rollout/prefill_tokens", "rollout/shared_prompt_tokens"),
-    *("rollout/tokens", "rollout/requests", "rollout/aborted", "rollout/recomputed_tokens", "rollout/replica"),
-    *("reward/scored", "reward/failed", "reward/timeouts", "reward/worker_restarts", "weights/"),
+    *("rollout/tokens", "rollout/lent", "rollout/requests", "rollout/aborted", "rollout/recomputed_tokens"),
+    *("rollout/replica", "reward/scored", "reward/failed", "reward/timeouts", "reward/worker_restarts", "weights/"),
 )
 
 
@@ -132,6 +132,15 @@ def test_a_server_that_is_killed_changes_nothing(whole, tmp_path):
     assert_same(whole, run)
 
 
+@pytest.mark.slow
+def test_a_server_on_the_trainers_device_changes_nothing_and_helps(whole, tmp_path):
+    """One request at a time at each server, so that the trainer waits."""
+    few = {"rollout": {**AHEAD["rollout"], "requests_per_replica": 1}}
+    train(recipe(tmp_path, AHEAD, few), "asynchrony.lend_trainer=true")
+    assert_same(whole, tmp_path / "run")
+    assert sum(line.get("rollout/lent_tokens", 0) for line in metrics(tmp_path / "run")) > 0
+
+
 def server_of(trainer):
     """The process of a rollout server, which is a grandchild of the trainer: a supervisor stands between."""
     servers = [child for parent in children(trainer) for child in children(parent)]
@@ -167,6 +176,17 @@ SECTIONS = {
     "the rollout sleeps": (
         {"rollout": {**AHEAD["rollout"], "sleep_while_training": "level_1"}},
         r"set rollout.sleep_while_training=none",
+    ),
+    "what is lent takes turns anyway": (
+        {"asynchrony": {"lend_trainer": True}},
+        r"lend_trainer with asynchrony.staleness = 0: generation and training take turns .* set asynchrony.staleness=1",
+    ),
+    "the trainer has one device": (
+        {
+            "asynchrony": {"staleness": 1, "lend_trainer": True},
+            "rollout": {"sampling": {"max_response_tokens": 3}, "backend": "vllm", "tensor_parallel": 2},
+        },
+        r"lend_trainer with rollout.tensor_parallel = 2: .* set rollout.tensor_parallel=1",
     ),
     "more prompts than the step needs": (
         {"algorithm": {**AHEAD["algorithm"], "dynamic_sampling": {"max_draws": 2, "oversample": 2.0}}},

@@ -17,6 +17,7 @@ from hone.envs import ENVS
 from hone.envs.base import is_single_turn
 from hone.envs.settings import AgentSettings
 from hone.registry import unknown
+from hone.runtime.settings import RaySettings
 from hone.schedule.journal import JOURNAL
 from hone.schedule.settings import AsynchronyConfig
 from hone.trainers.policy.annotators import Stage, check_stages, declared_stages
@@ -95,6 +96,8 @@ def check_policy_run(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequ
     _check_metric(config, algorithm)
     if config.asynchrony is not None and config.asynchrony.stream:
         _check_streaming(config, config.asynchrony, stages)
+    if config.asynchrony is not None and config.asynchrony.lend_trainer:
+        _check_lending(config, config.asynchrony)
 
 
 def check_replay(config: PolicyRunConfig, journal: Path) -> None:
@@ -328,6 +331,28 @@ def _check_metric(config: PolicyRunConfig, algorithm: Algorithm) -> None:
     parts = sorted(name.removeprefix("components.") for name in collected if name.startswith("components."))
     if sampling.metric.partition("/")[0] not in ("reward", *parts):
         raise ConfigError(unknown("algorithm.dynamic_sampling.metric", sampling.metric, ["reward", *parts]))
+
+
+def _check_lending(config: PolicyRunConfig, asynchrony: AsynchronyConfig) -> None:
+    """The trainer's device can be a server's in turns, and there are turns."""
+    refused = {
+        "asynchrony.staleness = 0": (
+            asynchrony.staleness == 0,
+            "generation and training take turns on one device anyway; set asynchrony.staleness=1",
+        ),
+        f"runtime.backend: {config.runtime.backend.name}": (
+            isinstance(config.runtime.backend, RaySettings),
+            "its servers get their devices from the cluster's pools, which the trainer's are not part of; set "
+            "runtime.backend=local",
+        ),
+        f"rollout.tensor_parallel = {config.rollout.tensor_parallel}": (
+            config.rollout.tensor_parallel > 1,
+            "the trainer has one device; set rollout.tensor_parallel=1",
+        ),
+    }
+    for what, (is_so, reason) in refused.items():
+        if is_so:
+            raise ConfigError(f"asynchrony.lend_trainer with {what}: {reason}, or asynchrony.lend_trainer=false")
 
 
 def _check_streaming(config: PolicyRunConfig, asynchrony: AsynchronyConfig, stages: Sequence[Stage]) -> None:

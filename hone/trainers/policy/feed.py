@@ -19,6 +19,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
@@ -191,7 +192,8 @@ class Feed:
         draws = [self._draws[number] for number in numbers]
         played = [one.group for one in draws if one.group is not None]
         if played:
-            with self._recorder.phase("trainer_wait"):
+            is_late = any(not one.done() for one in played)
+            with self._recorder.phase("trainer_wait"), self._rollout.lending() if is_late else nullcontext():
                 _wait_for(played)
         groups = self._collector.complete([one.result(0) for one in played])
         if turn := [one for one in draws if one.group is None]:

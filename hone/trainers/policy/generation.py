@@ -155,6 +155,7 @@ class Generation:
             routed_experts=config.actor.routing_replay == "rollout",
             runtime=config.runtime,
             new_weights=_new_weights(config) if self._trained else None,
+            lends=self._trained and config.asynchrony is not None and config.asynchrony.lend_trainer,
         )
         return start_rollout(spec, self.loop, self._recorder.phase)
 
