@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from hone.rollout.base import ReplicaLost, ServerAdapter
-from hone.rollout.replicas import Replica, RoutedRequest, end_task
+from hone.rollout.replicas import Replica, RoutedRequest, end, end_task, leave
 from hone.rollout.router import Router
 from hone.schedule.seats import fits
 from hone.types import Metric, Metrics
@@ -47,7 +47,7 @@ class LentServer:
         """Have it serve. A server that has died is started again, `rollout.max_restarts` times at most."""
         async with self._turn:
             self._woken = time.monotonic()
-            await self._router.pool.wake(self._server)
+            await self._begin()
             self._sharing = asyncio.create_task(self._share(), name="share of the lent server")
 
     async def rest(self) -> None:
@@ -57,7 +57,7 @@ class LentServer:
             if self._sharing is not None and not self._sharing.cancelled():
                 await self._sharing  # raises what it raised
             self._sharing = None
-            await self._router.pool.suspend(self._server, self._level, self._timeout_s)
+            await self._stop()
             if self._woken is not None:
                 self._awake_s += time.monotonic() - self._woken
             self._woken = None
@@ -66,6 +66,35 @@ class LentServer:
         """Figures since the last call."""
         awake_s, self._awake_s = self._awake_s, 0.0
         return {"perf/lent_s": Metric.sum(awake_s)}
+
+    async def _begin(self) -> None:
+        pool = self._router.pool
+        replica = pool.of(self._server)
+        if replica.state != "asleep":
+            return
+        try:
+            if self._server.alive:
+                await self._server.wake_up()
+                replica.state = "serving" if self._server.weight_version >= 0 else "empty"
+                self._router.seats.hand_out()
+                return
+        except (ReplicaLost, TimeoutError) as error:
+            replica.why = str(error)
+        replica.state = "empty"
+        pool.down(replica, replica.why or "its process ended")
+
+    async def _stop(self) -> None:
+        replica = self._router.pool.of(self._server)
+        if replica.state in ("asleep", "lost"):
+            return
+        was_up = await leave(replica, "asleep", self._timeout_s)
+        try:
+            if was_up and self._server.alive:
+                await self._server.sleep(self._level)
+                return
+        except (ReplicaLost, TimeoutError) as error:
+            replica.why = str(error)
+        await end(replica)  # half started, or dead: `wake` starts it again
 
     async def _share(self) -> None:
         """Take over a part of what the others run, when it has weights and no request waits for a seat."""

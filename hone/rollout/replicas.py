@@ -5,7 +5,7 @@ serving --process ended, connection lost, hung--> down --start, restore weights-
    |                                                `--died or failed too often (max_restarts)--> lost
    `--weight sync (empty too)--> updating --it proved the new version--> serving
    |                                `--it did not--> empty
-   |--`suspend`: its requests are sent to others--> asleep --`wake`--> serving, or empty without weights
+   |--`lending` takes it back: its requests are sent to others--> asleep --wakes--> serving, or empty
    `--`retire`: its requests are sent to others--> leaving --> gone          `add`: it has started --> empty
 """
 
@@ -219,7 +219,7 @@ class ReplicaPool:
 
     async def _revive(self, replica: Replica) -> None:
         """Start a dead replica and give it weights; its start and the sync have deadlines of their own."""
-        await _end(replica)  # before any pause: a server that hangs still holds its requests
+        await end(replica)  # before any pause: a server that hangs still holds its requests
         while not self._closed and replica.restarts.take():
             self._restarted += 1
             try:
@@ -254,66 +254,12 @@ class ReplicaPool:
             raise ValueError(f"{name} is on the trainer's device (asynchrony.lend_trainer); it ends with the run")
         if not any(one.is_up for one in self.members if one is not found and not one.lent):
             raise ValueError(f"{name} is the last replica that runs; let another join first")
-        await self._wait_updated(found, timeout_s)
         try:
-            await self._leave(found, "leaving")
+            await leave(found, "leaving", timeout_s)
         finally:
-            await _end(found)
+            await end(found)
             self.members.remove(found)
             self._changed()
-
-    async def suspend(self, engine: Any, level: int, timeout_s: float) -> None:
-        """Have a replica sleep: its requests are aborted and go on at others. It keeps its place among the replicas.
-
-        Raises TimeoutError if weights are sent to it so long.
-        """
-        replica = self.of(engine)
-        if replica.state in ("asleep", "lost"):
-            return
-        await self._wait_updated(replica, timeout_s)
-        was_up = await self._leave(replica, "asleep")
-        try:
-            if was_up and is_alive(engine):
-                await engine.sleep(level)
-                return
-        except (ReplicaLost, TimeoutError) as error:
-            replica.why = str(error)
-        await _end(replica)  # `wake` starts it again
-
-    async def wake(self, engine: Any) -> None:
-        """Have a replica that sleeps take requests again; one that has died meanwhile is started."""
-        replica = self.of(engine)
-        if replica.state != "asleep":
-            return
-        if is_alive(engine):
-            try:
-                await engine.wake_up()
-                replica.state = "serving" if engine.weight_version >= 0 else "empty"
-                self._changed()
-                return
-            except (ReplicaLost, TimeoutError) as error:
-                replica.why = str(error)
-        replica.state = "empty"
-        self.down(replica, replica.why or "its process ended")
-
-    async def _wait_updated(self, replica: Replica, timeout_s: float) -> None:
-        async with asyncio.timeout(timeout_s):
-            while replica.state == "updating":
-                await asyncio.sleep(LOOK_S)
-
-    async def _leave(self, replica: Replica, state: State) -> bool:
-        """Give a replica no more requests, and abort what it has; returns whether it was up."""
-        was_up, replica.state = replica.is_up, state
-        await end_task(replica.revival)
-        try:
-            if was_up:
-                await replica.engine.abort_all()
-        except (ReplicaLost, TimeoutError) as error:  # its requests notice its end
-            replica.why = str(error)
-        finally:
-            if replica.heartbeat is not None:
-                replica.heartbeat.end()
-        return was_up
 
     # ------------------------------------------------------------------------------------ versions that they serve
 
@@ -389,7 +335,28 @@ def _blame(running: set[RoutedRequest]) -> None:
         one.deaths += 1
 
 
-async def _end(replica: Replica) -> None:
+async def leave(replica: Replica, state: State, timeout_s: float) -> bool:
+    """Give a replica no more requests, and abort what it has; returns whether it was up.
+
+    Raises TimeoutError, with nothing changed, if weights are sent to it so long.
+    """
+    async with asyncio.timeout(timeout_s):
+        while replica.state == "updating":
+            await asyncio.sleep(LOOK_S)
+    was_up, replica.state = replica.is_up, state
+    await end_task(replica.revival)
+    try:
+        if was_up:
+            await replica.engine.abort_all()
+    except (ReplicaLost, TimeoutError) as error:  # its requests notice its end
+        replica.why = str(error)
+    finally:
+        if replica.heartbeat is not None:
+            replica.heartbeat.end()
+    return was_up
+
+
+async def end(replica: Replica) -> None:
     """End a server; a failure is kept in `why`."""
     try:
         await replica.engine.close()
@@ -421,4 +388,4 @@ def _name(engine: Any, number: int) -> str:
     return f"replica-{number}"
 
 
-__all__ = ["Replica", "ReplicaPool", "RestoreFn", "RoutedRequest", "end_task", "is_alive"]
+__all__ = ["Replica", "ReplicaPool", "RestoreFn", "RoutedRequest", "end", "end_task", "is_alive", "leave"]
