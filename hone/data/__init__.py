@@ -5,7 +5,8 @@
 In reading order: `settings`, `sources/` (rows), `columns` (prompt and answer of a row), `rendering` with
 `chat_template` (messages to tokens), `stream` (the order of prompts), `packing` with `turns`, `routes` and
 `packed_images` (fields of a batch); `images` (in messages); `preferences` and `preference_readers` (pairs and judged
-answers). This file imports none of the sources; it only names where each is.
+answers). This file imports none of the sources; it only names where each is. Tasks of `verifiers` come from the folder
+of its environments, because another Python reads them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SOURCES = Registry(
             "hone.data.settings:ReasoningGymSettings",
             requires=("reasoning_gym",),
         ),
+        "verifiers": Entry("hone.envs.verifiers.tasks:open_tasks", "hone.data.settings:VerifiersTasksSettings"),
         "shapes": Entry("hone.data.sources.shapes:open_shapes", "hone.data.settings:ShapesSettings"),
         "python": Entry("hone.data.sources.base:open_function", "hone.data.settings:PythonSettings"),
     },

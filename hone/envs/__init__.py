@@ -5,7 +5,7 @@ runner a run file names), `settings`, `text_codec` (messages to tokens, completi
 `tools` (episodes with tools), `functions` (Python functions as tools), `mcp/` (tools of MCP servers), `sandboxed` (code
 in a sandbox), `search` (a corpus of passages), `text_actions` (what environments with actions in text share),
 `gymnasium` (Gymnasium environments), `openenv` (environments of OpenEnv servers). `agents/` turns the roles round: a
-program calls the policy. `checking/` plays an environment without a model.
+program calls the policy, as the agents of `verifiers/` do. `checking/` plays an environment without a model.
 """
 
 from hone.registry import Entry, Registry
@@ -31,11 +31,14 @@ ENVS = Registry(
 
 EPISODES = Registry(
     "environment",
-    {"agent": Entry("hone.envs.agents.runner:AgentRunner", "hone.envs.settings:AgentSettings")},
+    {
+        "agent": Entry("hone.envs.agents.runner:AgentRunner", "hone.envs.settings:AgentSettings"),
+        "verifiers": Entry("hone.envs.verifiers.episodes:VerifiersRunner", "hone.envs.settings:VerifiersSettings"),
+    },
     base=ENVS,
     settings=_SETTINGS,
 )
-"""The values of `episode.env`: an environment, or `agent`, whose runner lets an agent program lead the episode."""
+"""The values of `episode.env`: an environment, or a runner whose agents lead the episode (`agent`, `verifiers`)."""
 
 _PARSERS = ("hermes", "llama3", "mistral", "pythonic", "qwen3_coder")
 PARSERS = Registry(

@@ -179,11 +179,9 @@ class ShellSettings(SandboxedSettings):
     name: str = setting("shell", "a tool that runs bash commands in a sandbox")
 
 
-class AgentSettings(Choice):
-    """An agent program that calls the policy through the OpenAI protocol; it needs nothing else of hone."""
+class EndpointSettings(Choice):
+    """Base class of the settings of environments whose agents call the policy through the endpoint."""
 
-    name: str = setting("agent", "an agent program that uses the endpoint")
-    program: str = setting(meaning="async function (base_url, api_key, prompt): file.py:name or package.module:name")
     client_sampling: bool = setting(
         False,
         "use temperature, top_p ... of the agent's requests instead of rollout.sampling, which training needs",
@@ -195,6 +193,25 @@ class AgentSettings(Choice):
         meaning="name -> folder of a LoRA adapter that requests may name as their model, such as an opponent",
         factory=dict,
     )
+
+
+class AgentSettings(EndpointSettings):
+    """An agent program that calls the policy through the OpenAI protocol; it needs nothing else of hone."""
+
+    name: str = setting("agent", "an agent program that uses the endpoint")
+    program: str = setting(meaning="async function (base_url, api_key, prompt): file.py:name or package.module:name")
+
+
+class VerifiersSettings(EndpointSettings):
+    """An environment of the package verifiers, with its own agent, tools and rewards."""
+
+    name: str = setting("verifiers", "an environment of the package verifiers")
+    taskset: str = setting(meaning="its installed name, or a module in the working folder")
+    python: str = setting("", "Python that has verifiers and the taskset; default: the one that runs hone")
+    options: dict[str, Any] = setting(
+        meaning="further keys of verifiers' section env, such as {agent: {harness: {id: bash}}}", factory=dict
+    )
+    start_timeout_s: float = setting(120.0, "deadline of loading the environment", unit="s", gt=0)
 
 
 class EpisodeConfig(Config):

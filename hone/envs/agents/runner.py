@@ -19,10 +19,10 @@ from hone.config import ConfigError
 from hone.data.rendering import Renderer
 from hone.deadline import Deadline
 from hone.envs.agents.endpoint import Endpoint
-from hone.envs.agents.program import Verdict, load_program
+from hone.envs.agents.program import AgentProgram, Verdict, load_program
 from hone.envs.agents.sessions import AgentSession, AgentTask
 from hone.envs.episode import Play, ScoreFn, first_failure, request_seed
-from hone.envs.settings import AgentSettings, EpisodeConfig
+from hone.envs.settings import AgentSettings, EndpointSettings, EpisodeConfig
 from hone.envs.tool_calls import ParseFn, parser_of
 from hone.types import Metric, Prompt, Status, StopReason, Trajectory, TrajectoryGroup
 
@@ -30,8 +30,17 @@ from hone.types import Metric, Prompt, Status, StopReason, Trajectory, Trajector
 class AgentRunner:
     """Runs groups of agent episodes, and scores each group as soon as it is complete."""
 
-    def __init__(self, config: EpisodeConfig, settings: AgentSettings, renderer: Renderer) -> None:
-        self._program = load_program(settings.program)
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        settings: EndpointSettings,
+        renderer: Renderer,
+        program: AgentProgram | None = None,  # None: the function that the settings name
+    ) -> None:
+        if program is None:
+            assert isinstance(settings, AgentSettings)
+            program = load_program(settings.program)
+        self._program = program
         self._client_sampling = settings.client_sampling
         self._adapters = tuple(settings.adapters)
         self._timeout_s = config.timeout_s

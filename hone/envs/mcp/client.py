@@ -154,7 +154,7 @@ def _transport(name: str, settings: McpServer) -> Transport:
     assert settings.command  # checked by the settings
     program, *arguments = settings.command
     command = [sys.executable if program == "python" else program, *arguments]
-    return PipeTransport(name, command, settings.environment)
+    return PipeTransport(f"mcp {name}", command, settings.environment)
 
 
 def _text_of(part: Any) -> str:

@@ -57,12 +57,12 @@ class Transport(Protocol):
 
 
 class PipeTransport:
-    """A server in a process of its own, with everything that it starts."""
+    """A server in a process of its own, with everything that it starts. `hone.envs.verifiers` uses it too."""
 
     def __init__(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="hone-mcp-")
+        self._folder = tempfile.TemporaryDirectory(prefix="hone-rpc-")
         variables = {**environment, FOLDER: self._folder.name}
-        self._process = PipedProcess(f"mcp {name}", command, variables, Path(self._folder.name) / "log.txt")
+        self._process = PipedProcess(name, command, variables, Path(self._folder.name) / "log.txt")
         self._waiting: dict[Any, asyncio.Future[Rpc]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None

@@ -15,7 +15,7 @@ from hone.data.sources.base import check_path
 from hone.engines.settings import EngineConfig
 from hone.envs import ENVS
 from hone.envs.base import is_single_turn
-from hone.envs.settings import AgentSettings
+from hone.envs.settings import EndpointSettings
 from hone.registry import unknown
 from hone.runtime.settings import RaySettings
 from hone.schedule.journal import JOURNAL
@@ -121,7 +121,7 @@ def check_replay(config: PolicyRunConfig, journal: Path) -> None:
             f"--replay with rollout.backend: {backend}: the tokens of this engine depend on the requests that it "
             "computes together; only the built-in engine can repeat a run (rollout.backend=builtin)"
         )
-    if isinstance(config.episode.env, AgentSettings):
+    if isinstance(config.episode.env, EndpointSettings):
         raise ConfigError(
             f"--replay with episode.env: {config.episode.env.name}: an agent program may send requests in any order, "
             "so they cannot be matched with the record"

@@ -16,7 +16,7 @@ from hone.data.settings import PromptSetConfig
 from hone.data.stream import read_prompts
 from hone.envs.episode import Play
 from hone.envs.runners import make_runner
-from hone.envs.settings import AgentSettings
+from hone.envs.settings import EndpointSettings
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import vocabulary_digest
 from hone.platforms.base import compute_dtype, current_platform
@@ -61,7 +61,7 @@ def within_descriptors(config: PolicyRunConfig) -> RolloutConfig:
         "open now": open_descriptors(),
         "files and weight sync": RESERVED_DESCRIPTORS,
         "reward processes": 4 * config.reward.workers,
-        "agents": 2 * episodes if isinstance(config.episode.env, AgentSettings) else 0,  # client and endpoint
+        "agents": 2 * episodes if isinstance(config.episode.env, EndpointSettings) else 0,  # client and endpoint
     }
     most = max(1, min(rollout.requests_per_replica, episodes))
     left = (limit - sum(needs.values())) // rollout.replicas - CONTROLS
@@ -110,7 +110,7 @@ class Generation:
         self._model = model
         self._trained = adapters is None
         env = config.episode.env
-        self._adapters = {**(env.adapters if isinstance(env, AgentSettings) else {}), **(adapters or {})}
+        self._adapters = {**(env.adapters if isinstance(env, EndpointSettings) else {}), **(adapters or {})}
         self._recorder = recorder
         self._config = config
         self._started: RolloutHandle | None = None
