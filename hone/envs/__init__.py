@@ -5,7 +5,8 @@ runner a run file names), `settings`, `text_codec` (messages to tokens, completi
 `tools` (episodes with tools), `functions` (Python functions as tools), `mcp/` (tools of MCP servers), `sandboxed` (code
 in a sandbox), `search` (a corpus of passages), `text_actions` (what environments with actions in text share),
 `gymnasium` (Gymnasium environments), `openenv` (environments of OpenEnv servers). `agents/` turns the roles round: a
-program calls the policy, as the agents of `verifiers/` do. `checking/` plays an environment without a model.
+program calls the policy, as `nemo_gym` (resources servers) and the agents of `verifiers/` do. `checking/` plays an
+environment without a model.
 """
 
 from hone.registry import Entry, Registry
@@ -33,12 +34,13 @@ EPISODES = Registry(
     "environment",
     {
         "agent": Entry("hone.envs.agents.runner:AgentRunner", "hone.envs.settings:AgentSettings"),
+        "nemo_gym": Entry("hone.envs.nemo_gym:NemoGymRunner", "hone.envs.settings:NemoGymSettings"),
         "verifiers": Entry("hone.envs.verifiers.episodes:VerifiersRunner", "hone.envs.settings:VerifiersSettings"),
     },
     base=ENVS,
     settings=_SETTINGS,
 )
-"""The values of `episode.env`: an environment, or a runner whose agents lead the episode (`agent`, `verifiers`)."""
+"""The values of `episode.env`: an environment, or a runner of episodes that an agent leads."""
 
 _PARSERS = ("hermes", "llama3", "mistral", "pythonic", "qwen3_coder")
 PARSERS = Registry(

@@ -214,6 +214,27 @@ class VerifiersSettings(EndpointSettings):
     start_timeout_s: float = setting(120.0, "deadline of loading the environment", unit="s", gt=0)
 
 
+class NemoGymSettings(EndpointSettings):
+    """Tools and rewards of a resources server of NeMo Gym."""
+
+    name: str = setting("nemo_gym", "a running resources server of NeMo Gym, by HTTP")
+    url: str = setting(meaning="its address, such as http://127.0.0.1:8000")
+    headers: dict[str, str] = setting(meaning="HTTP headers of each request, such as Authorization", factory=dict)
+    tool_timeout_s: float = setting(30.0, "deadline of one tool call, which the policy then reads", unit="s", gt=0)
+    verify_timeout_s: float = setting(120.0, "deadline of seed_session, and of verify", unit="s", gt=0)
+    max_output_characters: int = setting(
+        32_000, "longest output of a call that the policy reads; its end is left out", unit="characters", ge=1
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        scheme, _, rest = url.partition("://")
+        if scheme not in ("http", "https") or not rest:
+            raise ValueError("should be an address such as http://127.0.0.1:8000")
+        return url
+
+
 class EpisodeConfig(Config):
     """How the episodes of a prompt run."""
 
