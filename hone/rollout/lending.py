@@ -87,7 +87,13 @@ class LentServer:
         replica = self._router.pool.of(self._server)
         if replica.state in ("asleep", "lost"):
             return
-        was_up = await leave(replica, "asleep", self._timeout_s)
+        try:
+            was_up = await leave(replica, "asleep", self._timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the trainer needs the device of {replica.name} back (asynchrony.lend_trainer), and weights are still "
+                f"being sent to it after {self._timeout_s:g} s (weights.timeout_s)"
+            ) from error
         try:
             if was_up and self._server.alive:
                 await self._server.sleep(self._level)

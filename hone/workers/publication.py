@@ -48,6 +48,7 @@ R = TypeVar("R")
 ADAPTER = "policy"  # name of the policy's own adapter on the servers
 WATCH_S = 0.5  # between two looks at whether the receivers of a sync are alive
 SPEECHLESS_S = 3.0  # wait after its end for the more exact error of its connection
+LENT_S = 10.0  # for the result of a coroutine that has ended
 DYING_S = 10.0  # a process may appear alive this long after its sync failed, on a busy machine
 
 
@@ -389,7 +390,7 @@ class RolloutHandle:
             yield
         finally:
             self._run(self._lent.rest())
-        waking.result(0)  # raises what ended it
+        waking.result(LENT_S)  # raises what ended it; `rest` has waited for it
 
     def wait_for(self, version: int, timeout_s: float) -> None:
         """Wait until every running replica has proven `version` or a newer one. Raises TimeoutError."""

@@ -223,7 +223,8 @@ def _servers(
     if spec.new_weights is not None:
         lent = None
         if spec.lends:
-            lent = _lent(spec, router, another(devices=TRAINERS, environment=_environment(TRAINERS)))
+            devices = () if current_platform().device == "cpu" else TRAINERS
+            lent = _lent(spec, router, another(devices=devices, environment=_environment(devices)))
         background = Background(spec.weights.timeout_s, another, spec.folder / CONTROL, lent)
     in_files = bool(getattr(adapter, "loads_files", False))
     parts = RolloutParts(router, dtype, in_files, publisher, level, _probe(spec, dtype), rule, background)

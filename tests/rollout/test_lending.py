@@ -182,3 +182,17 @@ def test_no_draw_is_left_to_a_server_that_may_rest_at_any_moment():
     assert moves([own, other], [(2, 2)], held, kept) == {"own": 2}
     assert moves([own, replace(other, lent=True)], [(2, 2)], held, kept) == {"other": 2}
     assert moves([own, replace(other, lent=True, version=2)], [], held, kept) == {}
+
+
+def test_weights_that_are_sent_to_it_for_too_long_are_an_error_with_its_name(lending, finish):
+    router, _, lent, server = lending()
+    server._timeout_s = 0.01
+
+    async def story():
+        await begin(server, lent)
+        await server.wake()
+        with router.updating([lent]):
+            await server.rest()
+
+    with pytest.raises(TimeoutError, match=r"the device of mortal-1 back .* still being sent to it after 0.01 s"):
+        finish(story())
