@@ -78,10 +78,10 @@ def test_a_replay_that_differs_ends_with_the_first_difference(recorded, tmp_path
         )
 
 
-def logprobs(run, folder):
+def logprobs(run, folder, steps=STEPS):
     """(the rollout's log-prob, a forward's with the weights of the token's version, is this version a later one)."""
     models = {}
-    for version in range(STEPS):
+    for version in range(steps):
         export_checkpoint(run, folder / str(version), str(version))
         models[version] = AutoModelForCausalLM.from_pretrained(folder / str(version), dtype=torch.float32)
     for line in rollout_lines(run / "rollouts.jsonl.gz"):
