@@ -65,7 +65,9 @@ def plain(text: str) -> str:
 
 
 def code(text: str) -> str:
-    return f"`{text}`".replace("|", "\\|") if text else ""
+    """Text as code in a cell: on one line, between longer marks if it has backticks itself."""
+    mark = "``" if "`" in text else "`"
+    return f"{mark}{text}{mark}".replace("\n", "\\n").replace("|", "\\|") if text else ""
 
 
 # ------------------------------------------------------------------------------------------------------------- keys

@@ -56,7 +56,7 @@ _EVALUATION = "hone.trainers.policy.evaluate_model"  # imports the models, so it
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run has written."""
+    """The run folder, and what the run wrote into it."""
 
     folder: Path
 
@@ -72,9 +72,9 @@ class Result:
 
 
 def load(run_file: RunFile, *overrides: str, kind: str | None = None) -> Loaded[Any]:
-    """The settings of a run, with `key=value` overrides: `.config` is the tree, `.provenance` says who set each key.
+    """Read and check the settings of a run: `.config` is the tree, `.provenance` says what set each key.
 
-    `kind` is needed only for a mapping or file that does not say its own. Raises ConfigError.
+    `overrides` are `key=value` texts. Give `kind` if the file or mapping has no key `kind`. Raises ConfigError.
     """
     if isinstance(run_file, Mapping):
         layers = [Layer("the mapping", _plain(run_file, run_file))]
@@ -87,35 +87,36 @@ def load(run_file: RunFile, *overrides: str, kind: str | None = None) -> Loaded[
 def train(run_file: RunFile, *overrides: str, on_step: OnStep | None = None) -> Result:
     """Train a policy with reinforcement learning, or continue the run in `run.dir`: `hone train`.
 
-    `on_step` is called on the thread that trains. Raises ConfigError, Interrupted, and what ends a run.
+    After each step, hone calls `on_step(step, metrics)` in the thread that trains. Raises ConfigError for wrong
+    settings, Interrupted if the run is stopped, and the error of a run that fails.
     """
     return _run("rl", run_file, overrides, on_step)
 
 
 def distill(run_file: RunFile, *overrides: str, on_step: OnStep | None = None) -> Result:
-    """Distil teachers into a policy, on its own answers: `hone distill`. Otherwise as `train`."""
+    """Distil teachers into a policy, on its own answers: `hone distill`. Arguments and result as in `train`."""
     return _run("distill", run_file, overrides, on_step)
 
 
 def sft(run_file: RunFile, *overrides: str, on_step: OnStep | None = None) -> Result:
-    """Fine-tune a model on examples: `hone sft`. Otherwise as `train`."""
+    """Fine-tune a model on examples: `hone sft`. Arguments and result as in `train`."""
     return _run("sft", run_file, overrides, on_step)
 
 
 def prefer(run_file: RunFile, *overrides: str, on_step: OnStep | None = None) -> Result:
-    """Train a model on preferences (DPO and its family, KTO): `hone prefer`. Otherwise as `train`."""
+    """Train a model on preferences (DPO and its family, KTO): `hone prefer`. Arguments and result as in `train`."""
     return _run("prefer", run_file, overrides, on_step)
 
 
 def reward_model(run_file: RunFile, *overrides: str, on_step: OnStep | None = None) -> Result:
-    """Train a reward model: `hone reward-model`. Otherwise as `train`."""
+    """Train a reward model: `hone reward-model`. Arguments and result as in `train`."""
     return _run("reward_model", run_file, overrides, on_step)
 
 
 def evaluate(run_file: RunFile, *overrides: str, model: str | Path = "") -> dict[str, float]:
-    """Measure a model on the held-out sets of a run file of kind rl or distill; figures are named `eval/<set>/...`.
+    """Measure a model on the held-out sets of a run file of kind rl or distill: `{"eval/<set>/...": value}`.
 
-    `run_file` may be the folder of a run. `model`: a folder or hub name; empty: the run's export.
+    `run_file` may also be a run folder. `model` is a folder or hub name; without it, the run's export is measured.
     """
     if not isinstance(run_file, Mapping):
         run_file, given = run_file_of(Path(run_file), overrides)
@@ -138,7 +139,10 @@ def generate(
     max_response_tokens: int = 512,
     seed: int = 0,
 ) -> list[list[str]]:
-    """`samples` answers to each prompt (a text, or a conversation), by the built-in engine."""
+    """Generate `samples` answers to each prompt (a text or a conversation) with the built-in engine.
+
+    `model` is a folder or hub name. `temperature` 0 is greedy.
+    """
     asked: list[Sequence[Message]] = [
         [Message(role="user", content=one)] if isinstance(one, str) else one for one in prompts
     ]
@@ -157,9 +161,9 @@ def score(
     workers: int = WORKERS,
     timeout_s: float = TIMEOUT_S,
 ) -> list[dict[str, Any]]:
-    """The rows, each with `reward` and `components` of its `response` and `ground_truth`; a failure has an `error`.
+    """Score the `response` of each row against its `ground_truth`. Returns the rows with `reward` and `components`.
 
-    `reward`: a registered name, a reference, or a function.
+    `reward` is a registered name, 'file.py:function', or a function. If it fails for a row, the row has an `error`.
     """
     with TemporaryDirectory(prefix="hone-score-") as folder:
         reference = reward if isinstance(reward, str) else _reference(reward, Path(folder))

@@ -43,7 +43,7 @@ def _value(lp: Tensor, ref: Tensor, kind: str) -> Tensor:
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, chunk_tokens: int = 1024) -> Tensor:
-    """Exact KL(policy, reference) over the vocabulary, [T, V] twice -> [T], computed `chunk_tokens` rows at a time."""
+    """Exact KL(policy, reference) over the vocabulary: two [T, V] -> [T], computed `chunk_tokens` rows at a time."""
     parts = zip(torch.split(logits, chunk_tokens), torch.split(ref_logits, chunk_tokens), strict=True)
     return torch.cat([_full_chunk(rows, ref_rows) for rows, ref_rows in parts])
 

@@ -197,7 +197,7 @@ class GigpoSettings(GrpoSettings):
     """The episode against its group, plus turns against others that begin in the same state."""
 
     name: str = "gigpo"
-    gamma: float = setting(0.95, "discount per turn of the returns that equal states compare", ge=0, le=1)
+    gamma: float = setting(0.95, "discount per turn of the returns that are compared among equal states", ge=0, le=1)
     weight: float = setting(1.0, "strength of the comparison among equal states", ge=0)
 
 
@@ -329,8 +329,8 @@ class ClipCovSettings(ClipSettings):
 
     name: str = "clip_cov"
     share: float = setting(2e-4, "share of the mini-batch's tokens that get no loss", gt=0, le=1)
-    cov_low: float = setting(1.0, "tokens with a covariance above this ...")
-    cov_high: float = setting(5.0, "... and below this may be picked")
+    cov_low: float = setting(1.0, "smallest covariance of a token that may be picked")
+    cov_high: float = setting(5.0, "largest covariance of a token that may be picked")
 
     @property
     def selection(self) -> str:
@@ -515,7 +515,9 @@ class AlgorithmConfig(Config):
     loss: Annotated[SerializeAsAny[Choice], FromRegistry(POLICY_LOSSES)] = setting(
         factory=PpoSettings, meaning="policy loss"
     )
-    aggregation: AggregationSettings = setting(factory=AggregationSettings, meaning="token losses to one number")
+    aggregation: AggregationSettings = setting(
+        factory=AggregationSettings, meaning="how token losses become one number"
+    )
     kl: KlSettings | None = setting(None, "penalty that keeps the policy near the reference")
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", ge=0)
     positive_nll_coef: float = setting(0.0, "weight of -log p on trajectories with reward above 0 (VAPO: 0.1)", ge=0)
@@ -523,7 +525,9 @@ class AlgorithmConfig(Config):
     overlong: OverlongSettings | None = setting(None, "penalty near the length limit, masking of truncated answers")
     dynamic_sampling: DynamicSamplingSettings | None = setting(None, "replace groups without any variance")
     resample: ResampleSettings | None = setting(None, "resample trajectories by their reward (PF-PPO)")
-    correction: CorrectionSettings = setting(factory=CorrectionSettings, meaning="mismatch of rollout and trainer")
+    correction: CorrectionSettings = setting(
+        factory=CorrectionSettings, meaning="correction of the difference between rollout and trainer"
+    )
 
     @property
     def penalty(self) -> KlSettings:

@@ -17,7 +17,7 @@ from hone.types import Batch
 
 
 def optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> Advantages:
-    """A_t = G_t - B_t, where t counts every token from the first generated one on (observations too).
+    """Return of a token minus the group's variance-optimal baseline at its position; observations count as positions.
 
     Each trajectory of an episode weighs 1 / their number.
     Reads `old_logprobs` and `sum_pi_squared`; raises ValueError without them.
@@ -30,7 +30,7 @@ def optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> Advanta
 
 
 def tir_optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> Advantages:
-    """`optimal_token_baseline` for tool-integrated reasoning: t counts generated tokens only."""
+    """`optimal_token_baseline` for tool-integrated reasoning: only generated tokens count as positions."""
     return _advantages(batch, batch.loss_mask)
 
 

@@ -42,7 +42,7 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be repeated")] = None,
     source: Annotated[Path | None, typer.Option("--input", help="file: rows with 'prompt' or 'messages'")] = None,
     target: Annotated[
-        Path | None, typer.Option("--output", help="file for one row per answer, in 'response' (.jsonl)")
+        Path | None, typer.Option("--output", help="file to write (.jsonl): a row per answer, in the column 'response'")
     ] = None,
     compute_dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = AUTO,
 ) -> None:

@@ -46,11 +46,11 @@ def init(
     reward: Annotated[str, typer.Option(help="rl: a registered reward, or file.py:function")] = "",
     teacher: Annotated[str, typer.Option(help="distill: the teacher's folder or hub name")] = "",
 ) -> None:
-    """Write a run file for your own data, and check it. In a terminal, what no flag says is asked."""
+    """Write a run file for your own data, and check it. In a terminal, hone asks for what no flag gives."""
     if target.exists():
         raise ConfigError(f"{target} exists; choose another name, or delete it")
     asks = sys.stdin.isatty()
-    kind = kind or (_ask(f"what to train ({', '.join(KINDS)})", DEFAULT_KIND) if asks else DEFAULT_KIND)
+    kind = kind or (_ask_kind() if asks else DEFAULT_KIND)
     if kind not in KINDS:
         raise ConfigError(f"--kind: {unknown('kind', kind, list(KINDS))}")
     flags = Flags(model, data, reward, teacher, _columns(column or []))
@@ -128,6 +128,13 @@ def _asked(kind: str, flags: Flags) -> Flags:
 def _ask(question: str, default: str | None = None) -> str:
     answer: str = typer.prompt(question, default=default)
     return answer.strip()
+
+
+def _ask_kind() -> str:
+    """Ask what to train until the answer is a kind."""
+    while (kind := _ask(f"what to train ({', '.join(KINDS)})", DEFAULT_KIND)) not in KINDS:
+        say(unknown("kind", kind, list(KINDS)))
+    return kind
 
 
 def _columns(given: Sequence[str]) -> dict[str, str]:

@@ -21,8 +21,8 @@ def rollout(
 ) -> None:
     """Let a server join or leave a run that trains asynchronously.
 
-    A server that joins gets requests once it has proven that it serves the run's weights. The answers of one that
-    leaves go on at the other servers.
+    A server that joins gets requests once it has proven that it serves the run's weights. When a server
+    leaves, the other servers continue its answers.
     """
     if (verb == "leave") != bool(replica):
         raise ConfigError("name the server that leaves: hone rollout leave RUN REPLICA; join takes no name")

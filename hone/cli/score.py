@@ -47,13 +47,13 @@ TIMEOUT_S: float = RewardComponent.model_fields["timeout_s"].default
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The file's names of the columns that are needed; a.b is b within a."""
+    """The file's names of the columns that are needed; a.b is field b of column a."""
 
-    response: Annotated[str, typer.Option("--response-column", help="column of the answers; a.b: b within a")] = (
-        "response"
-    )
+    response: Annotated[
+        str, typer.Option("--response-column", help="column of the answers; a.b: field b of column a")
+    ] = "response"
     ground_truth: Annotated[
-        str, typer.Option("--ground-truth-column", help="column of the ground truth; a.b: b within a")
+        str, typer.Option("--ground-truth-column", help="column of the ground truth; a.b: field b of column a")
     ] = "ground_truth"
 
 

@@ -40,7 +40,7 @@ def simulate_run(
 ) -> None:
     """Predict steps per second, staleness and utilisation of a run, without running it.
 
-    The schedule is the run's own; what its parts cost comes from `--cost` or from the timings of a finished run.
+    It uses the run's own schedule. Give the costs of its parts with `--cost`, or a finished run with `--from`.
     """
     config: PolicyRunConfig = load_recipe(recipe, overrides or []).config
     if not isinstance(config, PolicyRunConfig):

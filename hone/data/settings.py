@@ -84,7 +84,8 @@ class PromptSetConfig(RowsConfig):
     """One data set: its rows, and how each becomes a prompt."""
 
     columns: dict[Column, str] = setting(
-        factory=dict, meaning="hone's column name: the data set's, such as {ground_truth: solution}; a.b is b within a"
+        factory=dict,
+        meaning="hone's column name: the data set's, such as {ground_truth: solution}; a.b is field b of column a",
     )
     system_prompt: str = setting("", "first message of every prompt that has no system message of its own")
     prompt_template: str = setting("", "Jinja2 template of the user's message, over the row's columns")
@@ -98,7 +99,7 @@ class PromptSetConfig(RowsConfig):
 
 
 class DatasetConfig(PromptSetConfig):
-    """One data set whose rows may also become supervised samples, and that may be part of a mixture."""
+    """A training set: its rows, how each becomes a prompt or a sample, and its weight in a mixture."""
 
     answer_template: str = setting("", "Jinja2 template of the answer in supervised training, over the row's columns")
     max_sample_tokens: int | None = setting(None, "longest supervised sample allowed", unit="tokens", ge=2)

@@ -118,24 +118,24 @@ class Schedule:
 
 
 def constant(config: ScheduleConfig, warmup: int, total: int) -> Shape:
-    """The peak."""
+    """The learning rate stays at its peak."""
     return lambda step: 1.0
 
 
 def linear(config: LinearConfig, warmup: int, total: int) -> Shape:
-    """Down to the smallest factor on a line."""
+    """The learning rate falls on a line to `min_ratio` times its peak."""
     least = config.min_ratio
     return lambda step: 1 - _progress(step, warmup, total) * (1 - least)
 
 
 def cosine(config: CosineConfig, warmup: int, total: int) -> Shape:
-    """Down to the smallest factor on half a cosine."""
+    """The learning rate falls on half a cosine to `min_ratio` times its peak."""
     least = config.min_ratio
     return lambda step: least + (1 - least) * (1 + math.cos(math.pi * _progress(step, warmup, total))) / 2
 
 
 def wsd(config: WsdConfig, warmup: int, total: int) -> Shape:
-    """The peak, and a line at the end."""
+    """The learning rate stays at its peak, and falls on a line at the end of the run."""
     return linear(config, total - 1 - max(1, round(config.decay_fraction * total)), total)
 
 

@@ -18,7 +18,7 @@ class OptimizerConfig(Config):
         "AdamW", "class name in torch.optim: AdamW, SGD, Adafactor ...; or AdamW8bit, Adam8bit, Lion8bit, AdEMAMix8bit"
     )
     lr: float = setting(1e-6, "peak learning rate", gt=0)
-    weight_decay: float = setting(0.0, "of matrices; biases and norms are never decayed", ge=0)
+    weight_decay: float = setting(0.0, "weight decay of matrices; biases and norms are never decayed", ge=0)
     betas: tuple[float, float] | None = setting(None, "null: the optimizer's own (AdamW: 0.9, 0.999)")
     options: dict[str, Any] = setting(factory=dict, meaning="other arguments of the class, such as eps or momentum")
 
@@ -80,7 +80,7 @@ class LoraConfig(Config):
     targets: Literal["all-linear"] | tuple[str, ...] = setting(
         "all-linear", "layers by names in their paths (q_proj, self_attn, experts.down_proj); all-linear: not the head"
     )
-    exclude: tuple[str, ...] = setting((), "layers that stay as they are although `targets` has them")
+    exclude: tuple[str, ...] = setting((), "layers that get no adapter although `targets` names them")
     dropout: float = setting(0.0, "share of the adapter's inputs that is dropped in training", ge=0, lt=1)
     dora: bool = setting(False, "weight-decomposed LoRA: the norm of each output row is learned separately")
     rslora: bool = setting(False, "scale is alpha / sqrt(rank)")
@@ -144,7 +144,7 @@ class EngineConfig(Config):
     )
     compute_dtype: Literal["auto", "bfloat16", "float32", "float64"] = setting(
         "auto",
-        "of forward and backward; the optimizer updates weights in model.dtype; auto: bfloat16 where the device "
+        "dtype of forward and backward; the optimizer updates weights in model.dtype; auto: bfloat16 where the device "
         "multiplies it natively, else float32",
     )
     head_dtype: Literal["float32"] | None = setting(
@@ -153,7 +153,9 @@ class EngineConfig(Config):
     activation_checkpointing: bool | Literal["offload"] = setting(
         False, "recompute layers in the backward to save memory; offload: their inputs wait in CPU memory meanwhile"
     )
-    logprob_chunk_tokens: int = setting(1024, "at most so many rows of logits exist at once", unit="tokens", ge=1)
+    logprob_chunk_tokens: int = setting(
+        1024, "compute logits for this many tokens at a time, to save memory", unit="tokens", ge=1
+    )
     optimizer: OptimizerConfig = setting(factory=OptimizerConfig, meaning="how weights are updated")
     schedule: Annotated[SerializeAsAny[ScheduleConfig], FromRegistry(SCHEDULES)] = setting(
         factory=ScheduleConfig, meaning="learning rate over the run"

@@ -150,7 +150,7 @@ class Session:
 
 
 class OpenEnv:
-    """One episode in a session of a server."""
+    """One episode in a session of an OpenEnv server."""
 
     def __init__(self, prompt: Prompt, settings: OpenEnvSettings, seats: asyncio.Semaphore | None) -> None:
         self._prompt = prompt

@@ -32,7 +32,7 @@ SANDBOX_S = 3600.0  # backstop: the sandbox has deadlines of its own, also for t
 
 
 class SandboxEnv(ToolEnv):
-    """One episode with a sandbox."""
+    """One episode with a tool that runs programs (`python`) or commands (`shell`) in a sandbox."""
 
     def __init__(self, prompt: Prompt, settings: EpisodeConfig, sandbox: Sandbox) -> None:
         env = settings.env

@@ -37,7 +37,9 @@ class EnvSettings(Choice):
 class ToolCallSettings(EnvSettings):
     """Base class of the settings of environments with tools."""
 
-    tool_timeout_s: float = setting(30.0, "deadline of one tool call, which the policy then reads", unit="s", gt=0)
+    tool_timeout_s: float = setting(
+        30.0, "deadline of one tool call; the policy reads that it timed out", unit="s", gt=0
+    )
     parser: str = setting("auto", "how tool calls are found in text; auto: by the chat template (hone list parsers)")
 
 
@@ -196,7 +198,7 @@ class EndpointSettings(Choice):
 
 
 class AgentSettings(EndpointSettings):
-    """An agent program that calls the policy through the OpenAI protocol; it needs nothing else of hone."""
+    """An agent program that calls the policy through the OpenAI protocol. It does not import hone."""
 
     name: str = setting("agent", "an agent program that uses the endpoint")
     program: str = setting(meaning="async function (base_url, api_key, prompt): file.py:name or package.module:name")
@@ -243,7 +245,7 @@ class EpisodeConfig(Config):
     )
     max_turns: int = setting(8, "maximum number of completions in one episode", unit="turns", ge=1)
     timeout_s: float = setting(
-        600.0, "deadline of one episode, without its waits for a seat at the rollout", unit="s", gt=0
+        600.0, "deadline of one episode, without the time that its requests wait for a free server", unit="s", gt=0
     )
 
     @property

@@ -26,7 +26,7 @@ _BAD = ("broken", "unknown", "arguments")
 
 
 class ToolEnv:
-    """One episode with tools, whoever provides them."""
+    """One episode with tools that are Python functions."""
 
     def __init__(self, prompt: Prompt, tools: Sequence[Tool], limits: EnvSettings) -> None:
         self._prompt = prompt

@@ -41,7 +41,7 @@ class VisionBuildConfig(Config):
 class VisionConfig(Config):
     """Use of a vision model."""
 
-    freeze_tower: bool = setting(False, "train the language model only; the vision tower stays as it is")
+    freeze_tower: bool = setting(False, "train the language model only, not the vision tower")
     min_pixels: int | None = setting(None, "smaller images are scaled up; null: as the model's processor", ge=1)
     max_pixels: int | None = setting(None, "larger images are scaled down; null: as the model's processor", ge=1)
 
@@ -75,11 +75,11 @@ class BuildConfig(Config):
 
 
 class FourBitConfig(Config):
-    """Frozen linear layers in 4 bits, by bitsandbytes (QLoRA); the head stays as it is."""
+    """Frozen linear layers in 4 bits, by bitsandbytes (QLoRA). The head is not quantised."""
 
     kind: Literal["nf4", "fp4"] = setting("nf4", "the 16 levels: quantiles of a normal distribution, or 4-bit floats")
-    double: bool = setting(True, "the largest value of each block of 64 weights lies in 8 bits too, not in 32")
-    skip: tuple[str, ...] = setting((), "layers that stay as they are, by names in their paths (o_proj, layers.0)")
+    double: bool = setting(True, "also quantise the scale of each block of 64 weights, from 32 to 8 bits")
+    skip: tuple[str, ...] = setting((), "layers that are not quantised, by names in their paths (o_proj, layers.0)")
 
 
 class UseConfig(Config):
@@ -106,7 +106,7 @@ class ModelConfig(Config):
     revision: str | None = setting(None, "branch, tag or commit on the hub; null: its main branch")
     tokenizer: str | None = setting(None, "folder or hub name of the tokenizer; null: the model's own")
     trust_remote_code: bool = setting(False, "run Python code that comes with the model")
-    dtype: DType = setting("float32", "of the stored weights, which the optimizer updates")
+    dtype: DType = setting("float32", "dtype of the stored weights, which the optimizer updates")
     use: UseConfig | None = setting(None, "how the model is used, beyond what its config says")
 
     @model_validator(mode="after")

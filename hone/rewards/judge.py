@@ -36,9 +36,9 @@ BETTER = {"first": 1.0, "second": 0.0, "tie": 0.5}  # what the first answer gets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge(JudgeClient):
-    """A judge and its rubric. The fields are the options of the reward; wrong ones raise ValueError.
+    """Score of an answer by a language model with a rubric. The fields are the reward's options.
 
-    `criteria`: name -> what it says, or {says, weight}.
+    `criteria`: name -> what it says, or {says, weight}. Wrong options raise ValueError.
     """
 
     criteria: Mapping[str, Any]
@@ -76,7 +76,7 @@ class Judge(JudgeClient):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairwiseJudge(JudgeClient):
-    """A judge of pairs. The fields are the options of the reward; wrong ones raise ValueError.
+    """Share of comparisons that an answer wins, by a language model. The fields are the reward's options.
 
     The reward of an answer is its share of wins against other answers to the same prompt, as in Pref-GRPO
     (arXiv:2508.20751); a tie counts 1/2. Each pair is shown in both orders, because judges prefer a position.

@@ -38,7 +38,7 @@ class Spread(Protocol):
 
 
 class LocalWorkerGroup:
-    """Calls this process's worker directly. With one rank, nothing is split or copied.
+    """The ranks are this process, or the processes that torchrun started. With one rank, nothing is split or copied.
 
     An exception of the worker is passed on unchanged, because it is the clearest error. This process ends with it, and
     the other ranks' collectives raise `RankLost`.

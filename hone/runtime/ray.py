@@ -349,7 +349,7 @@ _shelf = Shelf()
 
 
 class RayWorkerGroup:
-    """The ranks of one role, as actors. See `hone.runtime.base.WorkerGroup`."""
+    """The ranks of one role, each a Ray actor. See `hone.runtime.base.WorkerGroup`."""
 
     def __init__(
         self, role: str, pool: ResourcePool, shape: tuple[int, float | None], spec: Any, phase: PhaseFn

@@ -28,7 +28,7 @@ class AsynchronyConfig(Config):
     )
     lend_trainer: bool = setting(
         False,
-        "start one server more, on the trainer's device: it generates while the trainer waits for answers, and sleeps "
+        "start one more server, on the trainer's device: it generates while the trainer waits for answers, and sleeps "
         "while it trains",
     )
     drain_timeout_s: float = setting(

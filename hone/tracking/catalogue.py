@@ -104,8 +104,10 @@ _ROLLOUT = (
         "rollout/prompts_used", "prompts", SUM, "prompts of an oversampled draw whose groups were kept or dropped"
     ),
     Described("rollout/prompts_skipped", "prompts", SUM, "prompts not generated, because no variance was expected"),
-    Described("rollout/explore_easy", "probability", MEAN, "chance that sets how often easy prompts are still drawn"),
-    Described("rollout/explore_hard", "probability", MEAN, "chance that sets how often hard prompts are still drawn"),
+    Described(
+        "rollout/explore_easy", "probability", MEAN, "the current explore, for prompts whose answers all succeed"
+    ),
+    Described("rollout/explore_hard", "probability", MEAN, "the current explore, for prompts whose answers all fail"),
     Described("rollout/prompts_without_variance", "prompts", MAX, "prompts whose last group had no variance"),
     Described("rollout/greedy_reward", "", MEAN, "reward of the greedy answers (remax)"),
     Described("rollout/greedy_response_length", "tokens", MEAN, "sampled tokens of the greedy answers"),
@@ -123,7 +125,7 @@ _ROLLOUT = (
     Described("rollout/calls/refused", "calls", SUM, "calls beyond max_calls_per_turn"),
     Described("rollout/<figure>", "", MEAN, "a figure of the environment, with a reducer that it chooses", own=True),
     Described("rollout/tokens", "tokens", SUM, "tokens that the engine sampled"),
-    Described("rollout/lent_tokens", "tokens", SUM, "of these, sampled by the server on the trainer's device"),
+    Described("rollout/lent_tokens", "tokens", SUM, "tokens that the server on the trainer's device sampled"),
     Described("rollout/prefill_tokens", "tokens", SUM, "prompt tokens that the engine computed"),
     Described("rollout/shared_prompt_tokens", "tokens", SUM, "prompt tokens computed once for several samples"),
     Described("rollout/cached_prompt_tokens", "tokens", SUM, "prompt tokens found in a server's prefix cache"),
@@ -144,7 +146,9 @@ def _mixture(role: str) -> tuple[Described, ...]:
         Described(
             f"{role}/expert_load_max_over_mean", "", MEAN, "load of the busiest expert over the mean; 1 is balanced"
         ),
-        Described(f"{role}/expert_load_worst_layer", "", MAX, "the same for the layer with the largest value"),
+        Described(
+            f"{role}/expert_load_worst_layer", "", MAX, "load of the busiest expert over the mean, in the worst layer"
+        ),
         Described(f"{role}/experts_unused", "share", MEAN, "experts that got no token"),
         Described(f"{role}/router_entropy", "nats", MEAN, "entropy of the router; log(experts) is uniform"),
         Described(f"{role}/router_aux_loss", "", MEAN, "balance loss of the router, before its coefficient"),
@@ -179,7 +183,9 @@ _SUPERVISED = (
     Described("train/nll", "nats/token", MEAN, "sft: loss per trained token"),
     Described("train/tokens", "tokens", SUM, "tokens of the step's samples, prompts included"),
     Described("train/preference_loss", "", MEAN, "loss of a pair, a judged answer, or a step"),
-    Described("train/preference_accuracy", "share", MEAN, "pairs with the chosen answer ahead; else right verdicts"),
+    Described(
+        "train/preference_accuracy", "share", MEAN, "pairs whose chosen answer is ahead; without pairs: right verdicts"
+    ),
     Described("train/preference_margin", "", MEAN, "implicit reward or score of the chosen minus the rejected answer"),
     Described("train/chosen_reward", "", MEAN, "implicit reward of chosen (for kto: good) answers"),
     Described("train/rejected_reward", "", MEAN, "implicit reward of rejected (for kto: bad) answers"),
@@ -208,9 +214,11 @@ _CRITIC = (
 
 _CORRECTION = (
     Described("correction/kl", "nats/token", MEAN, "k1 estimate of KL(rollout, trainer); near 0 if they agree"),
-    Described("correction/k3", "nats/token", MEAN, "k3 estimate of the same KL, never negative"),
+    Described("correction/k3", "nats/token", MEAN, "k3 estimate of KL(rollout, trainer), never negative"),
     Described("correction/mean_abs_difference", "nats", MEAN, "absolute gap between trainer and rollout log-probs"),
-    Described("correction/max_abs_difference", "nats", MAX, "the largest such gap of a token"),
+    Described(
+        "correction/max_abs_difference", "nats", MAX, "largest gap between trainer and rollout log-prob of a token"
+    ),
     Described("correction/outside_band", "share", MEAN, "tokens whose ratio trainer/rollout leaves the band"),
     Described("correction/chi2_token", "", MEAN, "chi-squared divergence per token"),
     Described("correction/chi2_sequence", "", MEAN, "chi-squared divergence per sequence"),
@@ -242,8 +250,8 @@ _SCHEDULE = (
 _PERF = (
     Described("perf/step_s", "s", MEAN, "the whole step, without evaluation and checkpoints"),
     Described("perf/generate_s", "s", MEAN, "generation"),
-    Described("perf/trainer_wait_s", "s", MEAN, "asynchronous: the trainer waits for answers"),
-    Described("perf/lent_s", "s", SUM, "asynchronous: the server on the trainer's device was awake"),
+    Described("perf/trainer_wait_s", "s", MEAN, "asynchronous: time in which the trainer waits for answers"),
+    Described("perf/lent_s", "s", SUM, "asynchronous: time in which the server on the trainer's device was awake"),
     Described("perf/unused_groups_ended", "groups", SUM, "complete groups among rollout/prompts_put_back"),
     Described("perf/reward_s", "s", MEAN, "rewards that were computed after the last answer ended"),
     Described("perf/forward_s", "s", MEAN, "forwards for log-probs and values"),
@@ -282,8 +290,10 @@ _EVAL = (
     Described("eval/<set>/<component>", "", MEAN, "one component of the reward on a held-out set", own=True),
     Described("eval/<set>/<component>/<part>", "", MEAN, "a part that a reward function returned by name", own=True),
     Described("eval/<set>/<component>/mean@<n>", "", MEAN, "mean over n answers to each prompt", own=True),
-    Described("eval/<set>/<component>/best@<n>", "", MEAN, "best of n answers to each prompt", own=True),
-    Described("eval/<set>/<component>/maj@<n>", "", MEAN, "the most frequent of n answers to each prompt", own=True),
+    Described("eval/<set>/<component>/best@<n>", "", MEAN, "highest score among n answers to each prompt", own=True),
+    Described(
+        "eval/<set>/<component>/maj@<n>", "", MEAN, "score of the most frequent of n answers to each prompt", own=True
+    ),
     Described("eval/<set>/<component>/<part>/<of>@<n>", "", MEAN, "the same of a part: mean, best and maj", own=True),
 )
 

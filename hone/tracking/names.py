@@ -30,6 +30,7 @@ class Headline:
 _POLICY_LOSS = "train/policy_loss"
 
 HEADLINES = (
+    Headline("teacher KL", "train/teacher_kl", "{:.4f}", "lower"),
     Headline("reward", "reward/mean", better="higher"),
     Headline("policy loss", _POLICY_LOSS, "{:.4f}"),
     Headline("loss", "train/loss", "{:.4f}", "lower"),

@@ -75,6 +75,14 @@ def test_a_row_has_type_default_and_meaning(written):
     assert [row for row in empty if not row.startswith("| `--")] == []
 
 
+def test_a_row_is_one_line_with_a_cell_for_each_column(written):
+    assert "| `\\n` | process reward model: the text between two steps |" in written["keys-rl.md"]
+    for name, text in written.items():
+        for table in re.findall(r"^\| .*\n\| ---.*\n(?:.+\n)*", text, re.M):
+            cells = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
+            assert len(cells) == 1, (name, table)
+
+
 def test_labels_are_unique_and_links_lead_to_them(written):
     text = "\n".join(written.values())
     labels = re.findall(r"^\((key-[^)]+)\)=$", text, re.M)

@@ -139,6 +139,8 @@ def test_a_row_that_is_not_a_mapping_is_a_clear_error(tmp_path, dataset):
         rows[2]
     with pytest.raises(DataError, match="should give rows, but gave a int"):
         open_rows(dataset(source={"name": "python", "function": f"{file}:one"}))
+    with pytest.raises(DataError, match=r"source\.options: .*:one cannot be called with sise, seed, size: got an unex"):
+        open_rows(dataset(source={"name": "python", "function": f"{file}:one", "options": {"sise": 4}}))
 
 
 def test_reasoning_gym_rows_can_be_scored_by_its_own_verifier(dataset):

@@ -16,29 +16,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import typer
 
-from hone.cli.keys import keys_of
-from hone.cli.main import COMMANDS, TAKES_KEYS
-from hone.cli.recipe import load_recipe, load_run
+from hone.cli.recipe import load_run
 from hone.composition import Layer, from_yaml, read_layers
-from hone.config import ConfigError
-from hone.registry import resolve
 from tests.docs.blocks import PAGES, ROOT, Block, read_blocks
+from tests.docs.commands import HONE, RECIPES, check_hone
 
 BLOCKS = {page: read_blocks(page) for page in PAGES}
 ALL = [block for blocks in BLOCKS.values() for block in blocks]
-RECIPES = {  # stands for the run file that the reader has
-    "train": "recipes/quickstart/grpo.yaml",
-    "eval": "recipes/quickstart/grpo.yaml",
-    "simulate": "recipes/quickstart/grpo.yaml",
-    "sft": "recipes/sft/chat.yaml",
-    "prefer": "recipes/preference/dpo.yaml",
-    "distill": "recipes/distill/on_policy.yaml",
-    "reward-model": "recipes/reward_model/bradley_terry.yaml",
-}
 LANGUAGES = {"": "text or commands", "bash": "", "python": "", "yaml": "", "json": "", "toml": "", "{toctree}": ""}
-HONE = re.compile(r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?hone|torchrun .*?-m hone) (?=[a-z])")
 
 
 def run_here(block: Block) -> bool:
@@ -131,32 +117,6 @@ def test_settings_on_a_page_load_on_top_of_a_recipe(block, monkeypatch):
     load_run([*read_layers(Path(recipe)), Layer(block.place, from_yaml(block.text))], block.place)
 
 
-def check_hone(line: str, block: Block) -> None:
-    """Parse a command of hone with its own parser, and load the settings that it names."""
-    name, *arguments = shlex.split(line.partition(" | ")[0].partition(" > ")[0])
-    assert name in COMMANDS, line
-    app = typer.Typer(add_completion=False)
-    app.command(name)(resolve(COMMANDS[name].target))
-    arguments = keys_of(arguments) if name in TAKES_KEYS else arguments
-    context = typer.main.get_command(app).make_context(name, arguments)  # raises for an unknown option
-    words = context.params.get("given") or [
-        context.params.get("recipe") or "",
-        *(context.params.get("overrides") or []),
-    ]
-    recipe, *given = map(str, words)
-    if not recipe or name == "env":
-        return
-    if not Path(recipe).is_file():
-        assert not recipe.startswith("recipes/"), f"no file {recipe}"
-        recipe = RECIPES[name]
-    wrong = re.search(r"^error: (command line: .*?)(?:\.\.\.|$)", block.text, re.MULTILINE)
-    if wrong and name in ("train", "config"):
-        with pytest.raises(ConfigError, match=f"^{re.escape(wrong[1])}"):
-            load_recipe(Path(recipe), given)
-    else:
-        load_recipe(Path(recipe), given)
-
-
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if any(one.commands for one in blocks)])
 def test_the_commands_of_a_page_parse_and_their_settings_load(page, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -167,7 +127,7 @@ def test_the_commands_of_a_page_parse_and_their_settings_load(page, monkeypatch)
                 check_hone(line[found.end() :], block)
             elif line.startswith("make "):
                 assert line.split()[1] in targets, line
-            else:  # an installation, or a command for another machine: the files that it names are there
+            else:  # test_other_programs.py parses it; the files that it names are there
                 named = re.findall(r"(?<![\w/=-])((?:benchmarks|deploy|requirements|recipes)/[\w./-]+)", line)
                 assert [name for name in named if not (ROOT / name).exists()] == [], line
 

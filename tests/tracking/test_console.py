@@ -100,6 +100,7 @@ def test_an_evaluation_is_always_shown(plain):
 @pytest.mark.parametrize(("values", "figures"), [
     # a training figure is never called a held-out one, nor another metric exact match
     ({"reward/exact_match": 0.7, "train/loss": 0.5, "train/policy_loss": -0.25}, "policy loss -0.2500"),
+    ({"reward/mean": 0.0, "train/teacher_kl": 0.125}, "teacher KL 0.1250  reward 0.000"),
     ({"train/loss": 2.5, "eval/val/loss": 3.5}, "loss 2.5000  val loss 3.5000 (step 2)"),
     ({"eval/val/reward": 0.5, "eval/val/failed": 0.0}, "val reward 0.500 (step 2)"),
     ({"eval/pairs/accuracy": 0.75, "eval/pairs/loss": 0.5, "train/preference_accuracy": 1.0},

@@ -28,17 +28,17 @@ AT = "logprobs_at"  # of ModelOutput.extras: the student's log-probs of the teac
 
 
 def reverse_kl(lp: Tensor, teacher: Tensor, settings: SampledKlSettings) -> Tensor:
-    """Estimate of KL(student, teacher) from the sampled tokens, [T] twice -> [T]."""
+    """Estimate of KL(student, teacher) from the sampled tokens: two [T] -> [T]."""
     return kl_penalty(lp, teacher, settings.kind)
 
 
 def forward_top_k(lp: Tensor, teacher: Tensor, settings: Any) -> Tensor:
-    """KL(teacher, student) over the teacher's K tokens and one bin for all others, [T, K] twice -> [T]."""
+    """KL(teacher, student) over the teacher's K tokens and one bin for all others: two [T, K] -> [T]."""
     return _binned_kl(teacher, lp)
 
 
 def reverse_top_k(lp: Tensor, teacher: Tensor, settings: Any) -> Tensor:
-    """KL(student, teacher) over the teacher's K tokens and one bin for all others, [T, K] twice -> [T]."""
+    """KL(student, teacher) over the teacher's K tokens and one bin for all others: two [T, K] -> [T]."""
     return _binned_kl(lp, teacher)
 
 

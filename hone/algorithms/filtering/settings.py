@@ -13,7 +13,10 @@ class OverlongSettings(Config):
     """DAPO's treatment of answers that come near the length limit, or reach it (arXiv 2503.14476)."""
 
     buffer_fraction: float | None = setting(
-        None, "the penalty grows over this share of the longest response, its end; null: no penalty", gt=0, le=1
+        None,
+        "the penalty grows over this last part of the longest response, as a share of it; null: no penalty",
+        gt=0,
+        le=1,
     )
     buffer_tokens: int | None = setting(
         None, "the same as a number of tokens, in place of buffer_fraction", unit="tokens", ge=1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -140,7 +141,13 @@ def open_function(config: RowsConfig) -> ListRows:
         raise DataError(f"source.function={settings.function}: {error}") from error
     if not callable(function):
         raise DataError(f"source.function={settings.function} is not a function but a {type(function).__name__}")
-    result = function(seed=settings.seed, size=settings.size, **settings.options)
+    given = {**settings.options, "seed": settings.seed, "size": settings.size}
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        found = ", ".join(given)
+        raise DataError(f"source.options: {settings.function} cannot be called with {found}: {error}") from error
+    result = function(**given)
     if not isinstance(result, Iterable):
         raise DataError(f"{settings.function} should give rows, but gave a {type(result).__name__}")
     rows = result if isinstance(result, Sequence) else list(itertools.islice(result, settings.size))

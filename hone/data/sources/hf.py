@@ -12,7 +12,7 @@ SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # files that `
 
 
 def open_hf(config: RowsConfig) -> ListRows:
-    """Open one split, memory-mapped by the library. Never runs code that comes with a data set."""
+    """Open one split of a Hugging Face data set, memory-mapped. Never runs code that comes with a data set."""
     settings = config.source if config.source is not None else HfSettings()
     assert isinstance(settings, HfSettings)
     if not config.path:

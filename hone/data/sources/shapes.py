@@ -54,7 +54,7 @@ class ShapesRows:
 
 
 def open_shapes(config: RowsConfig) -> ShapesRows:
-    """Open the rows that `config.source` describes."""
+    """Open generated pictures of coloured squares with questions about them."""
     assert isinstance(config.source, ShapesSettings)
     return ShapesRows(config.source)
 

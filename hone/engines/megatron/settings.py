@@ -26,14 +26,14 @@ class Sizes:
 
 
 class MegatronParallel(Config):
-    """How a model and its batches lie over the ranks; the ranks that are left over split batches (data parallel)."""
+    """How ranks divide a model and its batches. All remaining ranks split batches (data parallel)."""
 
-    tensor: int = setting(1, "ranks that share out each layer's matrices, the embedding and the head", ge=1)
-    sequence: bool = setting(False, "tensor ranks also share out the tokens between those matrices")
+    tensor: int = setting(1, "ranks that split each layer's matrices, the embedding and the head", ge=1)
+    sequence: bool = setting(False, "tensor ranks also split the tokens between those matrices")
     pipeline: int = setting(1, "stages of consecutive layers", ge=1)
     virtual_pipeline: int = setting(1, "parts of the model on each stage, so that stages idle less", ge=1)
-    context: int = setting(1, "ranks that share out the tokens of each micro-batch (Ulysses)", ge=1)
-    expert: int = setting(1, "ranks that share out the experts; they are the same ranks as above, not more", ge=1)
+    context: int = setting(1, "ranks that split the tokens of each micro-batch (Ulysses)", ge=1)
+    expert: int = setting(1, "ranks that split the experts; the same ranks as above, not additional ones", ge=1)
 
     def sizes(self, world: int) -> Sizes:
         """The mesh over `world` ranks. Raises ValueError naming the dimension that does not fit."""
@@ -61,7 +61,7 @@ class MegatronParallel(Config):
 
 
 class MegatronSettings(BackendSettings):
-    """Megatron-Core's model and parallelism; gradients and optimizer state are shared out over data-parallel ranks."""
+    """Megatron-Core's model and parallelism; gradients and optimizer state are sharded over data-parallel ranks."""
 
     name: str = "megatron"
     parallel: MegatronParallel | None = setting(None, "how ranks divide the work; null: all ranks split batches")

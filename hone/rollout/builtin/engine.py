@@ -34,7 +34,7 @@ _NAMED = 5  # missing tensors that an error names
 
 
 class BuiltinEngine:
-    """A `RolloutEngine` with storage of its own for weights (of its own dtype) and KV cache.
+    """The built-in engine: continuous batching with its own copy of the weights, in its own dtype.
 
     Built from a model, it serves a copy of that model's weights as version 0. Built from a config, it serves nothing
     (version -1) before the first `update_weights`.

@@ -45,7 +45,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlTracker(Tracker):
-    """Appends to the two files, and removes the lines that a resumed run will write again."""
+    """Appends to metrics.jsonl and rollouts.jsonl.gz; a resumed run first removes lines that it will write again."""
 
     own_thread = False
     left_out = ""  # why the last rollouts were not written

@@ -89,7 +89,7 @@ class WarmStartConfig(Config):
     data: DataConfig = setting(meaning="worked solutions")
     steps: int = setting(meaning="supervised steps", unit="steps", ge=1)
     samples_per_step: int = setting(meaning="worked solutions in one step", unit="samples", ge=1)
-    actor: EngineConfig = setting(meaning="how the supervised steps are taken", factory=EngineConfig)
+    actor: EngineConfig = setting(meaning="how the model is trained in these steps", factory=EngineConfig)
 
 
 class CriticConfig(Config):
@@ -104,12 +104,12 @@ class TeacherConfig(Config):
     """A model that scores the policy's tokens. It is never trained."""
 
     model: ModelConfig = setting(meaning="its weights; it must have the policy's vocabulary")
-    engine: EngineConfig | None = setting(None, "how it is computed; default: as the actor")
+    engine: EngineConfig | None = setting(None, "the engine that computes it; default: the actor's settings")
     served_by: Literal["engine", "rollout"] = setting(
         "engine", "a training engine that only infers, or a rollout engine"
     )
     rollout: RolloutConfig | None = setting(
-        None, "the engine of served_by: rollout; default: the built-in one as the run has it"
+        None, "settings of the rollout engine if served_by is rollout; default: the run's built-in engine"
     )
 
 
@@ -158,7 +158,7 @@ class FollowConfig(Config):
 class PolicyReferenceConfig(ReferenceConfig):
     """The model that KL is measured against."""
 
-    follow: FollowConfig | None = setting(None, "how the reference follows the policy; default: it stays as it is")
+    follow: FollowConfig | None = setting(None, "how the reference follows the policy; default: it never changes")
 
 
 class PolicyRunConfig(Config):

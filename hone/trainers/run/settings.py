@@ -25,7 +25,7 @@ class RunConfig(Config):
     max_skipped_steps: int = setting(
         10, "the run fails after this many optimizer steps in a row whose gradient was not finite", unit="steps", ge=1
     )
-    seed: int = setting(0, "of data order, sampling and fresh weights; the same seed gives the same run", ge=0)
+    seed: int = setting(0, "seed of data order, sampling and new weights; the same seed gives the same run", ge=0)
 
     @model_validator(mode="after")
     def _has_one_length(self) -> RunConfig:

@@ -56,7 +56,7 @@ class PreferenceRunConfig(SupervisedConfig):
 
     kind: Literal["prefer"] = setting("prefer", "learning from preferences")
     loss: Annotated[SerializeAsAny[Choice], FromRegistry(PREFERENCE_LOSSES)] = setting(
-        factory=DpoSettings, meaning="what is done with two answers, or (kto) with one"
+        factory=DpoSettings, meaning="loss of a pair of answers, or (kto) of one answer"
     )
     reference: PreferenceReferenceConfig = setting(
         meaning="what log-ratios are taken against", factory=PreferenceReferenceConfig

@@ -40,7 +40,7 @@ POLL_S = 0.0005  # seconds between checks of a broadcast and of lost receivers
 
 
 class CollectiveEngine(BucketedEngine):
-    """The trainer's side."""
+    """Broadcasts each bucket to all servers in a process group (NCCL, or gloo on CPUs)."""
 
     transport = "collective"
     all_or_none = True

@@ -57,7 +57,7 @@ class _Base:
 
 
 class DeltaEngine(CheckpointEngine):
-    """The trainer's side."""
+    """Sends only the changed elements of each tensor, over another transport."""
 
     transport = "delta"
 

@@ -47,7 +47,7 @@ POLL_S = 0.01
 
 
 class DiskEngine(CheckpointEngine):
-    """The trainer's side."""
+    """Writes the weights to files in a folder that the servers can read."""
 
     transport = "disk"
 

@@ -34,7 +34,7 @@ ENOUGH = 32 << 20  # bytes after which the next bucket begins; two of this size 
 
 
 class IpcEngine(BucketedEngine):
-    """The trainer's side: buckets in shared memory or in the memory of its GPU."""
+    """Servers on the same machine map the trainer's buckets, in shared memory or in the memory of its GPU."""
 
     transport = "ipc"
 

@@ -38,7 +38,7 @@ POLL_S = 0.0005  # seconds between checks of a read
 
 
 class NixlEngine(BucketedEngine):
-    """The trainer's side."""
+    """Servers read each bucket from the trainer by NIXL: RDMA if the network has it, else TCP."""
 
     transport = "nixl"
 
