@@ -168,7 +168,7 @@ def test_init_asks_in_a_terminal(here):
     os.close(ours)
     os.close(theirs)
     assert done.returncode == 0, done.stderr
-    assert "unknown kind 'dpoo'" in done.stdout
+    assert "unknown kind 'dpoo'" in done.stderr
     assert "column of the prompt [question]" in done.stdout
     written = yaml.safe_load((here / "asked.yaml").read_text())
     assert written["kind"] == "prefer"
