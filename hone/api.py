@@ -27,7 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from hone.cli.recipe import KINDS, load_run, run_file_of
+from hone.cli.recipe import KINDS, MAPPING, load_run, run_file_of
 from hone.cli.score import TIMEOUT_S, WORKERS, outcomes_of, scored
 from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, read_overrides
 from hone.config import Loaded, build
@@ -77,10 +77,10 @@ def load(run_file: RunFile, *overrides: str, kind: str | None = None) -> Loaded[
     `overrides` are `key=value` texts. Give `kind` if the file or mapping has no key `kind`. Raises ConfigError.
     """
     if isinstance(run_file, Mapping):
-        layers = [Layer("the mapping", _plain(run_file, run_file))]
+        layers = [Layer(MAPPING, _plain(run_file, run_file))]
         if overrides:
             layers.append(Layer(COMMAND_LINE, read_overrides(overrides)))
-        return load_run(layers, "the mapping", kind)
+        return load_run(layers, MAPPING, kind)
     return load_run(read_layers(Path(run_file), overrides), str(run_file), kind)
 
 

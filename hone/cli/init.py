@@ -110,9 +110,8 @@ def _short(value: Any) -> str:
 def _asked(kind: str, flags: Flags) -> Flags:
     """The flags with the answers to what they do not say."""
     model = flags.model or _ask("model folder or hub name")
-    data = flags.data or _ask("file of training rows (.jsonl, .parquet)")
+    data, known = (flags.data, first_columns(flags.data)) if flags.data else _ask_data()
     columns = dict(flags.columns)
-    known = first_columns(data)
     typer.echo(f"its columns: {', '.join(known)}")
     guessed = guessed_columns(kind, known)
     for meaning in [one for one in MEANINGS[kind] if one not in known and "messages" not in known]:
@@ -128,6 +127,16 @@ def _asked(kind: str, flags: Flags) -> Flags:
 def _ask(question: str, default: str | None = None) -> str:
     answer: str = typer.prompt(question, default=default)
     return answer.strip()
+
+
+def _ask_data() -> tuple[str, list[str]]:
+    """Ask for the data until they can be read; returns them with their columns."""
+    while True:
+        data = _ask("file of training rows (.jsonl, .parquet)")
+        try:
+            return data, first_columns(data)
+        except ConfigError as error:
+            say(str(error))
 
 
 def _ask_kind() -> str:

@@ -27,6 +27,7 @@ class Kind:
 
 
 DEFAULT_KIND = "rl"
+MAPPING = "the mapping"  # a run file that is a Python object, in errors
 _LAUNCH, _SUPERVISED = "hone.trainers.run.launch", "hone.trainers.supervised.settings"
 KINDS = {
     "rl": Kind("hone.trainers.policy.settings:PolicyRunConfig", "hone train", f"{_LAUNCH}:run_policy"),
@@ -67,7 +68,10 @@ def load_run(layers: Sequence[Layer], place: str, kind: str | None = None) -> Lo
     named = stated_kind(layers)
     found = named or kind or DEFAULT_KIND
     if kind is not None and found != kind:
-        raise ConfigError(f"{place} has kind: {found}, expected {kind}; run it with `{KINDS[found].command} {place}`")
+        command = KINDS[found].command
+        by_name = command.replace(" ", ".").replace("-", "_")
+        remedy = f"{by_name}(...)" if place == MAPPING else f"`{command} {place}`"
+        raise ConfigError(f"{place} has kind: {found}, expected {kind}; run it with {remedy}")
     loaded = load_layers(KINDS[found].load(), layers)
     _ = loaded.config.kind  # counts as read: it chose the settings class
     return loaded

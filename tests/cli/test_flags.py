@@ -159,7 +159,7 @@ def test_init_writes_nothing_that_does_not_run(here, capsys, changes, expected):
 
 def test_init_asks_in_a_terminal(here):
     ours, theirs = pty.openpty()
-    answers = ["dpoo", "prefer", "model", "pairs.jsonl", ""]  # the first is asked again; the last: the guessed column
+    answers = ["dpoo", "prefer", "model", "none.jsonl", "pairs.jsonl", ""]  # two are asked again; the last: as guessed
     pairs = [{"question": "2 + 2?", "chosen": "4", "rejected": "5"}]
     write_rows(here / "pairs.jsonl", pairs)
     os.write(ours, "".join(f"{one}\n" for one in answers).encode())
@@ -169,6 +169,7 @@ def test_init_asks_in_a_terminal(here):
     os.close(theirs)
     assert done.returncode == 0, done.stderr
     assert "unknown kind 'dpoo'" in done.stderr
+    assert "none.jsonl" in done.stderr
     assert "column of the prompt [question]" in done.stdout
     written = yaml.safe_load((here / "asked.yaml").read_text())
     assert written["kind"] == "prefer"

@@ -23,7 +23,7 @@ from hone.tracking.hub import RUN_FILE
 LOCK = ".lock"
 IDENTITY = ("kind", "model", "warm_start")
 """Sections that must not change in a run folder: with another model it is another run."""
-_ELSEWHERE = "give another run.dir, or --restart to set this one aside and begin again"
+_ELSEWHERE = "give another run.dir, or set this one aside and begin again (on the command line: --restart)"
 
 
 @contextmanager
