@@ -173,7 +173,9 @@ def test_what_cannot_be_used_is_one_error(done):
     settings = done[0]
     with pytest.raises(hone.ConfigError, match="<lambda> cannot be found by other processes"):
         hone.load({**settings, "reward": {"components": {"a": {"reward": lambda response: 0.0}}}})
-    with pytest.raises(hone.ConfigError, match=r"the mapping has kind: rl, expected sft; run it with hone\.train\(\.\.\.\)"):
+    with pytest.raises(
+        hone.ConfigError, match=r"the mapping has kind: rl, expected sft; run it with hone\.train\(\.\.\.\)"
+    ):
         hone.sft(settings)
     with pytest.raises(hone.ConfigError, match=r"the mapping: unknown key 'learning_rate'; did you mean 'actor.optim"):
         hone.load({**settings, "learning_rate": 1})
