@@ -317,7 +317,7 @@ class ReplicaPool:
             **merge_metrics(*own, *lent, *({"rollout/lent_tokens": one["rollout/tokens"]} for one in lent)),
             "perf/rollout_idle_s": Metric.sum(idle_s),
             "perf/rollout_utilisation": Metric.mean(1 - idle_s / max(seconds, idle_s, SHORTEST_S), seconds),
-            "rollout/replicas_serving": Metric.min(len(self.serving)),
+            "rollout/replicas_serving": Metric.min(sum(one.state in ("serving", "updating") for one in self.members)),
             "rollout/replica_restarts": Metric.sum(restarted),
         }
 

@@ -135,7 +135,7 @@ _ROLLOUT = (
     Described("rollout/requests_resent", "requests", SUM, "requests that the router sent to another replica"),
     Described("rollout/batch_size", "requests", MEAN, "requests that the built-in engine decodes at once"),
     Described("rollout/kv_cache_bytes", "bytes", MAX, "size of the built-in engine's KV cache"),
-    Described("rollout/replicas_serving", "replicas", MIN, "replicas that take requests"),
+    Described("rollout/replicas_serving", "replicas", MIN, "replicas that take requests, or are receiving weights"),
     Described("rollout/replica_restarts", "replicas", SUM, "servers that were started again"),
 )
 

@@ -46,4 +46,4 @@ def test_metrics_are_listed_with_their_meaning(capsys):
     assert main(["list", "metrics"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (found,) = [line for line in lines if line.startswith("rollout/replicas_serving ")]
-    assert found.split(maxsplit=1)[1] == "replicas that take requests (min, replicas)"
+    assert found.split(maxsplit=1)[1] == "replicas that take requests, or are receiving weights (min, replicas)"

@@ -143,6 +143,13 @@ def test_utilisation_is_the_share_of_the_time_with_requests(fleet, finish):
     assert router.metrics()["perf/rollout_utilisation"].value == 0
 
 
+def test_a_replica_that_is_receiving_weights_counts_as_one_that_serves(fleet, finish):
+    router, (one, _) = fleet()
+    with router.updating([one]):
+        assert router.metrics()["rollout/replicas_serving"].value == 2
+    assert router.metrics()["rollout/replicas_serving"].value == 1, "the sync ended without its proof"
+
+
 def test_the_only_replica_is_waited_for(fleet, finish):
     router, (mortal,) = fleet(1)
     mortal.fail_starts = 1
