@@ -234,8 +234,8 @@ class CheckpointStore:
         free = shutil.disk_usage(self._folder).free
         if free < needed:
             raise RunCheckpointError(
-                f"no room for the checkpoint of step {step}: {self._folder} has {free / 2**20:.0f} MiB free, "
-                f"it takes about {needed / 2**20:.0f} MiB; {published[-1].name} stands"
+                f"no room for the checkpoint of step {step}: {self._folder} has {free / 2**20:,.1f} MiB free, "
+                f"it takes about {needed / 2**20:,.1f} MiB; {published[-1].name} stands"
             )
 
 

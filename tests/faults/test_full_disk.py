@@ -1,0 +1,53 @@
+"""A disk that is full ends a run with an error that says so, and the run continues as if it had not been."""
+
+import subprocess
+
+import pytest
+
+import hone
+from hone.tracking.base import TrackingError
+from hone.trainers.run.checkpoints import RunCheckpointError
+from tests.trainers.test_resume import assert_same_run
+from tests.trainers.tiny import recipe
+
+FULL = r"No space left on device|no room for the checkpoint"
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 16 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, timeout=60)
+    if mounted.returncode:
+        pytest.skip(f"no file system of 16 MiB can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=60)
+
+
+def fill(file, spare):
+    """Write zeros until nothing fits any more, then free `spare` bytes."""
+    with file.open("wb", buffering=0) as out:
+        try:
+            while True:
+                out.write(bytes(4096))
+        except OSError:
+            out.truncate(max(0, out.tell() - spare))
+
+
+@pytest.mark.parametrize("spare", [0, 64 * 1024], ids=["nothing", "metrics"])
+def test_a_run_whose_disk_was_full_continues_to_the_same_bits(disk, tmp_path, spare):
+    """`spare` bytes fit: nothing more, or the metrics of a few steps but no checkpoint."""
+    whole, broken = recipe(tmp_path / "whole"), recipe(disk / "broken")
+    hone.train(whole)
+
+    def full_after_the_third(step, _):
+        if step == 3:
+            fill(disk / "zeros", spare)
+
+    with pytest.raises((TrackingError, RunCheckpointError), match=FULL):
+        hone.train(broken, on_step=full_after_the_third)
+    (disk / "zeros").unlink()
+    hone.train(broken)
+    assert_same_run(tmp_path / "whole" / "run", disk / "broken" / "run")
