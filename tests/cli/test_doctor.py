@@ -78,6 +78,33 @@ def test_it_prints_every_section_and_succeeds(capsys):
     ]
 
 
+def test_the_other_package_of_this_name_is_noticed(tmp_path, monkeypatch):
+    """`pip install hone` installs a program of others over the module and the command of this one."""
+    assert ("software", "another hone") not in findings()
+    metadata = tmp_path / "hone-0.4.2.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: hone\nVersion: 0.4.2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (finding,) = findings()["software", "another hone"]
+    assert finding.ok is False
+    assert finding.detail.startswith("0.4.2: the package 'hone' of PyPI is another program")
+    assert "uninstall 'hone' and 'hone-rl', and install this one again" in finding.detail
+
+
+def test_a_server_is_there_if_its_environment_has_its_package(tmp_path, monkeypatch):
+    """It said yes to both where neither was installed."""
+    monkeypatch.chdir(tmp_path)
+    for backend in ("vllm", "sglang"):
+        python = tmp_path / f".venv-{backend}" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text("")
+    (tmp_path / ".venv-vllm" / "lib" / "python3.12" / "site-packages" / "vllm").mkdir(parents=True)
+    found = findings()
+    assert found["rollout servers", "vllm"] == [Finding("rollout servers", "vllm", True, f"{tmp_path}/.venv-vllm")]
+    missing = f"{tmp_path}/.venv-sglang has no sglang"
+    assert found["rollout servers", "sglang"] == [Finding("rollout servers", "sglang", False, missing)]
+
+
 @pytest.mark.slow
 def test_broken_parts_and_plugins_are_named_with_their_reason(tmp_path):
     (tmp_path / "odd_plugin.py").write_text(

@@ -1,5 +1,6 @@
 """What can be known of deploy/ without a cluster: shells parse, files exist, versions and numbers agree."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -51,6 +52,39 @@ def test_the_image_copies_what_there_is_and_is_sent():
         assert any(source == one or source.startswith(f"{one}/") for one in sent), source
     stages = re.findall(r"^FROM \S+ AS (\S+)-wheels$", DOCKERFILE.read_text(), re.M)
     assert stages == ["cpu", "cuda", "rocm"]
+
+
+def test_the_image_has_wandb_and_takes_files_of_any_user():
+    """As `docker run --user 4321`: that user has no home folder, and owns nothing of the image."""
+    final = DOCKERFILE.read_text().rpartition("\nFROM ")[2]
+    assert re.search(r'^RUN pip install .*"wandb>=', final, re.M)
+    (made,) = re.findall(r"^RUN mkdir --mode=1777 (.+)$", final, re.M)
+    folder = re.findall(r"^WORKDIR (.+)$", DOCKERFILE.read_text(), re.M)[-1]
+    (home,) = re.findall(r"^ENV HOME=(.+)$", final, re.M)
+    assert {f"{folder}/runs", home} <= {str(Path(folder) / one) for one in made.split()}
+    before, _, after = final.partition("\nUSER hone\n")
+    assert "mkdir" in before  # as root
+    assert re.findall(r"^(RUN|COPY|ADD) ", after, re.M) == []
+
+
+def test_ray_gets_the_whole_node():
+    """A step of `srun` has one processor and its share of the memory otherwise: Ray then counts no more."""
+    text = (DEPLOY / "slurm" / "ray.sbatch").read_text()
+    asked = set(re.findall(r"^#SBATCH (--\S+)$", text, re.M))
+    assert {"--exclusive", "--mem=0", "--ntasks-per-node=1"} <= asked
+    (step,) = re.findall(r"^on\(\) \{.*?\n\}$", text, re.M | re.S)
+    run = "#!/usr/bin/env bash\nsrun() { printf '%s\\n' \"$@\"; }\nstarted=()\ndevices=8\n"
+    shell = f"{run}{step}\non node7 ray start --block\nwait\n"
+    done = subprocess.run(
+        ["bash", "-c", shell], capture_output=True, text=True, check=True, timeout=60,
+        env={**os.environ, "SLURM_CPUS_ON_NODE": "96"},
+    )  # fmt: skip
+    given = done.stdout.split()
+    assert given[-3:] == ["ray", "start", "--block"]
+    assert {"--cpus-per-task=96", "--mem=0", "--gpus-per-node=8", "--nodelist=node7", "--ntasks=1"} <= set(given)
+    started = re.findall(r'^ *on "\$(head|machine)" "\$bin/ray" start .*--block$', text, re.M)
+    assert started == ["head", "machine"]
+    assert not re.search(r'"\$bin/ray" start .*--(num-cpus|memory)', text)
 
 
 def test_the_job_of_kubernetes_asks_for_the_machines_that_the_run_uses():

@@ -157,6 +157,19 @@ def test_the_display_has_figures_progress_phase_and_a_sample(plain):
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_every_answer_has_its_turn_and_the_worst_is_always_there(plain):
+    """Only the best-rewarded one was shown."""
+    tracker, _ = plain
+    rewards = {"middle": 0.5, "worst": -1.0, "best": 1.0}
+    records = [{"prompt": "p", "response": name, "reward": reward} for name, reward in rewards.items()]
+    found = []
+    for step in (1, 2, 3):
+        tracker.rollouts(step, records)
+        found.append(re.findall(r"^│ ((?:worst )?answer) +(\w+)  reward", shown(tracker), flags=re.M))
+    worst = ("worst answer", "worst")
+    assert found == [[("answer", "worst")], [("answer", "best"), worst], [("answer", "middle"), worst]]
+
+
 def test_long_and_wide_texts_fit_the_display(plain):
     tracker, _ = plain
     tracker.rollouts(1, [{"prompt": "漢字 " * 500 + "the question?", "response": "y\n" * 2000, "reward": -1.0}])

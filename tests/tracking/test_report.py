@@ -4,15 +4,22 @@ import gzip
 import json
 import math
 import re
+import shutil
+import subprocess
+from importlib.resources import files
 
 import pytest
 
 from hone.config import ConfigError
+from hone.tracking.base import RunInfo
+from hone.tracking.hub import RUN_FILE, Tracking
 from hone.tracking.report import rundata
 from hone.tracking.report.build import REPORT_FILE, build_report
 from hone.tracking.report.charts import charts, step_phases
 from hone.tracking.report.rundata import curves, read_run
+from hone.tracking.settings import TrackingConfig
 
+NODE = shutil.which("node")
 EVIL = "</script><script>window.evil = 1</script><img src=x onerror=alert(1)> & \u2028"
 
 
@@ -191,6 +198,56 @@ def test_every_metric_is_in_one_chart():
     assert titles.index("Utilisation") == titles.index("Trained tokens by age of their weights") + 1
     assert {chart.section for chart in made if {"mine", "x/y"} & set(chart.series)} == {"Other"}
     assert step_phases(["perf/generate_s"]) == []
+
+
+@pytest.mark.skipif(NODE is None, reason="no Node.js is installed, which runs the page's functions without a browser")
+def test_the_marks_of_an_axis_have_different_labels():
+    """As the page makes them; `1e-6` stood four times where a learning rate changed little."""
+    ranges = [[9.6e-7, 1.04e-6], [1e-6, 1.2e-6], [2.3012, 2.3019], [-0.0004, 0.0002], [12_340, 12_390], [3e9, 3.1e9]]
+    script = """
+      const label = ([low, high]) => {
+        const marks = ticks(low, high, 5);
+        return marks.map((value) => tickText(value, marks[1] - marks[0]));
+      };
+      console.log(JSON.stringify(%s.map(label)));
+    """
+    code = files("hone.tracking.report").joinpath("page", "charts.js").read_text(encoding="utf-8")
+    done = subprocess.run(
+        [NODE, "-"], input=code + script % json.dumps(ranges), capture_output=True, text=True, check=True, timeout=60
+    )
+    labels = json.loads(done.stdout)
+    assert [found for found in labels if len(found) < 2 or len(set(found)) < len(found)] == []
+    for (low, high), found in zip(ranges, labels, strict=True):
+        units = {"k": 1e3, "M": 1e6, "G": 1e9, "": 1}
+        parts = [re.fullmatch(r"([-\d.]+(?:e[-\d]+)?)([kMG]?)", one.replace("−", "-")).groups() for one in found]
+        values = [float(number) * units[unit] for number, unit in parts]
+        assert all(low - 1e-9 * abs(low) <= value <= high + 1e-9 * abs(high) for value in values)
+
+
+def test_started_and_ended_are_the_run_s(tmp_path):
+    """They were equal in every run. A continued run began when its first launch did."""
+    write_metrics(tmp_path, [{"step": 1}])
+    facts = tmp_path / RUN_FILE
+    for step, began in ((0, None), (1, "2026-01-02T03:04:05+00:00")):
+        hub = Tracking(TrackingConfig(trackers=["jsonl"]), RunInfo(tmp_path, total_steps=9))
+        hub.begin(step)
+        running = json.loads(facts.read_text())
+        assert running["started"] == (began or running["started"])
+        assert running["ended"] is None
+        hub.close("interrupted")
+        assert json.loads(facts.read_text())["started"] == running["started"]
+        facts.write_text(json.dumps({**json.loads(facts.read_text()), "started": "2026-01-02T03:04:05+00:00"}))
+    shown = dict(re.findall(r"<dt>(Started|Ended)</dt><dd>(.*?)</dd>", build(tmp_path)))
+    assert shown["Started"] == "2026-01-02T03:04:05+00:00"
+    assert shown["Ended"] == json.loads(facts.read_text())["ended"] > shown["Started"]
+
+
+def test_a_policy_s_loss_is_among_the_headlines_once():
+    """Without other losses, `train/loss` is the same curve."""
+    names = ["train/loss", "train/policy_loss", "train/kl"]
+    sections = {name: chart.section for chart in charts(names) for name in chart.series}
+    assert sections == {"train/policy_loss": "Headlines", "train/kl": "Headlines", "train/loss": "Training"}
+    assert {chart.section for chart in charts(["train/loss"])} == {"Headlines"}
 
 
 def test_a_long_curve_keeps_its_extremes(tmp_path):

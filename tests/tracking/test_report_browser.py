@@ -10,6 +10,7 @@ import subprocess
 import pytest
 
 from hone.tracking.report.build import build_report
+from hone.tracking.report.charts import NAMESPACES
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -34,7 +35,7 @@ def rollout(step):
     }  # fmt: skip
 
 
-def rendered(page, tmp_path, script=""):
+def rendered(page, tmp_path, script="", width=1400):
     """The page's DOM after its scripts, and `script` behind them, have run."""
     if script:
         # The browser's virtual clock waits for timers, not for frames: it may end before a busy machine draws one.
@@ -44,7 +45,7 @@ def rendered(page, tmp_path, script=""):
         page.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
     flags = (
         "--headless --no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
-        "--disable-sync --no-first-run --disable-dev-shm-usage --window-size=1400,1200 --virtual-time-budget=2000"
+        f"--disable-sync --no-first-run --disable-dev-shm-usage --window-size={width},1200 --virtual-time-budget=2000"
     )
     done = subprocess.run(
         [BROWSER, *flags.split(), f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", page.as_uri()],
@@ -171,6 +172,29 @@ def test_filters_sorting_hovering_and_themes_work(run, tmp_path):
     steps = {re.match(r"step (\d+)", read)[1] for read in found["reads"] if read}
     assert len(steps) == 1  # one cursor for all charts
     assert 25 <= int(steps.pop()) <= 35
+
+
+@pytest.mark.parametrize("width", [1400, 1010, 500])
+def test_nothing_is_cut_at_the_right(width, run, tmp_path):
+    """With a long name and every section: at 1400 px the menu was cut."""
+    folder = run.rename(tmp_path / "a-name-of-a-run-that-is-as-long-as-names-are")
+    names = [f"{namespace}/x" for namespace in NAMESPACES] + ["other"]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 61, **dict.fromkeys(names, 0.5)}) + "\n")
+    script = """
+      const links = [...document.querySelectorAll("nav a")].map((one) => one.getBoundingClientRect());
+      const header = document.querySelector("header").getBoundingClientRect();
+      const inside = (one) => one.left >= 0 && one.right <= header.right && one.bottom <= header.bottom;
+      const cut = (one) => one.scrollWidth > one.clientWidth + 1;
+      document.body.dataset.found = JSON.stringify({
+        links: links.filter((one) => one.width > 0).length, inside: links.every(inside),
+        cut: [document.documentElement, document.querySelector("nav")].map(cut),
+      }).replaceAll('"', "'");
+    """
+    found = json.loads(body_facts(rendered(build_report(folder), tmp_path, script, width))["found"].replace("'", '"'))
+    # headlines, rollouts, one for each namespace, other, the run; a phone has no room for a menu, and scrolls
+    links = 3 + len(NAMESPACES) + 1 if width > 1000 else 0
+    assert found == {"links": links, "inside": True, "cut": [False, False]}
 
 
 def test_a_fault_of_the_page_is_seen(run, tmp_path):

@@ -92,6 +92,10 @@ def charts(names: Sequence[str]) -> list[Chart]:
     left = sorted(names)
     found: list[Chart] = []
     for wanted in _WANTED:
+        if (
+            wanted.title == "Loss" and "train/policy_loss" in names
+        ):  # mostly the same curve; it stays below, in Training
+            continue
         matches = _matches(wanted, left)
         if matches:
             labels = {name: _label(name) for name in matches} if len(matches) > 1 else {matches[0]: ""}
