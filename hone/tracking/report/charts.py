@@ -92,9 +92,7 @@ def charts(names: Sequence[str]) -> list[Chart]:
     left = sorted(names)
     found: list[Chart] = []
     for wanted in _WANTED:
-        if (
-            wanted.title == "Loss" and "train/policy_loss" in names
-        ):  # mostly the same curve; it stays below, in Training
+        if wanted.title == "Loss" and "train/policy_loss" in names:  # mostly the same curve: in Training
             continue
         matches = _matches(wanted, left)
         if matches:
