@@ -19,7 +19,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +190,8 @@ class _Builder:
         except ValidationError as error:
             key, sentence = _explain_error(error, path, built)
             files = [layer.source for layer in layers if layer.source != COMMAND_LINE] or [COMMAND_LINE]
-            raise ConfigError(f"{self.sources.get(key, files[-1])}: {sentence}") from error
+            found = f"{self.sources.get(key, files[-1])}: {sentence}"
+            raise ConfigError(with_preset(found, self.sources)) from error
 
     def keys(self, cls: type[Config], layers: Sequence[Layer], path: str) -> dict[str, list[Layer]]:
         """The layers that set each key of a section, lowest first; a preset is the lowest."""
@@ -200,7 +201,8 @@ class _Builder:
                 raise ConfigError(f"{source}: {path or 'the file'} should be a mapping (key: value), found {data!r}")
             for key, value in data.items():
                 if key not in cls.model_fields:
-                    raise ConfigError(f"{source}: {self.unknown_key(cls, str(key), path, value)}")
+                    sentence = f"{source}: {self.unknown_key(cls, str(key), path, value)}"
+                    raise ConfigError(with_preset(sentence, {path: layers[0].source}))
                 given.setdefault(key, []).append(Layer(source, value))
         try:
             below = cls.underlay({key: values[-1].data for key, values in given.items()})
@@ -411,6 +413,20 @@ def _inside(location: tuple[int | str, ...], built: Mapping[str, Any]) -> tuple[
     return location
 
 
+def with_preset(sentence: str, sources: Mapping[str, str]) -> str:
+    """An error's sentence; if it names a key that a preset set, with that preset. `sources`: key -> layer.
+
+    >>> with_preset("loss.name: no ratios", {"loss.name": "preset rloo"})
+    'loss.name: no ratios (preset rloo sets loss.name)'
+    """
+    for named in dict.fromkeys(re.findall(r"\b[a-z]\w*(?:\.\w+)+", sentence)):
+        by = {layer for key, layer in sources.items() if key == named or key.startswith(f"{named}.")}
+        presets = sorted(layer for layer in by if layer.split(" ")[0] == PRESET and layer not in sentence)
+        if presets:
+            return f"{sentence} ({presets[0]} sets {named})"
+    return sentence
+
+
 # --------------------------------------------------------------------------------------------- looking at configs
 
 
@@ -488,9 +504,12 @@ def unread(loaded: Loaded[Any]) -> list[str]:
     return [key for key in loaded.explicit() if key not in read]
 
 
-def require_all_read(loaded: Loaded[Any]) -> None:
-    """Raise ConfigError if a key that was set is not used by any part of the run."""
-    ignored = unread(loaded)
+def require_all_read(loaded: Loaded[Any], later: Collection[str] = ()) -> None:
+    """Raise ConfigError if a key that was set is not used by any part of the run.
+
+    `later` names sections, at any depth, whose keys are read later.
+    """
+    ignored = [key for key in unread(loaded) if set(later).isdisjoint(key.split("."))]
     if ignored:
         where = ", ".join(f"{key} (set by {loaded.provenance[key]})" for key in ignored)
         raise ConfigError(f"no part of this run uses these keys: {where}; remove them, or choose the part that does")
@@ -529,4 +548,5 @@ __all__ = [
     "setting",
     "unread",
     "walk",
+    "with_preset",
 ]

@@ -275,6 +275,7 @@ class RolloutParts:
     probe: Probe | None = None  # compares log-probs of both sides after each sync
     adapter: AdapterRule | None = None  # None: adapters are merged into the weights
     background: Background | None = None  # None: weights are sent between steps, while training waits
+    start: Callable[[], Coroutine[Any, Any, None]] | None = None  # starts its servers; None: it has none
 
 
 class RunFn(Protocol):
@@ -294,7 +295,7 @@ class Loop(Protocol):
 
 
 class RolloutHandle:
-    """The rollout role: generates for episodes and receives weights.
+    """The rollout role: generates for episodes and receives weights, once `start` has started its servers.
 
     Synchronous: `sync_from` sends the actor's live weights while nothing else happens. Asynchronous: `publish` copies
     them, and `SnapshotPublication` sends the copy while generation and training go on.
@@ -311,6 +312,7 @@ class RolloutHandle:
         self._version = -1
         self._kept: Metrics = {}  # from before a probe, for the next `metrics` call
         self._asleep = False
+        self._begin = parts.start  # None: nothing is left to start
         self._snapshots: SnapshotPublication | None = None
         self._control: Future[None] | None = None
         self._lent: LentServer | None = None if parts.background is None else parts.background.lent
@@ -318,10 +320,23 @@ class RolloutHandle:
             assert isinstance(parts.engine, Router)
             assert isinstance(parts.publisher, ServerPublisher)
             self._snapshots = SnapshotPublication(parts.engine, parts.publisher)
-            membership = Membership(parts.engine, parts.background.another, parts.background.timeout_s)
-            self._control = loop.start(serve_control(parts.background.control, membership))
         elif isinstance(parts.engine, Router):
             parts.engine.restore_with(self._restore)
+
+    def start(self) -> None:
+        """Start the servers, if they are not running. Raises ServerFailed, with nothing left running."""
+        begin, self._begin = self._begin, None
+        if begin is None:
+            return
+        try:
+            self._run(begin())
+        except BaseException:
+            self.close()
+            raise
+        if self._parts.background is not None:
+            assert isinstance(self._engine, Router)
+            membership = Membership(self._engine, self._parts.background.another, self._parts.background.timeout_s)
+            self._control = self._loop.start(serve_control(self._parts.background.control, membership))
 
     async def generate(
         self,

@@ -52,7 +52,6 @@ from hone.workers.publication import (
     Loop,
     RolloutHandle,
     RolloutParts,
-    RunFn,
     ServerPublisher,
 )
 
@@ -88,10 +87,19 @@ class RolloutSpec:
 
 
 def start_rollout(spec: RolloutSpec, loop: Loop, phase: PhaseFn) -> RolloutHandle:
-    """Start a run's rollout, without weights: the first weight sync fills it. Close it to end its servers.
+    """Start a rollout, without weights: the first weight sync fills it. Close it to end its servers.
 
-    Raises ModelError for a model that cannot be used, ConfigError for settings that do not fit each other, and
-    ServerFailed, with nothing left running, if a server does not start.
+    Raises as `prepare_rollout`, and ServerFailed, with nothing left running, if a server does not start.
+    """
+    rollout = prepare_rollout(spec, loop, phase)
+    rollout.start()
+    return rollout
+
+
+def prepare_rollout(spec: RolloutSpec, loop: Loop, phase: PhaseFn) -> RolloutHandle:
+    """Construct a rollout, whose `start` starts its servers.
+
+    Raises ModelError for a model that cannot be used, and ConfigError for settings that do not fit each other.
     """
     check_model_source(spec.model)
     engine_class = ROLLOUT_ENGINES.get(spec.settings.backend)
@@ -112,7 +120,7 @@ def start_rollout(spec: RolloutSpec, loop: Loop, phase: PhaseFn) -> RolloutHandl
         return RolloutHandle(_inside(spec, engine_class, rule), loop, phase)
     if not in_process:
         count_as_read(spec.settings.builtin)
-    parts = _servers(spec, BuiltinServer if in_process else engine_class, loop.run, rule, routed)
+    parts = _servers(spec, BuiltinServer if in_process else engine_class, rule, routed)
     return RolloutHandle(parts, loop, phase)
 
 
@@ -184,9 +192,7 @@ def _inside(spec: RolloutSpec, engine_class: Any, rule: AdapterRule | None) -> R
     return RolloutParts(engine, dtype, False, publisher, level, _probe(spec, dtype), rule)
 
 
-def _servers(
-    spec: RolloutSpec, adapter: Any, run: RunFn, rule: AdapterRule | None, routed: tuple[int, ...] = ()
-) -> RolloutParts:
+def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: tuple[int, ...] = ()) -> RolloutParts:
     kind = str(check_model_source(spec.model).get("model_type"))
     if kind in FAMILIES and not getattr(adapter, "takes_images", False):
         raise ConfigError(
@@ -227,17 +233,15 @@ def _servers(
             lent = _lent(spec, router, another(devices=devices, environment=_environment(devices)))
         background = Background(spec.weights.timeout_s, another, spec.folder / CONTROL, lent)
     in_files = bool(getattr(adapter, "loads_files", False))
-    parts = RolloutParts(router, dtype, in_files, publisher, level, _probe(spec, dtype), rule, background)
+
+    async def start() -> None:
+        await start_all(replicas)
+        if background is not None and background.lent is not None:
+            await background.lent.start()
+
+    parts = RolloutParts(router, dtype, in_files, publisher, level, _probe(spec, dtype), rule, background, start)
     if spec.new_weights is not None:
         _check_asynchronous(parts)
-    try:
-        run(start_all(replicas))
-        if background is not None and background.lent is not None:
-            run(background.lent.start())
-    except BaseException:
-        run(router.close())
-        run(publisher.close())
-        raise
     return parts
 
 
@@ -415,6 +419,7 @@ __all__ = [
     "ServerFailed",
     "engine_config",
     "is_batch_invariant",
+    "prepare_rollout",
     "served_dtype",
     "server_specs",
     "start_rollout",

@@ -54,24 +54,23 @@ class ServerScorer:
     """Teacher on servers behind a router; servers that die are restarted."""
 
     def __init__(self, spec: RolloutSpec, run: RunFn) -> None:
-        """Start the servers.
-
-        Raises ConfigError for an engine that cannot score, and ServerFailed, with nothing left running, if a server
-        does not start.
-        """
+        """Raises ConfigError for an engine that cannot score."""
         settings = spec.settings
         adapter = ROLLOUT_ENGINES.get(settings.backend)
         if not hasattr(adapter, "score"):
             raise ConfigError(f"backend: {settings.backend} has no `score`: it computes no log-probs of given tokens")
         count_as_read(settings.builtin)
         specs = [replace(one, frozen=True) for one in server_specs(spec, secrets.token_hex(32))]
-        servers = [adapter(one) for one in specs]
-        self._router = Router(servers, settings)
+        self._servers = [adapter(one) for one in specs]
+        self._router = Router(self._servers, settings)
         self._router.restore_with(_reads_its_own_weights)
         self._run = run
         self._numbers = itertools.count()
+
+    def start(self) -> None:
+        """Start the servers. Raises ServerFailed, with nothing left running, if one does not start."""
         try:
-            run(start_all(servers))
+            self._run(start_all(self._servers))
         except BaseException:
             self.close()
             raise

@@ -104,10 +104,30 @@ def test_a_policy_is_trained_by_one_line_for_an_epoch(here):
 
 def test_teachers_alone_need_no_reward(here):
     line = ["distill", "--model", "model", "--data", "rows.jsonl", "--teacher", "model", "--run.dir", "runs/distil"]
-    assert main([*line, *SMALL, "--update.prompts_per_step", "2", "--run.steps", "1"]) == 0
+    assert main([*line, *SMALL, "--update.prompts_per_step", "2", "--run.steps", "1", "--write", "distil.yaml"]) == 0
+    kept = yaml.safe_load((here / "distil.yaml").read_text())
+    assert kept["distillation"] == {"teachers": {"teacher": {"model": {"path": "model"}}}}
+    assert load_command("distill", here / "distil.yaml", [], Flags()).config.run.steps == 1
     (step,) = [one for one in read_metrics(here / "runs/distil") if one["step"] == 1]
     assert step["reward/mean"] == 0.0
     assert step["rollout/status/ok"] + step.get("rollout/status/truncated", 0) == 16
+
+
+@pytest.mark.parametrize("command", ["prefer", "reward-model"])
+def test_pairs_train_by_one_line_that_can_be_kept(command, here):
+    pairs = [{"question": f"{n} + 1?", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(8)]
+    write_rows(here / f"{command}.jsonl", pairs)
+    line = [command, "--model", "model", "--data", f"{command}.jsonl", "--run.dir", f"runs/{command}"]
+    keys = ["--samples_per_step", "4", "--tracking.trackers=[jsonl]", "runtime.threads=1"]
+    assert main([*line, *keys, "--write", f"{command}.yaml"]) == 0
+    steps = read_metrics(here / f"runs/{command}")
+    assert [one["step"] for one in steps if "train/loss" in one] == [1, 2]  # one epoch
+    kept = yaml.safe_load((here / f"{command}.yaml").read_text())
+    assert (kept["kind"], kept["samples_per_step"]) == (command.replace("-", "_"), 4)
+    assert kept["data"] == {"train": {"path": f"{command}.jsonl", "columns": {"prompt": "question"}}}
+    assert main([command, f"{command}.yaml", "--run.dir", f"runs/{command}-again"]) == 0
+    again = read_metrics(here / f"runs/{command}-again")
+    assert [one.get("train/loss") for one in again] == [one.get("train/loss") for one in steps]
 
 
 def test_flags_replace_the_model_data_and_reward_of_a_run_file(here):

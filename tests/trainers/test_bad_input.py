@@ -12,7 +12,7 @@ from hone.config import ConfigError
 from hone.trainers.policy.annotators import Stage
 from hone.trainers.policy.checks import TokenBudgets, check_policy_run
 from hone.trainers.run.checkpoints import CheckpointStore
-from tests.trainers.tiny import PPO, metrics, recipe
+from tests.trainers.tiny import BASE, PPO, metrics, recipe
 
 
 def hone(capfd, *arguments):
@@ -53,7 +53,14 @@ def with_data(path, **settings):
         (lambda tmp: {"reward": {"components": {"x": {"reward": "json:no_such"}}}}, "no_such"),
         (lambda tmp: {"algorithm": {"advantage": "gae"}}, "needs a critic; add the section"),
         (lambda tmp: {"algorithm": {"preset": "vapo"}},
-         "critic: algorithm.advantage gae (of preset vapo) needs a critic; add the section `critic: {}`"),
+         "critic: algorithm.advantage gae needs a critic; add the section `critic: {}`, on the command line critic={} "
+         "(preset vapo sets algorithm.advantage)"),
+        (lambda tmp: {"algorithm": {"preset": "dapo"}, "update": {"prompts_per_step": 2, "samples_per_prompt": 1}},
+         "set it to 2 or more, or algorithm.dynamic_sampling=null (preset dapo sets algorithm.dynamic_sampling)"),
+        (lambda tmp: {"algorithm": {"preset": "rloo", "loss": {"clip_low": 0.1}}},
+         "unknown key 'algorithm.loss.clip_low' (algorithm.loss has: name) (preset rloo sets algorithm.loss)"),
+        (lambda tmp: {"algorithm": {"preset": "decoupled_ppo"}, "rollout": {"sampling": {"top_p": 0.9}}},
+         "(preset decoupled_ppo sets algorithm.correction.weights)"),
         (lambda tmp: {"algorithm": {"preset": "prime"}},
          "algorithm prime: needs process_rewards, which no part of this run produces"),
         (lambda tmp: {"critic": {"engine": {}}}, "critic: algorithm.advantage grpo has no critic; remove"),
@@ -112,6 +119,44 @@ def test_a_wrong_override_is_one_line_and_exit_code_2(tmp_path, capfd, override,
     assert code == 2, said
     (line,) = errors(said)
     assert message in line, line
+
+
+NOT_HERE = {"reference": {"model": {"path": "not/here"}}, "algorithm": {"kl": {"coef": 0.1}}}
+TEACHER = {"distillation": {"teachers": {"one": {"model": {"path": "not/here"}}}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "override", "message"),
+    [
+        ({}, "", "python is no Python that runs"),  # nothing is wrong but this: a server was to be started
+        ({}, "algorithm.kl.kind=k1", "no part of this run uses these keys: algorithm.kl.kind"),
+        ({}, "actor.backend.parallel.tensor=2", "tensor = 2 does not divide 1 ranks"),
+        ({}, "actor.lora={targets: [q_prj]}", "unknown layer"),
+        ({}, "actor.optimizer.name=AdmW", "did you mean 'AdamW'"),
+        ({}, "actor.schedule={name: cosine, warmup_steps: 6}",
+         "warmup_steps=6 leaves no step for the cosine decay, because the run has 6 optimizer steps; set "
+         "actor.schedule.warmup_steps=0 and actor.schedule.warmup_fraction=0.1, or train for more steps"),
+        ({}, "evaluation.sets.held_out.max_prompt_tokens=1", "longer than max_prompt_tokens=1"),
+        ({}, "evaluation.sets.held_out.columns={prompt: promt}", "did you mean 'prompt'"),
+        ({}, "episode.env=shell", "episode.env.parser: "),
+        (NOT_HERE, "", "'not/here' is not a local folder"),
+        (TEACHER, "", "'not/here' is not a local folder"),
+    ],
+)  # fmt: skip
+def test_settings_are_checked_before_a_server_is_started(tmp_path, capfd, changes, override, message):
+    """vLLM takes most of a minute to start. Its Python here leaves a file when it is called."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntouch {tmp_path}/called\nexit 1\n")
+    python.chmod(0o755)
+    rollout = {"backend": "vllm", "python": str(python), "sampling": {"max_response_tokens": 3}}
+    model = {"build": {**BASE["model"]["build"], "hidden_size": 128}}  # heads of 64, which vLLM's CPU build has
+    code, said = hone(
+        capfd, recipe(tmp_path, {"rollout": rollout, "model": model}, changes), *([override] if override else [])
+    )
+    assert code == 2, said
+    (line,) = errors(said)
+    assert message in line, line
+    assert (tmp_path / "called").exists() is (not override and not changes)
 
 
 def test_a_missing_run_file_is_one_line_and_exit_code_2(tmp_path, capfd):

@@ -67,14 +67,8 @@ class PolicyAssembly:
         self._steps_per_batch = config.update.minibatches * config.update.epochs
         self._temperature = config.rollout.sampling.temperature or 1.0
 
-    def trainer(self) -> PolicyTrainer:
-        """The trainer, with weight version 0 served. Raises ConfigError if parts do not fit each other."""
-        trainer = self.build()
-        self._generation.rollout.sync_from(trainer.actor, version=0)
-        return trainer
-
     def build(self) -> PolicyTrainer:
-        """The trainer, with no weights in the rollout yet. Raises ConfigError if parts do not fit each other."""
+        """The trainer. No server runs yet. Raises ConfigError if parts do not fit each other."""
         config, algorithm, distillation = self._config, self._algorithm, self._distillation
         stages = declared_stages(config, algorithm, distillation)
         prompts = PromptStream(config.data, self._renderer, config.run.seed)

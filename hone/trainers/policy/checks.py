@@ -159,11 +159,11 @@ def _collected(config: PolicyRunConfig, algorithm: Algorithm) -> frozenset[str]:
 
 
 def _check_critic(config: PolicyRunConfig, algorithm: Algorithm) -> None:
-    advantage, preset = config.algorithm.advantage.name, config.algorithm.preset
+    advantage = config.algorithm.advantage.name
     if config.critic is None and algorithm.needs_values:
-        by = f"algorithm.advantage {advantage}" + (f" (of preset {preset})" if preset else "")
         raise ConfigError(
-            f"critic: {by} needs a critic; add the section `critic: {{}}`, on the command line critic={{}}"
+            f"critic: algorithm.advantage {advantage} needs a critic; add the section `critic: {{}}`, on the command "
+            "line critic={}"
         )
     if config.critic is None:
         return

@@ -48,6 +48,7 @@ def evaluate_model(
     generation = Generation(config, model, renderer, context.recorder, adapters=adapters or {})
     try:
         generation.begin()
+        generation.start()
         policy = place_role(
             "policy", TrainSpec(model, frozen_engine(config.actor.alone())), config.runtime, context.recorder
         )

@@ -34,7 +34,7 @@ from hone.trainers.run.recorder import Recorder
 from hone.trainers.run.roles import place_role
 from hone.types import Prompt, SamplingParams
 from hone.workers.publication import RolloutHandle
-from hone.workers.rollout import NewWeights, RolloutSpec, start_rollout
+from hone.workers.rollout import NewWeights, RolloutSpec, prepare_rollout
 from hone.workers.train import TrainHandle, TrainSpec
 
 R = TypeVar("R")
@@ -89,8 +89,8 @@ def _new_weights(config: PolicyRunConfig) -> NewWeights | None:
 class Generation:
     """Generates answers to prompts and scores them. The engine has no weights before the first weight sync.
 
-    Constructing starts the reward processes, and raises ConfigError for a reward that cannot be loaded. `begin` starts
-    the rollout engine with its servers, after the data have been checked.
+    Constructing starts the reward processes, and raises ConfigError for a reward that cannot be loaded. `begin`
+    constructs the rollout, after the data have been checked. `start` starts the servers, after all else was checked.
     """
 
     collector: Collector
@@ -115,6 +115,7 @@ class Generation:
         self._config = config
         self._started: RolloutHandle | None = None
         self._rubric: Rubric | None = None
+        self._waiting: list[Callable[[], None]] = []  # start servers
         self._closing = ExitStack()  # closed with this
         self._kept: dict[str, Any] = {}
         self.loop = EventLoop()
@@ -127,12 +128,13 @@ class Generation:
             raise
 
     def begin(self) -> None:
-        """Start the rollout engine, if it is not running."""
+        """Construct the rollout engine, unless it was."""
         if self._started is not None:
             return
         config = self._config
         assert self._rubric is not None
-        self.rollout = self._started = self._start_rollout()
+        self.rollout = self._started = self._rollout()
+        self._waiting.append(self.rollout.start)
         runner = make_runner(config.episode, self._renderer)
         self._closing.callback(lambda: self.loop.run(runner.close()))
         self.collector = Collector(runner, self.rollout, self._rubric, self.loop, self._recorder)
@@ -140,7 +142,12 @@ class Generation:
         sampling = replace(sampling_params(self._renderer, config.rollout.sampling), routed_experts=routes)
         self.play = Play(self.rollout.generate, sampling, config.run.seed, config.update.samples_per_prompt)
 
-    def _start_rollout(self) -> RolloutHandle:
+    def start(self) -> None:
+        """Start the servers that do not run yet. Raises ServerFailed if one does not start."""
+        while self._waiting:
+            self._waiting.pop(0)()
+
+    def _rollout(self) -> RolloutHandle:
         config, renderer = self._config, self._renderer
         spec = RolloutSpec(
             settings=within_descriptors(config),
@@ -157,7 +164,7 @@ class Generation:
             new_weights=_new_weights(config) if self._trained else None,
             lends=self._trained and config.asynchrony is not None and config.asynchrony.lend_trainer,
         )
-        return start_rollout(spec, self.loop, self._recorder.phase)
+        return prepare_rollout(spec, self.loop, self._recorder.phase)
 
     def _reward_models(self) -> RewardModels:
         def role(name: str, spec: TrainSpec) -> TrainHandle:
@@ -210,8 +217,9 @@ class Generation:
         kept: R = self._kept[name]
         return kept
 
-    def ends(self, close: Callable[[], None]) -> None:
-        """Call `close` when this is closed, before its event loop is."""
+    def later(self, start: Callable[[], None], close: Callable[[], None]) -> None:
+        """Have `start` called when servers start, and `close` when this is closed, before its event loop is."""
+        self._waiting.append(start)
         self._closing.callback(close)
 
     def close(self) -> None:

@@ -73,5 +73,5 @@ class TeacherPlacement:
             scorer = ServerScorer(spec, self._generation.loop.run)
         except ConfigError as error:
             raise ConfigError(f"{key}.rollout: {error}") from error
-        self._generation.ends(scorer.close)
+        self._generation.later(scorer.start, scorer.close)
         return scorer

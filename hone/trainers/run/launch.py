@@ -1,6 +1,7 @@
 """Runs a whole run: folder, settings, model, warm start, training, report.
 
-claim folder -> check settings -> write config.yaml -> model folder -> warm start (once) -> assemble -> all read? -> run
+claim folder -> check settings -> write config.yaml -> model folder -> warm start (once) -> assemble -> all keys read?
+-> servers -> run
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from hone.config import Loaded, count_as_read, plain, require_all_read
+from hone.config import ConfigError, Loaded, count_as_read, plain, require_all_read, with_preset
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptMaker, count_items, make_renderer
 from hone.models.settings import ModelConfig
@@ -54,6 +55,7 @@ from hone.trainers.supervised.settings import (
 S = TypeVar("S", bound=SupervisedConfig)
 
 WARM_START = "warm_start"
+READ_BY_SERVERS = ("rollout", "weights")  # sections whose keys servers read when they start
 
 
 def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = None) -> Path:
@@ -65,14 +67,14 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
     if control.replay is not None:
         check_replay(config, control.replay)
     with claim(folder), ExitStack() as started:
-        check_settings(config)
+        _check(config, loaded)
         changes, model, renderer = _begin(config, folder)
         if config.run.epochs is not None:
             config = _with_steps(config, renderer)
-            check_settings(config)
+            _check(config, loaded)
         recorder = Recorder(Timer(), config.run.max_skipped_steps)
 
-        def start(model: ModelConfig) -> Generation:
+        def prepared(model: ModelConfig) -> Generation:
             generation = Generation(config, model, renderer, recorder)
             started.callback(generation.close)
             return generation
@@ -83,8 +85,10 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
             if (folder / WARM_START / "export" / "config.json").is_file():
                 count_as_read(config.warm_start)
             else:
-                generation = start(model)
+                generation = prepared(model)
                 _check_whole_run(config, supervised, renderer, generation)
+                require_all_read(loaded, later=READ_BY_SERVERS)
+                generation.start()
                 require_all_read(loaded)
                 generation.rollout.make_room()
                 _warm_up(supervised, renderer, RunControl(stop=control.stop))
@@ -92,8 +96,11 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
             model = model.at(folder / WARM_START / "export")
         with _run_context(config, renderer, recorder, control) as context:
             _introduce(config, context, changes)
-            generation = generation or start(model)
-            trainer = PolicyAssembly(config, model, renderer, context, generation).trainer()
+            generation = generation or prepared(model)
+            trainer = PolicyAssembly(config, model, renderer, context, generation).build()
+            require_all_read(loaded, later=READ_BY_SERVERS)
+            generation.start()
+            generation.rollout.sync_from(trainer.actor, version=0)
             require_all_read(loaded)
             trainer.run()
             write_rendering(folder / "export", config, config.data, renderer)
@@ -136,6 +143,16 @@ def _run(
     return folder
 
 
+def _check(config: PolicyRunConfig, loaded: Loaded[PolicyRunConfig]) -> None:
+    try:
+        check_settings(config)
+    except ConfigError as error:
+        found = with_preset(str(error), loaded.provenance)
+        if found == str(error):
+            raise
+        raise ConfigError(found) from error
+
+
 def _with_steps(config: PolicyRunConfig, renderer: Renderer) -> PolicyRunConfig:
     """The settings with `run.steps`, counted from the training prompts."""
     prompts = count_items(PromptMaker, config.data, renderer, lambda one: one.max_prompt_tokens is not None)
@@ -172,7 +189,7 @@ def _warm_up(supervised: SupervisedRunConfig, renderer: Renderer, control: RunCo
 def _check_whole_run(
     config: PolicyRunConfig, supervised: SupervisedRunConfig, renderer: Renderer, generation: Generation
 ) -> None:
-    """Assemble the whole run once before its warm start, so that a wrong setting is found before the warm start ends.
+    """Assemble the whole run once before its warm start, so that a wrong setting is found before the warm start.
 
     Servers and reward processes stay up; the rollout gets its first weights after the warm start.
     """
