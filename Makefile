@@ -87,6 +87,7 @@ wheel: $(VENV)/.base
 docs: $(VENV)/.base $(DOCS_VENV)/.docs
 	$(VENV)/bin/python -m docs.write_reference
 	$(DOCS_VENV)/bin/sphinx-build --fail-on-warning --keep-going --quiet docs site
+	@$(VENV)/bin/python -m docs.check_site site
 	@echo "open site/index.html"
 
 # Wheels for CPython 3.12 on x86-64 Linux; torch, transformers and peft are expected there (benchmarks/gpu_kit/run.sh).

@@ -1,9 +1,10 @@
-"""The site: every page is in the menu, and links between pages lead to their place on it."""
+"""The site: every page is in the menu, links lead to their place on it, and `make docs` checks what it built."""
 
 import json
 import re
 from pathlib import Path
 
+from docs.check_site import problems
 from docs.project_pages import menu, notebook_page, project_pages, relink, themed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,3 +54,43 @@ def test_the_light_and_the_dark_picture_differ_only_in_colours():
     texts = [(ROOT / f"docs/static/step-{theme}.svg").read_text(encoding="utf-8") for theme in ("light", "dark")]
     assert texts[0] != texts[1]
     assert len({re.sub("#[0-9a-f]{6}", "", text) for text in texts}) == 1
+
+
+def test_a_built_site_is_checked(tmp_path):
+    """As `make docs` does: for phones, for the dark, and every link to a file or a place on a page."""
+    (tmp_path / "_static" / "styles").mkdir(parents=True)
+    (tmp_path / "_static" / "pygments.css").write_text("@media (prefers-color-scheme: dark) { pre { color: #fff } }")
+    (tmp_path / "_static" / "hone.css").write_text("pre { white-space: pre-wrap }")
+    (tmp_path / "_static" / "a.svg").write_text("<svg/>")
+    head = (
+        '<meta name="viewport" content="width=device-width"/><link rel="stylesheet" href="_static/hone.css?v=1"/>'
+        '<link rel="stylesheet" href="_static/pygments.css"/>'
+    )
+    pictures = "".join(f'<img class="only-{kind}" src="_static/a.svg">' for kind in ("light", "dark"))
+    links = '<a href="b.html#there">b</a> <a href="https://x.y/none">x</a> <a href="#top">up</a>'
+    good = f'{head}<h1 id="top">a</h1>{links}{pictures}'
+    (tmp_path / "a.html").write_text(good)
+    (tmp_path / "b.html").write_text(f'{head}<h1 id="there">b</h1>')
+    assert list(problems(tmp_path)) == []
+    for old, new, said in [
+        ("b.html#there", "b.html#gone", "the link b.html#gone leads to no place on its page"),
+        ("b.html#there", "project/readme.html", "the link project/readme.html leads to no file"),
+        ('src="_static/a.svg"', 'src="a.svg"', "the link a.svg leads to no file"),
+        ("#top", "#bottom", "the link #bottom leads to no place on its page"),
+        ("viewport", "author", "no viewport for phones"),
+        ("hone.css", "a.svg", "without hone.css, which wraps code"),
+        ("only-dark", "", "1 pictures for the light, 0 for the dark"),
+    ]:
+        (tmp_path / "a.html").write_text(good.replace(old, new))
+        assert f"a.html: {said}" in list(problems(tmp_path))
+    (tmp_path / "a.html").write_text(good)
+    (tmp_path / "_static" / "pygments.css").write_text("pre { color: #000 }")
+    assert list(problems(tmp_path)) == [f"{name}.html: no colours of code for the dark" for name in ("a", "b")]
+
+
+def test_no_code_is_cut_at_the_right():
+    """Neither on a phone nor on a wide screen: what does not fit wraps."""
+    css = (ROOT / "docs" / "static" / "hone.css").read_text(encoding="utf-8")
+    always = re.sub(r"@media[^{]*\{.*?\n\}", "", css, flags=re.S)
+    (rule,) = re.findall(r"\.highlight pre \{(.*?)\}", always, re.S)
+    assert {"white-space: pre-wrap;", "overflow-wrap: anywhere;"} <= {line.strip() for line in rule.splitlines()}
