@@ -370,14 +370,16 @@ def _sections_of(info: FieldInfo) -> list[type[Config]]:
 
 
 def _in_choices(cls: type[Config], key: str) -> list[str]:
-    """Paths at which an entry of this section's registries has the key, such as `backend.devices` for `devices`."""
+    """Where an entry of this section's registries has the key: `backend.devices` for `devices`, or an example."""
     found = []
     for name, info in cls.model_fields.items():
         for registry in [mark.registry for mark in info.metadata if isinstance(mark, FromRegistry)]:
             for entry in registry:
                 with suppress(CannotLoad):  # an entry that cannot be imported here
                     settings = registry.settings(entry)
-                    found += [f"{name}.{key}"] if settings is not None and key in settings.model_fields else []
+                    if settings is not None and key in settings.model_fields:
+                        in_list = get_origin(info.annotation) in (list, tuple)
+                        found.append(f"{name}=[{{name: {entry}, {key}: ...}}]" if in_list else f"{name}.{key}")
     return list(dict.fromkeys(found))
 
 

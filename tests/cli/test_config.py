@@ -165,6 +165,11 @@ def test_the_schema_lists_what_the_registries_hold(rl):
         ("reverse/grpo.yaml", "max_response_tokens=3", "rollout.sampling.max_response_tokens"),  # ours, elsewhere
         ("reverse/grpo.yaml", "runn.steps=3", "run"),  # misspelt
         ("preference/dpo.yaml", "beta=0.2", "loss.beta"),
+        (
+            "reverse/grpo.yaml",
+            "tracking.rollouts_max_mib=9",
+            "tracking.trackers=[{name: jsonl, rollouts_max_mib: ...}]",
+        ),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_key_that_was_meant(capsys, recipe, override, meant):

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from hone.cli.doctor import examine
+from hone.cli.doctor import _show, examine
 from hone.cli.finding import Finding
 from hone.cli.main import main
 
@@ -103,6 +103,15 @@ def test_a_server_is_there_if_its_environment_has_its_package(tmp_path, monkeypa
     assert found["rollout servers", "vllm"] == [Finding("rollout servers", "vllm", True, f"{tmp_path}/.venv-vllm")]
     missing = f"{tmp_path}/.venv-sglang has no sglang"
     assert found["rollout servers", "sglang"] == [Finding("rollout servers", "sglang", False, missing)]
+
+
+def test_a_long_line_goes_on_below(capsys, monkeypatch):
+    """The name of the processor was cut."""
+    monkeypatch.setenv("COLUMNS", "60")
+    name = "Intel(R) Xeon(R) Platinum 8592+ with 128 of its 256 cores available to this process"
+    _show([Finding("machine", "processor", None, name), Finding("machine", "avx2", True, "fp32 kernels")])
+    words = capsys.readouterr().out.split()
+    assert words == ["machine", "processor", *name.split(), "avx2", "yes", "fp32", "kernels"]
 
 
 @pytest.mark.slow

@@ -24,12 +24,12 @@ def run(command, recipe, folder, *overrides):
 
 @pytest.mark.slow
 def test_a_teacher_is_trained_and_teaches(tmp_path):
-    small = ("run.steps=2", "evaluation.sets.held_out.source.size=8", "actor.schedule.warmup_steps=1")
+    small = ("run.steps=2", "evaluation.sets.held_out.source.size=8")
     run("sft", "distill/teacher.yaml", tmp_path / "teacher", *small)
     steps = run(
         "distill", "distill/on_policy.yaml", tmp_path / "student", "run.steps=1", "update.prompts_per_step=4",
         f"distillation.teachers.reverse.model.path={tmp_path}/teacher/export",
-        "evaluation.sets.held_out.source.size=8", "actor.schedule.warmup_steps=0",
+        "evaluation.sets.held_out.source.size=8",
     )  # fmt: skip
     assert "eval/held_out/exact_match" in steps[0]
     assert steps[1]["rollout/trajectories"] == 4 * 4

@@ -9,7 +9,7 @@ from hone.registry import resolve
 from tests.trainers.tiny import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("runtime.threads=1", "tracking.trackers=[jsonl]", "actor.schedule.warmup_steps=3",
+SMALL = ("runtime.threads=1", "tracking.trackers=[jsonl]", "actor.schedule.warmup_fraction=0.25",
          "evaluation.every_steps=0", "evaluation.sets.held_out.source.size=64", "samples_per_step=16")  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hone.cli.main import main
+from hone.cli.recipe import load_recipe
 from hone.data.packing import Sample
 from hone.data.rendering import Renderer
 from hone.data.settings import DatasetConfig, PythonSettings
@@ -15,6 +16,7 @@ from hone.envs.search import Index
 from hone.models.settings import BuildConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.registry import resolve
+from hone.trainers.policy.checks import check_settings, optimizer_steps
 from hone.types import Prompt
 from tests.sandboxes.available import skip_without
 from tests.trainers.tiny import metrics
@@ -31,6 +33,21 @@ def _where_the_recipes_are(monkeypatch):
 def started(command, recipe, folder, *overrides):
     assert main([command, f"recipes/{recipe}", f"run.dir={folder}/run", *SMALL, *overrides]) == 0
     return metrics(folder / "run")
+
+
+RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_runs_for_ten_steps_as_it_is(recipe):
+    """`run.steps=10` failed on warm-up steps: schedules scale with the steps of a run."""
+    value_pretraining = ["critic.warmup_steps=1"] if recipe.endswith("vapo.yaml") else []
+    config = load_recipe(Path(recipe), ["run.steps=10", "run.epochs=null", *value_pretraining]).config
+    steps = optimizer_steps(config) if hasattr(config, "algorithm") else {"actor": 10}
+    assert config.actor.schedule.warmup(steps["actor"]) <= steps["actor"]
+    if recipe == "recipes/quickstart/grpo.yaml":
+        check_settings(config)
+        assert config.actor.schedule.warmup(steps["actor"]) == 1
 
 
 def test_ppo_on_reverse_trains_its_critic(tmp_path):
