@@ -6,7 +6,8 @@ With `--model`, it describes a model instead (see `model_doctor`), and looks up 
 machine    processor, the features that speed up training, threads, memory, disk
 software   Python, torch and the other required packages, optional packages with the extra that installs each
 platforms  which devices can be used, with the reason if not
-sandboxes  where code of a policy can run: each runs a program, and says what it stops or why it does not work
+sandboxes  where code of a policy can run: each local one runs a program, and says what it stops or why it does not work
+           (a service is not asked: only whether there is a key)
 servers    whether vLLM and SGLang have a Python environment
 parts      the names that a run file may use; with `--full`, each is imported, and the reason shown if that fails
 plug-ins   loaded or failed
@@ -41,7 +42,7 @@ from hone.config import ConfigError
 from hone.platforms.base import AUTO, PLATFORM_VARIABLE, PlatformRegistry, compute_dtype, why_compute_dtype
 from hone.platforms.cuda import is_cpu_build
 from hone.registry import load_plugins, resolve
-from hone.sandboxes.choice import LOCAL
+from hone.sandboxes.choice import LOCAL, SERVICES, configured
 from hone.sandboxes.choice import examine as examine_sandbox
 
 DISTRIBUTION = "hone-rl"
@@ -193,6 +194,8 @@ def _sandboxes() -> Iterator[Finding]:
     for name in LOCAL:
         works, detail = asyncio.run(examine_sandbox(name))
         yield Finding("sandboxes", name, works, detail)
+    for name in SERVICES:
+        yield Finding("sandboxes", name, None, configured(name))
 
 
 def _servers() -> Iterator[Finding]:

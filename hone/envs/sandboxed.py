@@ -59,7 +59,7 @@ class SandboxEnvs:
         env = settings.env
         assert isinstance(env, SandboxedSettings)
         try:
-            self._host: SandboxHost = make_sandboxes(env.sandbox, env.limits_of_a_program, env.url)
+            self._host: SandboxHost = make_sandboxes(env.sandbox, env.limits_of_a_program, env.url, env.image)
         except SandboxRefused as error:
             raise ConfigError(f"episode.env.sandbox: {error}") from error
 

@@ -47,7 +47,7 @@ class Code:
 
     `program`: the last fenced Python block of the answer, or the whole answer. `timeout_s` is the deadline of one test
     with input and output, and of all assertions together; `answer_timeout_s` that of all tests, and should be below the
-    component's `timeout_s`. `sandbox`, `url`: see `hone list sandboxes`. The constructor raises SandboxRefused.
+    component's `timeout_s`. `sandbox`, `url`, `image`: see docs/sandboxes.md. The constructor raises SandboxRefused.
     """
 
     program: Literal["fenced", "whole"] = "fenced"
@@ -56,6 +56,7 @@ class Code:
     answer_timeout_s: float = 20.0
     sandbox: str = "auto"
     url: str = ""
+    image: str = ""
     memory_mb: int = DEFAULT.memory_mb
     processes: int = DEFAULT.processes
     host: SandboxHost = field(init=False)  # of this process, with which its sandboxes end
@@ -65,7 +66,7 @@ class Code:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} should be above 0, found {getattr(self, name)}")
         limits = Limits(memory_mb=self.memory_mb, processes=self.processes, at_once=1)
-        object.__setattr__(self, "host", make_sandboxes(self.sandbox, limits, self.url))
+        object.__setattr__(self, "host", make_sandboxes(self.sandbox, limits, self.url, self.image))
 
     def __call__(self, response: str, ground_truth: Any, row: Mapping[str, Any]) -> Awaitable[dict[str, float]]:
         """Score one answer. Raises SandboxLost, and ValueError for tests that cannot be read.

@@ -2,10 +2,11 @@
 
 Read in this order: `base` (the contract), `local` (hone's side of a sandbox on this machine), `warm` (the process that
 starts programs), `attendant` (watches one program), `confinement` (what a program gives up before it begins),
-`landlock`, `system_calls`, `bubblewrap`, `remote` (a service over HTTP), `choice` (which one a name means).
+`landlock`, `system_calls`, `bubblewrap`, `remote` (SandboxFusion), `hosted` (machines of a service), `inside` (what
+hone runs in them), `e2b`, `daytona`, `modal` (three services), `choice` (which one a name means).
 """
 
-from hone.registry import Registry
+from hone.registry import Entry, Registry
 
 SANDBOXES = Registry(
     "sandbox",
@@ -14,8 +15,11 @@ SANDBOXES = Registry(
         "landlock": "hone.sandboxes.choice:landlock",
         "bubblewrap": "hone.sandboxes.choice:bubblewrap",
         "sandbox_fusion": "hone.sandboxes.remote:SandboxFusion",
+        "e2b": "hone.sandboxes.e2b:e2b",
+        "daytona": "hone.sandboxes.daytona:daytona",
+        "modal": Entry("hone.sandboxes.modal:modal_sandboxes", requires=("modal",)),
     },
 )
-"""Functions of (`Limits`, url) that return a `SandboxHost`."""
+"""Functions of (`Limits`, url, image) that return a `SandboxHost`; a text that the run file does not set is empty."""
 
 __all__ = ["SANDBOXES"]

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from hone.processes.frames import FrameReader, Kind, encode
 from hone.processes.supervisor import KILL_S, PR_SET_CHILD_SUBREAPER, descendants
 from hone.sandboxes import bubblewrap
-from hone.sandboxes.base import PYTHON, Limits, parts_of
+from hone.sandboxes.base import PYTHON, Limits, Ran, parts_of
 from hone.sandboxes.confinement import Confinement, enter, free_user, prepare, readable
 
 GLANCE_S, DISK_GLANCES = 0.05, 4  # between two looks at the program; every so many of them at its folder
@@ -46,6 +46,31 @@ class Job:
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
+
+
+def request_of(
+    argv: Sequence[str], stdin: bytes, files: Mapping[str, bytes], wanted: Sequence[str], timeout_s: float
+) -> dict[str, Any]:
+    """The part of a request that says what to run, as JSON; the rest: `backend`, `folder` and `limits`."""
+    return {
+        "argv": list(argv),
+        "stdin": _text(stdin),
+        "files": {path: _text(content) for path, content in files.items()},
+        "wanted": list(wanted),
+        "timeout_s": timeout_s,
+    }
+
+
+def ran_of(reply: Mapping[str, Any]) -> Ran:
+    """The reply to a request. Raises KeyError, TypeError or ValueError for one that no attendant wrote."""
+    return Ran(
+        status=int(reply["status"]),
+        stdout=base64.b64decode(reply["stdout"]),
+        stderr=base64.b64decode(reply["stderr"]),
+        seconds=float(reply["seconds"]),
+        limit=reply["limit"],
+        files={path: base64.b64decode(content) for path, content in reply["files"].items()},
+    )
 
 
 def attend(channel: socket.socket, others: int) -> Job:
@@ -157,12 +182,13 @@ class _Run:
 
     def watch(self, channel: socket.socket) -> dict[str, Any]:
         """Wait for the program's end and end its tree; returns the reply."""
-        ended = os.pidfd_open(self._child)
+        ended = _descriptor_of(self._child)
         with selectors.DefaultSelector() as selector:
             for name in self._output:
                 os.set_blocking(self._pipes[name], False)
                 selector.register(self._pipes[name], selectors.EVENT_READ, name)
-            selector.register(ended, selectors.EVENT_READ, "ended")
+            if ended >= 0:
+                selector.register(ended, selectors.EVENT_READ, "ended")
             selector.register(channel, selectors.EVENT_READ, "stop")
             glances, glance = 0, time.monotonic() + GLANCE_S
             while not self._limit:
@@ -178,6 +204,8 @@ class _Run:
                 elif time.monotonic() >= glance:
                     glances, glance = glances + 1, time.monotonic() + GLANCE_S
                     self._limit = self._limit or self._look(disk=glances % DISK_GLANCES == 0)
+                    if ended < 0 and _has_ended(self._child):
+                        break
         seconds = time.monotonic() - self._began
         status = self._end()
         for name in self._output:
@@ -339,18 +367,27 @@ def _end_all() -> None:
     raise RuntimeError(f"processes of a sandbox did not end within {KILL_S:g} s of SIGKILL")
 
 
+def _descriptor_of(pid: int) -> int:
+    """A descriptor that becomes readable when a process ends; -1 on kernels without one, such as gVisor's."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+
+
 def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _memory(pid: int) -> int:
-    """Bytes that a process holds; memory that several share is divided between them."""
-    try:
+    """Bytes that a process holds; memory that several share is divided between them, where the kernel counts that."""
+    with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) << 10
-    except OSError:
-        return 0  # it has ended
+    if not Path("/proc/self/smaps_rollup").exists():
+        with suppress(OSError):  # it has ended
+            return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGESIZE")
     return 0
 
 
@@ -425,4 +462,4 @@ def remove(folder: str) -> None:
     shutil.rmtree(folder, onerror=open_and_retry)
 
 
-__all__ = ["Job", "attend", "read_inside", "remove", "write_inside"]
+__all__ = ["Job", "attend", "ran_of", "read_inside", "remove", "request_of", "write_inside"]

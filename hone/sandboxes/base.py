@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -104,6 +104,14 @@ def parts_of(path: str) -> tuple[str, ...]:
     return found
 
 
+def check_request(argv: Sequence[str], paths: Iterable[str]) -> None:
+    """Raise ValueError for a command line or paths that no sandbox runs: the caller's mistake, not the program's."""
+    for path in paths:
+        parts_of(path)
+    if not argv or any("\0" in one for one in argv):
+        raise ValueError(f"a command line should have words without null bytes, found {list(argv)!r:.80}")
+
+
 def seats(limits: Limits) -> int:
     """How many programs may run at the same time."""
     return limits.at_once or len(os.sched_getaffinity(0))
@@ -133,6 +141,7 @@ __all__ = [
     "SandboxHost",
     "SandboxLost",
     "SandboxRefused",
+    "check_request",
     "parts_of",
     "seat",
     "seats",

@@ -5,46 +5,59 @@ Nothing runs without a sandbox: if none works, the error says why for each.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from pathlib import Path
+
 from hone.sandboxes import SANDBOXES
 from hone.sandboxes.base import Limits, SandboxHost, SandboxLost, SandboxRefused
 from hone.sandboxes.confinement import why_not
 from hone.sandboxes.local import LocalSandboxes
 
 LOCAL = ("landlock", "bubblewrap")  # in order of preference
+KEYS = {"e2b": "E2B_API_KEY", "daytona": "DAYTONA_API_KEY"}  # service -> environment variable with its key
+SERVICES = (*KEYS, "modal")
 
 
-def make_sandboxes(name: str, limits: Limits, url: str = "") -> SandboxHost:
-    """The sandboxes that a run file names; `url`: of a remote service. Raises SandboxRefused or UnknownName."""
-    host: SandboxHost = SANDBOXES.get(name)(limits, url)
+def make_sandboxes(name: str, limits: Limits, url: str = "", image: str = "") -> SandboxHost:
+    """The sandboxes that a run file names; `url`, `image`: of a remote service.
+
+    Raises SandboxRefused, UnknownName, or CannotLoad if a package is missing.
+    """
+    host: SandboxHost = SANDBOXES.get(name)(limits, url, image)
     return host
 
 
-def automatic(limits: Limits, url: str) -> LocalSandboxes:
+def automatic(limits: Limits, url: str, image: str) -> LocalSandboxes:
     """The first local sandbox that works here. Raises SandboxRefused with the reason for each."""
-    if url:
-        raise SandboxRefused("a url belongs to a remote sandbox; name it (hone list sandboxes), or remove the url")
+    if url or image:
+        raise SandboxRefused(
+            "url and image belong to a remote sandbox; name it (hone list sandboxes), or remove url and image"
+        )
     reasons = []
     for name in LOCAL:
         if not (reason := why_not(name)):
-            return _local(name, limits, url)
+            return _local(name, limits, url, image)
         reasons.append(f"{name}: {reason}")
     found = "; ".join(reasons)
     raise SandboxRefused(f"no sandbox works on this machine, and code is never run without one ({found})")
 
 
-def landlock(limits: Limits, url: str) -> LocalSandboxes:
+def landlock(limits: Limits, url: str, image: str) -> LocalSandboxes:
     """Landlock, seccomp and resource limits."""
-    return _local("landlock", limits, url)
+    return _local("landlock", limits, url, image)
 
 
-def bubblewrap(limits: Limits, url: str) -> LocalSandboxes:
+def bubblewrap(limits: Limits, url: str, image: str) -> LocalSandboxes:
     """Namespaces by the program bubblewrap."""
-    return _local("bubblewrap", limits, url)
+    return _local("bubblewrap", limits, url, image)
 
 
-def _local(name: str, limits: Limits, url: str) -> LocalSandboxes:
-    if url:
-        raise SandboxRefused(f"{name} runs on this machine and has no url; remove it, or choose a remote sandbox")
+def _local(name: str, limits: Limits, url: str, image: str) -> LocalSandboxes:
+    if url or image:
+        raise SandboxRefused(
+            f"{name} runs on this machine and has no url and no image; remove them, or choose a remote sandbox"
+        )
     if reason := why_not(name):
         raise SandboxRefused(f"{name}: {reason}")
     return LocalSandboxes("landlock" if name == "landlock" else "bubblewrap", limits)
@@ -71,4 +84,24 @@ async def examine(name: str) -> tuple[bool, str]:
     return True, f"stops {stops}"
 
 
-__all__ = ["automatic", "bubblewrap", "examine", "landlock", "make_sandboxes"]
+def configured(name: str) -> str:
+    """Whether a service can be asked, without asking it."""
+    if name in KEYS:
+        return f"{KEYS[name]} is {'set; the service was not asked' if os.environ.get(KEYS[name]) else 'not set'}"
+    if importlib.util.find_spec("modal") is None:
+        return "the package modal is not installed: pip install modal"
+    known = os.environ.get("MODAL_TOKEN_ID") or Path.home().joinpath(".modal.toml").exists()
+    return "credentials found; the service was not asked" if known else "no credentials: modal token new"
+
+
+__all__ = [
+    "KEYS",
+    "LOCAL",
+    "SERVICES",
+    "automatic",
+    "bubblewrap",
+    "configured",
+    "examine",
+    "landlock",
+    "make_sandboxes",
+]

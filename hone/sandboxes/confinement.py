@@ -64,8 +64,13 @@ def readable(limits: Limits) -> list[str]:
 
 
 def prepare(backend: str, folder: str, limits: Limits, user: int, others: int) -> Confinement:
-    """Everything that needs hone's rights. Raises OSError or UnknownMachine."""
+    """Everything that needs hone's rights. Raises OSError or UnknownMachine.
+
+    `machine`: the whole machine is the sandbox, of a service; then there are a user and limits, and no rules.
+    """
     alone = user >= 0
+    if backend == "machine":
+        return Confinement(folder, limits, user, alone and _is_hidden(), others, -1, b"")
     inside = backend == "bubblewrap"
     scoped = inside or alone or landlock.version() >= landlock.WITH_SCOPES
     program = seccomp_filter(network=limits.network, signals=scoped, attributes=alone or inside)
@@ -197,7 +202,12 @@ def _limit(given: Confinement) -> None:
         _, hard = resource.getrlimit(kind)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         last = most + 1 if kind == resource.RLIMIT_CPU and hard != most else most  # first SIGXCPU, then SIGKILL
-        resource.setrlimit(kind, (most, last))
+        try:
+            resource.setrlimit(kind, (most, last))
+        except ValueError:
+            if given.filter:
+                raise
+            # gVisor, in which a service runs this, has some of them only; the attendant looks at all that matter
 
 
 def _seccomp(program: bytes) -> None:

@@ -10,7 +10,6 @@ lost (`SandboxLost`), and the next run starts another one. Reward processes impo
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import os
 import shutil
@@ -28,8 +27,8 @@ from hone.processes.frames import HEADER, BrokenFrame, Frame, FrameReader, Kind,
 from hone.processes.restarts import Restarts
 from hone.processes.supervisor import FOLDER
 from hone.processes.tree import ProcessTree
-from hone.sandboxes.attendant import remove
-from hone.sandboxes.base import Limits, Ran, SandboxLost, SandboxRefused, parts_of, seat, seats
+from hone.sandboxes.attendant import ran_of, remove, request_of
+from hone.sandboxes.base import Limits, Ran, SandboxLost, SandboxRefused, check_request, seat, seats
 
 Backend = Literal["landlock", "bubblewrap"]
 START_S = 60.0  # starting an interpreter on a busy machine
@@ -194,31 +193,13 @@ class LocalSandbox:
         timeout_s: float,
     ) -> Ran:
         """As `Sandbox.run`: one program at a time."""
-        for path in (*files, *wanted):
-            parts_of(path)
-        if not argv or any("\0" in one for one in argv):
-            raise ValueError(f"a command line should have words without null bytes, found {list(argv)!r:.80}")
-        request = {
-            "backend": self._host.backend,
-            "folder": self._name,
-            "argv": list(argv),
-            "stdin": _text(stdin),
-            "files": {path: _text(content) for path, content in files.items()},
-            "wanted": list(wanted),
-            "limits": asdict(self._host.limits),
-            "timeout_s": timeout_s,
-        }
+        check_request(argv, (*files, *wanted))
+        own = {"backend": self._host.backend, "folder": self._name, "limits": asdict(self._host.limits)}
+        request = {**own, **request_of(argv, stdin, files, wanted, timeout_s)}
         async with self._one:
             self._used = True
             reply = await self._host.run(request, timeout_s)
-        return Ran(
-            status=reply["status"],
-            stdout=base64.b64decode(reply["stdout"]),
-            stderr=base64.b64decode(reply["stderr"]),
-            seconds=reply["seconds"],
-            limit=reply["limit"],
-            files={path: base64.b64decode(content) for path, content in reply["files"].items()},
-        )
+        return ran_of(reply)
 
     async def close(self) -> None:
         if self._used:
@@ -238,10 +219,6 @@ async def _frame(reader: asyncio.StreamReader) -> Frame:
 def _end(tree: ProcessTree) -> None:
     for _ in tree.ending(0):
         time.sleep(0.005)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
 
 
 __all__ = ["LocalSandbox", "LocalSandboxes"]

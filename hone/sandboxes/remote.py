@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from hone.sandboxes.base import PYTHON, Limit, Limits, Ran, SandboxLost, SandboxRefused, parts_of, seat, seats
+from hone.sandboxes.base import PYTHON, Limit, Limits, Ran, SandboxLost, SandboxRefused, check_request, seat, seats
 
 GRACE_S = 30.0  # beyond a program's own deadline: for the service's queue and the network
 FAILED = 1  # the status of a program whose service does not give one
@@ -29,8 +29,10 @@ FAILED = 1  # the status of a program whose service does not give one
 class SandboxFusion:
     """A SandboxFusion service (`hone.sandboxes.base.SandboxHost`). It has its own limits of memory and disk."""
 
-    def __init__(self, limits: Limits, url: str) -> None:
+    def __init__(self, limits: Limits, url: str, image: str) -> None:
         """`url`: where the service is, such as http://10.0.0.5:8080. Raises SandboxRefused."""
+        if image:
+            raise SandboxRefused(f"sandbox_fusion has no images to choose from; remove image ({image!r})")
         if not url.startswith(("http://", "https://")):
             raise SandboxRefused(
                 f"sandbox_fusion needs the url of its service, such as http://HOST:8080, found {url!r}"
@@ -111,8 +113,7 @@ class FusionSandbox:
         timeout_s: float,
     ) -> Ran:
         """As `Sandbox.run`. The command line runs in the service's bash; the interpreter is its `python`."""
-        for path in (*files, *wanted):
-            parts_of(path)
+        check_request(argv, (*files, *wanted))
         self._files.update(files)
         whole = len(argv) == 2 and argv[0] == PYTHON and argv[1] in self._files
         request = {
