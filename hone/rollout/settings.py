@@ -66,6 +66,9 @@ class BuiltinSettings(Config):
     kv_cache_tokens: int = setting(
         262_144, "largest size of the KV cache: number of sequences x room of the longest", unit="tokens", ge=64
     )
+    kept_kv_tokens: int = setting(
+        65_536, "KV kept between the turns of episodes, in addition to kv_cache_tokens; 0: none", unit="tokens", ge=0
+    )
     prefill_tokens: int = setting(8192, "prompt tokens per forward; a longer prompt goes alone", unit="tokens", ge=1)
     share_prompts: bool = setting(True, "compute the KV of identical prompts once and copy it")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(

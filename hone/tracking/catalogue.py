@@ -128,7 +128,7 @@ _ROLLOUT = (
     Described("rollout/lent_tokens", "tokens", SUM, "tokens that the server on the trainer's device sampled"),
     Described("rollout/prefill_tokens", "tokens", SUM, "prompt tokens that the engine computed"),
     Described("rollout/shared_prompt_tokens", "tokens", SUM, "prompt tokens computed once for several samples"),
-    Described("rollout/cached_prompt_tokens", "tokens", SUM, "prompt tokens found in a server's prefix cache"),
+    Described("rollout/cached_prompt_tokens", "tokens", SUM, "prompt tokens whose KV was found in the prefix cache"),
     Described("rollout/recomputed_tokens", "tokens", SUM, "tokens computed again, because new weights arrived"),
     Described("rollout/requests", "requests", SUM, "requests that ended"),
     Described("rollout/aborted", "requests", SUM, "requests that ended by an abort"),

@@ -217,6 +217,7 @@ def test_several_answers_are_trajectories_of_one_episode_and_nothing_is_trained_
     assert len({one.token_ids for one in trajectories}) == 3
     assert {one.episode for one in trajectories} == {4}
     assert [sampling.seed for _, _, sampling in recording.asked] == [100, 101, 102, 103]
+    assert all(sampling.keep_kv for _, _, sampling in recording.asked), "an agent may go on with any history"
     assert len({prompt for _, prompt, _ in recording.asked[1:]}) == 1
     assert sum(sum(one.loss_mask) for one in trajectories) == sum(len(c.token_ids) for c in recording.given)
 

@@ -89,6 +89,7 @@ def test_a_single_turn_is_prompt_then_completion():
     assert one.weight_versions == (-1, -1, 3, 3)
     assert (one.prompt_length, one.sample, one.episode, one.status) == (2, 1, 1, Status.OK)
     assert [request for request, _, _ in engine.asked] == ["4/5/0/0", "4/5/1/0"]
+    assert not any(sampling.keep_kv for _, _, sampling in engine.asked)
 
 
 def test_seeds_differ_between_samples_prompts_steps_and_turns_and_do_not_change():
@@ -135,6 +136,8 @@ def test_turns_append_and_never_rewrite():
 def test_max_turns_and_the_token_budget_truncate():
     (group,) = run(Engine(), [prompt()], TwoTurns, samples=1, max_turns=1)
     assert group.trajectories[0].status is Status.TRUNCATED
+    run(engine := Engine(), [prompt()], TwoTurns, samples=1, max_turns=2)
+    assert [sampling.keep_kv for _, _, sampling in engine.asked] == [True, False], "no turn follows the last one"
     (group,) = run(Engine(StopReason.LENGTH), [prompt()], samples=1)
     assert group.trajectories[0].status is Status.TRUNCATED
 

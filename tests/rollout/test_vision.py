@@ -176,3 +176,21 @@ def folder_of_text():
     return load_language_model(
         ModelConfig(build=BuildConfig(hidden_size=32, layers=1, heads=2, mlp_size=48, max_positions=64))
     )
+
+
+def test_kept_kv_beside_images(pair):
+    """The second turn of a text in one prefill with images: their positions are of three axes."""
+    trainer, engine = pair
+    asked = prompts(trainer.model.config.model_type)
+    text = (tuple(range(8, 24)) * 3)[:40]
+
+    async def story():
+        first = await engine.generate("t/0", text, SamplingParams(**{**_fields(SAMPLING), "keep_kv": True}))
+        second = (*text, *first.token_ids, 9, 9)
+        together = [(second, ()), *asked]
+        return together, await ask(engine, together)
+
+    together, found = asyncio.run(story())
+    assert engine.metrics()["rollout/cached_prompt_tokens"].value == 32
+    for one, expected in zip(found, trained(trainer, together, found), strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), expected, rtol=0, atol=1e-5)

@@ -270,7 +270,9 @@ class Endpoint:
                 running = [
                     tasks.create_task(
                         task.generate(
-                            f"{task.request_id}/{number}", prompt, replace(sampling, seed=task.seed_of(number))
+                            f"{task.request_id}/{number}",
+                            prompt,
+                            replace(sampling, seed=task.seed_of(number), keep_kv=True),
                         )
                     )
                     for number in numbers

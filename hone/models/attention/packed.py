@@ -203,7 +203,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) 
     ]
     if _flash_varlen_fits(q, v, scoring):
         return _flash_varlen(q, parts, packing, scoring)
-    outputs = [_attend_run(*part, scoring) for part in parts]
+    outputs = [attend_rows(*part, scoring) for part in parts]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))[None]
 
 
@@ -222,8 +222,11 @@ def _seen(parts: Sequence[Tensor], index: int, run: Run) -> Tensor:
     return torch.cat([prefixes.index_select(0, run.rows), own.transpose(1, 2)], 1).transpose(1, 2)
 
 
-def _attend_run(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-    """[count, heads, length, d] -> [heads, count * length, dv]."""
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """Causal attention of [count, heads, length, d] over keys [count, kv_heads, n, d]: the queries are the last ones.
+
+    Returns [heads, count * length, dv].
+    """
     out = _sdpa(q, k, v, scoring) if scoring.plain else _explicit(q, k, v, scoring)
     return out.transpose(0, 1).flatten(1, 2)
 

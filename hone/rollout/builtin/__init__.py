@@ -1,5 +1,6 @@
 """The built-in rollout engine.
 
 In reading order: `engine` (the verbs), `scheduler` (queue and driver), `batching` (one token per row and step),
-`requests`, `cache` (KV), `sampling`, `decoder` with its two implementations `fused` and `generic`, `scoring`.
+`requests`, `cache` (KV), `prefixes` (KV between turns), `sampling`, `decoder` with its two implementations `fused`
+and `generic`, `scoring`.
 """

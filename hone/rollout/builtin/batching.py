@@ -23,7 +23,7 @@ import torch
 
 from hone.data.routes import Routes
 from hone.models.routing import Routing, watched
-from hone.rollout.builtin.cache import COLUMN_STEP, MINIMUM_ROWS, KVCache, PackedPrompts, Step
+from hone.rollout.builtin.cache import COLUMN_STEP, KVCache, PackedPrompts, Step, rounded
 from hone.rollout.builtin.decoder import Decoder
 from hone.rollout.builtin.requests import HostRows, Request
 from hone.rollout.builtin.sampling import sample
@@ -46,6 +46,7 @@ class Counters:
     tokens: int = 0
     prefilled_tokens: int = 0
     shared_tokens: int = 0
+    cached_tokens: int = 0
     recomputed_tokens: int = 0
 
 
@@ -136,18 +137,24 @@ class RunningBatch:
 
     def _fill(self, fresh: list[list[Request]], copies: list[tuple[Request, list[Request]]]) -> None:
         """Write the KV of every new row, up to its sequence's last token but one."""
-        for chunk in self._chunks([requests[0] for requests in fresh]):
-            sequences = [request.sequence[:-1] for request in chunk]
-            rows = [request.row for request in chunk]
+        for requests in fresh:
+            first = requests[0]
+            first.cached, routes = self.cache.recall(first.root, first.reusable, first.row)
+            self.counters.cached_tokens += first.cached
+            if routes is not None:
+                first.record_experts(0, routes)
+        for chunk in self._chunks([requests[0] for requests in fresh if requests[0].missing]):
+            sequences = [request.sequence[request.cached : -1] for request in chunk]
+            rows, starts = [request.row for request in chunk], [request.cached for request in chunk]
             routing = self._routing(chunk)
             with nullcontext() if routing is None else watched(routing):
                 images = [request.images for request in chunk]
-                self._decoder.prefill(PackedPrompts.of(sequences, rows, self.cache.device, images), self.cache)
+                self._decoder.prefill(PackedPrompts.of(sequences, rows, self.cache.device, images, starts), self.cache)
             if routing is not None:
                 ends = np.cumsum([len(sequence) for sequence in sequences])
                 for request, routes in zip(chunk, np.split(_on_host(routing, int(ends[-1])), ends[:-1]), strict=True):
                     if request.sampling.routed_experts:
-                        request.record_experts(0, routes)
+                        request.record_experts(request.cached, routes)
             self.counters.prefilled_tokens += sum(map(len, sequences))
         for donor, others in [*copies, *((first, others) for first, *others in fresh if others)]:
             columns = len(others[0].sequence) - 1
@@ -171,12 +178,11 @@ class RunningBatch:
         chunk: list[Request] = []
         tokens = 0
         for request in requests:
-            length = len(request.sequence) - 1
-            if chunk and tokens + length > self._prefill.tokens_at_once:
+            if chunk and tokens + request.missing > self._prefill.tokens_at_once:
                 yield chunk
                 chunk, tokens = [], 0
             chunk.append(request)
-            tokens += length
+            tokens += request.missing
         if chunk:
             yield chunk
 
@@ -191,7 +197,8 @@ class RunningBatch:
         host = self._host
         routing = self._routing(self.running)
         with nullcontext() if routing is None else watched(routing):
-            logits = self._decoder.decode(self._next_step(rows), self.cache)
+            step = Step.of(host.token[:rows], host.position[:rows], host.shift[:rows], self.cache)
+            logits = self._decoder.decode(step, self.cache)
         routes = None if routing is None else _on_host(routing, rows)
         drawn, drawn_logprobs = sample(logits, host.rules(rows), host.uniforms(rows))
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.float().cpu().numpy()
@@ -208,22 +215,8 @@ class RunningBatch:
                 stopped[row] = request.stop_strings.completed_by(request.tokens + host.collect(row)[0])
         self.counters.steps += 1
         self.counters.tokens += rows
-        ended = np.flatnonzero(stopped | full)
-        return [(self._leave(row), StopReason.STOP if stopped[row] else StopReason.LENGTH) for row in ended.tolist()]
-
-    def _next_step(self, rows: int) -> Step:
-        device = self.cache.device
-        padded = max(rows, MINIMUM_ROWS)
-        inputs = np.zeros((3, padded), np.int64)
-        inputs[0, :rows] = self._host.token[:rows]
-        inputs[1, :rows] = self._host.position[:rows]
-        inputs[2, :rows] = self._host.position[:rows] + self._host.shift[:rows]
-        columns = min(_rounded(int(inputs[1].max()) + 1, COLUMN_STEP), self.cache.columns)
-        token_ids, positions, turned = torch.from_numpy(inputs).to(device)
-        beyond = torch.arange(columns, device=device) > positions[:rows, None]
-        hidden = torch.zeros(rows, columns, dtype=self.cache.dtype, device=device)
-        hidden.masked_fill_(beyond, float("-inf"))
-        return Step(token_ids, positions, rows, columns, hidden[:, None, None, :], turned)
+        ended = np.flatnonzero(stopped | full).tolist()
+        return [(self._leave(row, keep=True), StopReason.STOP if stopped[row] else StopReason.LENGTH) for row in ended]
 
     # ------------------------------------------------------------------------------------------------ going out
 
@@ -249,9 +242,11 @@ class RunningBatch:
             request.row = -1
         return requests
 
-    def _leave(self, row: int) -> Request:
+    def _leave(self, row: int, keep: bool = False) -> Request:
         request = self._requests[row]
         assert request is not None
+        if keep and request.sampling.keep_kv and request.kv_version == self.weight_version:
+            self.cache.keep(request.root, request.reusable, row, request.routes)
         if request.sampling.routed_experts and self._host.produced[row]:
             request.record_experts(len(request.sequence) - 1, self._host.collect_routes(row))
         request.extend(*self._host.collect(row), self.weight_version)
@@ -270,9 +265,5 @@ def _on_host(routing: Routing, tokens: int) -> Routes:
     return routes
 
 
-def _rounded(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 def _rounded_room(tokens: int) -> int:
-    return _rounded(tokens, COLUMN_STEP)
+    return rounded(tokens, COLUMN_STEP)

@@ -10,16 +10,19 @@ kept between requests until `release`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hone.models.attention.packed import Packing, Scoring
+from hone.data.routes import Routes
+from hone.models.attention.packed import Packing, Scoring, attend, attend_rows
 from hone.models.vision.model import RowImages
+from hone.rollout.builtin.prefixes import BLOCK, Prefixes, Root, joined
 from hone.rollout.images import PlacedImages, row_of
 
 # Matrix and attention kernels round differently for a few rows, or for odd lengths. Keeping off those paths makes a
@@ -45,6 +48,7 @@ class CacheLimits:
 
     rows: int
     tokens: int  # rows x columns
+    kept_tokens: int = 0  # of ended requests, in addition
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,30 @@ class Step:
     hidden: Tensor  # [rows, 1, 1, columns]: 0 where a row may look, -inf where not
     turned: Tensor | None = None  # as `positions`: what turns query and key, ahead of the column after images
 
+    @classmethod
+    def of(
+        cls, token_ids: NDArray[np.int64], positions: NDArray[np.int64], shift: NDArray[np.int64], cache: KVCache
+    ) -> Step:
+        """The step in which row i of `cache` reads token i, [rows] each; `shift`: what `turned` is ahead by."""
+        rows, device = len(token_ids), cache.device
+        inputs = np.zeros((3, max(rows, MINIMUM_ROWS)), np.int64)
+        inputs[:, :rows] = token_ids, positions, positions + shift
+        columns = min(rounded(int(inputs[1].max()) + 1, COLUMN_STEP), cache.columns)
+        placed_ids, placed, turned = torch.from_numpy(inputs).to(device)
+        beyond = torch.arange(columns, device=device) > placed[:rows, None]
+        hidden = torch.zeros(rows, columns, dtype=cache.dtype, device=device)
+        hidden.masked_fill_(beyond, float("-inf"))
+        return cls(placed_ids, placed, rows, columns, hidden[:, None, None, :], turned)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRun:
+    """Neighbouring prompts of one shape, which share attention calls."""
+
+    rows: Tensor  # [n] int64 of the cache
+    start: int  # tokens of each that the cache has
+    length: int  # tokens of each that are computed
+
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompts:
@@ -67,6 +95,7 @@ class PackedPrompts:
     positions: Tensor  # the same shape; for the first T tokens also the column that each writes
     rows: Tensor  # [T] int64, the row that each token writes
     packing: Packing  # of the tokens, padding as a sequence of its own
+    runs: tuple[PromptRun, ...]
     turned: Tensor | None = None  # [max(T, MINIMUM_ROWS), 3] positions of frame, row, column; None: all as `positions`
     images: RowImages | None = None
 
@@ -77,24 +106,43 @@ class PackedPrompts:
         rows: list[int],
         device: torch.device,
         placed: Sequence[PlacedImages] = (),
+        starts: Sequence[int] = (),
     ) -> PackedPrompts:
-        """Pack sequences, each for its row; `placed` has the images of each; empty if none has any."""
+        """Pack sequences, each for its row; `placed` has the images of each; empty if none has any.
+
+        `starts`: how many tokens the cache has of each row, multiples of BLOCK; the sequences begin after them.
+        """
         lengths = [len(sequence) for sequence in sequences]
+        starts = starts or [0] * len(lengths)
         total = sum(lengths)
         padding = [MINIMUM_ROWS - total] if total < MINIMUM_ROWS else []
         spans = lengths + padding
         token_ids = np.fromiter(itertools.chain(*sequences, itertools.repeat(0, sum(padding))), np.int64)
-        starts = np.cumsum([0, *spans])
-        positions = np.arange(starts[-1]) - np.repeat(starts[:-1], spans)
-        turned, images = row_of(placed, lengths, int(starts[-1]), device) if any(placed) else (None, None)
+        ends = np.cumsum([0, *spans])
+        before = torch.from_numpy(np.repeat(np.array([*starts, *(0 for _ in padding)], np.int64), spans))
+        positions = before + torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends[:-1], spans))
+        turned, images = row_of(placed, lengths, int(ends[-1]), device) if any(placed) else (None, None)
         return cls(
             token_ids=torch.from_numpy(token_ids).to(device),
-            positions=torch.from_numpy(positions).to(device),
+            positions=positions.to(device),
             rows=torch.from_numpy(np.repeat(np.array(rows, np.int64), lengths)).to(device),
-            packing=Packing.of(torch.from_numpy(starts).to(device)),
-            turned=turned,
+            packing=Packing.of(torch.from_numpy(ends).to(device)),
+            runs=tuple(_runs(rows, starts, lengths, device)),
+            turned=None if turned is None else turned + before.to(device)[:, None],
             images=images,
         )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, padding counted as one."""
+        return max(MINIMUM_ROWS, *(run.start + run.length for run in self.runs))
+
+
+def _runs(
+    rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], device: torch.device
+) -> Iterator[PromptRun]:
+    for (start, length), same in itertools.groupby(zip(starts, lengths, rows, strict=True), lambda one: one[:2]):
+        yield PromptRun(torch.tensor([row for _, _, row in same], device=device), start, length)
 
 
 class KVCache:
@@ -107,10 +155,12 @@ class KVCache:
         self.device = device
         # The CPU kernel repacks keys and values of narrow types for each block of queries, except for a single query.
         self._head_by_head = device.type == "cpu" and dtype.itemsize == 2
+        self.prefixes = Prefixes(limits.kept_tokens)
         self.release()
 
     def release(self) -> None:
         """Give all memory back; the content is lost."""
+        self.prefixes.clear()
         self.keys, self.values = self._empty(0, 0)
 
     @property
@@ -123,7 +173,7 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes + self.values.nbytes + self.prefixes.bytes
 
     def reserve(self, rows: int, columns: int, live_rows: int) -> None:
         """Make room for `rows` x `columns`; the content of the first `live_rows` rows is kept.
@@ -138,7 +188,7 @@ class KVCache:
         if roomy * wide <= self.limits.tokens:
             rows, columns = roomy, wide
         old_keys, old_values, kept = self.keys, self.values, min(columns, self.columns)
-        self.release()
+        self.keys, self.values = self._empty(0, 0)
         if not live_rows:
             del old_keys, old_values  # free before the new is taken
             self.keys, self.values = self._empty(rows, columns)
@@ -165,6 +215,20 @@ class KVCache:
         for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
             stored.view(-1, stored.shape[-1]).index_copy_(0, addresses, new.reshape(-1, stored.shape[-1]))
 
+    def recall(self, root: Root, tokens: tuple[int, ...], row: int) -> tuple[int, Routes | None]:
+        """Copy the KV that is kept of the beginning of `tokens` to a row; how many tokens it is, and their experts."""
+        found = self.prefixes.find(root, tokens) if len(self.prefixes) else []
+        if not found:
+            return 0, None
+        keys, values, routes = joined(found)
+        count = keys.shape[2]
+        self.keys[:, row, :, :count], self.values[:, row, :, :count] = keys, values
+        return count, routes
+
+    def keep(self, root: Root, tokens: tuple[int, ...], row: int, routes: Routes | None) -> None:
+        """Keep the KV of the first tokens of a row, which a prefill wrote, for requests that begin with them."""
+        self.prefixes.keep(root, tokens, self.keys[:, row], self.values[:, row], routes)
+
     def copy_row(self, source: int, targets: Tensor, columns: int) -> None:
         """Copy the first `columns` columns of one row to the rows `targets` [n]."""
         self.keys[:, targets, :, :columns] = self.keys[:, source : source + 1, :, :columns]
@@ -173,6 +237,33 @@ class KVCache:
     def move_row(self, source: int, target: int, columns: int) -> None:
         self.keys[:, target, :, :columns] = self.keys[:, source, :, :columns]
         self.values[:, target, :, :columns] = self.values[:, source, :, :columns]
+
+    def attend_prompts(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, prompts: PackedPrompts, scoring: Scoring
+    ) -> Tensor:
+        """Causal attention of prompts, whose keys and values were written: [1, heads, T, d] -> [1, heads, T, dv].
+
+        On a CPU one call computes at most BLOCK queries of a prompt, and where they begin depends on the prompt alone:
+        torch's kernel rounds differently for other numbers of queries.
+        """
+        in_blocks = self.device.type == "cpu"
+        if not in_blocks and not any(run.start for run in prompts.runs):
+            return attend(q, k, v, prompts.packing, scoring)
+        parts: list[Tensor] = []
+        sizes = [len(run.rows) * run.length for run in prompts.runs]
+        for run, part in zip(prompts.runs, q[0].split([*sizes, q.shape[2] - sum(sizes)], 1), strict=False):
+            queries = part.unflatten(1, (-1, run.length)).transpose(0, 1)
+            reach = slice(run.start + run.length)
+            keys, values = (x[layer, :, :, reach].index_select(0, run.rows) for x in (self.keys, self.values))
+            most = BLOCK if in_blocks else run.length
+            found = []
+            for start in range(0, run.length, most):
+                end = min(start + most, run.length)
+                seen = slice(run.start + end)
+                out = attend_rows(queries[:, :, start:end], keys[:, :, seen], values[:, :, seen], scoring)
+                found.append(out.unflatten(1, (-1, end - start)))
+            parts.append(torch.cat(found, 2).flatten(1, 2))
+        return F.pad(torch.cat(parts, 1), (0, 0, 0, q.shape[2] - sum(sizes)))[None]
 
     def attend(self, layer: int, queries: Tensor, step: Step, scoring: Scoring) -> Tensor:
         """One query token per row over its row: queries [rows, heads, d] -> [rows, heads * value_size].
@@ -196,6 +287,11 @@ class KVCache:
         else:
             out = _explicit(folded, keys, values, hidden, scoring)
         return out.reshape(step.rows, -1)
+
+
+def rounded(number: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-number // multiple) * multiple
 
 
 def _outside(step: Step, window: int) -> Tensor:

@@ -77,7 +77,7 @@ class BuiltinEngine:
         return build_decoder(self._settings.execution, self._config, self._dtype, self._device, self._longest)
 
     def _new_batch(self) -> RunningBatch:
-        limits = CacheLimits(self._settings.slots, self._settings.kv_cache_tokens)
+        limits = CacheLimits(self._settings.slots, self._settings.kv_cache_tokens, self._settings.kept_kv_tokens)
         cache = KVCache(self._decoder.cache_shape, limits, self._dtype, self._device)
         prefill = PrefillLimits(self._settings.prefill_tokens, self._settings.share_prompts)
         return RunningBatch(self._decoder, cache, prefill)
@@ -231,6 +231,7 @@ class BuiltinEngine:
             self._scheduler.batch.keep()
         else:
             self._scheduler.requeue_running()
+        self._scheduler.batch.cache.prefixes.clear()
         self._state.lose(f"the update to weights version {version} did not complete")
         self._weights.merged = ""
 

@@ -128,10 +128,9 @@ class FusedDecoder:
             if layer == len(self._layers) - 1:
                 return None  # decode steps compute the logits
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            packed = attend(q, k, v, prompts.packing, self._scoring)
-            return packed[0].transpose(0, 1).flatten(1)
+            return cache.attend_prompts(layer, q, k, v, prompts, self._scoring)[0].transpose(0, 1).flatten(1)
 
-        self._forward(prompts.token_ids, self._rope_at(prompts.positions, max(prompts.packing.lengths)), attention)
+        self._forward(prompts.token_ids, self._rope_at(prompts.positions, prompts.longest), attention)
 
     def decode(self, step: Step, cache: KVCache) -> Tensor:
         n = step.rows
@@ -152,7 +151,7 @@ class FusedDecoder:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
             return attend(q, k, v, prompts.packing, self._scoring)[0].transpose(0, 1).flatten(1)
 
-        rope = self._rope_at(prompts.positions, max(prompts.packing.lengths))
+        rope = self._rope_at(prompts.positions, prompts.longest)
         hidden = self._normed(self._forward(prompts.token_ids, rope, attention), self._norm)
         return following_logprobs(prompts, hidden, lambda rows: F.linear(rows, self._head), temperature)
 

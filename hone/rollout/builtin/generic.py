@@ -43,6 +43,7 @@ class _Forward:
     cache: KVCache | None = None  # None in `_find_shape`
     at: Tensor | None = None  # `cache.addresses` of the tokens
     step: Step | None = None  # None in prefill
+    prompts: PackedPrompts | None = None  # of a prefill
     seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # layer -> KV heads, key and value size
 
 
@@ -75,7 +76,7 @@ def slot_attention(
     if forward.cache is not None and forward.at is not None:
         written = (x[0, :, :tokens].transpose(0, 1) for x in (key, value))
         forward.cache.write(layer, forward.at, *written)
-    if forward.step is None or forward.cache is None:
+    if forward.cache is None:
         return packed_attention_forward(module, query, key, value, attention_mask, scaling, **asked)
     scoring = Scoring(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
@@ -83,6 +84,10 @@ def slot_attention(
         softcap=asked.get("softcap"),
         sinks=asked.get("s_aux"),
     )
+    if forward.prompts is not None:
+        out = forward.cache.attend_prompts(layer, query, key, value, forward.prompts, scoring)
+        return out.transpose(1, 2), None
+    assert forward.step is not None
     out = forward.cache.attend(layer, query[0, :, :tokens].transpose(0, 1), forward.step, scoring)
     out = F.pad(out, (0, 0, 0, query.shape[2] - tokens))
     return out.unflatten(1, (query.shape[1], -1))[None], None
@@ -147,7 +152,7 @@ class GenericDecoder:
     def prefill(self, prompts: PackedPrompts, cache: KVCache) -> None:
         tokens = prompts.rows.shape[0]
         at = cache.addresses(prompts.rows, prompts.positions[:tokens])
-        self._run(prompts, _Forward(tokens, cache, at))
+        self._run(prompts, _Forward(tokens, cache, at, prompts=prompts))
 
     def _run(self, prompts: PackedPrompts, forward: _Forward) -> None:
         with torch.inference_mode(), _during(forward), packed(prompts.packing):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hone.data.routes import Routes
 from hone.deadline import SeatWait
+from hone.rollout.builtin.prefixes import Root
 from hone.rollout.builtin.sampling import Rules, stream_of, uniforms
 from hone.rollout.images import PlacedImages
 from hone.types import Completion, SamplingParams, StopReason
@@ -67,6 +68,7 @@ class Request:
     shift: int = 0  # position after the images minus index in the sequence
     row: int = -1  # in the running batch; -1: waiting
     kv_version: int = -1  # weights that computed the KV of its prompt
+    cached: int = 0  # tokens whose KV was kept from earlier requests
     tokens: list[int] = field(default_factory=list)  # generated before the last eviction; so are logprobs and versions
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -76,6 +78,21 @@ class Request:
     @property
     def sequence(self) -> tuple[int, ...]:
         return (*self.prompt, *self.tokens) if self.tokens else self.prompt
+
+    @property
+    def missing(self) -> int:
+        """Number of tokens to prefill."""
+        return len(self.sequence) - 1 - self.cached
+
+    @property
+    def reusable(self) -> tuple[int, ...]:
+        """Tokens whose KV may be kept: those that a prefill writes, and none of a prompt with images."""
+        return () if self.images else self.sequence[:-1]
+
+    @property
+    def root(self) -> Root:
+        """What KV depends on besides tokens and weights."""
+        return self.sampling.adapter, self.sampling.routed_experts
 
     @property
     def room(self) -> int:

@@ -154,6 +154,7 @@ class Scheduler:
             "rollout/tokens": Metric.sum(counters.tokens),
             "rollout/prefill_tokens": Metric.sum(counters.prefilled_tokens),
             "rollout/shared_prompt_tokens": Metric.sum(counters.shared_tokens),
+            "rollout/cached_prompt_tokens": Metric.sum(counters.cached_tokens),
             "rollout/recomputed_tokens": Metric.sum(counters.recomputed_tokens),
             "rollout/requests": Metric.sum(sum(ended.values())),
             "rollout/aborted": Metric.sum(ended[StopReason.ABORTED]),

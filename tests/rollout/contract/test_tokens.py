@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 import torch
 
 from hone.types import SamplingParams, StopReason
@@ -125,3 +126,18 @@ def test_prompts_that_are_more_at_once_than_an_engine_reads_in_one_step(bench, f
     for place in range(0, len(prompts), 40):
         alone = finish(bench.all([prompts[place]], max_tokens=4, seed=place))[0]
         assert found[place].token_ids == alone.token_ids
+
+
+def test_a_later_turn_finds_the_prompt_of_the_turn_before(bench, finish):
+    opening = (*bench.prompts(2, longest=40)[1],)
+    how = SamplingParams(8, ignore_eos=True, keep_kv=True)
+    first = finish(bench.engine.generate("1/0/0/0", opening, how))
+    bench.engine.metrics()
+    prompt = (*opening, *first.token_ids, 9)
+    second = finish(bench.engine.generate("1/0/0/1", prompt, SamplingParams(8, ignore_eos=True, temperature=0.0)))
+    assert bench.engine.metrics()["rollout/cached_prompt_tokens"].value >= 32
+    finish(bench.update(bench.weights(bench.model), 1))
+    anew = finish(bench.engine.generate("2/0/0/1", prompt, SamplingParams(8, ignore_eos=True, temperature=0.0)))
+    assert bench.engine.metrics()["rollout/cached_prompt_tokens"].value == 0
+    assert second.token_ids == anew.token_ids
+    assert second.logprobs == pytest.approx(anew.logprobs, abs=bench.tolerance)
