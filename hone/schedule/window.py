@@ -52,8 +52,8 @@ class Window:
     >>> window = Window(staleness=1, per_step=2, steps=3)
     >>> window.room(2, step=1)  # two for this step, two ahead
     4
-    >>> window = window.admitted([0, 1, 2, 3], step=1).taken(2).trained(1)
-    >>> window = window.admitted([4, 5], step=2)
+    >>> window = window.admitted([0, 1, 2, 3], step=1, short=2).taken(2).trained(1)
+    >>> window = window.admitted([4, 5], step=2, short=2)
     >>> [(one.number, one.versions) for one in window.open]
     [(2, (0, 0)), (3, (0, 0)), (4, (1, 1)), (5, (1, 1))]
     """
@@ -75,10 +75,11 @@ class Window:
         ahead = min(self.staleness, self.steps - step) * self.per_step
         return max(short + ahead - len(self.open), 0)
 
-    def admitted(self, numbers: Iterable[int], step: int, short: int = 0) -> Window:
+    def admitted(self, numbers: Iterable[int], step: int, short: int) -> Window:
         """Open new draws in `step`, which still takes `short` draws.
 
-        Raises ScheduleError if numbers do not increase, or if more are open than the bound allows.
+        Raises ScheduleError if numbers do not increase, or if more than `short` + `staleness` x `per_step` are open: so
+        many answers are kept in memory at the most, and the last of them would be trained too late.
         """
         first = len(self.open)
         drawn = tuple(
@@ -91,12 +92,15 @@ class Window:
 
     def _versions(self, place: int, short: int) -> Versions:
         """The versions that may sample the draw at this place of the queue: none that is too old when it is trained."""
-        if self.one_version:
-            return self.version, self.version
         later = max(place - short, -1) // self.per_step + 1  # steps until it is trained
         spare = self.staleness - later
         if spare < 0:
-            raise ScheduleError(f"a draw at place {place} would be trained {later} steps later")
+            raise ScheduleError(
+                f"a draw at place {place} would be trained {later} steps later; with asynchrony.staleness = "
+                f"{self.staleness}, {short + self.staleness * self.per_step} draws may be open"
+            )
+        if self.one_version:
+            return self.version, self.version
         return self.versions[max(len(self.versions) - 1 - spare, 0)], NEWEST
 
     def taken(self, count: int) -> Window:
@@ -140,6 +144,7 @@ class Window:
         """What a checkpoint keeps, as JSON-compatible data."""
         return {
             "staleness": self.staleness,
+            "per_step": self.per_step,
             "versions": list(self.versions),
             "open": [[one.number, one.step, *one.versions] for one in self.open],
         }
@@ -147,15 +152,20 @@ class Window:
     def restored(self, state: Mapping[str, Any]) -> Window:
         """The window of a checkpoint, under this one's settings.
 
-        Raises ScheduleError if the run was started with a larger bound and has draws open.
+        Raises ScheduleError if these would train one of its open draws too late.
         """
-        if state["open"] and state["staleness"] > self.staleness:
-            raise ScheduleError(
-                f"asynchrony.staleness = {self.staleness}, but the run that is continued had {state['staleness']} and "
-                f"{len(state['open'])} prompts drawn ahead; set asynchrony.staleness={state['staleness']}"
-            )
+        versions = tuple(state["versions"])
         opened = tuple(OpenDraw(number, step, (least, most)) for number, step, least, most in state["open"])
-        return replace(self, versions=tuple(state["versions"])[-self.staleness - 1 :], open=opened)
+        for place, one in enumerate(opened):
+            older = sum(version > one.versions[0] for version in versions)
+            if (age := older + place // self.per_step) > self.staleness:
+                raise ScheduleError(
+                    f"{len(opened)} prompts were drawn ahead by the run that is continued. With asynchrony.staleness = "
+                    f"{self.staleness} and update.prompts_per_step = {self.per_step}, draw {one.number} would be "
+                    f"trained {age} updates after the weights that answered it; set asynchrony.staleness="
+                    f"{state['staleness']} and update.prompts_per_step={state.get('per_step', self.per_step)} as before"
+                )
+        return replace(self, versions=versions[-self.staleness - 1 :], open=opened)
 
 
 @dataclass(frozen=True, slots=True)

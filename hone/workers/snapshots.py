@@ -68,6 +68,7 @@ class SnapshotPublication:
     async def send(self, snapshot: Snapshot) -> None:
         """Keep a snapshot and send it as soon as replicas may take it."""
         self._kept[snapshot.version] = snapshot
+        self._forget()  # here too, because a send takes a while and the trainer may publish again meanwhile
         if self._task is None:
             self._task = asyncio.create_task(self._keep_sending(), name="publication of weights")
         self._notify()
@@ -119,13 +120,17 @@ class SnapshotPublication:
                     await self._send_to(found)
                 else:
                     await self._wait(LOOK_S)
-                for version in self._kept.keys() - needed([*self._held, *self._router.seats.waiting], self._kept):
-                    if not self.is_needed(version):
-                        del self._kept[version]
+                self._forget()
         except Exception as error:  # noqa: BLE001  whatever it is, the trainer's next call raises it
             self._failure = error
             self._router.seats.refuse(error)
             self._notify()
+
+    def _forget(self) -> None:
+        """Drop the snapshots that no draw needs; one that is being sent stays until its send has ended."""
+        for version in self._kept.keys() - needed([*self._held, *self._router.seats.waiting], self._kept):
+            if not self.is_needed(version):
+                del self._kept[version]
 
     async def _send_to(self, found: Mapping[str, int]) -> None:
         """Send the oldest version of those that replicas may take, to all of them that take it."""

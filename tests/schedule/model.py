@@ -17,8 +17,8 @@ from typing import NamedTuple
 from hone.schedule import seats
 from hone.schedule.window import LedgerError, PromptLedger, ScheduleError, Window
 
-WAITING, ENDED = -1, -2  # of an answer; else the replica that samples it
-FAULTS = ("die", "crash")  # events that a run must not need to go on
+WAITING, ENDED, ELSEWHERE = -1, -2, -3  # of an answer, between two turns at the last; else the replica that samples it
+FAULTS = ("die", "crash", "join", "leave")  # events that a run must not need to go on
 TORN = -7  # content of a replica that was sent weights while they were trained
 
 
@@ -31,6 +31,7 @@ class Replica(NamedTuple):
     content: int = -1  # version of the tensors that it holds
     target: int = -1  # of the weights that it is being sent; -1: none
     alive: bool = True
+    gone: bool = False  # it has left
 
 
 class Saved(NamedTuple):
@@ -57,6 +58,9 @@ class World(NamedTuple):
     deaths: int = 0
     crashes: int = 0
     drops: int = 0
+    joins: int = 0
+    leaves: int = 0
+    turns: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Rules:
     skipped_version: Callable[[Window, int], Window] = lambda window, step: window  # `passed`: the version stays
     restored_content: Callable[[World, int], int] = lambda world, version: version
     reopened: Callable[[Window, set[int]], Window] = Window.reopened
+    resent: Callable[[World, int], World] = lambda world, index: resent(world, index)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,9 @@ class Limits:
     deaths: int = 1
     crashes: int = 1
     drops: int = 1
+    joins: int = 0
+    leaves: int = 0
+    turns: int = 0  # in which an answer is neither at a replica nor waiting: a tool works
 
 
 Edges = Iterator[tuple[str, World]]
@@ -89,7 +97,8 @@ def events(world: World, rules: Rules, limits: Limits) -> Edges:
     """Every event that may happen next, with the world after it."""
     if world.step <= world.window.steps:
         yield from trainer(world, rules, limits)
-    yield from rollout(world, rules)
+    yield from rollout(world, rules, limits)
+    yield from membership(world, rules, limits)
     yield from faults(world, rules, limits)
 
 
@@ -154,15 +163,19 @@ def update(world: World, rules: Rules) -> Edges:
 # ------------------------------------------------------------------------------------------------------------ rollout
 
 
-def rollout(world: World, rules: Rules) -> Edges:
+def rollout(world: World, rules: Rules, limits: Limits) -> Edges:
     ranges = {one.number: one.versions for one in world.window.open}
     for number, place, oldest in world.answers:
         if place == WAITING:
             for index, replica in enumerate(world.replicas):
                 if replica.alive and replica.target == -1 and rules.fits(replica.proven, ranges[number]):
                     yield f"seat {number}", seated(world, number, index, oldest)
-        elif place != ENDED and world.replicas[place].target == -1:  # answers stand still while weights arrive
+        elif place >= 0 and world.replicas[place].target == -1 and world.replicas[place].alive:  # else they stand still
             yield f"end {number}", ended(world, number, oldest, rules)
+            if world.turns < limits.turns:
+                yield f"turn {number}", placed(world, number, ELSEWHERE, oldest)._replace(turns=world.turns + 1)
+        elif place == ELSEWHERE:
+            yield f"next turn {number}", placed(world, number, WAITING, oldest)
     if all(replica.target == -1 for replica in world.replicas):
         found = chosen_moves(world, rules, ranges)
         if found:
@@ -209,8 +222,29 @@ def ended(world: World, number: int, oldest: int, rules: Rules) -> World:
 
 
 def tidy(rules: Rules, world: World, snapshots: frozenset[int]) -> frozenset[int]:
-    targets = {one.target for one in world.replicas} & snapshots  # is being sent
-    return frozenset(rules.needed(held(world), snapshots)) | targets
+    needed = frozenset(rules.needed(held(world), snapshots))
+    most = world.window.staleness + 1 if world.window.one_version else 1
+    if len(needed) > most:
+        raise Broken(f"{len(needed)} snapshots are kept, and {most} is the most")
+    return needed | ({one.target for one in world.replicas} & snapshots)  # is being sent
+
+
+def membership(world: World, rules: Rules, limits: Limits) -> Edges:
+    """A server joins without weights, or leaves, and its answers are sent to others."""
+    if world.joins < limits.joins:
+        yield "join", world._replace(replicas=(*world.replicas, Replica()), joins=world.joins + 1)
+    if world.leaves < limits.leaves:
+        for index, replica in enumerate(world.replicas):
+            others = [one for place, one in enumerate(world.replicas) if place != index and one.alive]
+            if replica.alive and replica.target == -1 and others:  # it waits for a send, and the last one stays
+                left = with_replica(rules.resent(world, index), index, Replica(alive=False, gone=True))
+                yield f"leave {index}", left._replace(leaves=world.leaves + 1)
+
+
+def resent(world: World, index: int) -> World:
+    """The answers of a replica wait for another one."""
+    answers = tuple((n, WAITING, v) if place == index else (n, place, v) for n, place, v in world.answers)
+    return world._replace(answers=answers)
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
@@ -219,10 +253,9 @@ def tidy(rules: Rules, world: World, snapshots: frozenset[int]) -> frozenset[int
 def faults(world: World, rules: Rules, limits: Limits) -> Edges:
     for index, replica in enumerate(world.replicas):
         if replica.alive and world.deaths < limits.deaths:
-            answers = tuple((n, WAITING, v) if place == index else (n, place, v) for n, place, v in world.answers)
-            died = with_replica(world, index, Replica(alive=False))
-            yield f"die {index}", died._replace(answers=answers, deaths=world.deaths + 1)
-        elif not replica.alive:
+            died = with_replica(resent(world, index), index, Replica(alive=False))
+            yield f"die {index}", died._replace(deaths=world.deaths + 1)
+        elif not replica.alive and not replica.gone:
             yield f"revive {index}", with_replica(world, index, Replica())
     sampled = {number: version for number, place, version in world.answers if place == ENDED}
     if world.settled is not None and world.crashes < limits.crashes:
@@ -254,6 +287,9 @@ def resumed(world: World, saved: Saved, rules: Rules) -> World:
         deaths=world.deaths,
         crashes=world.crashes + 1,
         drops=world.drops,
+        joins=world.joins,
+        leaves=world.leaves,
+        turns=world.turns,
     )
 
 

@@ -21,9 +21,13 @@ def run(staleness, limits, rules=None, window=Window, one_version=True):
         (1, Limits(draws=6, deaths=0, crashes=1, drops=1)),
         (2, Limits(draws=6, deaths=1, crashes=0, drops=0)),
         (2, Limits(draws=4, deaths=1, crashes=1, drops=1)),
+        (1, Limits(draws=4, deaths=0, crashes=0, drops=0, joins=1, leaves=1, turns=1)),
+        (2, Limits(draws=4, deaths=0, crashes=0, drops=0, joins=1, leaves=1)),
         pytest.param(1, Limits(draws=6, deaths=1, crashes=1, drops=1), marks=pytest.mark.slow),
         pytest.param(2, Limits(draws=6, deaths=1, crashes=1, drops=0), marks=pytest.mark.slow),
         pytest.param(2, Limits(draws=6, deaths=2, crashes=1, drops=2), marks=pytest.mark.slow),
+        pytest.param(1, Limits(draws=4, deaths=1, crashes=1, drops=1, joins=1, leaves=1), marks=pytest.mark.slow),
+        pytest.param(2, Limits(draws=6, deaths=0, crashes=0, drops=0, joins=1, leaves=1), marks=pytest.mark.slow),
     ],
 )
 def test_every_order_of_events_ends_well(staleness, limits, capsys):
@@ -32,9 +36,19 @@ def test_every_order_of_events_ends_well(staleness, limits, capsys):
         print(f"\nstaleness {staleness}, {limits}: {states:,} states")
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_every_order_ends_well_where_answers_go_on_under_new_weights(staleness, capsys):
-    limits = Limits(draws=4, deaths=1, crashes=0, drops=1)
+@pytest.mark.parametrize(
+    ("staleness", "limits"),
+    [
+        (1, Limits(draws=4, deaths=1, crashes=0, drops=1)),
+        (2, Limits(draws=4, deaths=1, crashes=0, drops=1)),
+        (1, Limits(draws=4, deaths=0, crashes=1, drops=0, joins=1, leaves=1)),
+        pytest.param(2, Limits(draws=4, deaths=1, crashes=1, drops=1), marks=pytest.mark.slow),
+        pytest.param(
+            2, Limits(draws=4, deaths=0, crashes=0, drops=0, joins=1, leaves=1, turns=1), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_every_order_ends_well_where_answers_go_on_under_new_weights(staleness, limits, capsys):
     states = run(staleness, limits, one_version=False)
     with capsys.disabled():
         print(f"\nstaleness {staleness}, versions mixed, {limits}: {states:,} states")
@@ -45,6 +59,9 @@ class OneTooMany(Window):
 
     def room(self, short, step):
         return super().room(short, step) + (step < self.steps)
+
+    def _versions(self, place, short):
+        return self.version, self.version
 
 
 def by_arrival(world):
@@ -61,7 +78,11 @@ def strands(replicas, waiting, held, kept):
 
 
 MUTANTS = {
-    "the bound is off by one": ("are within asynchrony.staleness", Rules(), OneTooMany),
+    "the bound is off by one": (
+        "are within asynchrony.staleness|would be trained 2 updates after",
+        Rules(),
+        OneTooMany,
+    ),
     "an answer may begin one version too early": (
         "goes on from version 0 to 1",
         Rules(fits=lambda version, versions: seats.fits(version, (versions[0] - 1, versions[1]))),
@@ -98,6 +119,16 @@ MUTANTS = {
         Rules(reopened=lambda window, lost: replace(window, open=())),
         Window,
     ),
+    "a server that leaves takes its answers along": (
+        "cannot end",
+        Rules(resent=lambda world, index: world),
+        Window,
+    ),
+    "snapshots are kept for good": (
+        "3 snapshots are kept, and 2 is the most",
+        Rules(needed=lambda held, kept: set(kept)),
+        Window,
+    ),
 }
 
 
@@ -105,5 +136,5 @@ MUTANTS = {
 def test_the_checker_finds(name):
     message, rules, window = MUTANTS[name]
     with pytest.raises(Broken, match=message) as found:
-        run(1, Limits(draws=4, deaths=1, crashes=1, drops=1), rules, window)
+        run(1, Limits(draws=4, deaths=1, crashes=1, drops=1, leaves=int("leaves" in name)), rules, window)
     assert ", after " in str(found.value)

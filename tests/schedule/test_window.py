@@ -59,9 +59,28 @@ def test_a_checkpoint_keeps_the_queue_and_a_smaller_bound_is_refused_while_it_is
     state = window.state_dict()
     assert Window(staleness=2, per_step=1, steps=9).restored(state) == window
     assert ranges(Window(staleness=3, per_step=1, steps=9).restored(state)) == ranges(window)
-    with pytest.raises(ScheduleError, match=r"had 2 and 2 prompts drawn ahead; set asynchrony.staleness=2"):
+    with pytest.raises(
+        ScheduleError, match=r"= 1 and .* draw 2 would be trained 2 updates .*; set asynchrony.staleness=2 "
+    ):
         Window(staleness=1, per_step=1, steps=9).restored(state)
     assert ranges(window.reopened({2})) == [(1, (0, 0)), (2, (1, 1))]
+
+
+def test_smaller_steps_are_refused_where_they_would_train_an_open_draw_too_late():
+    window = Window(staleness=1, per_step=4, steps=9).admitted(range(8), 1, 4).taken(4).trained(1)
+    state = window.state_dict()
+    with pytest.raises(ScheduleError, match=r"prompts_per_step = 2, draw 6 would be .* update.prompts_per_step=4 as"):
+        Window(staleness=1, per_step=2, steps=9).restored(state)
+    assert Window(staleness=2, per_step=2, steps=9).restored(state).open == window.open
+    assert Window(staleness=1, per_step=6, steps=9).restored(state).open == window.open
+
+
+@pytest.mark.parametrize("one_version", [True, False])
+def test_no_more_draws_are_open_than_the_bound_allows(one_version):
+    """What is kept in memory: the step's own draws, and `staleness` batches."""
+    window = Window(staleness=2, per_step=2, steps=9, one_version=one_version).admitted(range(6), 1, 2)
+    with pytest.raises(ScheduleError, match=r"would be trained 3 steps later; .* = 2, 6 draws may be open"):
+        window.admitted([6], 1, 2)
 
 
 def test_draws_that_a_step_did_not_need_are_withdrawn_without_staleness_only():
