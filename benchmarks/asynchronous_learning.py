@@ -3,8 +3,8 @@
     python benchmarks/asynchronous_learning.py [--seeds 0 1 2] [--staleness 1 2 4]
 
 A row is `hone train recipes/reverse/four_letters.yaml` with a server in a process of its own and `new_weights: finish`,
-so it does not depend on load: random weights, exact match as the only reward, evaluated every five steps on 256 held-out
-prompts by greedy answers. It ends when 99 % of them are right. The remedies are those of docs/asynchronous.md;
+so it does not depend on load: random weights, exact match as the only reward, evaluated every five steps on 256
+held-out prompts by greedy answers. It ends when 99 % of them are right. The remedies are those of docs/asynchronous.md;
 `uncorrected` has neither: two mini-batches, whose ratios compare with the trainer's own older weights. The learning
 rate is a fifth of the recipe's, whose single updates change the policy too much for answers of the one before.
 """
