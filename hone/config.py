@@ -369,17 +369,23 @@ def _sections_of(info: FieldInfo) -> list[type[Config]]:
     return found
 
 
+def _keys_of(registry: Registry, entry: str) -> Collection[str]:
+    """The keys of an entry's settings; none for one that cannot be imported here."""
+    try:
+        settings = registry.settings(entry)
+    except CannotLoad:
+        return ()
+    return () if settings is None else settings.model_fields
+
+
 def _in_choices(cls: type[Config], key: str) -> list[str]:
     """Where an entry of this section's registries has the key: `backend.devices` for `devices`, or an example."""
     found = []
     for name, info in cls.model_fields.items():
+        in_list = get_origin(info.annotation) in (list, tuple)
         for registry in [mark.registry for mark in info.metadata if isinstance(mark, FromRegistry)]:
-            for entry in registry:
-                with suppress(CannotLoad):  # an entry that cannot be imported here
-                    settings = registry.settings(entry)
-                    if settings is not None and key in settings.model_fields:
-                        in_list = get_origin(info.annotation) in (list, tuple)
-                        found.append(f"{name}=[{{name: {entry}, {key}: ...}}]" if in_list else f"{name}.{key}")
+            having = [entry for entry in registry if key in _keys_of(registry, entry)]
+            found += [f"{name}=[{{name: {entry}, {key}: ...}}]" if in_list else f"{name}.{key}" for entry in having]
     return list(dict.fromkeys(found))
 
 
