@@ -15,7 +15,7 @@ import yaml
 
 import hone
 from hone.cli.main import main
-from tests.trainers.tiny import recipe
+from tests.trainers.tiny import BASE, recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,6 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def half(response, ground_truth):
     """Half of the right characters; found by its file, and called by name."""
     return sum(a == b for a, b in zip(response, ground_truth, strict=False)) / 2
+
+
+def rows_of_all_kinds(seed, size):
+    """Data of every kind of run; a Python function is a data source."""
+    for _ in range(size):
+        yield {"prompt": "ab", "completion": "ba", "chosen": "ba", "rejected": "dd"}
 
 
 def untimed(result):
@@ -58,6 +64,24 @@ def test_the_result_is_the_command_s_to_the_last_digit(done, tmp_path):
         for one in (result, again)
     )
     assert before == after
+
+
+@pytest.mark.parametrize("kind", ["sft", "prefer", "reward_model", "distill"])
+def test_the_other_kinds_of_training_from_python_objects(kind, done, tmp_path):
+    source = {"name": "python", "function": rows_of_all_kinds, "size": 8, "seed": 1}
+    settings = {
+        "run": {"dir": str(tmp_path / "run")}, "model": BASE["model"], "data": {"train": {"source": source}},
+        "actor": BASE["actor"], "tracking": {"trackers": ["jsonl"]}, "runtime": {"threads": 1},
+    }  # fmt: skip
+    if kind == "distill":
+        teachers = {"one": {"model": {"path": str(done[1].model)}}}
+        settings |= {key: BASE[key] for key in ("update", "rollout")} | {"distillation": {"teachers": teachers}}
+    else:
+        settings["samples_per_step"] = 4
+    seen = []
+    result = getattr(hone, kind)(settings, "run.steps=2", on_step=lambda step, metrics: seen.append(step))
+    assert seen == result.metrics.column("step") == [0, 1, 2]
+    assert (result.model / "config.json").is_file()
 
 
 def test_evaluate_generate_and_score(done):
