@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from hone.algorithms.settings import MtGrpoSettings
+from hone.algorithms.turns import mt_grpo
 from hone.cli.main import main
 from hone.cli.recipe import load_recipe
 from hone.data.packing import Sample
@@ -17,7 +20,7 @@ from hone.models.settings import BuildConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.registry import resolve
 from hone.trainers.policy.checks import check_settings, optimizer_steps
-from hone.types import Prompt
+from hone.types import Batch, Prompt
 from tests.sandboxes.available import skip_without
 from tests.trainers.tiny import metrics
 
@@ -173,6 +176,28 @@ def test_the_calculator_rewards_its_first_call_by_the_right_digits():
         assert calculator(prompt).mul(a, b) == ToolResult(str(a * b), reward=reward)
     one = calculator(prompt)
     assert [one.mul(1234, 5678).reward for _ in range(2)] == [1.0, 0.0]
+
+
+def test_the_control_of_the_calculator_gives_each_turn_the_advantage_of_a_random_turn():
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 1, 0, 1, 1, 0, 1], dtype=torch.bool)
+    batch = Batch(
+        token_ids=torch.arange(12),
+        position_ids=torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]),
+        loss_mask=mask,
+        cu_seqlens=torch.tensor([0, 5, 7, 12]),
+        group_index=torch.zeros(3, dtype=torch.int64),
+        episode_index=torch.arange(3),
+        rewards=torch.tensor([1.0, 0.0, 0.5]),
+        token_rewards=torch.tensor([0, 0, 0.7, 0, 1, 0, 0, 0, 0, 0.2, 0, 0.5]),
+    )
+    firsts = torch.tensor([1, 4, 6, 8, 11])  # of the five turns
+    settings = MtGrpoSettings()
+    shuffled = resolve("recipes/tools/shuffled.py:shuffled")(batch, settings).advantages
+    plain = mt_grpo(batch, settings).advantages
+    assert sorted(shuffled[firsts].tolist()) == sorted(plain[firsts].tolist())
+    assert shuffled[firsts].tolist() != plain[firsts].tolist()
+    assert (shuffled[2], shuffled[9]) == (shuffled[1], shuffled[8])  # one value for all tokens of a turn
+    assert not shuffled[~mask].any()
 
 
 def test_worked_solutions_call_the_tool_first_and_then_mostly_guess():
