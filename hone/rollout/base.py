@@ -139,7 +139,8 @@ class ServerSpec:
 
     @property
     def name(self) -> str:
-        return f"{self.settings.backend}-{self.number}"
+        at = f"@{self.host.address}" if self.host.address else ""
+        return f"{self.settings.backend}-{self.number}{at}"
 
 
 class ServerAdapter(Generating, Protocol):

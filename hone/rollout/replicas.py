@@ -12,6 +12,7 @@ serving --process ended, connection lost, hung--> down --start, restore weights-
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from hone.rollout.heartbeat import Heartbeat
 from hone.schedule.replay import Spans
 from hone.schedule.seats import Standing, Versions
 from hone.types import Metric, Metrics, merge_metrics
+
+LOG = logging.getLogger(__name__)
 
 State = Literal["serving", "updating", "empty", "down", "lost", "leaving", "asleep"]
 """Of a replica; empty: it runs, without the current weights. See the picture above."""
@@ -126,8 +129,11 @@ class ReplicaPool:
         restarts: Callable[[], Restarts],
         hung_s: float,
         changed: Callable[[], None],
+        owned: bool = True,
     ) -> None:
-        """`changed` is called when a replica came back or was lost for good; `hung_s`: see `Heartbeat`."""
+        """`changed` is called when a replica came back or was lost for good; `hung_s`: see `Heartbeat`; `owned`:
+        whether this run starts the servers."""
+        self._owned = owned
         self._restarts = restarts
         self._hung_s = hung_s
         self.members = [self._member(engine, number) for number, engine in enumerate(engines)]
@@ -220,7 +226,7 @@ class ReplicaPool:
     async def _revive(self, replica: Replica) -> None:
         """Start a dead replica and give it weights; its start and the sync have deadlines of their own."""
         await end(replica)  # before any pause: a server that hangs still holds its requests
-        while not self._closed and replica.restarts.take():
+        while self._owned and not self._closed and replica.restarts.take():
             self._restarted += 1
             try:
                 await asyncio.sleep(replica.restarts.pause_s)
@@ -235,7 +241,10 @@ class ReplicaPool:
             break
         else:
             replica.state = "lost"
-            replica.why += f"; it is not started again after rollout.max_restarts = {replica.restarts}"
+            again = f"it is not started again after rollout.max_restarts = {replica.restarts}"
+            replica.why += f"; {again if self._owned else 'this run did not start it, and goes on without it'}"
+            left = ", ".join(one.name for one in self.members if one.state != "lost") or "none"
+            LOG.warning("rollout replica %s is lost: %s. Left: %s", replica.name, replica.why, left)
         self._changed()
 
     async def revived(self) -> None:

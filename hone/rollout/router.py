@@ -182,6 +182,7 @@ class Router:
             lambda: Restarts(settings.max_restarts, restart_window_s),
             settings.request_timeout_s * HUNG,
             lambda: self.seats.hand_out(),
+            owned=not settings.addresses,
         )
         self.seats = Seats(self.pool, settings.requests_per_replica)
         self._timeout_s = settings.request_timeout_s

@@ -89,7 +89,10 @@ class RolloutConfig(Config):
         factory=dict,
     )
     python: str = setting("", "Python of the engine's environment; default: .venv-<backend>/bin/python, if there")
-    replicas: int = setting(1, "servers that share the requests", ge=1)
+    replicas: int = setting(1, "servers that share the requests; default with addresses: one for each", ge=1)
+    addresses: tuple[str, ...] = setting(
+        (), "servers started elsewhere (hone rollout serve), HOST:PORT each; none: the run starts its own"
+    )
     tensor_parallel: int = setting(1, "devices that one server spreads its model over", unit="devices", ge=1)
     start_timeout_s: float = setting(600.0, "deadline for a server to be ready", unit="s", gt=0)
     request_timeout_s: float = setting(600.0, "deadline of one request to a server", unit="s", gt=0)
@@ -106,6 +109,39 @@ class RolloutConfig(Config):
     )
     sampling: SamplingConfig = setting(meaning="how training completions are sampled", factory=SamplingConfig)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_replica_for_each(cls, values: Any) -> Any:
+        addresses = values.get("addresses") if isinstance(values, dict) else None
+        if isinstance(addresses, list | tuple) and addresses and "replicas" not in values:
+            return {**values, "replicas": len(addresses)}
+        return values
+
+    @field_validator("addresses")
+    @classmethod
+    def _host_and_port(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for one in addresses:
+            split_address(one)
+        if twice := [one for one in addresses if addresses.count(one) > 1]:
+            raise ValueError(f"{twice[0]} is there twice; name each server once")
+        return addresses
+
+    @model_validator(mode="after")
+    def _addresses_fit(self) -> RolloutConfig:
+        if not self.addresses:
+            return self
+        if self.replicas != len(self.addresses):
+            raise ValueError(
+                f"replicas is {self.replicas}, and addresses names {len(self.addresses)} servers; remove replicas"
+            )
+        if self.backend == "builtin" and self.builtin.process == "inside":
+            raise ValueError("addresses are those of servers; set builtin.process to separate")
+        if self.sleep_while_training not in ("auto", "none"):
+            raise ValueError(
+                f"sleep_while_training is {self.sleep_while_training}, and servers at addresses never sleep"
+            )
+        return self
+
     @field_validator("backend")
     @classmethod
     def _exists(cls, value: str) -> str:
@@ -116,4 +152,12 @@ class RolloutConfig(Config):
         return value
 
 
-__all__ = ["BuiltinSettings", "RolloutConfig", "SamplingConfig"]
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT. Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f"{address!r} should be HOST:PORT, such as 127.0.0.1:8700")
+    return host.strip("[]"), int(port)
+
+
+__all__ = ["BuiltinSettings", "RolloutConfig", "SamplingConfig", "split_address"]

@@ -26,6 +26,7 @@ from hone.config import Choice, ConfigError, count_as_read
 from hone.platforms.base import current_platform
 from hone.processes.child import END_S, Process, ServerFailed, ServerProcess, tail_of
 from hone.processes.supervisor import FOLDER
+from hone.rollout.servers.attached import AttachedHost
 from hone.rollout.servers.host import SOCKET, Host, LocalHost, Site, private_folder
 from hone.rollout.servers.relay import Relay, connector_to
 from hone.runtime import RUNTIMES
@@ -145,6 +146,8 @@ class ClusterProcess(Process):
 class ClusterHost:
     """A machine of the cluster, for one server at a time; after a restart it may be another machine."""
 
+    address = ""
+
     def __init__(self, name: str, devices: ServerDevices, logs: Path) -> None:
         """`name` is for errors; `logs`: the folder of the servers' logs."""
         self._name = name
@@ -220,7 +223,7 @@ def hosts_of(role: str, count: int, devices: int, runtime: RuntimeConfig | None,
 
 def driver_of(hosts: Sequence[Host]) -> str:
     """Return the address at which other machines reach this one; loopback if there are no others."""
-    return next((one.driver for one in hosts if isinstance(one, ClusterHost)), LOOPBACK)
+    return next((one.driver for one in hosts if isinstance(one, ClusterHost | AttachedHost) and one.machine), LOOPBACK)
 
 
 def reaching(config: WeightSyncConfig, hosts: Sequence[Host]) -> WeightSyncConfig:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,12 +36,14 @@ from hone.rollout.adapters import AdapterFiles, AdapterKind
 from hone.rollout.base import RolloutEngine, ServerAdapter, ServerSpec
 from hone.rollout.lending import LentServer
 from hone.rollout.router import Router
+from hone.rollout.servers.attached import shared_token
 from hone.rollout.servers.builtin import BuiltinServer
 from hone.rollout.servers.host import LocalHost
 from hone.rollout.settings import RolloutConfig
 from hone.runtime.base import PhaseFn
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.weights.settings import WeightSyncConfig
+from hone.workers.attaching import attached, serve_at
 from hone.workers.cluster_hosts import hosts_of, reaching
 from hone.workers.control import CONTROL
 from hone.workers.probe import Probe
@@ -124,6 +127,24 @@ def prepare_rollout(spec: RolloutSpec, loop: Loop, phase: PhaseFn) -> RolloutHan
     return RolloutHandle(parts, loop, phase)
 
 
+async def serve_rollout(spec: RolloutSpec, address: str, ready: Callable[[str], None]) -> None:
+    """Start one server of a rollout for runs that attach to it at HOST:PORT; see `attaching.serve_at`."""
+    check_model_source(spec.model)
+    engine_class = ROLLOUT_ENGINES.get(spec.settings.backend)
+    if bool(getattr(engine_class, "in_process", False)):
+        engine_class = BuiltinServer
+    routed = _routed_layers(spec, engine_class) if spec.routed_experts else ()
+    rule = _adapter_rule(spec, engine_class)
+    alone = replace(spec, settings=spec.settings.model_copy(update={"replicas": 1, "addresses": ()}))
+    (one,) = _specs(alone, shared_token(os.environ), rule, routed)
+    await serve_at(engine_class(one), one, address, spec.tokenizer, ready)
+
+
+def _specs(spec: RolloutSpec, token: str, rule: AdapterRule | None, routed: tuple[int, ...]) -> list[ServerSpec]:
+    lora = adapter_kind(spec.lora, rule.model) if spec.lora is not None and rule is not None else None
+    return [replace(one, adapter=lora, routed_layers=routed) for one in server_specs(spec, token)]
+
+
 def is_batch_invariant(backend: str) -> bool:
     """Return whether the tokens of a request do not depend on the requests that the engine computes with it."""
     return bool(getattr(ROLLOUT_ENGINES.get(backend), "batch_invariant", False))
@@ -204,9 +225,10 @@ def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: 
             f"asynchrony.new_weights: keep_cache, but rollout.backend={spec.settings.backend} does not keep prefix "
             "caches of two weight versions apart, so new prompts would use old KV; set recompute, or finish"
         )
-    token = secrets.token_hex(32)
-    lora = adapter_kind(spec.lora, rule.model) if spec.lora is not None and rule is not None else None
-    specs = [replace(one, adapter=lora, routed_layers=routed) for one in server_specs(spec, token)]
+    token = shared_token(os.environ) if spec.settings.addresses else secrets.token_hex(32)
+    specs = _specs(spec, token, rule, routed)
+    if spec.settings.addresses:
+        specs = attached(specs, spec.tokenizer)
     replicas: list[ServerAdapter] = [adapter(one) for one in specs]
     router = Router(replicas, spec.settings, spec.tokenizer)
     publisher = ServerPublisher(router, reaching(spec.weights, [one.host for one in specs]), token)
@@ -217,11 +239,13 @@ def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: 
     numbers = itertools.count(spec.settings.replicas)
 
     def another(**changed: Any) -> ServerAdapter:
+        if spec.settings.addresses:
+            raise ConfigError("this run uses the servers at rollout.addresses, and starts none; no other can join")
         if any(one.host.machine for one in specs):
             raise ConfigError("servers join on the machine of the trainer only, and this run has them on others")
         number = next(numbers)
         more = replace(spec, settings=spec.settings.model_copy(update={"replicas": number + 1}))
-        one = replace(server_specs(more, token)[number], adapter=lora, routed_layers=routed, **changed)
+        one = replace(_specs(more, token, rule, routed)[number], **changed)
         made: ServerAdapter = adapter(one)
         return made
 
@@ -282,7 +306,8 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
     logs.mkdir(parents=True, exist_ok=True)
     adapters = adapter_files(spec.adapters)
     found = []
-    hosts = hosts_of(spec.role, settings.replicas, settings.tensor_parallel, spec.runtime, logs)
+    runtime = None if settings.addresses else spec.runtime  # which has no place for servers that it does not start
+    hosts = hosts_of(spec.role, settings.replicas, settings.tensor_parallel, runtime, logs)
     for number, host in enumerate(hosts):
         devices: tuple[int, ...] = ()
         is_placed = not isinstance(host, LocalHost)
@@ -420,6 +445,7 @@ __all__ = [
     "engine_config",
     "is_batch_invariant",
     "prepare_rollout",
+    "serve_rollout",
     "served_dtype",
     "server_specs",
     "start_rollout",

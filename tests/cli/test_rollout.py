@@ -10,6 +10,7 @@ from hone.cli.errors import BAD_INPUT
 from hone.cli.rollout import rollout
 from hone.trainers.run.folder import claim
 from hone.workers.control import CONTROL, serve_control
+from tests.trainers.tiny import recipe
 
 
 class Names:
@@ -48,7 +49,7 @@ def run(tmp_path):
 def test_servers_join_and_leave_and_no_file_stays(run, capsys):
     folder, servers = run
     rollout("join", folder)
-    rollout("leave", folder, "builtin-0")
+    rollout("leave", folder, ["builtin-0"])
     assert servers.names == ["builtin-1"]
     first, second = capsys.readouterr().out.splitlines()
     assert first == "builtin-1 has joined and receives weights"
@@ -59,7 +60,7 @@ def test_servers_join_and_leave_and_no_file_stays(run, capsys):
 def test_the_error_of_the_run_and_a_wait_that_ends(run):
     folder, _ = run
     with pytest.raises(BAD_INPUT, match="there is no replica 'builtin-9'"):
-        rollout("leave", folder, "builtin-9")
+        rollout("leave", folder, ["builtin-9"])
     with pytest.raises(BAD_INPUT, match="did not answer within 0 s"):
         rollout("join", folder, timeout_s=0.0)
 
@@ -92,6 +93,19 @@ def test_runs_that_cannot_be_asked(tmp_path):
     (tmp_path / "config.yaml").write_text("run: {steps: 3}\n")
     with claim(tmp_path), pytest.raises(BAD_INPUT, match=r"asynchrony\.staleness above 0"):
         rollout("join", tmp_path)
-    for verb, replica in (("leave", ""), ("join", "builtin-0")):
+    for verb, replica in (("leave", []), ("join", ["builtin-0"])):
         with pytest.raises(BAD_INPUT, match="hone rollout leave RUN REPLICA"):
             rollout(verb, tmp_path, replica)
+
+
+def test_a_server_that_cannot_be_started(tmp_path, monkeypatch):
+    monkeypatch.delenv("HONE_ROLLOUT_TOKEN", raising=False)
+    run_file = recipe(tmp_path)
+    with pytest.raises(BAD_INPUT, match="say where to listen: hone rollout serve RUN_FILE HOST:PORT"):
+        rollout("serve", run_file, ["rollout.backend=vllm"])
+    with pytest.raises(BAD_INPUT, match="HONE_ROLLOUT_TOKEN should be a secret"):
+        rollout("serve", run_file, ["127.0.0.1:0"])
+    monkeypatch.setenv("HONE_ROLLOUT_TOKEN", "0123456789abcdef")
+    for address, said in (("0.0.0.0:8700", "every network of this machine"), ("here", "should be HOST:PORT")):
+        with pytest.raises(BAD_INPUT, match=said):
+            rollout("serve", run_file, [address])

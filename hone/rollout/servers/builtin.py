@@ -121,7 +121,7 @@ class BuiltinServer(RolloutServer):
 
     async def _receive(self, offer: dict[str, Any]) -> list[WeightReceipt]:
         found = await self._call("receive_weights", {"offer": offer}, float(offer["timeout_s"]) + CONTROL_S)
-        return [WeightReceipt(**receipt) for receipt in found["receipts"]]
+        return [WeightReceipt(**{**receipt, "replica": self.name}) for receipt in found["receipts"]]
 
     async def _give_back(self, level: int) -> None:
         await self._call("sleep", {"level": level})

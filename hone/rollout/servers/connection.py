@@ -70,7 +70,8 @@ class ServerConnection:
     async def _launch(self, launch: LaunchFn, timeout_s: float) -> None:
         if self.folder is None:
             self.folder = (site := await self._host.open()).folder
-            self.process = self._host.process(self.name, *launch(site), self._log)
+            command = launch(site) if site.python else ([], {})
+            self.process = self._host.process(self.name, *command, self._log)
         assert self.process is not None
         await self.process.start(self._is_ready, timeout_s)
 
@@ -174,7 +175,8 @@ class ServerConnection:
             return ""
         cause = first_error(self.process.last_lines(LOG_LINES))
         after = f", after {cause.strip()}" if cause else ""
-        return f"; it ended with {self.process.ended}{after} (its log: {self._log})"
+        where = f" (its log: {self._log})" if self._log.is_file() else ""
+        return f"; it ended with {self.process.ended}{after}{where}"
 
 
 def first_error(log: str) -> str:

@@ -32,11 +32,15 @@ class Site:
     """Folder and interpreter of a server on its machine."""
 
     folder: Path  # private; `folder/path` holds hone's package and nothing else
-    python: str  # the interpreter that runs hone there
+    python: str  # the interpreter that runs hone there; empty: no process is started, because the server runs already
 
 
 class Host(Protocol):
     """A machine, for one server at a time."""
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of a server that the run does not start (`rollout.addresses`); else empty."""
 
     @property
     def machine(self) -> str:
@@ -62,6 +66,7 @@ class Host(Protocol):
 class LocalHost:
     """This machine."""
 
+    address = ""
     machine = ""
     is_shared = True
 

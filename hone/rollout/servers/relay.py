@@ -30,20 +30,24 @@ class Relay:
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[Any]] = set()
 
-    async def open(self, address: str) -> int:
-        """Listen on `address` only; returns the port. Raises OSError if it is not an address of this machine."""
-        self._server = await asyncio.start_server(self._accept, address, 0, backlog=BACKLOG)
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+    async def open(self, address: str, port: int = 0) -> int:
+        """Listen on `address` only; returns the port, 0 takes a free one. Raises OSError for another machine's."""
+        self._server = await asyncio.start_server(self._accept, address, port, backlog=BACKLOG)
+        taken: int = self._server.sockets[0].getsockname()[1]
+        return taken
 
     async def close(self) -> None:
         """Stop listening, and disconnect every client."""
         if self._server is not None:
             self._server.close()
-        connections = list(self._connections)
-        for connection in connections:
+        await asyncio.gather(*self.disconnect(), return_exceptions=True)
+
+    def disconnect(self, but: asyncio.Task[Any] | None = None) -> list[asyncio.Task[Any]]:
+        """Begin to end every connection but one."""
+        ending = [one for one in self._connections if one is not but]
+        for connection in ending:
             connection.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
+        return ending
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = asyncio.current_task()
@@ -51,22 +55,29 @@ class Relay:
         self._connections.add(connection)
         try:
             with suppress(OSError):  # either side hung up
-                await self._connect(reader, writer)
+                await self._handle(reader, writer)
         finally:
             writer.close()
             self._connections.discard(connection)
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Copy in both directions until one side disconnects; then disconnect the other."""
-        inner_reader, inner_writer = await asyncio.open_unix_connection(self._path)
-        ways = [asyncio.create_task(_pass(reader, inner_writer)), asyncio.create_task(_pass(inner_reader, writer))]
-        try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-            inner_writer.close()
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await connect_streams(self._path, reader, writer)
+
+
+async def connect_streams(
+    path: Path, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes = b""
+) -> None:
+    """Copy to and from a socket until one side disconnects; then disconnect the other. `first` was read already."""
+    inner_reader, inner_writer = await asyncio.open_unix_connection(path)
+    inner_writer.write(first)
+    ways = [asyncio.create_task(_pass(reader, inner_writer)), asyncio.create_task(_pass(inner_reader, writer))]
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        inner_writer.close()  # before the wait: another cancellation may end it
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -98,4 +109,4 @@ class _FixedAddress(AbstractResolver):
         """Nothing is held."""
 
 
-__all__ = ["Relay", "connector_to"]
+__all__ = ["Relay", "connect_streams", "connector_to"]

@@ -1,9 +1,9 @@
-"""Runs a model without training it: `hone eval` and `hone generate`."""
+"""Runs a model without training it: `hone eval`, `hone generate` and `hone rollout serve`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,16 +21,17 @@ from hone.rollout.settings import RolloutConfig
 from hone.runtime import ranks
 from hone.runtime.settings import RuntimeConfig
 from hone.tracking.metrics import Timer
-from hone.trainers.policy.generation import Generation, sampling_params
+from hone.trainers.policy.generation import Generation, agents_adapters, rollout_spec, sampling_params
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.context import untracked_context
 from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
 from hone.trainers.run.roles import frozen_engine, place_role, prepare_process
+from hone.trainers.run.run_model import FOLDER, local_model
 from hone.types import Message
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.publication import RolloutHandle
-from hone.workers.rollout import RolloutSpec, start_rollout
+from hone.workers.rollout import RolloutSpec, serve_rollout, start_rollout
 from hone.workers.train import TrainSpec
 
 
@@ -111,3 +112,17 @@ async def _generate(rollout: RolloutHandle, renderer: Renderer, request: AnswerR
         for number in range(len(request.conversations))
     ]
     return [list(one) for one in await asyncio.gather(*answers)]
+
+
+def serve_run(config: PolicyRunConfig, address: str, ready: Callable[[str], None]) -> None:
+    """Serve the model of a run at HOST:PORT, for runs of this run file elsewhere; returns never.
+
+    Its weights come from the run. Raises ServerFailed when the server ends, and ConfigError.
+    """
+    prepare_process(config.runtime)
+    with TemporaryDirectory(prefix="hone-serve-") as name:
+        folder = Path(name)
+        model = local_model(config.model, folder / FOLDER)
+        renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
+        spec = replace(rollout_spec(config, model, renderer, agents_adapters(config)), folder=folder, runtime=None)
+        asyncio.run(serve_rollout(spec, address, ready))

@@ -86,6 +86,31 @@ def _new_weights(config: PolicyRunConfig) -> NewWeights | None:
     return asynchrony.new_weights if asynchrony is not None and asynchrony.staleness else None
 
 
+def agents_adapters(config: PolicyRunConfig) -> Mapping[str, str]:
+    """The adapters that agents may ask for by name."""
+    env = config.episode.env
+    return env.adapters if isinstance(env, EndpointSettings) else {}
+
+
+def rollout_spec(
+    config: PolicyRunConfig, model: ModelConfig, renderer: Renderer, adapters: Mapping[str, str]
+) -> RolloutSpec:
+    """The rollout of a run that trains its policy."""
+    return RolloutSpec(
+        settings=config.rollout,
+        weights=config.weights,
+        model=model,
+        compute_dtype=compute_dtype(config.actor.compute_dtype, current_platform()),
+        tokenizer=renderer.tokenizer,
+        folder=Path(config.run.dir),
+        lora=config.actor.lora,
+        adapters=adapters,
+        routed_experts=config.actor.routing_replay == "rollout",
+        runtime=config.runtime,
+        new_weights=_new_weights(config),
+    )
+
+
 class Generation:
     """Generates answers to prompts and scores them. The engine has no weights before the first weight sync.
 
@@ -109,8 +134,7 @@ class Generation:
         self._renderer = renderer
         self._model = model
         self._trained = adapters is None
-        env = config.episode.env
-        self._adapters = {**(env.adapters if isinstance(env, EndpointSettings) else {}), **(adapters or {})}
+        self._adapters = {**agents_adapters(config), **(adapters or {})}
         self._recorder = recorder
         self._config = config
         self._started: RolloutHandle | None = None
@@ -148,19 +172,11 @@ class Generation:
             self._waiting.pop(0)()
 
     def _rollout(self) -> RolloutHandle:
-        config, renderer = self._config, self._renderer
-        spec = RolloutSpec(
+        config = self._config
+        spec = replace(
+            rollout_spec(config, self._model, self._renderer, self._adapters),
             settings=within_descriptors(config),
-            weights=config.weights,
-            model=self._model,
-            compute_dtype=compute_dtype(config.actor.compute_dtype, current_platform()),
-            tokenizer=renderer.tokenizer,
-            folder=Path(config.run.dir),
-            lora=config.actor.lora,
-            adapters=self._adapters,
             trained=self._trained,
-            routed_experts=config.actor.routing_replay == "rollout",
-            runtime=config.runtime,
             new_weights=_new_weights(config) if self._trained else None,
             lends=self._trained and config.asynchrony is not None and config.asynchrony.lend_trainer,
         )
