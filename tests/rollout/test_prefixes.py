@@ -54,6 +54,17 @@ def test_three_turns_prefill_each_block_once_and_answer_to_the_bit_as_without(ki
     assert max(gap(model, prompt, one) for prompt, one in found) < (1e-5 if dtype == torch.float32 else 0.1)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss"])
+def test_the_attention_of_accelerators(kind, tiny, finish, gap):
+    """One call for all queries of a prompt, after the kept ones: run here on a CPU, where it rounds otherwise."""
+    model = tiny(kind)
+    engine = BuiltinEngine(BuiltinSettings(), model)
+    engine._scheduler.batch.cache._in_blocks = False
+    found = finish(converse(engine))
+    assert counted(engine)[1] == 96
+    assert max(gap(model, prompt, one) for prompt, one in found) < 1e-5
+
+
 def test_company_changes_nothing(tiny, finish):
     """Rows that begin with kept KV, beside others that do not, more of them than slots."""
     model = tiny("qwen3")

@@ -155,6 +155,7 @@ class KVCache:
         self.device = device
         # The CPU kernel repacks keys and values of narrow types for each block of queries, except for a single query.
         self._head_by_head = device.type == "cpu" and dtype.itemsize == 2
+        self._in_blocks = device.type == "cpu"
         self.prefixes = Prefixes(limits.kept_tokens)
         self.release()
 
@@ -246,8 +247,7 @@ class KVCache:
         On a CPU one call computes at most BLOCK queries of a prompt, and where they begin depends on the prompt alone:
         torch's kernel rounds differently for other numbers of queries.
         """
-        in_blocks = self.device.type == "cpu"
-        if not in_blocks and not any(run.start for run in prompts.runs):
+        if not self._in_blocks and not any(run.start for run in prompts.runs):
             return attend(q, k, v, prompts.packing, scoring)
         parts: list[Tensor] = []
         sizes = [len(run.rows) * run.length for run in prompts.runs]
@@ -255,7 +255,7 @@ class KVCache:
             queries = part.unflatten(1, (-1, run.length)).transpose(0, 1)
             reach = slice(run.start + run.length)
             keys, values = (x[layer, :, :, reach].index_select(0, run.rows) for x in (self.keys, self.values))
-            most = BLOCK if in_blocks else run.length
+            most = BLOCK if self._in_blocks else run.length
             found = []
             for start in range(0, run.length, most):
                 end = min(start + most, run.length)
