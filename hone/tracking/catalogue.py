@@ -243,6 +243,7 @@ _WEIGHTS = (
 _SCHEDULE = (
     Described("schedule/staleness", "updates", MEAN, "age of the trained tokens"),
     Described("schedule/staleness_max", "updates", MAX, "age of the oldest trained token"),
+    Described("schedule/spans_per_answer", "spans", MEAN, "runs of tokens of one weight version in an answer"),
     Described("schedule/staleness_<age>", "share", MEAN, "trained tokens of this age"),
     Described("schedule/draws_ahead", "prompts", SUM, "prompts that are open when the update begins"),
 )

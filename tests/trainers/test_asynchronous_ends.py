@@ -117,7 +117,7 @@ def test_a_prompt_whose_answers_do_not_end_is_dropped_with_its_reason_and_nothin
 def test_an_evaluation_does_not_wait_without_end_for_open_answers(tmp_path, endless):
     endless(5)
     held_out = {"every_steps": 1, "sets": {"held_out": {"source": rows(tmp_path, 2)}}}
-    with pytest.raises(OpenAnswersLate, match=r"draws \[4, 5, 6, 7\], and 4 of them .*drain_timeout_s = 2 s"):
+    with pytest.raises(OpenAnswersLate, match=r"draws \[4, 5, 6, 7\], and 1 of them .*drain_timeout_s = 2 s"):
         train(prepare(tmp_path, {"episode": {"env": "endless"}, **SHORT_DRAIN, "evaluation": held_out}))
 
 

@@ -218,7 +218,7 @@ class Feed:
         self._recorded = set()
         if batch is not None:
             record["batch"] = _digest(batch)
-            self._recorder.record(self._measure(batch))
+            self._recorder.record({**self._measure(batch), **_spans_per_answer(played)})
         self._journal.write(record)
 
     def commit_part(self, step: int, groups: Sequence[TrajectoryGroup], minibatch: Batch) -> None:
@@ -372,6 +372,11 @@ def _spans(one: Trajectory) -> list[list[int]]:
     """[version, tokens] of each run of sampled tokens from one version."""
     versions = [version for version, mask in zip(one.weight_versions, one.loss_mask, strict=True) if mask]
     return [[version, len(list(run))] for version, run in groupby(versions)]
+
+
+def _spans_per_answer(played: Sequence[TrajectoryGroup]) -> Metrics:
+    spans = [len(_spans(one)) for group in played for one in _answers(group)]
+    return {"schedule/spans_per_answer": Metric.mean(sum(spans) / len(spans), len(spans))}
 
 
 def _answers(group: TrajectoryGroup) -> list[Trajectory]:
