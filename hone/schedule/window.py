@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
+from hone.config import ConfigError
 from hone.schedule.seats import NEWEST, Versions
 
 T = TypeVar("T")
@@ -152,14 +153,14 @@ class Window:
     def restored(self, state: Mapping[str, Any]) -> Window:
         """The window of a checkpoint, under this one's settings.
 
-        Raises ScheduleError if these would train one of its open draws too late.
+        Raises ConfigError if these would train one of its open draws too late.
         """
         versions = tuple(state["versions"])
         opened = tuple(OpenDraw(number, step, (least, most)) for number, step, least, most in state["open"])
         for place, one in enumerate(opened):
             older = sum(version > one.versions[0] for version in versions)
             if (age := older + place // self.per_step) > self.staleness:
-                raise ScheduleError(
+                raise ConfigError(
                     f"{len(opened)} prompts were drawn ahead by the run that is continued. With asynchrony.staleness = "
                     f"{self.staleness} and update.prompts_per_step = {self.per_step}, draw {one.number} would be "
                     f"trained {age} updates after the weights that answered it; set asynchrony.staleness="

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from hone.config import ConfigError
 from hone.schedule import seats
 from hone.schedule.window import LedgerError, PromptLedger, ScheduleError, Window
 
@@ -347,7 +348,7 @@ def _explore(start: World, rules: Rules, limits: Limits) -> int:
                     before.append([])
                 if not name.startswith(FAULTS):
                     before[there].append(here)
-        except (Broken, ScheduleError, LedgerError, KeyError) as error:
+        except (Broken, ConfigError, ScheduleError, LedgerError, KeyError) as error:
             raise Broken(f"{type(error).__name__}: {error}, after {story(here, came_from)}") from error
     alive, queue = set(ends), deque(ends)
     while queue:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hone.config import ConfigError
 from hone.schedule.seats import NEWEST
 from hone.schedule.window import Enough, ScheduleError, Window
 
@@ -60,7 +61,7 @@ def test_a_checkpoint_keeps_the_queue_and_a_smaller_bound_is_refused_while_it_is
     assert Window(staleness=2, per_step=1, steps=9).restored(state) == window
     assert ranges(Window(staleness=3, per_step=1, steps=9).restored(state)) == ranges(window)
     with pytest.raises(
-        ScheduleError, match=r"= 1 and .* draw 2 would be trained 2 updates .*; set asynchrony.staleness=2 "
+        ConfigError, match=r"= 1 and .* draw 2 would be trained 2 updates .*; set asynchrony.staleness=2 "
     ):
         Window(staleness=1, per_step=1, steps=9).restored(state)
     assert ranges(window.reopened({2})) == [(1, (0, 0)), (2, (1, 1))]
@@ -69,7 +70,7 @@ def test_a_checkpoint_keeps_the_queue_and_a_smaller_bound_is_refused_while_it_is
 def test_smaller_steps_are_refused_where_they_would_train_an_open_draw_too_late():
     window = Window(staleness=1, per_step=4, steps=9).admitted(range(8), 1, 4).taken(4).trained(1)
     state = window.state_dict()
-    with pytest.raises(ScheduleError, match=r"prompts_per_step = 2, draw 6 would be .* update.prompts_per_step=4 as"):
+    with pytest.raises(ConfigError, match=r"prompts_per_step = 2, draw 6 would be .* update.prompts_per_step=4 as"):
         Window(staleness=1, per_step=2, steps=9).restored(state)
     assert Window(staleness=2, per_step=2, steps=9).restored(state).open == window.open
     assert Window(staleness=1, per_step=6, steps=9).restored(state).open == window.open
