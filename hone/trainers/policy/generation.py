@@ -48,13 +48,18 @@ def sampling_params(renderer: Renderer, config: SamplingConfig) -> SamplingParam
     return replace(config.params(seed=0), stop_token_ids=tuple(sorted(renderer.end_token_ids)))
 
 
+def has_servers(rollout: RolloutConfig) -> bool:
+    """Whether a rollout generates in processes of its own."""
+    return not (rollout.backend == "builtin" and rollout.builtin.process == "inside")
+
+
 def within_descriptors(config: PolicyRunConfig) -> RolloutConfig:
     """The rollout's settings, with as many requests at a time as this process may open connections.
 
     Raises the limit of open files first. Warns, with the count, where a run needs more; ConfigError if nothing is left.
     """
     rollout, limit = config.rollout, raise_limit()
-    if rollout.backend == "builtin" and rollout.builtin.process == "inside":
+    if not has_servers(rollout):
         return rollout
     episodes = config.update.prompts_per_step * config.update.samples_per_prompt
     needs = {
@@ -168,6 +173,7 @@ class Generation:
 
     def start(self) -> None:
         """Start the servers that do not run yet. Raises ServerFailed if one does not start."""
+        current_platform().empty_cache()  # what models took while they were loaded, a server on this device may need
         while self._waiting:
             self._waiting.pop(0)()
 

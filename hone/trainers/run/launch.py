@@ -27,7 +27,7 @@ from hone.tracking.metrics import Timer
 from hone.tracking.muted import MutedTracking
 from hone.trainers.policy.assembly import PolicyAssembly
 from hone.trainers.policy.checks import check_replay, check_settings
-from hone.trainers.policy.generation import Generation
+from hone.trainers.policy.generation import Generation, has_servers
 from hone.trainers.policy.settings import DistillRunConfig, PolicyRunConfig, WarmStartConfig
 from hone.trainers.run.context import RunContext, RunControl, untracked_context
 from hone.trainers.run.exported_rendering import write_rendering
@@ -87,7 +87,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
             else:
                 generation = prepared(model)
                 _check_whole_run(config, supervised, renderer, generation)
-                require_all_read(loaded, later=READ_BY_SERVERS)
+                _require_read_before_servers(loaded)
                 generation.start()
                 require_all_read(loaded)
                 generation.rollout.make_room()
@@ -98,7 +98,8 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
             _introduce(config, context, changes)
             generation = generation or prepared(model)
             trainer = PolicyAssembly(config, model, renderer, context, generation).build()
-            require_all_read(loaded, later=READ_BY_SERVERS)
+            _require_read_before_servers(loaded)
+            trainer.actor.release_memory()  # for servers on the devices of its ranks
             generation.start()
             generation.rollout.sync_from(trainer.actor, version=0)
             require_all_read(loaded)
@@ -151,6 +152,12 @@ def _check(config: PolicyRunConfig, loaded: Loaded[PolicyRunConfig]) -> None:
         if found == str(error):
             raise
         raise ConfigError(found) from error
+
+
+def _require_read_before_servers(loaded: Loaded[PolicyRunConfig]) -> None:
+    """Find keys that nothing uses before a server takes its time to start; its own keys are looked at afterwards."""
+    if has_servers(loaded.config.rollout):
+        require_all_read(loaded, later=READ_BY_SERVERS)
 
 
 def _with_steps(config: PolicyRunConfig, renderer: Renderer) -> PolicyRunConfig:
