@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import signal
@@ -68,7 +69,7 @@ def _serve(run_file: Path, rest: list[str]) -> None:
         host, _ = split_address(rest[0])
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if host in ("0.0.0.0", "::"):
+    if _is_everywhere(host):
         raise ConfigError(f"{rest[0]} is every network of this machine; name the address that the trainer connects to")
     shared_token(os.environ)  # before anything is built
     config = load_recipe(run_file, rest[1:]).config
@@ -81,3 +82,10 @@ def _serve(run_file: Path, rest: list[str]) -> None:
     resolve("hone.trainers.policy.evaluate_model:serve_run")(
         config, rest[0], lambda address: typer.echo(f"serving {run_file} at {address}")
     )
+
+
+def _is_everywhere(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False

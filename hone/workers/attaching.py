@@ -83,7 +83,7 @@ async def serve_at(
         folder, process = server.connection.folder, server.connection.process
         assert folder is not None
         assert process is not None
-        front = Front(folder / SOCKET, spec.token, served(spec, tokenizer), server.clean)
+        front = Front(folder / SOCKET, spec.token, served(spec, tokenizer), server.resume)
         try:
             port = await front.open(host, port)
         except OSError as error:

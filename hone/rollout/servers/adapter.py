@@ -156,11 +156,6 @@ class RolloutServer(ABC):
             await self.close()
             raise
 
-    async def clean(self) -> None:
-        """End what the requests of others have left: no request runs, and it produces tokens."""
-        await self._abort_open()
-        await self._go_on()
-
     async def close(self) -> None:
         """End the server with everything it started; again is fine."""
         self._state.lose("it was closed")

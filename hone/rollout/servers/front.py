@@ -33,8 +33,8 @@ class Front(Relay):
     """Listens on one address for the run that uses the server."""
 
     def __init__(self, path: Path, token: str, serves: Mapping[str, Any], clean: Callable[[], Awaitable[None]]) -> None:
-        """`path`: the server's socket; `serves`: what a run compares with its own settings; `clean` ends what an
-        earlier run may have left."""
+        """`path`: the server's socket; `serves`: what a run compares with its own settings; `clean` undoes
+        what an earlier run may have left, such as a pause; its requests ended with it."""
         super().__init__(path)
         self._token = token
         self._serves = serves
