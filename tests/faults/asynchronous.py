@@ -30,7 +30,7 @@ PATIENCE_S = 240.0  # for one event, on a busy machine
 KILL_S, MEMBERS_STEPS = 15.0, 20
 
 
-def settings(steps, replicas):
+def settings(steps, replicas, new_weights="finish"):
     return {
         **AHEAD,
         "run": {**AHEAD["run"], "steps": steps},
@@ -43,7 +43,7 @@ def settings(steps, replicas):
         },
         "evaluation": {},
         "checkpoint": {"every_steps": 5},
-        "asynchrony": {"staleness": 1, "new_weights": "finish"},
+        "asynchrony": {"staleness": 1, "new_weights": new_weights},
     }
 
 
@@ -158,12 +158,12 @@ class ByTheClock:
             faults.leave()
 
 
-def killed(folder, steps, kills, seed=0):
+def killed(folder, steps, kills, seed=0, new_weights="finish"):
     """Kill the trainer so many times at random moments, and let the last launch end; returns the run folder.
 
     A launch is killed a random time after it has written a random number of new records.
     """
-    chance, path, run = random.Random(seed), recipe(folder, settings(steps, replicas=1)), folder / "run"
+    chance, path, run = random.Random(seed), recipe(folder, settings(steps, 1, new_weights)), folder / "run"
     for number in range(kills + 1):
         log = folder / f"launch-{number}.txt"
         with log.open("wb") as out:
