@@ -183,7 +183,7 @@ class SamplingParams:
     seed: int = 0  # of this request: hash(run seed, step, prompt, sample, turn)
     adapter: str = ""  # name of a served LoRA adapter that answers instead of the policy; empty: the policy
     routed_experts: bool = False  # whether the completion records the experts of each token
-    keep_kv: bool = False  # a later request may begin with this prompt: the built-in engine keeps its KV
+    keep_kv: bool = False  # one turn of several: the built-in engine keeps the KV of its prompt for the next
 
 
 @dataclass(frozen=True, slots=True)

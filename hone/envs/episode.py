@@ -263,7 +263,7 @@ class EpisodeRunner:
         self, prompt: Prompt, sample: int, turn: int, play: Play, record: _Record, room: int
     ) -> Completion:
         seed = request_seed(play.seed, play.step, prompt.draw, sample, turn)
-        sampling = replace(play.sampling, seed=seed, max_tokens=room, keep_kv=turn + 1 < self._max_turns)
+        sampling = replace(play.sampling, seed=seed, max_tokens=room, keep_kv=self._max_turns > 1)
         record.waiting_for = "the rollout engine"
         request, images = f"{play.step}/{prompt.draw}/{sample}/{turn}", (prompt.images,) if prompt.images else ()
         completion = await play.generate(request, tuple(record.token_ids), sampling, *images)

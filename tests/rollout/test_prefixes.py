@@ -1,6 +1,7 @@
 """KV between the turns of a conversation: what is prefilled, counted by hand, and answers equal to those without it."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ async def converse(engine, tag="a", opening=OPENING, turns=3, between=None, **sa
     for turn in range(turns):
         if turn and between is not None:
             await between(turn)
-        wanted = SamplingParams(ANSWER, ignore_eos=True, seed=turn, keep_kv=turn + 1 < turns, **sampling)
+        wanted = SamplingParams(ANSWER, ignore_eos=True, seed=turn, keep_kv=turns > 1, **sampling)
         completion = await engine.generate(f"{tag}/{turn}", prompt, wanted)
         found.append((prompt, completion))
         prompt = (*prompt, *completion.token_ids, *OBSERVATION)
@@ -143,10 +144,27 @@ def test_memory_is_given_back(verb, tiny, finish):
     assert counted(engine) == (39 + 67, 0)
 
 
-def test_what_no_later_turn_reads_is_not_kept(tiny, finish):
+def test_a_single_turn_neither_keeps_nor_finds_anything(tiny, finish):
+    """Its prompt is computed as in an engine that never kept any: in one call, not in blocks."""
     engine = BuiltinEngine(BuiltinSettings(), tiny("qwen3"))
     finish(converse(engine, turns=1))
     assert not len(engine._scheduler.batch.cache.prefixes)
+    finish(converse(engine, turns=2))
+    counted(engine)
+    finish(converse(engine, turns=1))
+    assert counted(engine) == (39, 0)
+
+
+def test_a_single_turn_and_a_turn_of_several_do_not_share_a_prefill(tiny, finish):
+    engine = BuiltinEngine(BuiltinSettings(kept_kv_tokens=0), tiny("qwen3"))
+    turn = SamplingParams(4, ignore_eos=True, keep_kv=True)
+
+    async def story():
+        both = (engine.generate(f"{one.keep_kv}", OPENING, one) for one in (turn, replace(turn, keep_kv=False)))
+        await asyncio.gather(*both)
+
+    finish(story())
+    assert counted(engine) == (2 * 39, 0)
 
 
 def test_the_memory_is_bounded_and_the_longest_unused_goes_first(tiny, finish):

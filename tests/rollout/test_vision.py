@@ -1,6 +1,7 @@
 """Rollout of models that see images: sampled log-probs are the trainer's, whatever runs beside a request."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,17 +36,13 @@ def generating(trainer, **settings):
     return BuiltinEngine(BuiltinSettings(kv_cache_tokens=4096, **settings), trainer.model)
 
 
-async def ask(engine, asked, seed=0):
+async def ask(engine, asked, seed=0, **changes):
     return await asyncio.gather(
         *(
-            engine.generate(f"r{number}", ids, SamplingParams(**{**_fields(SAMPLING), "seed": seed + number}), images)
+            engine.generate(f"r{number}", ids, replace(SAMPLING, seed=seed + number, **changes), images)
             for number, (ids, images) in enumerate(asked)
         )
     )
-
-
-def _fields(sampling):
-    return {name: getattr(sampling, name) for name in sampling.__slots__}
 
 
 def trained(trainer, asked, found):
@@ -99,9 +96,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(pair):
     together = asyncio.run(ask(engine, asked))
     for number, one in enumerate(together):
         alone = asyncio.run(
-            generating(trainer).generate(
-                "alone", asked[number][0], SamplingParams(**{**_fields(SAMPLING), "seed": number}), asked[number][1]
-            )
+            generating(trainer).generate("alone", asked[number][0], replace(SAMPLING, seed=number), asked[number][1])
         )
         assert alone.token_ids == one.token_ids
 
@@ -185,10 +180,10 @@ def test_kept_kv_beside_images(pair):
     text = (tuple(range(8, 24)) * 3)[:40]
 
     async def story():
-        first = await engine.generate("t/0", text, SamplingParams(**{**_fields(SAMPLING), "keep_kv": True}))
+        first = await engine.generate("t/0", text, replace(SAMPLING, keep_kv=True))
         second = (*text, *first.token_ids, 9, 9)
         together = [(second, ()), *asked]
-        return together, await ask(engine, together)
+        return together, await ask(engine, together, keep_kv=True)
 
     together, found = asyncio.run(story())
     assert engine.metrics()["rollout/cached_prompt_tokens"].value == 32

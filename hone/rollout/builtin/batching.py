@@ -128,7 +128,7 @@ class RunningBatch:
             if len(sequence) > 1 and donors:
                 copies.append((donors[0], [request]))
             elif len(sequence) > 1:
-                key = (request.sampling.routed_experts, request.images, *sequence)
+                key = (request.sampling.routed_experts, request.sampling.keep_kv, request.images, *sequence)
                 fresh.setdefault(key if share else (request.row, *key), []).append(request)
         for request in placed:
             self._sharers.setdefault(request.prompt, []).append(request)
@@ -139,7 +139,8 @@ class RunningBatch:
         """Write the KV of every new row, up to its sequence's last token but one."""
         for requests in fresh:
             first = requests[0]
-            first.cached, routes = self.cache.recall(first.root, first.reusable, first.row)
+            known = first.reusable if first.sampling.keep_kv else ()
+            first.cached, routes = self.cache.recall(first.root, known, first.row)
             self.counters.cached_tokens += first.cached
             if routes is not None:
                 first.record_experts(0, routes)
@@ -149,7 +150,9 @@ class RunningBatch:
             routing = self._routing(chunk)
             with nullcontext() if routing is None else watched(routing):
                 images = [request.images for request in chunk]
-                self._decoder.prefill(PackedPrompts.of(sequences, rows, self.cache.device, images, starts), self.cache)
+                blocks = [request.sampling.keep_kv for request in chunk]
+                prompts = PackedPrompts.of(sequences, rows, self.cache.device, images, starts, blocks)
+                self._decoder.prefill(prompts, self.cache)
             if routing is not None:
                 ends = np.cumsum([len(sequence) for sequence in sequences])
                 for request, routes in zip(chunk, np.split(_on_host(routing, int(ends[-1])), ends[:-1]), strict=True):

@@ -85,6 +85,7 @@ class PromptRun:
     rows: Tensor  # [n] int64 of the cache
     start: int  # tokens of each that the cache has
     length: int  # tokens of each that are computed
+    in_blocks: bool  # whether KV is kept between requests like these: attention then begins at multiples of BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +108,15 @@ class PackedPrompts:
         device: torch.device,
         placed: Sequence[PlacedImages] = (),
         starts: Sequence[int] = (),
+        in_blocks: Sequence[bool] = (),
     ) -> PackedPrompts:
         """Pack sequences, each for its row; `placed` has the images of each; empty if none has any.
 
         `starts`: how many tokens the cache has of each row, multiples of BLOCK; the sequences begin after them.
+        `in_blocks`: as `PromptRun.in_blocks`, of each row.
         """
         lengths = [len(sequence) for sequence in sequences]
-        starts = starts or [0] * len(lengths)
+        starts, in_blocks = starts or [0] * len(lengths), in_blocks or [False] * len(lengths)
         total = sum(lengths)
         padding = [MINIMUM_ROWS - total] if total < MINIMUM_ROWS else []
         spans = lengths + padding
@@ -127,7 +130,7 @@ class PackedPrompts:
             positions=positions.to(device),
             rows=torch.from_numpy(np.repeat(np.array(rows, np.int64), lengths)).to(device),
             packing=Packing.of(torch.from_numpy(ends).to(device)),
-            runs=tuple(_runs(rows, starts, lengths, device)),
+            runs=tuple(_runs(list(zip(starts, lengths, in_blocks, rows, strict=True)), device)),
             turned=None if turned is None else turned + before.to(device)[:, None],
             images=images,
         )
@@ -138,11 +141,10 @@ class PackedPrompts:
         return max(MINIMUM_ROWS, *(run.start + run.length for run in self.runs))
 
 
-def _runs(
-    rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], device: torch.device
-) -> Iterator[PromptRun]:
-    for (start, length), same in itertools.groupby(zip(starts, lengths, rows, strict=True), lambda one: one[:2]):
-        yield PromptRun(torch.tensor([row for _, _, row in same], device=device), start, length)
+def _runs(prompts: Sequence[tuple[int, int, bool, int]], device: torch.device) -> Iterator[PromptRun]:
+    """Of each prompt: start, length, whether in blocks, row."""
+    for shape, same in itertools.groupby(prompts, lambda one: one[:3]):
+        yield PromptRun(torch.tensor([row for *_, row in same], device=device), *shape)
 
 
 class KVCache:
@@ -244,10 +246,10 @@ class KVCache:
     ) -> Tensor:
         """Causal attention of prompts, whose keys and values were written: [1, heads, T, d] -> [1, heads, T, dv].
 
-        On a CPU one call computes at most BLOCK queries of a prompt, and where they begin depends on the prompt alone:
-        torch's kernel rounds differently for other numbers of queries.
+        On a CPU, where KV is kept between requests, one call computes at most BLOCK queries of a prompt, and where they
+        begin depends on the prompt alone: torch's kernel rounds differently for other numbers of queries.
         """
-        if not self._in_blocks and not any(run.start for run in prompts.runs):
+        if not any(run.start or (run.in_blocks and self._in_blocks) for run in prompts.runs):
             return attend(q, k, v, prompts.packing, scoring)
         parts: list[Tensor] = []
         sizes = [len(run.rows) * run.length for run in prompts.runs]
@@ -255,7 +257,7 @@ class KVCache:
             queries = part.unflatten(1, (-1, run.length)).transpose(0, 1)
             reach = slice(run.start + run.length)
             keys, values = (x[layer, :, :, reach].index_select(0, run.rows) for x in (self.keys, self.values))
-            most = BLOCK if self._in_blocks else run.length
+            most = BLOCK if run.in_blocks and self._in_blocks else run.length
             found = []
             for start in range(0, run.length, most):
                 end = min(start + most, run.length)

@@ -109,10 +109,10 @@ class Request:
         self.versions += [version] * (len(self.tokens) + produced - len(self.versions))
 
     def can_share_with(self, other: Request) -> bool:
-        """Whether the KV of this request's prompt can serve `other`, which has the same one: the same images, and
-        recorded experts if `other` wants them."""
+        """Whether the KV of this request's prompt can serve `other`, which has the same one: the same images, computed
+        in the same blocks, and recorded experts if `other` wants them."""
         recorded = self.sampling.routed_experts or not other.sampling.routed_experts
-        return recorded and self.images == other.images
+        return recorded and self.images == other.images and self.sampling.keep_kv == other.sampling.keep_kv
 
     @property
     def tokens_with_experts(self) -> int:

@@ -1,6 +1,7 @@
 """What is generated: the right tokens, with the right log-probs, ended where they should be."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,10 +135,11 @@ def test_a_later_turn_finds_the_prompt_of_the_turn_before(bench, finish):
     first = finish(bench.engine.generate("1/0/0/0", opening, how))
     bench.engine.metrics()
     prompt = (*opening, *first.token_ids, 9)
-    second = finish(bench.engine.generate("1/0/0/1", prompt, SamplingParams(8, ignore_eos=True, temperature=0.0)))
+    greedy = replace(how, temperature=0.0)
+    second = finish(bench.engine.generate("1/0/0/1", prompt, greedy))
     assert bench.engine.metrics()["rollout/cached_prompt_tokens"].value >= 32
     finish(bench.update(bench.weights(bench.model), 1))
-    anew = finish(bench.engine.generate("2/0/0/1", prompt, SamplingParams(8, ignore_eos=True, temperature=0.0)))
+    anew = finish(bench.engine.generate("2/0/0/1", prompt, greedy))
     assert bench.engine.metrics()["rollout/cached_prompt_tokens"].value == 0
     assert second.token_ids == anew.token_ids
     assert second.logprobs == pytest.approx(anew.logprobs, abs=bench.tolerance)
