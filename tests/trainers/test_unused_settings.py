@@ -40,6 +40,7 @@ POLICY = {
     "evaluation.sampling": None,
     "evaluation.vote_pattern": "a",
     "evaluation.score": None,  # refused earlier, by a message of its own
+    "rollout.addresses": None,  # refused earlier, too
     "rollout.engine": {"enforce_eager": True},
     "rollout.max_restarts": 1,
     "rollout.python": "python3",
