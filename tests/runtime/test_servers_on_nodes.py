@@ -191,11 +191,13 @@ def test_a_server_elsewhere_answers_with_the_token_only_and_is_started_again(sta
             assert token.encode() not in file.read()
 
     async def with_a_death():
+        server, (pid, *_) = there.connection.process, serving(folder_of(there))
         running = asyncio.create_task(many(rollout, 8, max_tokens=100))
-        await asyncio.sleep(0.05)
-        server = there.connection.process
-        os.kill(serving(folder_of(there))[0], signal.SIGKILL)
+        while not rollout._engine.pool.of(there).running:
+            await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
         found = await running
+        assert await server.ends_within(BOUND_S)
         await rollout._engine.revived()
         return found, server.ended
 

@@ -28,6 +28,7 @@ AHEAD = {
 }
 OF_THE_CLOCK = (  # what the server, the rewards and the weight sync did while a step took its time
     *("rollout/batch_size", "rollout/kv_cache_bytes", "rollout/prefill_tokens", "rollout/shared_prompt_tokens"),
+    "rollout/cached_prompt_tokens",
     *("rollout/tokens", "rollout/lent", "rollout/requests", "rollout/aborted", "rollout/recomputed_tokens"),
     *("rollout/replica", "reward/scored", "reward/failed", "reward/timeouts", "reward/worker_restarts", "weights/"),
 )
