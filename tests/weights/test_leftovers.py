@@ -53,6 +53,27 @@ def test_a_folder_of_a_killed_sender_is_removed_by_the_next(tmp_path):
     assert is_free(mine.path)
 
 
+def test_a_sync_that_is_cancelled_while_it_ends_closes_its_socket_and_folder():
+    """As a run that ends does to a publication."""
+
+    async def story():
+        engine = IpcEngine(BUCKET, 5.0, TOKEN)
+        engine.build_topology({"r0": 1})
+        engine.prepare(1, Full())
+        folder, listening = engine._folder.path, engine._listener._socket
+        assert folder.is_dir()
+        ending = asyncio.create_task(engine.finalize())
+        await asyncio.sleep(0)  # it has begun, and waits for the listener's tasks
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        return folder, listening
+
+    folder, listening = asyncio.run(story())
+    assert listening.fileno() == -1
+    assert not folder.exists()
+
+
 def test_buckets_have_no_name_that_could_be_left_behind():
     before = set(os.listdir("/dev/shm"))
     buffers = SharedBuffers(1 << 20)

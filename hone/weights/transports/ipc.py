@@ -47,12 +47,14 @@ class IpcEngine(BucketedEngine):
     async def finalize(self) -> None:
         """Keep the buckets: allocating and mapping them again would cost a page fault per 4 KiB."""
         listener, self._listener = self._listener, None
-        if listener is not None:
-            await listener.close()
-        await super().finalize()
         folder, self._folder = self._folder, None
-        if folder is not None:
-            folder.close()
+        try:
+            if listener is not None:
+                await listener.close()
+        finally:
+            await super().finalize()
+            if folder is not None:
+                folder.close()
 
     async def close(self) -> None:
         await self.finalize()

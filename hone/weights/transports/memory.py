@@ -154,10 +154,12 @@ class MemoryListener:
         return ticket.hex()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close()
+        try:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # also if the run ends here
+            self._socket.close()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
