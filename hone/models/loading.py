@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +32,9 @@ from hone.registry import unknown
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
+ClassOf = Callable[[str], type[PreTrainedModel]]
+"""Model type -> another package's class for it, with transformers' config and names of weights."""
+
 
 class ValueModel(nn.Module):
     """Body of a language model with a head of one number per token instead of logits.
@@ -57,19 +60,24 @@ class ValueModel(nn.Module):
 
 
 def load_language_model(
-    model: ModelConfig, shard: ShardFn | None = None, four_bit: FourBitConfig | None = None
+    model: ModelConfig,
+    shard: ShardFn | None = None,
+    four_bit: FourBitConfig | None = None,
+    class_of: ClassOf | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model in `model.dtype` on the CPU, with packed attention.
 
     `shard` shards the empty model, so that only this rank's shards are read from its files; a model from `model.build`
-    is built whole first. `four_bit` quantises each linear layer as it is read. Raises ModelError naming the folder and
-    the problem: missing folder, config.json or weights, unknown architecture or quantisation, untrusted code.
+    is built whole first. `four_bit` quantises each linear layer as it is read. `class_of` gives another class than
+    transformers' own. Raises ModelError naming the folder and the problem: missing folder, config.json or weights,
+    unknown architecture or quantisation, untrusted code.
     """
     if model.build is not None:
-        built = _as_used(build_model(model.build, DTYPES[model.dtype]), model)
+        built = _as_used(_in_class(build_model(model.build, DTYPES[model.dtype]), class_of), model)
         return _finished(built, shard, four_bit)
     kind = str(check_model_source(model).get("model_type"))
-    return _as_used(_from_pretrained(auto_class(kind), model, shard, four_bit), model)
+    cls: Any = auto_class(kind) if class_of is None else class_of(kind)
+    return _as_used(_from_pretrained(cls, model, shard, four_bit), model)
 
 
 def load_value_model(
@@ -77,17 +85,19 @@ def load_value_model(
     shard: ShardFn | None = None,
     head_dtype: torch.dtype | None = None,
     four_bit: FourBitConfig | None = None,
+    class_of: ClassOf | None = None,
 ) -> ValueModel:
     """Load a value model: the body of the language model at `model.path`, and its head if there is one (`value_head`).
 
-    `shard` and `four_bit` act on the body as in `load_language_model`; the head stays whole, in the body's precision
-    or `head_dtype`.
+    `shard`, `four_bit` and `class_of` act on the body as in `load_language_model`; the head stays whole, in the body's
+    precision or `head_dtype`.
     """
     if model.build is not None:
-        body = _as_used(cast(PreTrainedModel, build_model(model.build, DTYPES[model.dtype]).base_model), model)
-        return ValueModel(_finished(body, shard, four_bit), head_dtype)
+        built = cast(PreTrainedModel, build_model(model.build, DTYPES[model.dtype]).base_model)
+        return ValueModel(_finished(_as_used(_in_class(built, class_of), model), shard, four_bit), head_dtype)
     config = check_model_source(model)
-    value_model = ValueModel(_as_used(_from_pretrained(AutoModel, model, shard, four_bit), model), head_dtype)
+    cls = AutoModel if class_of is None else class_of(str(config.get("model_type")))
+    value_model = ValueModel(_as_used(_from_pretrained(cls, model, shard, four_bit), model), head_dtype)
     head = read_value_head(folder_of(model), config)
     if head is not None:
         value_model.load_state_dict({SCORE: head}, strict=False)
@@ -131,20 +141,24 @@ def has_value_head(model: ModelConfig) -> bool:
 def folder_of(model: ModelConfig, weights: bool = True) -> Path:
     """The local folder with the model's files; downloads them first if `model.path` is on a hub."""
     assert model.path is not None
-    return locate(model.path, "model.path", model.revision, weights=weights).folder
+    return locate(model.path, model.key_of("path"), model.revision, weights=weights).folder
 
 
 def check_model_source(model: ModelConfig) -> dict[str, Any]:
     """Read a model's config.json. Raises ModelError if hone cannot train such a model."""
     assert model.path is not None
-    config = check_source(model.path, "model.path", "config.json", model.trust_remote_code, model.revision)
-    loading_options(config, model.path, sharded=False)  # raises ModelError if hone cannot dequantise it
+    config = check_source(model.path, model.key_of("path"), "config.json", model.trust_remote_code, model.revision)
+    loading_options(config, _source(model), sharded=False)  # raises ModelError if hone cannot dequantise it
     kind = config.get("model_type")
     known = [*(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING), *FAMILIES]
     if kind not in known and not (model.trust_remote_code and config.get("auto_map")):
         problem = unknown("causal language model architecture", str(kind), known).split(" (there is:")[0]
-        raise ModelError(f"model.path {model.path!r}: {problem} (model_type in config.json)")
+        raise ModelError(f"{_source(model)}: {problem} (model_type in config.json)")
     return config
+
+
+def _source(model: ModelConfig) -> str:
+    return f"{model.key_of('path')} {model.path!r}"
 
 
 def _as_used(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
@@ -154,6 +168,19 @@ def _as_used(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
     if model.used.vision is not None and model.used.vision.freeze_tower:
         freeze_tower(loaded)
     return loaded
+
+
+def _in_class(built: PreTrainedModel, class_of: ClassOf | None) -> PreTrainedModel:
+    """The same model with the same weights, as an instance of another class."""
+    if class_of is None:
+        return built
+    kind = built.config.model_type
+    with torch.random.fork_rng(devices=[]):
+        made: PreTrainedModel = class_of(kind)._from_config(
+            built.config, dtype=built.dtype, attn_implementation=attention_names(kind, PACKED)
+        )
+    made.load_state_dict(built.state_dict())
+    return made
 
 
 def _finished(built: PreTrainedModel, shard: ShardFn | None, four_bit: FourBitConfig | None) -> PreTrainedModel:
@@ -171,7 +198,7 @@ def _from_pretrained(
     config = check_model_source(model)
     kind = str(config.get("model_type"))
     dtype = DTYPES[model.dtype]
-    quantised = loading_options(config, str(model.path), sharded=shard is not None)
+    quantised = loading_options(config, _source(model), sharded=shard is not None)
     narrow = {} if four_bit is None else reading_options(_empty(cls, model), four_bit, str(model.path))
     sharded: AbstractContextManager[dict[str, Any]] = nullcontext({}) if shard is None else shard_while_loading(shard)
     try:
@@ -188,12 +215,12 @@ def _from_pretrained(
             )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"model.path {model.path!r} cannot be loaded: {reason}") from error
+        raise ModelError(f"{_source(model)} cannot be loaded: {reason}") from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
-        raise ModelError(f"model.path {model.path!r} lacks {len(missing)} weights: {', '.join(missing[:5])}")
+        raise ModelError(f"{_source(model)} lacks {len(missing)} weights: {', '.join(missing[:5])}")
     result: PreTrainedModel = loaded
-    refuse_leftovers(report["unexpected_keys"], str(model.path))
+    refuse_leftovers(report["unexpected_keys"], _source(model))
     if quantised:
         result._weight_conversions = None  # type: ignore[assignment]  # or saving would quantise again
         if dtype != torch.bfloat16:  # transformers dequantises to bfloat16
@@ -219,7 +246,7 @@ def _empty(cls: Any, model: ModelConfig) -> PreTrainedModel:
     """Build the model without weights, on the meta device. Raises ModelError if its files are quantised."""
     if method := method_of(check_model_source(model)):
         raise ModelError(
-            f"model.path {model.path!r} is quantised ({method}) already; a run's own model is dequantised into the run "
+            f"{_source(model)} is quantised ({method}) already; a run's own model is dequantised into the run "
             "folder first: start there, or name its <run.dir>/model here"
         )
     trusted = model.trust_remote_code

@@ -21,7 +21,7 @@ def wide_weights(model: nn.Module) -> WideFn:
     """Whether the weight of a name in the model's state dict stays in float32. A LoRA adapter changes no answer."""
     lists = [getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in model.modules()]
     patterns = {pattern for patterns in lists for pattern in patterns}
-    buffers = {plain_name(name) for name, _ in _buffers(model)}
+    buffers = {plain_name(name) for name, _ in state_buffers(model)}
     return lambda name: name in buffers or any(pattern in name for pattern in patterns)
 
 
@@ -40,11 +40,11 @@ def in_dtype(name: str, tensor: Tensor, dtype: torch.dtype, wide: WideFn) -> Ten
 def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast every weight of a model, in place, to the dtype in which it is held while computing in `dtype`."""
     wide = wide_weights(model)
-    for name, tensor in (*model.named_parameters(), *_buffers(model)):
+    for name, tensor in (*model.named_parameters(), *state_buffers(model)):
         tensor.data = in_dtype(name, tensor.data, dtype, wide)
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def state_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers of the state dict; those that a model computes for itself (rotary frequencies) are not in it."""
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():

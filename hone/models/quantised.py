@@ -28,8 +28,8 @@ def method_of(config: Mapping[str, Any]) -> str:
     return str(quantised.get("quant_method") or guessed)
 
 
-def loading_options(config: Mapping[str, Any], path: str, sharded: bool) -> dict[str, Any]:
-    """Extra options of `from_pretrained` that dequantise the weights.
+def loading_options(config: Mapping[str, Any], source: str, sharded: bool) -> dict[str, Any]:
+    """Extra options of `from_pretrained` that dequantise the weights. `source` is key and value, for errors.
 
     Raises ModelError for a checkpoint that cannot be dequantised, or not while it is read shard by shard.
     """
@@ -38,22 +38,22 @@ def loading_options(config: Mapping[str, Any], path: str, sharded: bool) -> dict
         return {}
     if method not in DEQUANTISED:
         raise ModelError(
-            f"model.path {path!r} is quantised ({method}), and such weights cannot be trained; use the checkpoint "
+            f"{source} is quantised ({method}), and such weights cannot be trained; use the checkpoint "
             f"that was quantised (hone dequantises only {' and '.join(DEQUANTISED)})"
         )
     if sharded:
         raise ModelError(
-            f"model.path {path!r} is quantised ({method}) and cannot be read shard by shard; a run dequantises its own "
+            f"{source} is quantised ({method}) and cannot be read shard by shard; a run dequantises its own "
             "model into the run folder first: use <run.dir>/model of such a run here"
         )
     return {"quantization_config": DEQUANTISED[method](dequantize=True)}
 
 
-def refuse_leftovers(names: Iterable[str], path: str) -> None:
+def refuse_leftovers(names: Iterable[str], source: str) -> None:
     """Raise ModelError if unused weights of the files belong to a quantisation that config.json does not name."""
     found = sorted(name for name in names if name.endswith(_LEFTOVERS))
     if found:
         raise ModelError(
-            f"model.path {path!r} has quantised weights ({found[0]}, {len(found)} in total), but config.json names no "
+            f"{source} has quantised weights ({found[0]}, {len(found)} in total), but config.json names no "
             "quantisation method; use the checkpoint that was quantised"
         )

@@ -66,12 +66,19 @@ class Routers:
     layers: int
     experts: int
     top_k: int
+    first: int = 0  # number of the first layer: above 0 in a part of a model (a pipeline stage)
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the layers, among all mixture layers of the model."""
+        return range(self.first, self.first + self.layers)
 
     @classmethod
-    def find(cls, model: nn.Module) -> Routers | None:
+    def find(cls, model: nn.Module, first: int = 0) -> Routers | None:
         """Find the routers of a model and patch their forwards; None if there are none. May be called again.
 
-        Call it after sharding, which also replaces forwards. Raises ModelError if the routers differ in size.
+        `first` is the number of mixture layers before `model`, if it is a part of one. Call it after sharding, which
+        also replaces forwards. Raises ModelError if the routers differ in size.
         """
         found = [module for module in model.modules() if _is_router(module)]
         sizes = {(int(module.num_experts), int(module.top_k)) for module in found}  # type: ignore[arg-type]
@@ -79,11 +86,11 @@ class Routers:
             return None
         if len(sizes) > 1:
             raise ModelError(f"its mixtures should have equal (experts, experts per token), found {sorted(sizes)}")
-        for layer, module in enumerate(found):
+        for layer, module in enumerate(found, first):
             if not getattr(module.forward, "_hone_watched", False):
                 module.forward = _watched_forward(module.forward, layer, module)
         ((experts, top_k),) = sizes
-        return cls(len(found), experts, top_k)
+        return cls(len(found), experts, top_k, first)
 
     def check(self, run: Callable[[], Any], name: str) -> None:
         """Check that the routers use `topk` as expected; `run` sends at least two tokens through the model.
@@ -109,7 +116,7 @@ class Routing:
     """The routers' choices in one forward over t tokens: given ones and recorded ones."""
 
     routers: Routers
-    given: Tensor | None = None  # [t, layers, top_k] experts to replay; UNKNOWN: the router chooses
+    given: Tensor | None = None  # [t, layers of the whole model, top_k] experts to replay; UNKNOWN: the router chooses
     chosen: dict[int, Tensor] = field(default_factory=dict)  # layer -> [t, top_k] int64
     logits: dict[int, tuple[Tensor, bool]] = field(default_factory=dict)  # layer -> [t, experts], by sigmoid?
     replaced: dict[int, Tensor] = field(default_factory=dict)  # layer -> [t] choices that were not the router's own
@@ -131,7 +138,7 @@ class Routing:
         Shares sum to 1: the softmax of the logits, or for sigmoid routers the sigmoids divided by their sum.
         """
         found = []
-        for layer in range(self.routers.layers):
+        for layer in self.routers.numbers:
             logits, by_sigmoid = self.logits[layer]
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             found.append((wide, _shares(wide.sigmoid()) if by_sigmoid else wide.softmax(-1)))
@@ -139,7 +146,7 @@ class Routing:
 
     def choices(self) -> Tensor:
         """The experts of each token, [t, layers, top_k] int16, in the router's order."""
-        return torch.stack([self.chosen[layer] for layer in range(self.routers.layers)], 1).to(torch.int16)
+        return torch.stack([self.chosen[layer] for layer in self.routers.numbers], 1).to(torch.int16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +178,13 @@ def watched(routing: Routing | _Again | None) -> Iterator[None]:
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The `context_fn` of `torch.utils.checkpoint`: recomputation uses the forward's packing and routes."""
     first, again = packed_contexts()
+    return first, _both(again, repeated())
+
+
+def repeated() -> AbstractContextManager[None]:
+    """A context for the recomputation of what runs now: routers repeat their choices, and nothing is recorded."""
     routing = _CURRENT.get(None)
-    return first, _both(again, watched(_Again(routing) if isinstance(routing, Routing) else routing))
+    return watched(_Again(routing) if isinstance(routing, Routing) else routing)
 
 
 @contextmanager

@@ -116,6 +116,10 @@ class ModelConfig(Config):
             raise ValueError(f"exactly one of path and build should be set, found {found}")
         return self
 
+    def key_of(self, name: str) -> str:
+        """As for any section; of a model that no run file names, a key of the section `model`."""
+        return super().key_of(name) if self._prefix else f"model.{name}"
+
     @property
     def used(self) -> UseConfig:
         """The settings `use`, or their defaults."""
@@ -123,4 +127,6 @@ class ModelConfig(Config):
 
     def at(self, folder: str | Path) -> ModelConfig:
         """The same settings with the weights in another folder."""
-        return ModelConfig(path=str(folder), dtype=self.dtype, use=self.use)
+        moved = ModelConfig(path=str(folder), dtype=self.dtype, use=self.use)
+        moved._prefix = self._prefix
+        return moved

@@ -43,7 +43,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     if source is None:
         assert model.build is not None
         return build_tokenizer(model.build)
-    key = "model.tokenizer" if model.tokenizer else "model.path"
+    key = model.key_of("tokenizer" if model.tokenizer else "path")
     revision = None if model.tokenizer else model.revision
     config = check_source(source, key, "tokenizer_config.json", model.trust_remote_code, revision)
     try:

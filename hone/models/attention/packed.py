@@ -16,19 +16,20 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hone.models.attention import cpu as cpu_attention
-from hone.models.attention.cpu import band, causal_mask
+from hone.models.attention import flex
 from hone.models.attention.sequence_parallel import SequenceRanks, current_ranks
+from hone.models.attention.tiled import band, causal_mask, speeds_up, tiled_attention
 from hone.models.transformers_patches import SearchFn, replace_search_for_packed_rows
 
 PACKED = "hone_packed"
@@ -72,6 +73,7 @@ class Packing:
     lengths: tuple[int, ...]
     runs: tuple[Run, ...]
     ranks: SequenceRanks | None = None  # who shares the row; each has a slice of its tokens
+    masks: dict[int | None, BlockMask] = field(init=False, repr=False, compare=False, default_factory=dict)  # by window
 
     @classmethod
     def of(
@@ -195,6 +197,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) 
             f"packed attention wants one row of {packing.num_tokens} tokens, found queries {tuple(q.shape)} and "
             f"keys {tuple(k.shape)} (KV caches are not supported here)"
         )
+    if not scoring.plain and scoring.dropout == 0.0 and flex.fits(q, v):
+        return flex_rows(q, k, v, packing, scoring)
     sizes = [run.count * run.length for run in packing.runs]
     queries, keys, values = (torch.split(x[0], sizes, 1) for x in (q, k, v))
     parts = [
@@ -227,13 +231,18 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
 
     Returns [heads, count * length, dv].
     """
-    out = _sdpa(q, k, v, scoring) if scoring.plain else _explicit(q, k, v, scoring)
+    if scoring.plain:
+        out = _sdpa(q, k, v, scoring)
+    elif scoring.dropout > 0.0:
+        out = _explicit(q, k, v, scoring)
+    else:
+        out = tiled_attention(q, k, v, scoring.scale, scoring.window, scoring.softcap, scoring.sinks)
     return out.transpose(0, 1).flatten(1, 2)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-    if scoring.dropout == 0.0 and cpu_attention.fits(q, k, v):
-        return cpu_attention.causal_attention(q, k, v, scoring.scale, scoring.window)
+    if scoring.dropout == 0.0 and speeds_up(q, k, v):
+        return tiled_attention(q, k, v, scoring.scale, scoring.window)
     mask = causal_mask(q.shape[2], k.shape[2], scoring.window, q.device)
     return F.scaled_dot_product_attention(
         q,
@@ -248,7 +257,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-    """Attention written out, for scores that no kernel computes: [rows, heads, length, keys] at once, so slower."""
+    """Attention written out, for dropout of weights that no kernel computes: [rows, heads, length, keys] at once."""
     rows, heads, length, _ = q.shape
     groups = heads // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -262,6 +271,31 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         scores = torch.cat([scores, sinks], -1)
     weights = F.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     return F.dropout(weights[..., : k.shape[2]], scoring.dropout) @ v
+
+
+def flex_rows(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
+    """`attend` by torch's flex attention. All layers with one window share a block mask."""
+    if scoring.window not in packing.masks:
+        with torch.inference_mode(False):  # a training forward may use the mask after an inference forward made it
+            packing.masks[scoring.window] = flex.block_mask(*_ranges(packing, scoring.window, q.device))
+    return flex.flex_packed(q, k, v, packing.masks[scoring.window], scoring.scale, scoring.softcap, scoring.sinks)
+
+
+def _ranges(packing: Packing, window: int | None, device: torch.device) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """For each token the first key that it sees of its own segment; the first of its prefix, and the end of these."""
+    window = window or packing.num_tokens
+    starts: list[int] = []
+    parts: list[Tensor] = []
+    for run in packing.runs:
+        starts.append(starts[-1] + parts[-1].shape[1] if parts else 0)
+        position = torch.arange(run.length, device=device)
+        segment = starts[-1] + torch.arange(run.count, device=device)[:, None] * run.length
+        own = segment + (position - window + 1).clamp(min=0)
+        prefix = torch.zeros_like(segment) if run.rows is None else starts[run.source] + run.rows[:, None] * run.prefix
+        first = prefix + (run.prefix + position - window + 1).clamp(min=0)
+        parts.append(torch.stack([x.expand_as(own).flatten() for x in (own, first, prefix + run.prefix)]))
+    own, first, end = torch.cat(parts, 1).to(torch.int32)
+    return own, (first, end)
 
 
 def _flash_varlen_fits(q: Tensor, v: Tensor, scoring: Scoring) -> bool:

@@ -83,12 +83,13 @@ def load_image_processor(model: ModelConfig) -> ImageProcessor | None:
             return None
         return ImageProcessor(processor, (*SPECIAL_TOKENS, *VISION_TOKENS).index(IMAGE))
     assert model.path is not None
-    config = check_source(model.path, "model.path", "config.json", model.trust_remote_code, model.revision)
+    key = model.key_of("path")
+    config = check_source(model.path, key, "config.json", model.trust_remote_code, model.revision)
     if config.get("model_type") not in FAMILIES:
         _refuse_vision(model)
         return None
-    check_source(model.path, "model.path", "preprocessor_config.json", model.trust_remote_code, model.revision)
-    folder = locate(model.path, "model.path", model.revision, weights=False).folder
+    check_source(model.path, key, "preprocessor_config.json", model.trust_remote_code, model.revision)
+    folder = locate(model.path, key, model.revision, weights=False).folder
     try:
         loaded: Any = AutoImageProcessor.from_pretrained(
             folder, backend="pil", trust_remote_code=model.trust_remote_code
@@ -96,10 +97,10 @@ def load_image_processor(model: ModelConfig) -> ImageProcessor | None:
         full = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, ImportError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"model.path {model.path!r} has no usable image processor: {reason}") from error
+        raise ModelError(f"{key} {model.path!r} has no usable image processor: {reason}") from error
     if not isinstance(loaded, Qwen2VLImageProcessorPil):
         raise ModelError(
-            f"model.path {model.path!r} has the image processor {type(loaded).__name__}; "
+            f"{key} {model.path!r} has the image processor {type(loaded).__name__}; "
             "hone knows Qwen2VLImageProcessor only"
         )
     return ImageProcessor(_limited(loaded, model.used.vision), full.image_token_id)
