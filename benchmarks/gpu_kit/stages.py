@@ -119,6 +119,7 @@ def all_stages(out: Path, material: Path, shapes: Sequence[str]) -> dict[str, Ca
         Stage("doctor", hone("doctor", "--full", "--json"), 60),
         Stage("tests", tests, 240, count_tests),
         Stage("quickstart", hone("train", quickstart, f"run.dir={out / 'quickstart'}"), 150, exact_match),
+        Stage("head", [PYTHON, str(ROOT / "benchmarks/head.py")], 60, printed_numbers),
         Stage("weight-sync", [*transports, "--device", "cuda"], 60, printed_numbers),
         Stage("reverse", hone("train", reverse, f"run.dir={out / 'reverse'}"), 120, exact_match),
     ]

@@ -6,7 +6,8 @@
 
 Only rows whose next token has a loss are scored, so a prompt costs no logits. The backward recomputes each chunk's
 logits: one chunk exists at a time, in both directions. Log-probs are taken of logits / temperature, the distribution
-that the rollout sampled from.
+that the rollout sampled from. On GPUs, a Triton kernel (`kernels/triton_scores`) reads each chunk once instead, and
+turns it into its gradient in place.
 
 A reference is given as its hidden states and its head. Hidden states have H' numbers per token instead of V, so another
 worker can compute them for a whole batch and send them.
@@ -20,6 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from hone.engines.kernels.choice import NEVER, kernels_for
 
 _CPU_BLOCK = 1 << 20  # logits per block that stay in a CPU core's cache
 
@@ -111,9 +114,13 @@ class Head:
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return replace(self, weight=self.weight.to(self.dtype), bias=bias)
 
+    def product(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> [R, V] in the weight's dtype, before `finish`; of a `converted` head."""
+        return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V] in float32 at least; of a `converted` head."""
-        raw = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        raw = self.product(hidden)
         return self.finish(raw.to(torch.promote_types(raw.dtype, torch.float32)))
 
     def finish(self, logits: Tensor) -> Tensor:
@@ -174,6 +181,7 @@ def score_tokens(
     of the reference's. If ranks share the head's vocabulary, every rank gets the same scores, and the gradient of
     `hidden` is this rank's part of a sum. Raises ValueError if the reference has another vocabulary.
     """
+    fused = _fused(hidden, head, temperature) if queries is None else None
     queries = queries or Queries()
     if queries.reference is not None and queries.reference.head.weight.shape[0] != head.weight.shape[0]:
         raise ValueError(
@@ -190,6 +198,7 @@ def score_tokens(
         squared="sum_pi_squared" in needs,
         queries=queries,
         vocabulary=head.vocabulary,
+        fused=fused,
     )
     found = _ScoreTokens.apply(hidden, head.weight, head.bias, targets, plan)  # type: ignore[no-untyped-call]
     logprobs, *others = found
@@ -200,6 +209,14 @@ def _rows_per_block(chunk_tokens: int, head: Head) -> int:
     if head.weight.device.type != "cpu":
         return chunk_tokens
     return min(chunk_tokens, max(64, _CPU_BLOCK // head.vocabulary.width(head.weight.shape[0])))
+
+
+def _fused(hidden: Tensor, head: Head, temperature: float) -> Any:
+    """The kernel that scores targets over a vocabulary that is all on this rank; None: torch's operations do."""
+    if hidden.device.type in NEVER or not isinstance(head.vocabulary, WholeVocabulary):
+        return None
+    kernels = kernels_for(hidden.device.type, head.dtype or head.weight.dtype)
+    return None if kernels is None else kernels.Fused.of(head.scale, head.softcap, temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +230,7 @@ class _Plan:
     squared: bool
     queries: Queries
     vocabulary: Vocabulary
+    fused: Any  # `triton_scores.Fused`, or None
 
     @property
     def wanted(self) -> tuple[bool, ...]:
@@ -244,9 +262,13 @@ class _ScoreTokens(torch.autograd.Function):
         blocks = []
         for start in range(0, len(hidden) or 1, plan.rows):
             part = slice(start, start + plan.rows)
-            blocks.append(_scores_of_block(plan.logits(head, hidden[part]), targets[part], part, plan))
+            if plan.fused is not None:
+                blocks.append(plan.fused.score(head.product(hidden[part]), targets[part]))
+            else:
+                blocks.append(_scores_of_block(plan.logits(head, hidden[part]), targets[part], part, plan))
         outputs = [torch.cat(pieces) for pieces in zip(*blocks, strict=True)]
-        ctx.save_for_backward(hidden, weight, bias, targets)
+        outputs, found = outputs[:7], outputs[7:]  # the kernel's has one more, for its backward
+        ctx.save_for_backward(hidden, weight, bias, targets, *found)
         ctx.plan = plan
         ctx.mark_non_differentiable(outputs[2], *outputs[5:])
         ctx.set_materialize_grads(False)
@@ -254,7 +276,7 @@ class _ScoreTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden, weight, bias, targets, *found = ctx.saved_tensors
         plan: _Plan = ctx.plan
         head = plan.head(weight, bias)
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -264,18 +286,22 @@ class _ScoreTokens(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and to_bias else None
         for start in range(0, len(hidden), plan.rows):
             part = slice(start, start + plan.rows)
-            finished = head.logits(hidden[part])
-            reference = plan.reference_logits(part) if grads[4] is not None else None
-            grad = _logit_gradient(
-                _tempered(finished, plan.temperature),
-                _log_prob_gradients(grads, targets, part, plan),
-                grads[1][part] if plan.entropy and grads[1] is not None else None,
-                (reference, grads[4][part]) if reference is not None and grads[4] is not None else None,
-                plan.vocabulary,
-            )
-            grad = head.unfinish(_tempered(grad, plan.temperature), finished)
+            if plan.fused is not None:
+                upstream = [None if one is None else one[part] for one in grads[:2]]
+                grad = plan.fused.gradient(head.product(hidden[part]), targets[part], found[0][part], *upstream)
+            else:
+                finished = head.logits(hidden[part])
+                reference = plan.reference_logits(part) if grads[4] is not None else None
+                grad = _logit_gradient(
+                    _tempered(finished, plan.temperature),
+                    _log_prob_gradients(grads, targets, part, plan),
+                    grads[1][part] if plan.entropy and grads[1] is not None else None,
+                    (reference, grads[4][part]) if reference is not None and grads[4] is not None else None,
+                    plan.vocabulary,
+                )
+                grad = head.unfinish(_tempered(grad, plan.temperature), finished)
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
+                grad_bias += grad.sum(0, dtype=wide)
             narrow = grad.to(head.weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = narrow @ head.weight

@@ -34,6 +34,8 @@ def kernels(record: Recorder) -> None:
     for dtype in (name for name in platform.dtypes if name != "float64"):
         with record.check(f"packed attention in {dtype}, forward and backward") as figures:
             figures |= _attention(where, dtype)
+        with record.check(f"soft-capped attention with sinks in {dtype}, forward and backward") as figures:
+            figures |= _attention(where, dtype, softcap=2.0, sinks=torch.randn(4, dtype=torch.float64))
     with record.check("log-probs and entropy, forward and backward") as figures:
         figures["error"] = _of_head(where)
     with record.check("optimizer AdamW") as figures:
@@ -72,18 +74,23 @@ def _seconds(run: Callable[[], object], platform: PlatformBase) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def _attention(where: torch.device, dtype: str) -> dict[str, float]:
-    """Two sequences that share a prefix of 5 tokens: outputs and gradients of queries, keys and values."""
+def _attention(
+    where: torch.device, dtype: str, softcap: float | None = None, sinks: Tensor | None = None
+) -> dict[str, float]:
+    """Two sequences that share a prefix of 5 tokens: outputs, and gradients of queries, keys, values and sinks."""
     inputs = [torch.randn(1, heads, 16, 32, dtype=torch.float64) for heads in (4, 2, 2)]
+    inputs += [] if sinks is None else [sinks]
     ends, parents = torch.tensor([0, 5, 10, 16]), [None, 0, 0]
     found, gradients = [], []
     for device, kind in ((torch.device("cpu"), torch.float64), (where, getattr(torch, dtype))):
-        q, k, v = (x.detach().to(device, kind).requires_grad_() for x in inputs)
-        out = attend(q, k, v, Packing.of(ends, parents, device), Scoring(scale=32**-0.5))
+        given = [x.detach().to(device, kind).requires_grad_() for x in inputs]
+        q, k, v, *own = given
+        scoring = Scoring(scale=32**-0.5, softcap=softcap, sinks=own[0] if own else None)
+        out = attend(q, k, v, Packing.of(ends, parents, device), scoring)
         wide = torch.promote_types(kind, torch.float32)
         out.to(wide).square().sum().backward()
         found.append(out)
-        gradients.append([x.grad for x in (q, k, v)])
+        gradients.append([x.grad for x in given])
     pairs = zip(gradients[1], gradients[0], strict=True)
     return {"error": _gap(found[1], found[0], dtype), "gradient error": max(_gap(a, b, dtype) for a, b in pairs)}
 

@@ -41,8 +41,8 @@ async def _checks(record: Recorder) -> None:
     with record.check("builtin: log-probs of a text equal the CPU's") as figures:
         engine = BuiltinEngine(settings, model, device=platform.torch_device(0))
         texts = [prompt + tuple(range(40, 50)) for prompt in PROMPTS]
-        expected = BuiltinEngine(settings, model).score(texts, 1.0)
-        figures["error"] = _gap(engine.score(texts, 1.0), expected)
+        expected = _scores(BuiltinEngine(settings, model), texts)
+        figures["error"] = _gap(_scores(engine, texts), expected)
     if engine is None:
         return
     weights = {name: tensor.to(platform.torch_device(0)) for name, tensor in model.state_dict().items()}
@@ -81,9 +81,13 @@ async def _generate(engine: BuiltinEngine) -> list[Completion]:
 
 def _against_scores(engine: BuiltinEngine, answers: list[Completion]) -> float:
     texts = [prompt + answer.token_ids for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    scores = engine.score(texts, 1.0)
+    scores = _scores(engine, texts)
     own = [torch.tensor(answer.logprobs) for answer in answers]
     return _gap(own, [score[-len(one) :] for score, one in zip(scores, own, strict=True)])
+
+
+def _scores(engine: BuiltinEngine, texts: list[tuple[int, ...]]) -> list[Tensor]:
+    return [one.logprobs for one in engine.score_all(texts, 1.0)]
 
 
 def _gap(found: list[Tensor], expected: list[Tensor]) -> float:
