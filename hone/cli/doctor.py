@@ -8,6 +8,7 @@ software   Python, torch and the other required packages, optional packages with
 platforms  which devices can be used, with the reason if not
 sandboxes  where code of a policy can run: each local one runs a program, and says what it stops or why it does not work
            (a service is not asked: only whether there is a key)
+engines    which training engines have the package that they need
 servers    whether vLLM and SGLang have a Python environment
 parts      the names that a run file may use; with `--full`, each is imported, and the reason shown if that fails
 plug-ins   loaded or failed
@@ -39,7 +40,15 @@ from hone import __version__
 from hone.cli.finding import Finding
 from hone.cli.listing import REGISTRIES, problems, registered
 from hone.config import ConfigError
-from hone.platforms.base import AUTO, PLATFORM_VARIABLE, PlatformRegistry, compute_dtype, why_compute_dtype
+from hone.engines.registry import PACKAGES, EngineRegistry
+from hone.platforms.base import (
+    AUTO,
+    PLATFORM_VARIABLE,
+    PlatformRegistry,
+    compute_dtype,
+    why_compute_dtype,
+    why_no_triton,
+)
 from hone.platforms.cuda import is_cpu_build
 from hone.registry import load_plugins, resolve
 from hone.sandboxes.choice import LOCAL, SERVICES, configured
@@ -111,6 +120,7 @@ def examine(full: bool) -> Iterator[Finding]:
     yield from _optional()
     yield from _platforms()
     yield from _sandboxes()
+    yield from _engines()
     yield from _servers()
     yield from _tried_parts() if full else _named_parts()
     yield from _plugins()
@@ -182,6 +192,7 @@ def _platforms() -> Iterator[Finding]:
             platform = PlatformRegistry.choose(name)
             said = f"{compute_dtype(AUTO, platform)} ({why_compute_dtype(AUTO, platform)})"
             yield Finding("platforms", f"compute_dtype on {name}", None, said)
+            yield Finding("platforms", f"Triton kernels on {name}", None, why_no_triton(platform) or "used")
 
 
 def _devices(name: str) -> str:
@@ -196,6 +207,20 @@ def _sandboxes() -> Iterator[Finding]:
         yield Finding("sandboxes", name, works, detail)
     for name in SERVICES:
         yield Finding("sandboxes", name, None, configured(name))
+
+
+def _engines() -> Iterator[Finding]:
+    """Which training engines can be chosen here: each may need a package of its own."""
+    for backend in EngineRegistry.backends:
+        package = PACKAGES.get(backend)
+        found = "" if package is None else _version(package.distribution)
+        if package is None:
+            yield Finding("training engines", backend, True, "no other package needed")
+        elif package.is_installed:
+            yield Finding("training engines", backend, True, f"{package.distribution} {found}")
+        else:
+            missing = f"{package.distribution} is not installed; to add it: {package.install}"
+            yield Finding("training engines", backend, False, missing)
 
 
 def _servers() -> Iterator[Finding]:

@@ -14,6 +14,7 @@ A vendor's package adds its hardware without a change in hone:
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ from hone.platforms import PLATFORMS
 from hone.platforms.sharing import MemorySharing
 from hone.registry import CannotLoad, load_plugins, unknown
 
+TRITON_SWITCH = "HONE_TRITON"  # environment variable; 0: PyTorch's operations in place of hone's Triton kernels
+TRITON_INTERPRETER = "TRITON_INTERPRET"  # Triton's own; 1: kernels run on a CPU, slowly
 PLATFORM_VARIABLE = "HONE_PLATFORM"
 AUTO = "auto"
 
@@ -60,9 +63,11 @@ class PlatformBase(MemorySharing, ABC):
     ray_resource: ClassVar[str] = "GPU"  # what Ray calls a device of this kind
     ray_override_variables: ClassVar[tuple[str, ...]] = ()  # with one set to 1, Ray hides no devices from its actors
     allocator_variable: ClassVar[str] = ""  # environment variable with the settings of torch's allocator; "" if none
-    attention_kernels: ClassVar[tuple[str, ...]] = ("sdpa",)  # "varlen": torch's kernel for packed rows
+    attention_kernels: ClassVar[tuple[str, ...]] = ("sdpa",)  # "varlen": packed rows; "flex": caps, sinks
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")  # that the devices compute in
     fused_optimizers: ClassVar[bool] = False  # whether torch.optim's `fused=True` runs on the devices
+    compiles_triton: ClassVar[bool] = False  # whether Triton compiles hone's kernels for the devices
+    grouped_products: ClassVar[tuple[str, ...]] = ()  # dtypes of torch's `grouped_mm` where bfloat16 is native
     profiler_activity: ClassVar[str] = ""  # member of `torch.profiler.ProfilerActivity` besides CPU; "" if none
     architectures: ClassVar[tuple[str, ...]] = ()  # chips that the vendor's builds of torch and vLLM are made for
     container: ClassVar[str] = ""  # options of `docker run` that give a container the devices
@@ -288,6 +293,19 @@ def why_compute_dtype(chosen: str, platform: PlatformBase) -> str:
     if chosen != AUTO:
         return "as set"
     return f"auto: {platform.why_bfloat16_is_slow() or f'{platform.name} multiplies bfloat16 natively here'}"
+
+
+def why_no_triton(platform: PlatformBase) -> str:
+    """Empty if hone's Triton kernels run on the platform's devices in this process, else why not, for a person."""
+    if os.environ.get(TRITON_SWITCH) == "0":
+        return f"{TRITON_SWITCH}=0"
+    interpreted = os.environ.get(TRITON_INTERPRETER) == "1"
+    if not (platform.compiles_triton or interpreted):
+        return f"Triton compiles no kernels for {platform.name} ({TRITON_INTERPRETER}=1 interprets them, for tests)"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed, which torch for GPUs brings on Linux: pip install triton"
+    old = "" if interpreted else platform.why_bfloat16_is_slow()
+    return f"{old}, as does Triton" if old else ""
 
 
 def current_platform() -> PlatformBase:

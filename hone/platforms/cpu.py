@@ -35,11 +35,14 @@ class CpuPlatform(PlatformBase):
     ray_resource = "CPU"
     dtypes = ("float32", "bfloat16", "float16", "float64")
     fused_optimizers = True
+    grouped_products = ("float32", "bfloat16", "float16")
     sources = {  # noqa: RUF012  a ClassVar of the base class
         **dict.fromkeys(("device", "vendor", "architectures"), "torch runs on any x86-64 or ARM processor"),
         "dtypes": "torch computes in all four; /proc/cpuinfo says whether bfloat16 is native",
         "attention_kernels": "torch's varlen attention has no CPU kernel; hone/models/attention has one of its own",
         "fused_optimizers": "torch.optim: fused AdamW and SGD for CPUs since torch 2.4",
+        "grouped_products": "torch.nn.functional.grouped_mm of torch 2.13, run in all three",
+        "compiles_triton": "Triton's README: CPUs are under development",
         "allocator_variable": "torch has no allocator for CPU memory; glibc's is set by hone/platforms/host_memory.py",
         "collectives_backend": "torch.distributed: gloo",
         "supports_broadcast": "weights are in host memory, which gloo sends",

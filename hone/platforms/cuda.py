@@ -33,9 +33,10 @@ class GpuPlatform(PlatformBase):
     ray_resource = "GPU"
     supports_ipc = True
     supports_broadcast = True
-    attention_kernels = ("varlen", "sdpa")
+    attention_kernels = ("varlen", "flex", "sdpa")
     dtypes = ("float32", "bfloat16", "float16", "float64")
     fused_optimizers = True
+    compiles_triton = True
     profiler_activity = "CUDA"
 
     def device_uuids(self) -> list[str]:
@@ -64,13 +65,16 @@ class CudaPlatform(GpuPlatform):
     name = "cuda"
     vendor = "nvidia"
     visible_devices_variable = "CUDA_VISIBLE_DEVICES"
+    grouped_products = ("bfloat16",)
     ray_override_variables = ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",)
     allocator_variable = "PYTORCH_CUDA_ALLOC_CONF"
     container = "--gpus all"
     sources = {  # noqa: RUF012  a ClassVar of the base class
         **dict.fromkeys(("device", "vendor", "dtypes", "fused_optimizers"), "torch.cuda of torch 2.13"),
         "architectures": "every GPU that the installed build of torch has kernels for",
-        "attention_kernels": "torch.nn.attention.varlen of torch 2.13: FlashAttention 2",
+        "attention_kernels": "torch.nn.attention of torch 2.13: varlen (FlashAttention 2), flex_attention (Triton)",
+        "grouped_products": "torch.nn.functional.grouped_mm of torch 2.13: compute capability 8.0 and newer",
+        "compiles_triton": "Triton's README: compute capability 8.0 and newer",
         "allocator_variable": "torch's notes on CUDA semantics, `Memory management`",
         **dict.fromkeys(("collectives_backend", "supports_broadcast"), "torch.distributed: NCCL"),
         "supports_ipc": "torch.UntypedStorage._share_cuda_: CUDA's IPC handles",

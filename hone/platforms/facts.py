@@ -14,6 +14,8 @@ FACTS = (
     "dtypes",
     "attention_kernels",
     "fused_optimizers",
+    "grouped_products",
+    "compiles_triton",
     "allocator_variable",
     "collectives_backend",
     "supports_broadcast",

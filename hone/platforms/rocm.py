@@ -34,8 +34,10 @@ class RocmPlatform(GpuPlatform):
     never_run = "no part of hone ever ran on an AMD GPU"
     sources = {  # noqa: RUF012  a ClassVar of the base class
         **dict.fromkeys(("device", "vendor", "dtypes", "fused_optimizers"), "torch's notes on HIP semantics"),
+        "grouped_products": "torch 2.13 documents grouped_mm for NVIDIA GPUs alone",
         "architectures": "vllm 0.32, vllm/platforms/rocm.py: gfx942 and gfx950 are its MI3xx",
-        "attention_kernels": "torch.nn.attention.varlen of torch 2.13; on ROCm its FlashAttention is AOTriton's",
+        "attention_kernels": "torch.nn.attention of torch 2.13: varlen (AOTriton), flex_attention (Triton)",
+        "compiles_triton": "Triton's README: ROCm 6.2 and newer",
         "allocator_variable": "torch's notes on HIP semantics, `Memory management`",
         **dict.fromkeys(("collectives_backend", "supports_broadcast"), "torch's notes on HIP semantics: nccl is RCCL"),
         "supports_ipc": "torch.UntypedStorage._share_cuda_: HIP's IPC handles; reports of failures: verl on ROCm",

@@ -11,6 +11,7 @@ import torch
 from hone.cli.doctor import _show, examine
 from hone.cli.finding import Finding
 from hone.cli.main import main
+from hone.engines.registry import PACKAGES, Package
 
 
 def findings(full=False) -> dict[tuple[str, str], list]:
@@ -72,6 +73,7 @@ def test_it_prints_every_section_and_succeeds(capsys):
         "optional packages",
         "platforms",
         "sandboxes",
+        "training engines",
         "rollout servers",
         "parts",
         "plug-ins",
@@ -103,6 +105,14 @@ def test_a_server_is_there_if_its_environment_has_its_package(tmp_path, monkeypa
     assert found["rollout servers", "vllm"] == [Finding("rollout servers", "vllm", True, f"{tmp_path}/.venv-vllm")]
     missing = f"{tmp_path}/.venv-sglang has no sglang"
     assert found["rollout servers", "sglang"] == [Finding("rollout servers", "sglang", False, missing)]
+
+
+def test_an_engine_without_its_package_says_what_to_type(monkeypatch):
+    monkeypatch.setitem(PACKAGES, "megatron", Package("no_such_module", "no-such", "pip install no-such==1"))
+    found = findings()
+    missing = "no-such is not installed; to add it: pip install no-such==1"
+    assert found["training engines", "megatron"] == [Finding("training engines", "megatron", False, missing)]
+    assert found["training engines", "fsdp2"][0].ok
 
 
 def test_a_long_line_goes_on_below(capsys, monkeypatch):

@@ -15,6 +15,9 @@ from hone.engines.fsdp2.settings import Fsdp2Settings
 from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.platforms.base import current_platform
+from hone.rollout.servers.host import LocalHost
+from hone.workers.rollout import device_share
+from hone.workers.train import TrainSpec, TrainWorker
 from tests.engines.spread import LOSSES, SIZES, make_batch
 
 platform = current_platform()
@@ -65,6 +68,32 @@ def moved(engine):
     ]
 
 
+def shares():
+    """What servers with half of a device take of the trainer's, which is the first of the devices."""
+    taking_half = SimpleNamespace(memory_fraction=("gpu_memory_utilization", 0.5))
+    elsewhere = SimpleNamespace(is_shared=False)
+    layouts = {
+        "one": [(LocalHost(), (0,))],
+        "two on one device": [(LocalHost(), (0,)), (LocalHost(), (0,))],
+        "of two devices": [(LocalHost(), (0,)), (LocalHost(), (1,))],
+        "beside it": [(LocalHost(), (1,))],
+        "elsewhere": [(elsewhere, ())],
+    }
+    found = {}
+    for name, layout in layouts.items():
+        share = device_share([SimpleNamespace(host=host, devices=devices) for host, devices in layout], taking_half)
+        found[name] = None if share is None else [share.fraction, share.servers, share.key]
+    return found
+
+
+def needed():
+    """The facts that a rank on the device tells the driver."""
+    model = ModelConfig(build=BuildConfig(**SIZES, kv_heads=2, architecture="qwen3"))
+    worker = TrainWorker(TrainSpec(model, EngineConfig(backend=Fsdp2Settings()), total_steps=10))
+    worker.initialize()
+    return {name: one.value for name, one in worker.device_memory().items()}
+
+
 losses, weights = two_steps(engine_on("cpu"))
 engine = engine_on("npu")
 built = sum(waits.values())
@@ -81,6 +110,8 @@ found = {
     "stepping": stepping,
     "bfloat16": moved(engine_on("npu", "bfloat16")),
     "refused": refused(),
+    "shares": shares(),
+    "needed": needed(),
     "conformance": conformance(),
     "inferred_on": str(engine.infer_batch(make_batch(3)).logprobs.device),
 }

@@ -56,6 +56,19 @@ def test_a_step_waits_for_the_device_twice(found):
     assert found["built"] <= 15  # the probes of a model, at start-up
 
 
+def test_servers_share_the_device_of_the_trainer(found):
+    key = "rollout.engine.gpu_memory_utilization"
+    assert found["shares"] == {
+        "one": [0.5, 1, key],
+        "two on one device": [0.5, 2, key],
+        "of two devices": [0.5, 1, key],
+        "beside it": None,
+        "elsewhere": None,
+    }
+    assert found["needed"]["total"] == 2**34
+    assert found["needed"]["kept"] == 2 * found["needed"]["training"] > 0  # AdamW's two moments; one gradient
+
+
 def test_tensors_of_host_and_device_do_not_mix(found):
     assert found["refused"].startswith(
         "aten.add.Tensor: expected all tensors on npu:0, found a host tensor of shape (3,)"
@@ -66,6 +79,7 @@ def test_the_conformance_kit_finds_what_the_device_lacks(found):
     """Its tensors are Python wrappers: their storages cannot be resized, which sleep at level 2 does to free them."""
     results = {name: (status, reason) for name, status, reason in found["conformance"]}
     assert results["packed attention in bfloat16, forward and backward"] == ("works", "")
+    assert results["soft-capped attention with sinks in bfloat16, forward and backward"] == ("works", "")
     assert results["checksum of weights equals the CPU's"] == ("works", "")
     assert results["builtin: weight sync inside of the process"] == ("works", "")
     wrong = {name: said for name, said in results.items() if said[0] != "works"}

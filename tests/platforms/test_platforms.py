@@ -16,6 +16,7 @@ from hone.platforms.base import (
     compute_dtype,
     current_platform,
     why_compute_dtype,
+    why_no_triton,
 )
 from hone.platforms.cpu import CpuPlatform
 from hone.platforms.cuda import CudaPlatform
@@ -296,6 +297,26 @@ def test_gpus_multiply_bfloat16_since_ampere():
     assert cuda_platform.lacking_bfloat16((7, 5)) == (
         "this GPU has compute capability 7.5, and bfloat16 needs 8.0 (Ampere)"
     )
+
+
+def test_triton_kernels_run_where_triton_compiles_them(platforms, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("HONE_TRITON", raising=False)
+    assert why_no_triton(CpuPlatform()) == (
+        "Triton compiles no kernels for cpu (TRITON_INTERPRET=1 interprets them, for tests)"
+    )
+    make("young", compiles_triton=True)
+    make("old", compiles_triton=True, why_bfloat16_is_slow=lambda self: "bfloat16 needs 8.0")
+    young, old = PlatformRegistry.choose("young"), PlatformRegistry.choose("old")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert why_no_triton(young).startswith("triton is not installed")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton")
+    assert why_no_triton(young) == ""
+    assert why_no_triton(old) == "bfloat16 needs 8.0, as does Triton"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert (why_no_triton(old), why_no_triton(CpuPlatform())) == ("", "")
+    monkeypatch.setenv("HONE_TRITON", "0")
+    assert why_no_triton(young) == "HONE_TRITON=0"
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,16 @@ An operator refuses tensors of the host beside tensors of the device, as a real 
 import collections
 import sys
 import traceback
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
 
+import hone
+
 NAME = "npu"
+HONE = f"{Path(hone.__file__).parent}/"
 aten = torch.ops.aten
 waits: collections.Counter[str] = collections.Counter()  # "kind file:line" -> how often the host waited for the device
 COPIES = (aten.copy_.default,)
@@ -83,8 +87,8 @@ class OnDevice(torch.Tensor):
 
 def count(kind):
     """Add a wait, under the line of hone that caused it."""
-    frames = [frame for frame in traceback.extract_stack(sys._getframe(1)) if "/hone/" in frame.filename]
-    place = f"{frames[-1].filename.rpartition('/hone/')[2]}:{frames[-1].lineno}" if frames else "elsewhere"
+    frames = [frame for frame in traceback.extract_stack(sys._getframe(1)) if frame.filename.startswith(HONE)]
+    place = f"{frames[-1].filename.removeprefix(HONE)}:{frames[-1].lineno}" if frames else "elsewhere"
     waits[f"{kind} {place}"] += 1
 
 
