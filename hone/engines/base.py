@@ -116,8 +116,9 @@ def deadline_of_groups(device: str) -> timedelta:
 def give_deadline(deadline: timedelta) -> None:
     """Set the deadline of every process group: torch gives each new one its default of 30 minutes."""
     internals: Any = dist.distributed_c10d
-    for group in internals._world.pg_map:
-        internals._set_pg_timeout(deadline, group)
+    for group, (backend, _) in internals._world.pg_map.items():
+        if backend != "fake":  # of dimensions of one rank, in which nobody waits
+            internals._set_pg_timeout(deadline, group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,14 @@ class OneProcess:
         return count
 
     def meet(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """Bytes that a model will need of its rank's device beyond what it has allocated after `initialize`."""
+
+    kept: int = 0  # between the verbs, from the first optimizer step on
+    training: int = 0  # more than that during an optimizer step, without activations
 
 
 class BaseEngine(Protocol):
@@ -188,6 +197,9 @@ class BaseEngine(Protocol):
         Every rank is given the same tensors, with names as `get_per_tensor_param` has them. Raises ValueError for a
         name or a shape that the model does not have.
         """
+
+    def memory_needs(self) -> MemoryNeeds:
+        """What the first step will add to the device's memory; the same on every rank, up to uneven cuts."""
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move parts of the engine between its device and CPU memory."""

@@ -24,15 +24,15 @@ from torch import Tensor, nn
 
 from hone.data.packed_images import images_on
 from hone.data.packing import restore, select
-from hone.engines.base import EngineSpec, Ranks
-from hone.engines.checkpoint import Checkpoint, require_dtype
+from hone.engines.base import EngineSpec, MemoryNeeds, Ranks
+from hone.engines.checkpoint.engine_state import Checkpoint, require_dtype
 from hone.engines.export import export_weights
 from hone.engines.forward import Forward
 from hone.engines.layout import cut_batch
 from hone.engines.lora.adapter_files import write_adapter
 from hone.engines.moe import LOADS, Experts
 from hone.engines.optimizers import Update
-from hone.engines.parts import Part, Weights, Whole, blend_part
+from hone.engines.parts import Part, Weights, Whole, blend_parts
 from hone.models.dropout import seeded
 from hone.models.four_bit import plain_weights
 from hone.models.loading import DTYPES
@@ -53,6 +53,7 @@ class Engine(ABC):
     weights: Weights
     update: Update  # of an engine that trains
     experts: Experts | None = None  # of a mixture of experts
+    offloads = False  # whether parts wait in CPU memory (`hone.engines.memory.OffloadingEngine`)
     cuts_weights = False  # whether masters are parts of weights even in one process
 
     def __init__(self, spec: EngineSpec, device: str, ranks: Ranks) -> None:
@@ -83,8 +84,11 @@ class Engine(ABC):
         """Load the model and set `model`, `weights` and `experts`."""
 
     def _on_device(self, parts: frozenset[str]) -> AbstractContextManager[None]:
-        """Have `parts` ("model", "optimizer", "grad") on the device; a backend that offloads overrides this."""
-        return nullcontext()
+        """Have `parts` ("model", "optimizer", "grad") on the device."""
+        return self._brought(parts) if self.offloads else nullcontext()
+
+    def _brought(self, parts: frozenset[str]) -> AbstractContextManager[None]:
+        raise NotImplementedError
 
     @property
     def _head_dtype(self) -> torch.dtype | None:
@@ -237,6 +241,9 @@ class Engine(ABC):
     def disable_adapter(self) -> AbstractContextManager[None]:
         return self._require_adapter().disabled()
 
+    def memory_needs(self) -> MemoryNeeds:
+        return self.update.memory_needs(self.weights) if self.trained else MemoryNeeds()
+
     @abstractmethod
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None: ...
 
@@ -246,20 +253,13 @@ class Engine(ABC):
         if unknown:
             raise ValueError(f"the model has no weight {unknown[0]}, which is to be blended into it")
         parts = [part for part in self._saved() if part[0] in tensors]  # without the other names of tied weights
-        for name, _, shard in parts:
-            if shard.shape != tuple(tensors[name].shape):
-                raise ValueError(
-                    f"{name} is {list(shard.shape)}, what is to be blended into it is {list(tensors[name].shape)}"
-                )
-        for name, live, shard in parts:
-            blend_part(live, shard, tensors[name], mixup)
-        changed = frozenset(name for name, _, _ in parts)
-        self.weights.publish(changed)
+        blend_parts(parts, tensors, mixup)
+        self.weights.publish(frozenset(name for name, _, _ in parts))
 
     def _saved(self) -> list[Part]:
         """The parts of the model in a checkpoint: each weight that is not frozen, once, and persistent buffers."""
         if self.adapter is not None:
-            kept = self.adapter.names | self.weights.masters.keys()
+            kept = self.adapter.names | {name for name, _, _ in self.weights.trained()}
             return [part for part in self.weights.parts() if part[0] in kept]
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = [(name, one) for name, one in self.model.state_dict().items() if name not in parameters]
@@ -338,6 +338,11 @@ class ScoredStep:
             row[name] = _entry(values.detach()[mask].max(), mask, largest=True)
         self._rows.append(row)
         return total
+
+    def add(self, sums: Mapping[str, Tensor]) -> None:
+        """Add to metrics the sums over tokens that another pipeline stage computed of the same micro-batches."""
+        for name, value in sums.items() if self._rows else ():
+            self._rows[0][name][0] += value
 
     def metrics(self) -> Metrics:
         """Means over the tokens with a loss, and `train/loss` as a sum: one transfer from the device for all."""

@@ -59,6 +59,11 @@ class Experts:
         return frozenset({LOADS, *self._coefs})
 
     @property
+    def losses(self) -> frozenset[str]:
+        """The router losses that training adds."""
+        return frozenset(self._coefs)
+
+    @property
     def counts_first(self) -> bool:
         """Whether the engine must count the loads of the whole step before its first backward."""
         return self._over_batch and BALANCE in self._coefs
@@ -66,9 +71,13 @@ class Experts:
     # ------------------------------------------------------------------------------------------------ one forward
 
     @contextmanager
-    def watch(self, batch: Batch, layout: Layout) -> Iterator[Routing]:
-        """Record the experts chosen by a forward inside this context; replay the batch's routes if replay is on."""
-        routing = Routing(self.routers, self._given(batch, layout) if self._replays else None)
+    def watch(self, batch: Batch, layout: Layout, part: Routers | None = None) -> Iterator[Routing]:
+        """Record the experts chosen by a forward inside this context; replay the batch's routes if replay is on.
+
+        `part` are the routers of the part of the model that runs, if it is not all of it. Every rank of
+        `layout.packing.ranks` has the tokens of its slice of the row.
+        """
+        routing = Routing(part or self.routers, self._given(batch, layout) if self._replays else None)
         with watched(routing):
             yield routing
 
@@ -98,7 +107,10 @@ class Experts:
             )
 
     def outputs(self, batch: Batch, layout: Layout, routing: Routing, needs: frozenset[str]) -> dict[str, Tensor]:
-        """Compute the outputs in `needs` from a watched forward, each [T] or [T, ...]; add its loads to the tally."""
+        """Compute the outputs in `needs` from a watched forward, each [T] or [T, ...]; add its loads to the tally.
+
+        Of a part of the model: the losses' share of its layers (the whole is the sum over parts), and its routes.
+        """
         if not needs & {LOADS, ROUTES, BALANCE, Z_LOSS}:
             return {}
         tokens = _RankTokens(batch, layout)
@@ -111,15 +123,15 @@ class Experts:
         if BALANCE in needs:
             found[BALANCE] = tokens.per_token(self._balance(routing, scored, tokens))
         if Z_LOSS in needs:
-            square = [logits.logsumexp(-1).square() for logits, _ in scored]
-            found[Z_LOSS] = tokens.per_token(tokens.mean(torch.stack(square).mean(0)[:, None])[:, 0])
+            square = torch.stack([logits.logsumexp(-1).square() for logits, _ in scored]).sum(0) / self.routers.layers
+            found[Z_LOSS] = tokens.per_token(tokens.mean(square[:, None])[:, 0])
         return found
 
     def _balance(self, routing: Routing, scored: list[tuple[Tensor, Tensor]], tokens: _RankTokens) -> Tensor:
         """Balance loss of each sequence, [N]."""
         scale = self.routers.experts / self.routers.top_k
         total: Tensor | None = None
-        for layer, (_, scores) in enumerate(scored):
+        for layer, (_, scores) in zip(routing.routers.numbers, scored, strict=True):
             if self._frequencies is None:
                 taken = scale * tokens.mean(_taken(routing.chosen[layer], scores))
             else:
@@ -134,17 +146,17 @@ class Experts:
     @torch.no_grad()
     def _count(self, routing: Routing, tokens: _RankTokens) -> None:
         """Add this rank's tokens to the tally."""
-        times = tokens.times
-        loads, entropy = [], times.new_zeros(())
-        for layer, (_, scores) in enumerate(routing.scored()):
-            loads.append(times @ _taken(routing.chosen[layer], scores).double())
+        times, here = tokens.times, routing.routers.layers
+        loads, entropy = times.new_zeros(self.routers.layers, self.routers.experts), times.new_zeros(())
+        for layer, (_, scores) in zip(routing.routers.numbers, routing.scored(), strict=True):
+            loads[layer] = times @ _taken(routing.chosen[layer], scores).double()
             entropy += times @ torch.special.entr(scores.double()).sum(-1)
         replaced = sum((times @ one.double() for one in routing.replaced.values()), times.new_zeros(()))
         known = times.new_zeros(())
         if routing.given is not None:
-            known = times @ (routing.given[:, 0, 0] != UNKNOWN).double() * self.routers.layers * self.routers.top_k
-        figures = torch.stack([entropy, times.sum() * self.routers.layers, replaced, known])
-        one = torch.cat([*loads, figures])
+            known = times @ (routing.given[:, 0, 0] != UNKNOWN).double() * here * self.routers.top_k
+        figures = torch.stack([entropy, times.sum() * here, replaced, known])
+        one = torch.cat([loads.flatten(), figures])
         self._tally = one if self._tally is None else self._tally + one
 
     def _take_tally(self, ranks: Ranks, device: str) -> tuple[Tensor, list[float]]:
@@ -239,7 +251,6 @@ def open_experts(model: Any, config: MoeConfig | None, name: str, run: Any) -> E
     Raises ModelError if a setting needs routers, but the model has none or its routers do not choose by topk. Without
     such a setting, the model trains without expert metrics.
     """
-    asked = [] if config is None else _asked(config)
     try:
         routers = Routers.find(model)
         if routers is not None:
@@ -248,10 +259,15 @@ def open_experts(model: Any, config: MoeConfig | None, name: str, run: Any) -> E
         reason = "no router of it can be found" if expert_count(model.config) else "it has no experts"
     except ModelError as error:
         reason = str(error)
-    if asked:
-        assert config is not None
-        raise ModelError(f"{config.key_of(asked[0])}: {name} cannot do that: {reason}; remove the key")
+    require_unused(config, name, reason)
     return None
+
+
+def require_unused(config: MoeConfig | None, name: str, reason: str) -> None:
+    """Raise ModelError if a setting needs routers, with the `reason` why there are none."""
+    asked = [] if config is None else _asked(config)
+    if config is not None and asked:
+        raise ModelError(f"{config.key_of(asked[0])}: {name} cannot do that: {reason}; remove the key")
 
 
 def _asked(config: MoeConfig) -> list[str]:

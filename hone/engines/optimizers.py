@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hone.engines.base import Ranks
+from hone.engines.base import MemoryNeeds, Ranks
 from hone.engines.parts import Weights
 from hone.engines.registry import SCHEDULES
 from hone.engines.settings import CosineConfig, EngineConfig, LinearConfig, OptimizerConfig, ScheduleConfig, WsdConfig
@@ -35,6 +35,7 @@ _WHOLE = {
 # Of bitsandbytes. The state of a weight, or of a rank's part of one, with at least 4096 values is 8-bit codes and a
 # float32 scale per 256 codes.
 EIGHT_BIT = ("AdEMAMix8bit", "Adam8bit", "AdamW8bit", "Lion8bit")
+PROBED = 256  # rows and columns of the matrix whose optimizer state is measured: 8-bit states have blocks of 256
 
 
 class Update:
@@ -53,6 +54,7 @@ class Update:
                 f"{self._config.key_of('name')}: {self._config.name} needs weights that are tensors of their own, and "
                 "this backend has slices of buffers; choose AdamW, or the backend fsdp2"
             )
+        self._in_buffers = in_buffers  # which have the gradients, too
         self._in_parts = in_parts or in_buffers
         self._max_norm = config.max_grad_norm
         self.schedule = Schedule(config.schedule, total_steps)
@@ -65,6 +67,23 @@ class Update:
         """Make the optimizer of an engine's weights."""
         self.optimizer = build_optimizer(self._config, weights.masters, self._in_parts)
         self.apply_schedule()
+
+    def memory_needs(self, weights: Weights) -> MemoryNeeds:
+        """What the first step adds: gradients, and state that it keeps."""
+        gradients = 0 if self._in_buffers else sum(one.nbytes for one in weights.masters.values())
+        return MemoryNeeds(0 if self.optimizer.state else self._state_bytes(weights), gradients)
+
+    def _state_bytes(self, weights: Weights) -> int:
+        """Bytes of the state of this rank's weights, extrapolated from that of a small matrix."""
+        masters = [one for one in weights.masters.values() if one.numel()]
+        dtype = masters[0].dtype if masters else torch.float32
+        trial = nn.Parameter(torch.zeros(PROBED, PROBED, dtype=dtype))
+        trial.grad = torch.ones_like(trial)
+        optimizer = build_optimizer(self._config, {"trial": trial}, self._in_parts)
+        optimizer.step()
+        state = optimizer.state[trial].values()
+        kept = sum(one.nbytes for one in state if isinstance(one, Tensor) and one.dim())
+        return round(sum(one.numel() for one in masters) * kept / trial.numel())
 
     def step(self, weights: Weights, ranks: Ranks) -> Metrics:
         """Clip and step; if the gradient norm is not finite, leave weights and optimizer as they are."""
@@ -80,6 +99,11 @@ class Update:
         skipped = not finite and ranks.data_parallel_rank == 0  # counted once: the metrics of ranks are added up
         metrics = {"train/lr": Metric.mean(self._lr), "train/skipped_steps": Metric.sum(float(skipped))}
         return metrics | ({"train/grad_norm": Metric.mean(norm)} if finite else {})
+
+    def move(self, device: str) -> None:
+        """Move the optimizer's state of each weight; counters stay where the optimizer made them."""
+        for state in self.optimizer.state.values():
+            state |= {k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
 
     def advance(self) -> None:
         """Go on to the learning rate of the next step."""

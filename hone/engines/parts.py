@@ -7,7 +7,7 @@ of the whole tensor that lie in the rank's local one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,8 +109,19 @@ class Weights(Protocol):
         """Gather some of `parts`. Every rank calls it."""
 
 
-def blend_part(live: Tensor, shard: Shard, whole: Tensor, mixup: float) -> None:
-    """Set the local part of a weight to mixup * whole + (1 - mixup) * weight; numbers that are counts are copied."""
+def blend_parts(parts: Sequence[Part], tensors: Mapping[str, Tensor], mixup: float) -> None:
+    """Set each part to mixup * its whole tensor + (1 - mixup) * itself. Raises ValueError for another shape."""
+    for name, _, shard in parts:
+        if shard.shape != tuple(tensors[name].shape):
+            raise ValueError(
+                f"{name} is {list(shard.shape)}, what is to be blended into it is {list(tensors[name].shape)}"
+            )
+    for name, live, shard in parts:
+        _blend(live, shard, tensors[name], mixup)
+
+
+def _blend(live: Tensor, shard: Shard, whole: Tensor, mixup: float) -> None:
+    """Blend the local part of a weight; numbers that are counts are copied."""
     for piece in shard.pieces():
         there = tuple(slice(start, start + length) for start, length in zip(piece.offset, piece.shape, strict=True))
         own, new = live[piece.at], whole[there].to(live.device, live.dtype)
@@ -120,4 +131,4 @@ def blend_part(live: Tensor, shard: Shard, whole: Tensor, mixup: float) -> None:
             own.copy_(new)
 
 
-__all__ = ["CastFn", "GatherFn", "Part", "Piece", "PlaceFn", "Shard", "Weights", "Whole", "blend_part"]
+__all__ = ["CastFn", "GatherFn", "Part", "Piece", "PlaceFn", "Shard", "Weights", "Whole", "blend_parts"]

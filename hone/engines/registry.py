@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hone.registry import CannotLoad, Entry, Registry, UnknownName, resolve, unknown
@@ -25,6 +27,32 @@ SCHEDULES = Registry(
     },
 )
 """Name -> function `(settings, warm-up, total steps)` that gives the factor of a step after the warm-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """The optional package of a backend."""
+
+    module: str
+    distribution: str
+    install: str  # the command that adds it to hone's environment
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.module) is not None
+
+
+PACKAGES: Mapping[str, Package] = {
+    "megatron": Package("megatron", "megatron-core", "pip install megatron-core==0.16.1"),
+    "automodel": Package("nemo_automodel", "nemo-automodel", "pip install --no-deps nemo-automodel==0.7.0"),
+    "torchtitan": Package(
+        "torchtitan",
+        "torchtitan",
+        "pip install --no-deps torchtitan==0.3.0 && pip install spmd_types==0.2.3 tyro triton",
+    ),
+    "veomni": Package("veomni", "veomni", "pip install --no-deps veomni==0.1.12"),
+}
+"""Backend -> its package. `--no-deps` where its pins exclude hone's, and hone needs nothing more of them."""
 
 C = TypeVar("C", bound=type)
 Key = tuple[str, str, str, str]
@@ -113,6 +141,11 @@ class _EngineRegistry:
         target = self._entries[key]
         if not isinstance(target, str):
             return target  # type: ignore[no-any-return]
+        package = PACKAGES.get(key[1])
+        if package is not None and not package.is_installed:
+            raise CannotLoad(
+                f"engine backend {key[1]!r} needs {package.distribution}, which is not installed: {package.install}"
+            )
         try:
             return resolve(target)  # type: ignore[no-any-return]
         except (ImportError, AttributeError) as error:
@@ -141,4 +174,29 @@ EngineRegistry.register(
     backend="megatron",
     target="hone.engines.megatron.engine:MegatronEngine",
     settings="hone.engines.megatron.settings:MegatronSettings",
+)
+EngineRegistry.register(
+    model_type=("language_model", "value_model"),
+    backend="veomni",
+    target="hone.engines.veomni.engine:VeomniEngine",
+    settings="hone.engines.veomni.settings:VeomniSettings",
+)
+EngineRegistry.register(
+    model_type=("language_model", "value_model"),
+    backend="automodel",
+    target="hone.engines.automodel.engine:AutomodelEngine",
+    settings="hone.engines.automodel.settings:AutomodelSettings",
+)
+EngineRegistry.register(
+    model_type=("language_model", "value_model"),
+    backend="torchtitan",
+    target="hone.engines.torchtitan.engine:TitanEngine",
+    settings="hone.engines.torchtitan.settings:TitanSettings",
+)
+EngineRegistry.register(
+    model_type=("language_model", "value_model"),
+    backend="megatron",
+    device="npu",
+    vendor="huawei",
+    target="hone.engines.mindspeed.engine:MindSpeedEngine",
 )

@@ -150,8 +150,10 @@ class EngineConfig(Config):
     head_dtype: Literal["float32"] | None = setting(
         None, "float32: multiply hidden states and output layer in float32 for log-probs; null: in compute_dtype"
     )
-    activation_checkpointing: bool | Literal["offload"] = setting(
-        False, "recompute layers in the backward to save memory; offload: their inputs wait in CPU memory meanwhile"
+    activation_checkpointing: bool | Literal["offload", "selective"] = setting(
+        False,
+        "recompute layers in the backward to save memory; offload: their inputs wait in CPU memory meanwhile; "
+        "selective: recompute parts of layers (backend.recompute_modules of megatron)",
     )
     logprob_chunk_tokens: int = setting(
         1024, "compute logits for this many tokens at a time, to save memory", unit="tokens", ge=1

@@ -7,13 +7,17 @@ No rank ever makes whole logits, in forward or backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from hone.engines.logprobs import WHOLE, Head, Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +76,39 @@ class SharedVocabulary:
         own = ids - self.rank * self.share
         here = (own >= 0) & (own < values.shape[1])
         return torch.where(here, own, 0), here
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyRanks:
+    """The ranks that share the rows of an embedding and a head: each has neighbours, the last one perhaps fewer."""
+
+    group: Any  # process group
+    rank: int
+    size: int
+
+    def share(self, tokens: int) -> int:
+        """Rows on each rank but the last, of `tokens` rows."""
+        return -(-tokens // self.size)
+
+    def rows(self, tokens: int) -> slice:
+        """The tokens whose rows this rank has."""
+        share = self.share(tokens)
+        return slice(share * self.rank, min(share * (self.rank + 1), tokens))
+
+    def vocabulary(self, tokens: int) -> Vocabulary:
+        """How logits of `tokens` tokens lie over the ranks."""
+        return WHOLE if self.size == 1 else SharedVocabulary(self.group, self.rank, self.size, self.share(tokens))
+
+    def own(self, load: Callable[[], Head]) -> Callable[[], Head]:
+        """Of a whole head, loaded at the first call, the rows of this rank."""
+
+        @cache
+        def own() -> Head:
+            head = load()
+            rows = self.rows(len(head.weight))
+            bias = None if head.bias is None else head.bias[rows].clone()
+            return replace(
+                head, weight=head.weight[rows].clone(), bias=bias, vocabulary=self.vocabulary(len(head.weight))
+            )
+
+        return own

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hone.engines.checkpoint import CheckpointError
+from hone.engines.checkpoint.files import CheckpointError
 from hone.engines.fsdp2.engine import Fsdp2Engine
 from hone.models.settings import BuildConfig, ModelConfig
 from tests.engines.conftest import BUILD

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hone.engines.checkpoint import ENGINE_FILE, MODEL, OPTIMIZER, CheckpointError, part_file
+from hone.engines.checkpoint.files import ENGINE_FILE, MODEL, OPTIMIZER, CheckpointError, part_file
 from hone.engines.export import export_weights
 from hone.engines.optimizers import EIGHT_BIT
 from hone.models.loading import without_progress_bars

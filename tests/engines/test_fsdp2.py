@@ -7,10 +7,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hone.data.packing import microbatches, select
-from hone.engines.activations import kept_in_cpu_memory, worth_moving
 from hone.engines.base import BaseEngine
 from hone.engines.fsdp2.settings import Fsdp2Settings
 from hone.engines.layout import lay_out
+from hone.engines.memory import kept_in_cpu_memory, worth_moving
 from hone.models.attention.packed import packed
 from hone.models.settings import BuildConfig, ModelConfig, UseConfig
 from hone.types import LossOutput

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hone.engines.checkpoint import ENGINE_FILE, MODEL, CheckpointError, part_file
+from hone.engines.checkpoint.files import ENGINE_FILE, MODEL, CheckpointError, part_file
 from hone.engines.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError
 from hone.models.loading import without_progress_bars
 from hone.models.settings import ModelConfig
@@ -362,6 +362,7 @@ def test_an_adapter_that_does_not_fit_is_refused(saved, engine_of, tmp_path):
             {**EXPERTS, "dropout": 0.1},
             r"experts\.\w+ is a weight of all experts, which takes no dora",
         ),
+        ("deepseek", {}, r"for its experts, and would not adapt model\.layers\.0\.mlp\.down_proj.*; set .*exclude="),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(architecture, settings, message, saved, engine_of):

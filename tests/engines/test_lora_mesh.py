@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hone.engines.checkpoint import MODEL, OPTIMIZER, PartsReader, load_json
+from hone.engines.checkpoint.files import MODEL, OPTIMIZER, PartsReader, load_json
 from hone.engines.fsdp2.shards import gather
 from hone.engines.lora.adapter_files import AdapterError
 from hone.engines.parts import Whole

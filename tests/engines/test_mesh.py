@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hone.data.packing import balanced, select, sequence_costs
-from hone.engines.checkpoint import MODEL, OPTIMIZER, PartsReader, load_json
+from hone.engines.checkpoint.files import MODEL, OPTIMIZER, PartsReader, load_json
 from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig, Sizes
 from hone.engines.fsdp2.sharding import ShardingError
 from hone.engines.parts import Whole

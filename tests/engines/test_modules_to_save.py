@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hone.engines.checkpoint import MODEL, CheckpointError, part_file
+from hone.engines.checkpoint.files import MODEL, CheckpointError, part_file
 from hone.engines.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError
 from hone.engines.lora.whole_modules import file_names
 from hone.models.loading import load_language_model

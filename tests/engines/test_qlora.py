@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hone.engines.checkpoint import ENGINE_FILE, MODEL, CheckpointError, part_file
+from hone.engines.checkpoint.files import ENGINE_FILE, MODEL, CheckpointError, part_file
 from hone.models.errors import ModelError
 from hone.models.four_bit import FourBitLinear, plain_weights
 from hone.models.loading import load_language_model, without_progress_bars

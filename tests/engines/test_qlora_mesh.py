@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from hone.engines.checkpoint import MODEL
+from hone.engines.checkpoint.files import MODEL
 from hone.engines.lora.adapter_files import AdapterError
 from hone.models.four_bit import FourBitLinear
 from hone.models.loading import load_language_model, without_progress_bars

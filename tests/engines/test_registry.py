@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hone.engines.fsdp2.engine import Fsdp2Engine
-from hone.engines.registry import EngineRegistry, _EngineRegistry
+from hone.engines.registry import PACKAGES, EngineRegistry, Package, _EngineRegistry
 from hone.engines.settings import EngineConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.registry import CannotLoad, UnknownName
@@ -51,6 +51,13 @@ def test_errors_list_what_there_is(registry):
         registry.find("language_model", "broken", "cpu", "cpu")
     with pytest.raises(ValueError, match="already registered"):
         registry.register(model_type="language_model", backend="b")(object)
+
+
+def test_an_engine_without_its_package_says_what_to_type(registry, monkeypatch):
+    monkeypatch.setitem(PACKAGES, "absent", Package("no_such_module", "no-such", "pip install no-such==1"))
+    registry.register(model_type="language_model", backend="absent", target="no_such_module:Engine")
+    with pytest.raises(CannotLoad, match=r"'absent' needs no-such, which is not installed: pip install no-such==1$"):
+        registry.find("language_model", "absent", "cpu", "cpu")
 
 
 def test_the_shipped_engine_serves_both_model_types_on_any_device():

@@ -8,69 +8,61 @@ the engine's assumptions (see `hone.engines.probe`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hone.engines.activations import kept_in_cpu_memory, recompute_layers
-from hone.engines.base import EngineSpec, OneProcess
-from hone.engines.engine import Engine
+from hone.engines.base import EngineSpec, MemoryNeeds, OneProcess
 from hone.engines.forward import Forward, head_of_reference, language_forward, value_forward
 from hone.engines.fsdp2.compiled import compile_layers
 from hone.engines.fsdp2.mesh import Mesh, open_mesh
-from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig
-from hone.engines.fsdp2.sharding import Sharder, inside, sharded_forward
-from hone.engines.fsdp2.shards import place, whole_weight
+from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig, ShardConfig, ShardedSettings
+from hone.engines.fsdp2.sharding import Sharder, Sharding, inside, sharded_forward
+from hone.engines.fsdp2.shards import local_part, place, whole_weight
 from hone.engines.fsdp2.weights import ProcessWeights, ShardedWeights, cast_working
 from hone.engines.logprobs import Head
+from hone.engines.memory import OffloadingEngine, kept_in_cpu_memory, recompute_layers
 from hone.engines.moe import open_experts
 from hone.engines.probe import check_body, check_head, check_images, check_training, try_body
 from hone.models.errors import ModelError
 from hone.models.fused_norm import fuse_norms
-from hone.models.loading import DTYPES, load_language_model, load_value_model
+from hone.models.loading import DTYPES, ClassOf, load_language_model, load_value_model
 from hone.models.transformers_patches import ShardFn
 from hone.platforms.base import current_platform
 from hone.types import Batch, ModelOutput
 
 
-class Fsdp2Engine(Engine):
+class Fsdp2Engine(OffloadingEngine):
     """Loads the model, and moves its parts between the device and CPU memory."""
 
     weights: ProcessWeights | ShardedWeights
 
     def __init__(self, spec: EngineSpec, device: str) -> None:
         backend = spec.engine.backend
-        assert isinstance(backend, Fsdp2Settings)
-        self._parallel = backend.parallel or ParallelConfig()
+        assert isinstance(backend, ShardedSettings)
+        self._parallel: ShardConfig = backend.parallel or ParallelConfig()
         self.mesh = open_mesh(self._parallel, device)
-        if backend.compile and self.mesh is not None and self.mesh.sizes.tensor > 1:
+        self._compiler = backend.compile if isinstance(backend, Fsdp2Settings) else False
+        if self._compiler and self.mesh is not None and self.mesh.sizes.tensor > 1:
             raise ValueError(
                 f"{backend.key_of('compile')} does not work with {self._parallel.key_of('tensor')} = "
-                f"{self._parallel.tensor}: torch cannot compile split matrices for rows of any length; remove one"
+                f"{self.mesh.sizes.tensor}: torch cannot compile split matrices for rows of any length; remove one"
             )
-        super().__init__(spec, device, self.mesh or OneProcess())
-        self._home = device
+        super().__init__(spec, device, self.mesh or OneProcess(), backend.offload)
         self._backend = backend
-        self._at_work: frozenset[str] = frozenset()  # with `offload`: what is on the device now
 
     # ------------------------------------------------------------------------------------------------------- building
-
-    def initialize(self) -> None:
-        super().initialize()
-        if self._backend.offload:
-            self.to("cpu")
 
     def _build(self) -> Forward:
         forward = self._build_whole() if self.mesh is None else self._build_sharded(self.mesh)
         checkpointing = self.spec.engine.activation_checkpointing
         if checkpointing and self.trained:
             recompute_layers(self._body)
-        if self._backend.compile:
-            self._compile("inductor" if self._backend.compile is True else self._backend.compile)
+        if self._compiler:
+            self._compile("inductor" if self._compiler is True else self._compiler)
         return _offloading(forward) if checkpointing == "offload" else forward
 
     def _compile(self, backend: str) -> None:
@@ -96,33 +88,41 @@ class Fsdp2Engine(Engine):
             cast_working(self.model, self.compute)  # there are no masters, so the device never holds the wider weights
         move_tied(self.model, self.device)  # before masters are made of it, or they would stay in host memory
         self.weights = ProcessWeights(self.model, self.compute, self.trained, frozen)
-        if self.device == "cpu" and not self._backend.compile:  # which fuses them itself
+        if self.device == "cpu" and not self._compiler:  # which fuses them itself
             fuse_norms(self.model)
         return self._checked_forward()
 
     def _build_sharded(self, mesh: Mesh) -> Forward:
-        layers = None if self.adapter is None else self.adapter.layers
-        sharder = Sharder(mesh, self._parallel, DTYPES[self.spec.model.dtype], self.compute, layers)
+        sharder = self._sharder(mesh)
         self.model = self._load(lambda model: sharder.shard(model, self._name(model)))
         self.model.to(self.device)
         if self.adapter is not None:
             self.adapter.layers.show()
-            gather = functools.partial(whole_weight, mesh=mesh)
-            placing = functools.partial(place, device=self.device, mesh=mesh)
+            gather = functools.partial(whole_weight, ranks=mesh)
+            placing = functools.partial(place, device=self.device, ranks=mesh)
             self.adapter.fill(self.model, self._prefix, self.device, gather, placing)
         sharder.wrap(self.model)
-        if self.device == "cpu" and not self._backend.compile:  # which fuses them itself
+        if self.device == "cpu" and not self._compiler:  # which fuses them itself
             fuse_norms(self.model)
         forward = inside(self.model, self._checked_forward)
         self.model.reshard()  # type: ignore[operator]
         self.weights = ShardedWeights(self.model, mesh, self.trained, sharder.partial)
-        return sharded_forward(self.model, forward, mesh)
+        return sharded_forward(self.model, forward, mesh.sequence)
+
+    def _sharder(self, mesh: Mesh) -> Sharding:
+        layers = None if self.adapter is None else self.adapter.layers
+        return Sharder(mesh, self._parallel, DTYPES[self.spec.model.dtype], self.compute, layers)
+
+    @property
+    def _class_of(self) -> ClassOf | None:
+        """The classes of models; None: transformers' own."""
+        return None
 
     def _load(self, shard: ShardFn | None) -> nn.Module:
         spec = self.spec
         if self.adapter is None:
             load: Any = load_value_model if self.model_type == "value_model" else load_language_model
-            model: nn.Module = load(spec.model, shard)
+            model: nn.Module = load(spec.model, shard, class_of=self._class_of)
             return model
         frozen = spec.model.model_copy(update={"dtype": self.compute_dtype})  # nothing updates these weights
         four_bit = self.adapter.layers.four_bit
@@ -184,22 +184,13 @@ class Fsdp2Engine(Engine):
             self.model.reshard()  # type: ignore[operator]
         return outputs
 
-    def _on_device(self, parts: frozenset[str]) -> AbstractContextManager[None]:
-        return self._brought(parts - self._at_work) if self._backend.offload else nullcontext()
-
-    @contextmanager
-    def _brought(self, missing: frozenset[str]) -> Iterator[None]:
-        """Bring parts to the device for the duration, and take them away afterwards."""
-        if not missing:
-            yield
-            return
-        self.to(self._home, **{part: part in missing for part in ("model", "optimizer", "grad")})
-        self._at_work |= missing
-        try:
-            yield
-        finally:
-            self._at_work -= missing
-            self.to("cpu", **{part: part in missing for part in ("model", "optimizer", "grad")})
+    def memory_needs(self) -> MemoryNeeds:
+        needs = super().memory_needs()
+        if not self._backend.offload:
+            return needs
+        tensors = [local_part(one.detach()) for one in (*self.model.parameters(), *self.weights.masters.values())]
+        weights = {one.untyped_storage().data_ptr(): one.nbytes for one in tensors}
+        return MemoryNeeds(0, sum(weights.values()) + needs.kept + needs.training)
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move parts; the engine computes where its model is."""
@@ -210,8 +201,7 @@ class Fsdp2Engine(Engine):
             self.device = device
         self.weights.move(device, model=model, optimizer=optimizer, grad=grad)
         if optimizer and self.trained:
-            for state in self.update.optimizer.state.values():
-                state |= {k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
+            self.update.move(device)
         if device == "cpu" != self._home:
             current_platform().empty_cache()  # otherwise the allocator keeps the memory from other processes
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hone.engines.base import JobRanks, deadline_of_groups, give_deadline
-from hone.engines.fsdp2.settings import ParallelConfig, Sizes
+from hone.engines.fsdp2.settings import ShardConfig, Sizes
 from hone.models.attention.sequence_parallel import SequenceRanks
 
 REPLICATE, FSDP, TENSOR = "replicate", "fsdp", "tensor"
@@ -67,13 +67,8 @@ class Mesh(JobRanks):
         """The mesh for `fully_shard` of experts."""
         return self.experts[REPLICATE, EXPERT_FSDP] if self.sizes.replicate > 1 else self.experts[EXPERT_FSDP]
 
-    def root_of(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The grid (dense or experts) that contains a weight's mesh."""
-        names = mesh.mesh_dim_names or ()
-        return self.experts if EXPERT in names or EXPERT_FSDP in names else self.dense
 
-
-def open_mesh(parallel: ParallelConfig, device: str) -> Mesh | None:
+def open_mesh(parallel: ShardConfig, device: str) -> Mesh | None:
     """Open the mesh over all ranks of this run; None for a run of one process.
 
     Raises ValueError naming the dimension if the sizes do not fit the number of ranks.

@@ -9,7 +9,7 @@ Gradients are summed over ranks, not averaged: the loss weights contain the deno
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hone.engines.forward import Forward
 from hone.engines.fsdp2.mesh import EXPERT, TENSOR, Mesh
-from hone.engines.fsdp2.settings import ParallelConfig, Sizes
+from hone.engines.fsdp2.settings import ShardConfig, Sizes
+from hone.engines.fsdp2.weights import Partial
 from hone.engines.lora.targets import Split
-from hone.models.attention.sequence_parallel import shared_by
+from hone.models.attention.sequence_parallel import SequenceRanks, shared_by
 from hone.models.errors import ModelError
 from hone.models.four_bit import seen_as_plain, still_empty
 from hone.models.precision import wide_weights
@@ -41,13 +42,25 @@ class ShardingError(ModelError):
     """Error for a model that does not fit the mesh; the message names the key (actor.backend.parallel.tensor)."""
 
 
+class Sharding(Protocol):
+    """How an engine's model is sharded. `Sharder` is one; engines of other packages have their own."""
+
+    partial: Partial
+
+    def shard(self, model: Any, name: str) -> None:
+        """Turn a transformers model, empty (meta) or filled, into its shards, in place; `name` is for errors."""
+
+    def wrap(self, model: nn.Module) -> None:
+        """Shard what a wrapper adds to a model (a value head), and let `inside` run in its forward."""
+
+
 class Sharder:
     """Shards one engine's model over a mesh."""
 
     def __init__(
         self,
         mesh: Mesh,
-        parallel: ParallelConfig,
+        parallel: ShardConfig,
         stored: torch.dtype,
         compute: torch.dtype,
         layers: AdapterLayers | None = None,
@@ -59,7 +72,7 @@ class Sharder:
         self._compute = compute
         self._layers = layers
         self._styles: dict[str, str] = {}  # how `tensor` cut each kind of module
-        self.partial: list[str] = []  # weights whose gradients are to be summed over `tensor` (norms of single heads)
+        self.partial = Partial(group=mesh.dense.get_group(TENSOR))  # norms of single heads, over `tensor`
 
     def shard(self, model: Any, name: str) -> None:
         """Turn a transformers model, empty (meta) or filled, into its shards, in place; `name` is for errors.
@@ -70,7 +83,7 @@ class Sharder:
         sizes = self._mesh.sizes
         _require_plans(sizes, self._key)
         if sizes.sequence > 1:
-            _require_shared_heads(model, sizes, self._key("sequence"), name)
+            require_shared_heads(model, sizes, self._key("sequence"), name)
         if sizes.tensor > 1:
             self._split_matrices(model, name)
         if sizes.expert > 1:
@@ -94,11 +107,7 @@ class Sharder:
         """Shard what a wrapper adds to a model (a value head), and let `inside` run in its forward."""
         if not isinstance(model, FSDPModule):
             self._fully_shard(model, self._mesh.fsdp, self._precision(), last=True)
-        body: nn.Module | None = getattr(model, "body", None)
-        for part in (model, body):  # the body of a value model is sharded by itself
-            if isinstance(part, FSDPModule):
-                part._hone_inside = _call
-                register_fsdp_forward_method(part, "_hone_inside")
+        let_inside(model)
 
     # ---------------------------------------------------------------------------------------------------- tensor
 
@@ -110,7 +119,7 @@ class Sharder:
                 f"{self._key('tensor')} = {size}: {name} has no tensor-parallel plan in transformers; leave it at 1 "
                 "and use shard or sequence"
             )
-        _require_heads(model, size, self._key("tensor"), name)
+        require_heads(model, size, self._key("tensor"), name)
         partial = [key for key, style in plan.items() if style == _PARTIAL]
         partial += _norms_of_split_heads(model, plan)
         plan = {key: style for key, style in plan.items() if style != _PARTIAL}
@@ -122,7 +131,7 @@ class Sharder:
             tensor_parallel.apply_tensor_parallelism(model, self._mesh.dense[TENSOR], plan)
         except (ValueError, RuntimeError) as error:
             raise ShardingError(f"{self._key('tensor')} = {size} does not fit {name}: {error}") from error
-        self.partial = [n for n, _ in model.named_parameters() if _wildcard(n).rpartition(".")[0] in partial]
+        self.partial.names = [n for n, _ in model.named_parameters() if wildcard(n).rpartition(".")[0] in partial]
 
     # --------------------------------------------------------------------------------------------------- experts
 
@@ -170,9 +179,30 @@ class Sharder:
         fully_shard(
             module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=still_empty(module)
         )
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        sum_gradients(module)
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Let `fully_shard` sum a module's gradients over ranks instead of averaging them."""
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def sum_all_gradients(model: nn.Module) -> None:
+    """Let `fully_shard` sum the gradients of a model that another package has sharded."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            sum_gradients(cast(nn.Module, module))
+
+
+def let_inside(model: nn.Module) -> None:
+    """Let `inside` run functions in the forward of a model that is sharded."""
+    for part in (model, getattr(model, "body", None)):  # the body of a value model is sharded by itself
+        if isinstance(part, FSDPModule):
+            sharded: Any = part
+            sharded._hone_inside = _call
+            register_fsdp_forward_method(sharded, "_hone_inside")
 
 
 def inside(model: Any, run: Callable[[], R]) -> R:
@@ -183,12 +213,12 @@ def inside(model: Any, run: Callable[[], R]) -> R:
     return model._hone_inside(run)  # type: ignore[no-any-return]
 
 
-def sharded_forward(model: nn.Module, forward: Forward, mesh: Mesh) -> Forward:
-    """Wrap `forward` to run `inside` a sharded model."""
+def sharded_forward(model: nn.Module, forward: Forward, sequence: SequenceRanks | None = None) -> Forward:
+    """Wrap `forward` to run `inside` a sharded model; the ranks of `sequence` share each micro-batch."""
 
     def run(batch: Batch, needs: frozenset[str]) -> ModelOutput:
         def plain() -> dict[str, Any]:
-            with shared_by(mesh.sequence):
+            with shared_by(sequence):
                 output = forward(batch, needs)
             return {
                 "logprobs": output.logprobs,
@@ -221,7 +251,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 def _experts(model: Any) -> Iterator[nn.Module]:
     keys = [key for key, style in model.ep_plan.items() if style == _DISPATCH]
-    return (module for path, module in model.named_modules() if _wildcard(path) in keys)
+    return (module for path, module in model.named_modules() if wildcard(path) in keys)
 
 
 def _norms_of_split_heads(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
@@ -233,10 +263,10 @@ def _norms_of_split_heads(model: nn.Module, plan: Mapping[str, str]) -> list[str
     """
     split = [key.removesuffix("_proj") for key, style in plan.items() if style == "colwise" and key.endswith("_proj")]
     norms = {f"{key}_norm" for key in split} - plan.keys()
-    return sorted(norms & {_wildcard(path) for path, _ in model.named_modules()})
+    return sorted(norms & {wildcard(path) for path, _ in model.named_modules()})
 
 
-def _wildcard(name: str) -> str:
+def wildcard(name: str) -> str:
     """Write a path as plans do: model.layers.3.mlp -> model.layers.*.mlp."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
@@ -251,7 +281,7 @@ def _require_plans(sizes: Sizes, key: Callable[[str], str]) -> None:
             )
 
 
-def _require_shared_heads(model: Any, sizes: Sizes, setting: str, name: str) -> None:
+def require_shared_heads(model: Any, sizes: Sizes, setting: str, name: str) -> None:
     """Raise ShardingError unless sequence ranks can share the heads; fewer key and value heads are repeated."""
     config = model.config.get_text_config()
     queries = config.num_attention_heads // sizes.tensor
@@ -262,7 +292,16 @@ def _require_shared_heads(model: Any, sizes: Sizes, setting: str, name: str) -> 
             raise ShardingError(f"{setting}: {of} cannot be shared out over {sizes.sequence} ranks")
 
 
-def _require_heads(model: Any, size: int, setting: str, name: str) -> None:
+def require_shards(sizes: Sizes, setting: str) -> None:
+    """Raise ShardingError for copies of a model that are not sharded, which other packages do not make."""
+    if sizes.replicate > 1 and sizes.shard * sizes.sequence == 1:
+        raise ShardingError(
+            f"{setting} = {sizes.replicate} leaves no ranks to shard weights over, which this backend needs; make it "
+            "smaller, or use backend fsdp2"
+        )
+
+
+def require_heads(model: Any, size: int, setting: str, name: str) -> None:
     config = model.config.get_text_config()
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None)

@@ -1,7 +1,8 @@
-"""The part of each weight that a rank of the mesh holds, and gathering and placing whole weights.
+"""The part of each weight that a rank holds, read from its DTensor, and gathering and placing whole weights.
 
-`tensor` (or `expert`) cuts a weight first, then `fsdp`, each into runs along one dimension. A few weights (fused gate
-and up matrices under tensor parallelism) consist of several pieces.
+Inner dimensions of a mesh (tensor or expert parallel) cut a weight first, then outer ones (`fully_shard`), each into
+runs along one dimension. A few weights (fused gate and up matrices under tensor parallelism) consist of several pieces.
+Names of dimensions do not matter, so meshes of other packages are read too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from hone.engines.fsdp2.mesh import EXPERT, EXPERT_FSDP, FSDP, TENSOR, Mesh
+from hone.engines.base import Ranks
 from hone.engines.parts import Piece
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -46,34 +48,13 @@ class MeshShard:
     is_owner: bool  # whether this rank is the first of these
 
     @classmethod
-    def of(cls, weight: Tensor, mesh: Mesh) -> MeshShard:
-        """Read the distribution of a weight; every rank holds all of a plain tensor."""
-        if not isinstance(weight, DTensor):
-            return cls(tuple(weight.shape), (), mesh.sizes.world, mesh.rank == 0)
-        root = mesh.root_of(weight.device_mesh)
-        found: dict[str, _Cut] = {}
-        for index, (name, placement) in enumerate(
-            zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=True)
-        ):
-            if placement.is_replicate():
-                continue
-            inner = name in (TENSOR, EXPERT)
-            found[name] = _Cut(
-                dim=placement.dim % weight.ndim,  # type: ignore[attr-defined]
-                group=weight.device_mesh.get_group(index),
-                size=weight.device_mesh.size(index),
-                rank=weight.device_mesh.get_local_rank(index),
-                # torch also marks an fsdp cut of a tensor-parallel weight as strided; it is a plain cut
-                factor=getattr(placement, "split_factor", 1) if inner else 1,
-            )
-        names = root.mesh_dim_names or ()
-        others = [name for name in names if name not in found]
-        return cls(
-            tuple(weight.shape),
-            tuple(found[name] for name in (TENSOR, EXPERT, FSDP, EXPERT_FSDP) if name in found),
-            math.prod(root.size(names.index(name)) for name in others),
-            all(root.get_local_rank(name) == 0 for name in others),
-        )
+    def of(cls, weight: Tensor, ranks: Ranks) -> MeshShard:
+        """Read the distribution of a weight over any mesh of all ranks; every rank holds all of a plain tensor."""
+        cuts = _cuts_of(weight) if isinstance(weight, DTensor) else []
+        parts = math.prod(cut.size for cut in cuts)
+        # ranks that hold the same part differ in other dimensions of the mesh; the first has a zero in each of those
+        first = sum(ranks.rank - dist.get_process_group_ranks(cut.group)[0] for cut in cuts)
+        return cls(tuple(weight.shape), tuple(cuts), ranks.world // parts, ranks.rank == first)
 
     def pieces(self) -> list[Piece]:
         """The pieces that this rank holds."""
@@ -99,6 +80,22 @@ class MeshShard:
         for cut in self.cuts[:after]:
             runs[cut.dim] = _cut_runs(runs[cut.dim], cut)
         return [sum(stop - start for start, stop in one) for one in runs]
+
+
+def _cuts_of(weight: DTensor) -> list[_Cut]:
+    """The cuts of a weight, in the order in which they were made."""
+    mesh, cuts = weight.device_mesh, list[_Cut]()
+    for index, placement in reversed(list(enumerate(weight.placements))):
+        if not isinstance(placement, Shard | _StridedShard):
+            continue
+        dim, factor = placement.dim % weight.ndim, getattr(placement, "split_factor", 1)
+        inner = math.prod(cut.size for cut in cuts if cut.dim == dim)
+        # torch marks a cut of parts that inner dimensions have cut before as strided; each part is cut plainly
+        strided = factor > 1 and factor % inner == 0
+        group, rank = mesh.get_group(index), mesh.get_local_rank(index)
+        cut = _Cut(dim, group, mesh.size(index), rank, factor // inner if strided else 1)
+        cuts.insert(len(cuts) if strided or inner == 1 else 0, cut)
+    return cuts
 
 
 def _placed(runs: Runs) -> list[tuple[int, int, int]]:
@@ -206,9 +203,9 @@ def _joined(parts: list[Tensor], cut: _Cut, length: int) -> Tensor:
     return torch.cat([one[block] for block in range(cut.factor) for one in blocks], cut.dim).contiguous()
 
 
-def whole_weight(name: str, weight: Tensor, mesh: Mesh) -> Tensor:
+def whole_weight(name: str, weight: Tensor, ranks: Ranks) -> Tensor:
     """Gather one weight of a sharded model. Every rank calls it."""
-    return next(gather([(name, local_part(weight.detach()), MeshShard.of(weight.detach(), mesh))]))[1]
+    return next(gather([(name, local_part(weight.detach()), MeshShard.of(weight.detach(), ranks))]))[1]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -217,13 +214,19 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def place(empty: Tensor, value: Tensor, trained: bool, device: str, mesh: Mesh) -> nn.Parameter:
+def place(empty: Tensor, value: Tensor, trained: bool, device: str, ranks: Ranks) -> nn.Parameter:
     """Put this rank's part of a whole tensor where an empty one is (see `parts.PlaceFn`)."""
     if not isinstance(empty, DTensor):
         return nn.Parameter(value.to(device, copy=True), requires_grad=trained)
     made: Any = torch.empty_like(empty, device=device)
-    local = made.to_local()
-    for piece in MeshShard.of(made, mesh).pieces():
-        there = tuple(slice(start, start + length) for start, length in zip(piece.offset, piece.shape, strict=True))
-        local[piece.at] = value[there].to(device)
+    fill(made, value, ranks)
     return nn.Parameter(made, requires_grad=trained)
+
+
+@torch.no_grad()
+def fill(weight: Tensor, value: Tensor, ranks: Ranks) -> None:
+    """Copy this rank's part of a whole tensor into a weight."""
+    local = local_part(weight)
+    for piece in MeshShard.of(weight, ranks).pieces():
+        there = tuple(slice(start, start + length) for start, length in zip(piece.offset, piece.shape, strict=True))
+        local[piece.at] = value[there].to(local.device)

@@ -16,13 +16,15 @@ through the same fused kernels, and an elementwise update of a part is the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hone.engines.fsdp2.mesh import TENSOR, Mesh
+from hone.engines.base import Ranks
 from hone.engines.fsdp2.shards import MeshPart, MeshShard, gather, local_part
 from hone.engines.parts import CastFn, Part, Whole
 from hone.models.precision import wide_weights
@@ -130,14 +132,30 @@ class ProcessWeights:
                 weight.grad = weight.grad.to(device)
 
 
-class ShardedWeights:
-    """The weights of a model on a mesh; implements `hone.engines.parts.Weights`."""
+@dataclass(slots=True)
+class Partial:
+    """Weights that a group of ranks holds alike, each rank computing a part of their gradients."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, trained: bool, partial: Sequence[str]) -> None:
-        """`partial` names weights (or ends of names) whose gradients must be summed over the tensor ranks."""
+    names: list[str] = field(default_factory=list)  # or ends of names
+    group: Any = None
+
+
+class ShardedWeights:
+    """The weights of a model on any mesh, as DTensors; implements `hone.engines.parts.Weights`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        trained: bool,
+        partial: Partial | None = None,
+        rename: Callable[[str], str] | None = None,
+    ) -> None:
+        """`rename` gives the names in transformers' state dict of a model that has other ones."""
         self._model = model
-        self._mesh = mesh
-        self._sharded = dict(model.named_parameters())
+        self._ranks = ranks
+        self._rename = rename or str
+        self._sharded = {self._rename(name): weight for name, weight in model.named_parameters()}
         if not trained:
             for weight in self._sharded.values():
                 weight.requires_grad_(False)
@@ -146,9 +164,10 @@ class ShardedWeights:
             for name, weight in self._sharded.items()
             if weight.requires_grad
         }
-        self._shards = {name: MeshShard.of(weight.detach(), mesh) for name, weight in self._sharded.items()}
-        ends = tuple(f".{name}" for name in partial)
-        self._partial = [name for name in self.masters if ends and f".{name}".endswith(ends)]
+        self._shards = {name: MeshShard.of(weight.detach(), ranks) for name, weight in self._sharded.items()}
+        self._partial = partial or Partial()
+        ends = tuple(f".{name}" for name in self._partial.names)
+        self._summed = [name for name in self.masters if f".{name}".endswith(ends)]
 
     def collect(self) -> None:
         """Give the masters the gradients that `fully_shard` has summed over ranks and micro-batches."""
@@ -157,10 +176,10 @@ class ShardedWeights:
             master.grad = None if grad is None else local_part(grad)
 
     def settle(self) -> None:
-        grads = [grad for name in self._partial if (grad := self.masters[name].grad) is not None]
+        grads = [grad for name in self._summed if (grad := self.masters[name].grad) is not None]
         if grads:
             flat = torch.cat([grad.reshape(-1) for grad in grads])
-            dist.all_reduce(flat, group=self._mesh.dense.get_group(TENSOR))
+            dist.all_reduce(flat, group=self._partial.group)
             for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
 
@@ -172,7 +191,7 @@ class ShardedWeights:
                 square = torch.linalg.vector_norm(master.grad, dtype=wide).double().square()
                 total = total.to(square.device) + square / self._shards[name].copies
         some = next(iter(self.masters.values()))
-        return math.sqrt(float(self._mesh.sum(total.to(some.device))))
+        return math.sqrt(float(self._ranks.sum(total.to(some.device))))
 
     def publish(self, names: frozenset[str] | None = None) -> None:
         """Masters and shards are the same memory: the next forward gathers the new values."""
@@ -195,7 +214,7 @@ class ShardedWeights:
     def whole(self, cast: CastFn | None = None) -> Iterator[tuple[str, Tensor]]:
         names: dict[int, list[str]] = {}
         for name, weight in self._model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(weight), []).append(name)
+            names.setdefault(id(weight), []).append(self._rename(name))
         aliases = {same[0]: same for same in names.values()}
         parts = self.parts()
         if cast is not None:
@@ -206,8 +225,8 @@ class ShardedWeights:
                 yield alias, tensor.clone()
         weights = {alias for same in aliases.values() for alias in same}
         for name, tensor in self._model.state_dict().items():
-            if name not in weights:
-                yield name, tensor.clone()
+            if self._rename(name) not in weights:
+                yield self._rename(name), tensor.clone()
 
     def move(self, device: str, *, model: bool, optimizer: bool, grad: bool) -> None:
         """Move the shards (`model`), which are the masters too, with their gradients."""

@@ -8,6 +8,7 @@ PEFT makes the layers, their first values and their tensor-parallel halves.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,10 @@ from transformers.pytorch_utils import Conv1D
 
 from hone.engines.lora.adapter_files import AdapterError, StoredAdapter
 from hone.engines.lora.merging import Shape
-from hone.engines.lora.targets import Split, find_targets, stored_targets
+from hone.engines.lora.targets import Split, Targets, find_targets, stored_targets
 from hone.engines.lora.whole_modules import SCORE_MODULE, Whole, check_mesh, file_names, find_whole, wrap
 from hone.engines.settings import LoraConfig
+from hone.models.precision import plain_name
 from hone.models.settings import FourBitConfig
 
 TRAINED, INITIAL = "default", "initial"  # PEFT's names of the two adapters
@@ -88,11 +90,14 @@ class AdapterLayers:
         self.peft.target_parameters = targets.short_experts or None
         self.peft.fan_in_fan_out = any(isinstance(model.get_submodule(path), Conv1D) for path in targets.modules)
         model.requires_grad_(False)
-        tuner = LoraModel(model, self.peft, TRAINED, low_cpu_mem_usage=True)
+        with warnings.catch_warnings():  # `_check_found` says it with what to do
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+            tuner = LoraModel(model, self.peft, TRAINED, low_cpu_mem_usage=True)
         if self.begins_from_weights:
             tuner.peft_config[INITIAL] = self.peft
             tuner.inject_adapter(model, INITIAL, low_cpu_mem_usage=True)
         self.found = list(_found_layers(model))
+        self._check_found(targets, name)
         for layer in self.found:
             self._prepare(layer.module)
         self.peft.modules_to_save = file_names(model, whole) or None  # not earlier: PEFT would wrap them too
@@ -122,6 +127,17 @@ class AdapterLayers:
             raise AdapterError(
                 f"{key}: {weight} is a weight of all experts, which takes no dora, no dropout and no init but default "
                 "and gaussian"
+            )
+
+    def _check_found(self, targets: Targets, name: str) -> None:
+        """Raise AdapterError if PEFT adapted other layers: for some mixtures it takes an MLP's names for experts."""
+        wanted = {*(f"{path}.weight" for path in targets.modules), *targets.experts}
+        missing = sorted(wanted - {plain_name(layer.weight) for layer in self.found})
+        if missing:
+            raise AdapterError(
+                f"{self._config.key_of('targets')}: PEFT {peft.__version__} takes gate_proj, up_proj and down_proj of "
+                f"{name} for its experts, and would not adapt {missing[0]}; set "
+                f"{self._config.key_of('exclude')}=[gate_proj, up_proj, down_proj]"
             )
 
     def _stamp(self, model: Any, modules: Iterable[str], split: Split) -> None:

@@ -1,8 +1,9 @@
 """The `megatron` engine: Megatron-Core's model, parallelism and gradient buffers under hone's batches and losses.
 
 In reading order: `settings`; `mesh`, the process groups; `families`, which Hugging Face models it builds; `names`,
-which box of which Hugging Face weight each Megatron parameter is; `reading`, weights from files; `model`, the modules;
-`rows`, a micro-batch as the model wants it; `pipeline`, micro-batches through the stages; `weights`, masters over
-Megatron's buffers; `engine`. `quiet_import` imports megatron-core without its warnings. What megatron-core takes for
-CUDA is in `cpu_patches`; nothing of it is applied on an accelerator.
+which box of which Hugging Face weight each Megatron parameter is; `model`, built with the layers of `modules`;
+`recompute`, what of it the backward computes again; `adapters`, LoRA in them; `rows`, a micro-batch as the model wants
+it; `routed`, forwards of mixtures of experts; `pipeline`, micro-batches through the stages; `weights`, masters over
+Megatron's buffers, and `moving`, to CPU memory and back; `engine`. `quiet_import` imports megatron-core without its
+warnings. What megatron-core takes for CUDA is in `cpu_patches`; nothing of it is applied on an accelerator.
 """

@@ -14,11 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import utils as core_utils
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.tensor_parallel import layers, mappings, random, utils
 from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
+from torch import Tensor
 
 FACTORIES = ("empty", "zeros", "ones", "tensor")
 
@@ -32,6 +34,22 @@ class _Stream:
         return self
 
     def synchronize(self) -> None: ...
+
+
+def _all_gather(parts: list[Tensor], own: Tensor, group: Any) -> None:
+    """`dist.all_gather` of tensors with different lengths, which gloo does not have."""
+    length, gathered = len(own), torch.cat(parts)
+    sends = own.repeat(len(parts), *(1,) * (own.dim() - 1))
+    dist.all_to_all_single(gathered, sends, [len(part) for part in parts], [length] * len(parts), group)
+    for part, values in zip(parts, gathered.split([len(part) for part in parts]), strict=True):
+        part.copy_(values)
+
+
+def _reduce_scatter(own: Tensor, parts: list[Tensor], group: Any) -> None:
+    """`dist.reduce_scatter` of tensors with different lengths, which gloo does not have."""
+    length, received = len(own), own.repeat(len(parts), *(1,) * (own.dim() - 1))
+    dist.all_to_all_single(received, torch.cat(parts), [length] * len(parts), [len(part) for part in parts], group)
+    torch.sum(received.view(len(parts), *own.shape), 0, out=own)
 
 
 class _CpuTorch(types.ModuleType):
@@ -49,9 +67,20 @@ class _CpuTorch(types.ModuleType):
             synchronize=lambda *_: None,
             is_available=torch.cuda.is_available,
         )
+        self.distributed = _UnevenDistributed("torch.distributed")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+class _UnevenDistributed(types.ModuleType):
+    """torch.distributed, whose collectives over lists take tensors with different lengths on gloo too."""
+
+    all_gather = staticmethod(_all_gather)
+    reduce_scatter = staticmethod(_reduce_scatter)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
 
 
 def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,10 +126,15 @@ def expert_dispatch() -> None:
     """Tokens go to their experts on a side stream, and counts become host numbers only if they are CUDA tensors."""
 
     def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.tolist() if as_numpy and torch.is_tensor(tensor) else tensor
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.torch = _CPU
     token_dispatcher.maybe_move_tensor_to_cpu = as_numbers
+
+
+def uneven_exchanges() -> None:
+    """Ranks that share experts exchange different numbers of tokens by all-gather and reduce-scatter, for NCCL."""
+    mappings.torch = _CPU
 
 
 def random_states() -> None:
@@ -125,6 +159,7 @@ PATCHES = (
     stage_messages,
     routers,
     expert_dispatch,
+    uneven_exchanges,
     random_states,
 )
 

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
 from hone.engines.megatron.mesh import MegatronRanks
+from hone.engines.megatron.modules.latent import Latent
+from hone.engines.megatron.modules.router import Routes
 from hone.engines.megatron.settings import MegatronParallel
+from hone.engines.rebuilt.configs import DENSE as COMPUTED
+from hone.engines.rebuilt.configs import head_size, require_computed, require_family, windows_of
 from hone.models.errors import ModelError
+from hone.models.routing import expert_count
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
-MIXTURES = ("qwen3_moe",)
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
 FAMILIES = (*DENSE, *MIXTURES)
+_QKV_BIAS = {"qwen2_moe": "qkv_bias", "glm4_moe": "attention_bias"}  # family -> the key that gives q, k and v biases
 
 
 @dataclass
 class ModelShape(TransformerConfig):  # type: ignore[misc]  # Megatron has no types
     """Megatron's config, and what hone's modules need besides."""
 
+    has_sinks: bool = False  # one more attention score for each head, which takes weight and gives nothing
+    clamps: tuple[float, float] | None = None  # slope and limit of the gates of gpt-oss's experts
+    latent: Latent | None = None  # sizes of latent attention, in models that have it
     windows: tuple[int | None, ...] = ()  # of each layer's attention; None: a token sees all before it
+    mixtures: int = 0  # how many layers are mixtures of experts
+    routes: Routes | None = None  # of their routers
     padding_token: int | None = None  # its row of the embedding gets no gradient as an input, as in transformers
+
+    add_bias_linear: bool = False
+
+    def __post_init__(self) -> None:
+        # Megatron refuses biases of experts that ranks share, because its own modules would add them on each rank.
+        has_biases = self.add_bias_linear
+        self.add_bias_linear = False
+        super().__post_init__()
+        self.add_bias_linear = has_biases
 
 
 def model_shape(
@@ -43,13 +65,13 @@ def model_shape(
         kv_channels=head_size(config),
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
-        add_bias_linear=False,
-        add_qkv_bias=config.model_type == "qwen2",
+        add_bias_linear=config.model_type == "gpt_oss",
+        add_qkv_bias=config.model_type == "qwen2" or bool(getattr(config, _QKV_BIAS.get(config.model_type, ""), None)),
         gated_linear_unit=True,
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        qk_layernorm=config.model_type.startswith("qwen3"),
+        qk_layernorm=config.model_type.startswith("qwen3") or bool(getattr(config, "use_qk_norm", None)),
         params_dtype=compute,
         pipeline_dtype=compute,
         bf16=compute == torch.bfloat16,
@@ -57,9 +79,10 @@ def model_shape(
         sequence_parallel=sizes.sequence,
         pipeline_model_parallel_size=sizes.pipeline,
         virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
+        pipeline_model_parallel_layout=_layout(parallel.layers_of_parts(config.num_hidden_layers, name)),
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=sizes.expert_tensor,
         use_cpu_initialization=device == "cpu",
         perform_initialization=False,
         calculate_per_token_loss=True,  # gradients are plain sums: the loss weights have the denominator
@@ -74,63 +97,99 @@ def model_shape(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        windows=_windows(config),
+        has_sinks=config.model_type == "gpt_oss",
+        latent=_latent(config) if config.model_type == "deepseek_v3" else None,
+        windows=windows_of(config),
         padding_token=config.pad_token_id,
         **_mixture(config),
     )
 
 
+def _layout(layers: Sequence[int]) -> list[list[str]] | None:
+    """The parts of the model in Megatron's terms; None: there is only one."""
+    parts = [["decoder"] * count for count in layers]
+    return [["embedding", *parts[0]], *parts[1:-1], [*parts[-1], "loss"]] if len(parts) > 1 else None
+
+
 def _mixture(config: Any) -> dict[str, Any]:
     """The settings of a mixture of experts: the router computes in float32, and tokens are never dropped."""
-    if config.model_type not in MIXTURES:
+    if not mixture_layers(config):
         return {}
     return {
-        "num_moe_experts": config.num_experts,
+        "mixtures": mixture_layers(config),
+        "routes": _routes(config),
+        "clamps": (config.swiglu_alpha, config.swiglu_limit) if config.model_type == "gpt_oss" else None,
+        "num_moe_experts": expert_count(config),
         "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_ffn_hidden_size": _expert_size(config),
+        "moe_shared_expert_intermediate_size": _shared_expert_size(config) or None,
+        "moe_shared_expert_gate": config.model_type == "qwen2_moe",
         "moe_router_load_balancing_type": "none",
-        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_router_pre_softmax": True,  # megatron-core wants it of routers that take one expert
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
     }
 
 
-def head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def mixture_layers(config: Any) -> int:
+    """How many layers, the last ones, are mixtures of experts."""
+    dense = getattr(config, "first_k_dense_replace", None) or 0
+    return max(int(config.num_hidden_layers) - dense, 0) if config.model_type in MIXTURES else 0
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+def _expert_size(config: Any) -> int:
+    """The inner features of each expert."""
+    return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+
+
+def _shared_expert_size(config: Any) -> int:
+    if config.model_type == "qwen2_moe":
+        return int(config.shared_expert_intermediate_size)
+    count = getattr(config, "n_shared_experts", None)
+    return int(count * config.moe_intermediate_size) if count else 0
+
+
+def _routes(config: Any) -> Routes:
+    if hasattr(config, "n_group"):
+        return Routes("sigmoid", config.norm_topk_prob, config.routed_scaling_factor, config.n_group, config.topk_group)
+    if config.model_type == "gpt_oss":
+        return Routes("chosen")
+    return Routes(normalises=config.model_type == "mixtral" or config.norm_topk_prob)
+
+
+def _latent(config: Any) -> Latent:
+    scale = float(yarn_apply_mscale(config.rope_parameters, config.qk_head_dim**-0.5))
+    return Latent(
+        config.q_lora_rank,
+        config.kv_lora_rank,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+        bool(config.rope_interleave),
+        scale,
+    )
 
 
 def _require_family(config: Any, name: str) -> None:
-    kind = config.model_type
-    if kind not in FAMILIES:
-        raise ModelError(
-            f"{name} is a {kind!r} model, and the megatron engine builds {', '.join(FAMILIES)}; use backend fsdp2"
-        )
-    wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    if kind in MIXTURES:
-        wanted |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    for key, value in wanted.items():
-        found = getattr(config, key, value)
-        if (found or value) != value:
-            raise ModelError(
-                f"{name} has {key}={found!r} in its config.json, and the megatron engine computes {value!r} only; "
-                "use backend fsdp2"
-            )
+    require_family(config, name, "megatron", FAMILIES)
+    wanted = {**COMPUTED, "router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if config.model_type == "gpt_oss":
+        wanted["attention_bias"] = True
+    wanted.pop(_QKV_BIAS.get(config.model_type, ""), None)
+    require_computed(config, name, "megatron", wanted)
 
 
 def _require_fit(config: Any, name: str, ranks: MegatronRanks, parallel: MegatronParallel) -> None:
     """Raise ModelError for a dimension of the model that the mesh cannot cut, with its number."""
+    _require_experts_fit(config, name, ranks, parallel)
     sizes, key = ranks.sizes, parallel.key_of
-    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (count := getattr(config, what)) % sizes.tensor:
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    counts = {name: getattr(config, name) for name in names}
+    for what, count in (counts | {"features of shared experts": _shared_expert_size(config)}).items():
+        if count % sizes.tensor:
             raise ModelError(f"{key('tensor')} = {sizes.tensor} does not divide the {count} {what} of {name}")
-    share = ranks.vocabulary_share(config.vocab_size)
+    share = ranks.vocabulary.share(config.vocab_size)
     if share * (sizes.tensor - 1) >= config.vocab_size:
         raise ModelError(f"{key('tensor')} = {sizes.tensor}: {name} has only {config.vocab_size} tokens to share out")
     queries, pairs = config.num_attention_heads // sizes.tensor, config.num_key_value_heads // sizes.tensor
@@ -139,24 +198,23 @@ def _require_fit(config: Any, name: str, ranks: MegatronRanks, parallel: Megatro
             f"{key('context')} = {sizes.context}: the {queries} attention heads and {pairs} key-value heads of {name} "
             f"on each of {sizes.tensor} tensor ranks cannot be shared out"
         )
-    parts = sizes.pipeline * sizes.virtual
-    if config.num_hidden_layers % parts:
-        raise ModelError(
-            f"{key('pipeline')} = {sizes.pipeline} x {key('virtual_pipeline')} = {sizes.virtual} does not divide the "
-            f"{config.num_hidden_layers} layers of {name}"
-        )
-    _require_experts_fit(config, name, ranks, parallel)
 
 
 def _require_experts_fit(config: Any, name: str, ranks: MegatronRanks, parallel: MegatronParallel) -> None:
     sizes, key = ranks.sizes, parallel.key_of
-    experts = config.num_experts if config.model_type in MIXTURES else 0
-    if sizes.expert > 1 and not experts:
-        raise ModelError(f"{key('expert')} = {sizes.expert}: {name} has no experts; leave it at 1")
+    experts = expert_count(config) if mixture_layers(config) else 0
+    for dimension in ("expert", "expert_tensor"):
+        if getattr(sizes, dimension) > 1 and not experts:
+            raise ModelError(f"{key(dimension)} = {getattr(sizes, dimension)}: {name} has no experts; leave it at 1")
     if experts % sizes.expert:
         raise ModelError(f"{key('expert')} = {sizes.expert} does not divide the {experts} experts of {name}")
-    if experts and sizes.tensor > 1 and (not sizes.sequence or sizes.expert % sizes.tensor):
+    if experts and _expert_size(config) % sizes.expert_tensor:
         raise ModelError(
-            f"{key('tensor')} = {sizes.tensor}: a mixture of experts ({name}) needs {key('sequence')} = true and "
-            f"{key('expert')} as a multiple of tensor; found expert = {sizes.expert}"
+            f"{key('expert_tensor')} = {sizes.expert_tensor} does not divide the {_expert_size(config)} features of "
+            f"each expert of {name}"
+        )
+    if experts and sizes.tensor > 1 and not sizes.sequence:
+        raise ModelError(
+            f"{key('tensor')} = {sizes.tensor}: a mixture of experts ({name}) needs {key('sequence')} = true, so that "
+            "each tensor rank sends other tokens to the experts"
         )

@@ -1,69 +1,25 @@
-"""The modules that hone puts into Megatron-Core's layers, and the model: packed tokens in, hidden states out."""
+"""The model: Megatron-Core's layers with hone's modules in them; packed tokens in, hidden states out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hone.engines.megatron.families import ModelShape
 from hone.engines.megatron.mesh import MegatronRanks
-from hone.models.attention.packed import Packing, Scoring, attend
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRow:
-    """What attention needs of a row; it travels through Megatron's layers as their `packed_seq_params`."""
-
-    packing: Packing
-    scale: float  # of attention scores, from rotary positions: 1 for most types
-    qkv_format: str = "row"  # anything but thd, for which Megatron wants Transformer Engine
-    cp_group: Any = None
-
-
-class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no types
-    """hone's packed attention in place of Megatron's core attention; context parallelism is Ulysses."""
-
-    def __init__(self, config: ModelShape, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__(config=config)
-        self._scale = softmax_scale or config.kv_channels**-0.5
-        self._window = config.windows[layer_number - 1]
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None,
-        packed_seq_params: PackedRow | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """[T, 1, heads, d] each -> [T, 1, heads * d]."""
-        assert packed_seq_params is not None
-        packing = packed_seq_params.packing
-        scoring = Scoring(scale=self._scale * packed_seq_params.scale, window=self._window)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if packing.ranks is None:
-            out = attend(q, k, v, packing, scoring)
-        else:
-            q, k, v = (packing.ranks.to_heads(x, packing.num_tokens) for x in (q, k, v))
-            out = packing.ranks.to_tokens(attend(q, k, v, packing, scoring))
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-
-class Norm(nn.RMSNorm):
-    """Megatron's own torch norm refuses sequence parallelism; this one marks its weight, whose gradient is a sum."""
-
-    def __init__(self, config: ModelShape, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+from hone.engines.megatron.modules.attention import PackedRow
+from hone.engines.megatron.modules.clamped import ClampedExperts
+from hone.engines.megatron.modules.experts import Experts
+from hone.engines.megatron.modules.latent import LatentAttention
+from hone.engines.megatron.modules.norm import Norm
+from hone.engines.megatron.modules.router import Router
 
 
 class Model(GPTModel):  # type: ignore[misc]  # Megatron has no types
@@ -95,6 +51,12 @@ class Model(GPTModel):  # type: ignore[misc]  # Megatron has no types
         return int(self.decoder.layers[0].layer_number) - 1
 
     @property
+    def mixtures_before(self) -> int:
+        """Number of mixtures of experts in the layers before this part's."""
+        dense = self.config.num_layers - self.config.mixtures  # mixtures are the last layers
+        return max(self.first_layer - int(dense), 0)
+
+    @property
     def copies_embedding(self) -> bool:
         """Whether the head is a copy of the embedding, which another stage has."""
         return bool(self.share_embeddings_and_output_weights and self.post_process and not self.pre_process)
@@ -121,16 +83,21 @@ class Model(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
 
 def build_part(
-    config: ModelShape, ranks: MegatronRanks, transformers_config: Any, virtual_stage: int | None, is_value_model: bool
+    config: ModelShape,
+    ranks: MegatronRanks,
+    transformers_config: Any,
+    attention: type,
+    is_value_model: bool,
+    virtual_stage: int | None,
 ) -> Model:
-    """Build the layers of this rank's stage, with memory for weights but no values."""
+    """Build the layers of this rank's stage, with memory for weights but no values; `attention` is their core."""
     last = ranks.sizes.virtual - 1
     first_stage = ranks.stage == 0 and virtual_stage in (None, 0)
     last_stage = ranks.stage == ranks.sizes.pipeline - 1 and virtual_stage in (None, last)
-    vocabulary = ranks.vocabulary_share(transformers_config.vocab_size) * ranks.sizes.tensor
+    vocabulary = ranks.vocabulary.share(transformers_config.vocab_size) * ranks.sizes.tensor
     part = Model(
         config,
-        _layers(config, virtual_stage),
+        _layers(config, attention, virtual_stage),
         vocabulary,
         transformers_config.max_position_embeddings,
         pre_process=first_stage,
@@ -145,9 +112,17 @@ def build_part(
     return part
 
 
-def _layers(config: ModelShape, virtual_stage: int | None) -> TransformerBlockSubmodules:
+def _layers(config: ModelShape, attention: type, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
+    count = get_num_layers_to_build(config, vp_stage=virtual_stage)
+    dense = config.num_layers - config.mixtures  # mixtures are the last layers
+    layers = [_layer(config, attention, number >= dense) for number in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+
+
+def _layer(config: ModelShape, attention: type, is_mixture: bool) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=config.num_moe_experts if is_mixture else None,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
@@ -157,21 +132,10 @@ def _layers(config: ModelShape, virtual_stage: int | None) -> TransformerBlockSu
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = Norm
         parts.self_attention.submodules.k_layernorm = Norm
-    parts.self_attention.submodules.core_attention = PackedAttention
-    count = get_num_layers_to_build(config, vp_stage=virtual_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
-
-
-def recompute_layers(part: Model) -> None:
-    """Keep only each layer's input for the backward, and run the layer again there."""
-    for layer in part.decoder.layers:
-        layer.forward = _recomputed(layer.forward)
-
-
-def _recomputed(forward: Any) -> Any:
-    def run(**arguments: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(**arguments)
-        return checkpoint(forward, use_reentrant=False, **arguments)
-
-    return run
+    parts.self_attention.submodules.core_attention = attention
+    if config.latent is not None:
+        parts.self_attention = ModuleSpec(module=LatentAttention)
+    if is_mixture:
+        parts.mlp.submodules.router = Router
+        parts.mlp.submodules.experts = ModuleSpec(module=Experts if config.clamps is None else ClampedExperts)
+    return layer

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from hone.engines.megatron.rows import Row, Rows
 from hone.types import Batch
 
-FinishFn = Callable[[Tensor, Row, Batch], Any]
-"""What the last stage makes of its hidden states: the loss to call backward on, or outputs."""
+RunFn = Callable[[int, Row, Batch], tuple[Tensor, dict[str, Tensor]]]
+"""Number of a part of this rank -> the hidden states that it makes of a micro-batch, and outputs [T, ...] of it."""
+
+FinishFn = Callable[[Tensor, dict[str, Tensor], Row, Batch], Any]
+"""What the last stage makes of its hidden states and outputs: the loss to call backward on, or `ModelOutput`."""
 
 
 class Pipeline:
@@ -30,7 +33,7 @@ class Pipeline:
         self._rows = rows
         self._length = length
 
-    def run(self, batches: Sequence[Batch], finish: FinishFn, backward: bool) -> list[Any]:
+    def run(self, batches: Sequence[Batch], forward: RunFn, finish: FinishFn, backward: bool) -> list[Any]:
         """Run a forward of every micro-batch, and with `backward` its backward. Every stage calls it.
 
         Returns what `finish` made of each micro-batch, on the last stage; nothing on the others. With `backward`,
@@ -40,10 +43,13 @@ class Pipeline:
         def step(batches: Iterator[Batch], part: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
             row = self._rows.lay(batch)
-            hidden = part(row.token_ids, row.angles, row.packed)
+            number = next(number for number, one in enumerate(self._parts) if one is part)
+            hidden, outputs = forward(number, row, batch)
+            if backward and not hidden.requires_grad:  # a first stage without a trained weight: backward ends here
+                hidden = hidden.detach().requires_grad_()
 
             def last(hidden: Tensor, non_loss_data: bool = False) -> Any:
-                found = finish(hidden, row, batch)
+                found = finish(hidden, outputs, row, batch)
                 return found if non_loss_data else (found, found.new_zeros(()).int(), None)
 
             return hidden, last

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from hone.config import Config, setting
 from hone.engines.settings import BackendSettings
+
+RecomputedModule = Literal["core_attn", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+"""Parts of a layer, by Megatron's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,7 @@ class Sizes:
     expert: int
     virtual: int  # parts of the model on each pipeline stage
     sequence: bool
+    expert_tensor: int = 1
 
     @property
     def world(self) -> int:
@@ -32,8 +37,14 @@ class MegatronParallel(Config):
     sequence: bool = setting(False, "tensor ranks also split the tokens between those matrices")
     pipeline: int = setting(1, "stages of consecutive layers", ge=1)
     virtual_pipeline: int = setting(1, "parts of the model on each stage, so that stages idle less", ge=1)
+    layers: tuple[int, ...] | None = setting(
+        None, "layers of each part of the model, in their order; null: as even as possible, the first parts have more"
+    )
     context: int = setting(1, "ranks that split the tokens of each micro-batch (Ulysses)", ge=1)
     expert: int = setting(1, "ranks that split the experts; the same ranks as above, not additional ones", ge=1)
+    expert_tensor: int = setting(
+        1, "ranks that split the matrices of each expert, whatever `tensor` is; not additional ranks", ge=1
+    )
 
     def sizes(self, world: int) -> Sizes:
         """The mesh over `world` ranks. Raises ValueError naming the dimension that does not fit."""
@@ -52,12 +63,39 @@ class MegatronParallel(Config):
                 f"{self.key_of('virtual_pipeline')} = {self.virtual_pipeline} needs {self.key_of('pipeline')} above 1"
             )
         holders = rest * self.context * self.tensor
-        if holders % self.expert:
+        if holders % (self.expert * self.expert_tensor):
+            both = f" x {self.key_of('expert_tensor')} = {self.expert_tensor}" if self.expert_tensor > 1 else ""
             raise ValueError(
-                f"{self.key_of('expert')} = {self.expert} does not divide the {holders} ranks of one pipeline stage "
-                "(data x context x tensor)"
+                f"{self.key_of('expert')} = {self.expert}{both} does not divide the {holders} ranks of one pipeline "
+                "stage (data x context x tensor)"
             )
-        return Sizes(rest, self.tensor, self.pipeline, self.context, self.expert, self.virtual_pipeline, self.sequence)
+        return Sizes(
+            data=rest,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            context=self.context,
+            expert=self.expert,
+            virtual=self.virtual_pipeline,
+            sequence=self.sequence,
+            expert_tensor=self.expert_tensor,
+        )
+
+    def layers_of_parts(self, layers: int, name: str) -> tuple[int, ...]:
+        """How many of the layers of the model `name` each part has. Raises ValueError if these are not all."""
+        parts, said = self.pipeline * self.virtual_pipeline, self.layers
+        product = (
+            f"{self.key_of('pipeline')} = {self.pipeline} x {self.key_of('virtual_pipeline')} = {self.virtual_pipeline}"
+        )
+        if layers < parts:
+            raise ValueError(f"{product}: {name} has {layers} layers, and each of {parts} parts needs one")
+        if said is None:
+            return tuple(layers // parts + (part < layers % parts) for part in range(parts))
+        if len(said) != parts or sum(said) != layers or min(said) < 1:
+            raise ValueError(
+                f"{self.key_of('layers')} = {list(said)} should be {parts} numbers above 0 ({product}) with the sum "
+                f"{layers}, which {name} has"
+            )
+        return said
 
 
 class MegatronSettings(BackendSettings):
@@ -65,6 +103,10 @@ class MegatronSettings(BackendSettings):
 
     name: str = "megatron"
     parallel: MegatronParallel | None = setting(None, "how ranks divide the work; null: all ranks split batches")
+    offload: bool = setting(False, "keep weights and optimizer state in CPU memory while the model is idle")
+    recompute_modules: tuple[RecomputedModule, ...] | None = setting(
+        None, "parts of each layer that `activation_checkpointing: selective` recomputes; null: core_attn"
+    )
 
     def alone(self) -> MegatronSettings:
         return self.model_copy(update={"parallel": None})

@@ -23,9 +23,11 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor, nn
 
 from hone.engines.megatron.mesh import MegatronRanks
+from hone.engines.megatron.moving import Buffers, relocate
 from hone.engines.megatron.names import Box
-from hone.engines.megatron.reading import Reader
 from hone.engines.parts import CastFn, Part, Piece
+from hone.engines.rebuilt.reading import Reader
+from hone.models.precision import state_buffers
 
 BUCKET_BYTES = 128 * 2**20  # of whole tensors that one collective gathers
 ALIGNMENT = 8  # bytes: tensors of several dtypes share a collective
@@ -69,19 +71,29 @@ class MegatronWeights:
         ranks: MegatronRanks,
         dtype: torch.dtype,
     ) -> None:
-        """`parts` are this rank's parts of the model, wrapped for training or plain; the masters have `dtype`."""
+        """`parts` are this rank's parts of the model, wrapped for training or plain; the masters have `dtype`.
+
+        `skeleton` is the transformers model on the meta device, but with its buffers (see `read_buffers`). Its weights
+        without `requires_grad` are frozen: they have no masters.
+        """
         self._parts = parts
         self._table = table
         self._ranks = ranks
         self._dtype = dtype
+        self._device = next(self._parts[0].parameters()).device  # of collectives, wherever the weights are
+        self._memory = Buffers(parts, self._device)
+        self._working_dtype = next(iter(table)).dtype
         self._shapes, self._aliases = _names_of(skeleton)
-        self._held = list(self._of_buffers(table) if self._is_trained else self._of_parameters(table))
-        self.masters = (
-            {f"{i} {held.box.name}": held.master for i, held in enumerate(self._held)} if self._is_trained else {}
-        )
+        self._buffers = dict(state_buffers(skeleton))
+        self._learning = {name for name, weight in skeleton.named_parameters() if weight.requires_grad}
+        self._held = [*(self._of_buffers(table) if self._is_trained else ()), *self._of_parameters(table)]
+        trained = [held for held in self._held if held.gradient is not None]
+        self.masters = {f"{i} {held.box.name}": held.master for i, held in enumerate(trained)}
+        if self._is_trained and not trained:  # an adapter has nothing on this rank, whose optimizer steps all the same
+            self.masters["nothing"] = nn.Parameter(torch.empty(0, dtype=dtype, device=self._device))
         here = {held.box.name for held in self._held}
         self._absent = [
-            (name, torch.empty([0] * len(shape), dtype=dtype), BoxShard(shape, None, False))
+            (name, torch.empty([0] * len(shape), dtype=self._dtype_of(name)), BoxShard(shape, None, False))
             for name, shape in self._shapes.items()
             if name not in here
         ]
@@ -92,18 +104,17 @@ class MegatronWeights:
 
     def _of_buffers(self, table: Table) -> Iterator[Held]:
         """This rank's share of each buffer."""
-        for part in self._parts:
-            for buffer in (*part.buffers, *part.expert_parallel_buffers):  # type: ignore[misc]
-                for parameter, mine in _shares(buffer):
-                    begin, end, _ = buffer.param_index_map[parameter]
-                    data, grad = buffer.param_data[begin:end], buffer.grad_data[begin:end]
-                    for box in table[parameter]:
-                        yield from self._rectangles(box, parameter, mine, data, grad)
+        for buffer in self._memory:
+            for parameter, mine in _shares(buffer):
+                begin, end, _ = buffer.param_index_map[parameter]
+                data, grad = buffer.param_data[begin:end], buffer.grad_data[begin:end]
+                for box in table[parameter]:
+                    yield from self._rectangles(box, parameter, mine, data, grad)
 
     def _of_parameters(self, table: Table) -> Iterator[Held]:
-        """Whole parameters; data-parallel ranks hold the same, and the first owns them."""
+        """Whole parameters, which nothing trains; data-parallel ranks hold the same, and the first owns them."""
         for parameter, boxes in table.items():
-            for box in boxes:
+            for box in boxes if not parameter.requires_grad else ():
                 yield from self._rectangles(box, parameter, (0, parameter.numel()), parameter.data.view(-1), None)
 
     def _rectangles(
@@ -116,8 +127,9 @@ class MegatronWeights:
         is_owner = box.is_owner and (grad is not None or is_first)
         for start, stop, piece in rectangles(first, last, box, columns):
             working = data[start:stop].view(piece.shape)
-            same = working.dtype == self._dtype
-            master = nn.Parameter(working if same else working.to(self._dtype), requires_grad=grad is not None)
+            dtype = self._dtype_of(box.name)
+            same = working.dtype == dtype
+            master = nn.Parameter(working if same else working.to(dtype), requires_grad=grad is not None)
             gradient = None if grad is None else grad[start:stop].view(piece.shape)
             yield Held(box, master, working, gradient, BoxShard(box.whole, piece, is_owner))
 
@@ -125,9 +137,8 @@ class MegatronWeights:
     def read(self, reader: Reader) -> None:
         """Set parameters and masters to the values of a model's files."""
         of_box: dict[Box, list[Held]] = {}
-        for held in self._held:
-            if held.master.data_ptr() != held.working.data_ptr():
-                of_box.setdefault(held.box, []).append(held)
+        for held in self._apart():
+            of_box.setdefault(held.box, []).append(held)
         for parameter, boxes in self._table.items():
             parameter.zero_()  # padding of the vocabulary
             for box in boxes:
@@ -159,21 +170,18 @@ class MegatronWeights:
     def clear_gradients(self) -> None:
         for part in self._parts:
             part.zero_grad_buffer()  # type: ignore[operator]
+        self._memory.is_cleared = True
         for held in self._held:
             held.master.grad = None
 
     @torch.no_grad()
     def publish(self, names: frozenset[str] | None = None) -> None:
-        apart = [held for held in self._held if held.master.data_ptr() != held.working.data_ptr()]
+        apart = self._apart()
         if apart:
             torch._foreach_copy_([held.working for held in apart], [held.master for held in apart])
         if self._is_trained:
             for part in self._parts:
                 part.start_param_sync(force_sync=True)  # type: ignore[operator]
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self._parts[0].parameters()).device
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -183,9 +191,10 @@ class MegatronWeights:
         yield from self._absent
 
     def trained(self) -> Iterator[Part]:
-        for held in self._held if self._is_trained else ():
-            yield held.box.name, held.master, held.shard
-        yield from self._absent
+        for held in self._held:
+            if held.gradient is not None:
+                yield held.box.name, held.master, held.shard
+        yield from (part for part in self._absent if part[0] in self._learning)
 
     def chosen(self, names: frozenset[str]) -> dict[str, Tensor]:
         return dict(self._gathered([name for name in self._shapes if name in names]))
@@ -195,6 +204,8 @@ class MegatronWeights:
             yield name, tensor
             for alias in self._aliases[name]:
                 yield alias, tensor.clone()
+        for name, buffer in self._buffers.items():
+            yield name, (buffer if cast is None else cast(name, buffer)).clone()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Whole gradients after `settle`, for comparisons with another engine. Every rank takes all of them."""
@@ -209,14 +220,15 @@ class MegatronWeights:
         for held in self._held:
             if held.shard.is_owner:
                 own.setdefault(held.box.name, []).append(held)
-        stored = torch.empty(0, dtype=torch.float32 if gradients else self._stored_dtype)
-        dtypes = {name: (stored if cast is None else cast(name, stored)).dtype for name in names}
-        sizes = {name: math.prod(self._shapes[name]) * dtypes[name].itemsize for name in names}
+        stored = {name: torch.float32 if gradients else self._stored_dtype(name) for name in names}
+        if cast is not None:
+            stored = {name: cast(name, torch.empty(0, dtype=dtype)).dtype for name, dtype in stored.items()}
+        sizes = {name: math.prod(self._shapes[name]) * stored[name].itemsize for name in names}
         for bucket in _buckets(names, sizes):
             places = [-(-sizes[name] // ALIGNMENT) * ALIGNMENT for name in bucket]
             flat = torch.zeros(sum(places), dtype=torch.uint8, device=self._device)
             tensors = [
-                one[: sizes[name]].view(dtypes[name]).view(self._shapes[name])
+                one[: sizes[name]].view(stored[name]).view(self._shapes[name])
                 for name, one in zip(bucket, flat.split(places), strict=True)
             ]
             for name, tensor in zip(bucket, tensors, strict=True):
@@ -226,12 +238,40 @@ class MegatronWeights:
                 dist.all_reduce(flat)  # bytes: one rank has a value, all others zeros
             yield from ((name, tensor.clone()) for name, tensor in zip(bucket, tensors, strict=True))
 
-    @property
-    def _stored_dtype(self) -> torch.dtype:
-        return self._dtype if self._is_trained else next(self._parts[0].parameters()).dtype
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a weight's master; a frozen weight has none but the one that computes."""
+        return self._dtype if name in self._learning else self._working_dtype
+
+    def _stored_dtype(self, name: str) -> torch.dtype:
+        return self._dtype_of(name) if self._is_trained else self._working_dtype
 
     def move(self, device: str, *, model: bool, optimizer: bool, grad: bool) -> None:
-        """Megatron's buffers stay where they are."""
+        """Move weights (`model`), masters that are tensors of their own (`optimizer`) and gradients."""
+        apart = self._apart()
+        if model:
+            here = {id(held) for held in apart}
+            shared = (held.master for held in self._held if id(held) not in here)
+            parameters = (parameter for part in self._parts for parameter in part.parameters())
+            working = (held.working for held in self._held)
+            relocate([*self._memory.weights(), *parameters, *working, *shared], device)
+        if optimizer:
+            relocate([held.master for held in apart], device)
+        if grad and self._is_trained:
+            views = [held.gradient for held in self._held if held.gradient is not None]
+            self._memory.move_gradients(device, views)
+        self._memory.forget_shards()
+
+    @property
+    def nbytes(self) -> int:
+        """What weights, masters and gradients of this rank take."""
+        memory = {one.untyped_storage().data_ptr(): one for part in self._parts for one in part.parameters()}
+        weights = sum(one.untyped_storage().nbytes() for one in memory.values())
+        gradients: int = sum(buffer.grad_data.nbytes for buffer in self._memory)
+        return weights + gradients + sum(held.master.nbytes for held in self._apart())
+
+    def _apart(self) -> list[Held]:
+        """The masters that are tensors of their own, because they are wider than what computes."""
+        return [held for held in self._held if held.master.data_ptr() != held.working.data_ptr()]
 
 
 def _shares(buffer: Any) -> Iterator[tuple[nn.Parameter, tuple[int, int]]]:
@@ -269,6 +309,20 @@ def _within(shard: BoxShard, origin: Sequence[int] | None = None) -> tuple[slice
     assert shard.box is not None
     starts = [at - start for at, start in zip(shard.box.offset, origin or [0] * len(shard.shape), strict=True)]
     return tuple(slice(start, start + length) for start, length in zip(starts, shard.box.shape, strict=True))
+
+
+def read_buffers(skeleton: nn.Module, reader: Reader, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """Give a model on the meta device the buffers of its state dict, at least in float32. Every rank has all of them.
+
+    The bias that balances DeepSeek-V3's experts is one: it is not trained, and saved and sent like a weight.
+    """
+    for name, empty in state_buffers(skeleton):
+        shape = tuple(empty.shape)
+        box = Box(name, shape, (0,) * len(shape), shape, (0, 0), True)
+        path, _, key = name.rpartition(".")
+        values = reader.read(box).to(device, torch.promote_types(dtype, torch.float32), copy=True)
+        skeleton.get_submodule(path)._buffers[key] = values
+    return dict(state_buffers(skeleton))
 
 
 def _names_of(skeleton: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, list[str]]]:

@@ -14,6 +14,7 @@ from hone.data.packing import Sample, balanced, pack_samples, select, sequence_c
 from hone.engines.registry import EngineRegistry
 from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.loading import load_language_model, without_progress_bars
+from hone.models.precision import state_buffers
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.types import LossOutput
@@ -41,6 +42,112 @@ MIXTURES = {
         "options": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": False},
     },
 }
+FAMILIES = {
+    "mixtral": {"architecture": "mixtral", "options": {"num_local_experts": 4, "num_experts_per_tok": 2}},
+    "qwen2_moe": {
+        "architecture": "qwen2_moe",
+        "options": {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+    },
+    "glm4_moe": {
+        "architecture": "glm4_moe",
+        "tie_embeddings": False,
+        "options": {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    },
+    "glm4_moe-tied": {
+        "architecture": "glm4_moe",
+        "options": {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 3,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    },
+    "deepseek_v3": {
+        "architecture": "deepseek_v3",
+        "tie_embeddings": False,
+        "kv_heads": 4,
+        "options": {
+            "q_lora_rank": 12,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 6,
+            "v_head_dim": 10,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.8,
+            },
+        },
+    },
+    "deepseek_v3-tied": {
+        "architecture": "deepseek_v3",
+        "kv_heads": 4,
+        "options": {
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "gpt_oss": {
+        "architecture": "gpt_oss",
+        "tie_embeddings": False,
+        "head_size": 16,
+        "options": {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+    },
+}
+"""Mixtures of experts of other architectures; some layers of the second GLM's pipeline stages have no experts."""
 LENGTHS = (9, 7, 12, 7, 20, 8, 13)  # ragged: four micro-batches of at most 24 tokens for one rank, two for each of two
 GROUPS = (0, 0, 0, 1, 2, 2, 3)
 CAP = 24
@@ -54,28 +161,40 @@ class Mesh:
     backend: str
     world: int
     parallel: dict = field(default_factory=dict)
+    more: dict = field(default_factory=dict)  # other settings of the backend
 
     def __str__(self) -> str:
-        return " ".join([self.backend, str(self.world), *(f"{key}={value}" for key, value in self.parallel.items())])
+        settings = {**self.parallel, **self.more}
+        return " ".join([self.backend, str(self.world), *(f"{key}={value}" for key, value in settings.items())])
 
 
-def save_model(name, folder):
-    """Save a tiny model with random weights, norms and biases too, and its tokenizer."""
-    build = BuildConfig(**{**SIZES, **(MODELS | MIXTURES)[name]})
+def names_of(mesh):
+    """The dense models, by name, that a mesh can train."""
+    if mesh.more.get("models") == "automodel":
+        return {"qwen3", "qwen3-untied", "value-qwen3"}
+    return {*MODELS, "value"} - ({"mistral"} if mesh.backend == "veomni" else set())
+
+
+def save_model(name, folder, **options):
+    """Save a tiny model with random weights, norms and biases too, and its tokenizer; `options` change its config."""
+    sizes = {**SIZES, **(MODELS | MIXTURES | FAMILIES)[name]}
+    build = BuildConfig(**{**sizes, "options": {**sizes.get("options", {}), **options}})
     with without_progress_bars(), torch.random.fork_rng():
         torch.manual_seed(0)
         model = load_language_model(ModelConfig(build=build))
         with torch.no_grad():
-            for weight in model.parameters():
+            for weight in (*model.parameters(), *(buffer for _, buffer in state_buffers(model))):
                 weight.add_(torch.randn_like(weight) * 0.1)
         model.save_pretrained(folder)
     build_tokenizer(build).save_pretrained(folder)
     return folder
 
 
-def make_engine(mesh, folder, model_type="language_model", total_steps=100, model=None, optimizer=None, **engine):
+def make_engine(
+    mesh, folder, model_type="language_model", total_steps=100, model=None, optimizer=None, reference=None, **engine
+):
     optimizer = {"lr": 1e-2, "options": {"eps": 1e-4}, "weight_decay": 0.1, **(optimizer or {})}
-    backend = EngineRegistry.backends.settings(mesh.backend)(parallel=mesh.parallel or None)
+    backend = EngineRegistry.backends.settings(mesh.backend)(parallel=mesh.parallel or None, **mesh.more)
     config = EngineConfig(
         **{"compute_dtype": "float32", "max_tokens_per_microbatch": CAP, **engine},
         optimizer=OptimizerConfig(**optimizer),
@@ -87,7 +206,7 @@ def make_engine(mesh, folder, model_type="language_model", total_steps=100, mode
         model_type=model_type,
         temperature=0.9,
         total_steps=total_steps,
-        reference=None,
+        reference=None if reference is None else ModelConfig(path=str(reference)),
         follows=False,
     )
     made = EngineRegistry.create(spec, SimpleNamespace(device="cpu", vendor="cpu"))
@@ -176,9 +295,9 @@ def train_models(mesh, cases):
     return found
 
 
-def carry_on(mesh, folder, load, save):
+def carry_on(mesh, folder, load, save, settings):
     """Load a checkpoint, save it again, export it, and train one more step."""
-    engine = make_engine(mesh, folder)
+    engine = make_engine(mesh, folder, **settings)
     if load:
         engine.load_checkpoint(Path(load))
     else:

@@ -4,10 +4,15 @@ import importlib.util
 
 import pytest
 
-from tests.engines.contract.cases import MIXTURES, MODELS, Mesh, save_model, train_models
+from tests.engines.contract.cases import FAMILIES, MIXTURES, MODELS, Mesh, names_of, save_model, train_models
 from tests.ranks import run_ranks
 
-NEEDS = {"megatron": "megatron"}  # backend -> package
+NEEDS = {  # backend -> package
+    "megatron": "megatron",
+    "veomni": "veomni",
+    "automodel": "nemo_automodel",
+    "torchtitan": "torchtitan",
+}
 
 
 def there(backend):
@@ -28,14 +33,15 @@ def needs_backend():
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """Name -> the folder of a tiny model."""
-    return {name: save_model(name, tmp_path_factory.mktemp("models") / name) for name in MODELS | MIXTURES}
+    return {name: save_model(name, tmp_path_factory.mktemp("models") / name) for name in MODELS | MIXTURES | FAMILIES}
 
 
 @pytest.fixture(scope="session")
 def cases(folders):
     """What every mesh trains: (name, folder, settings)."""
-    value = ("value", folders["llama"], {"model_type": "value_model"})
-    return [*((name, folders[name], {}) for name in MODELS), value]
+    values = {"value": folders["llama"], "value-qwen3": folders["qwen3"]}
+    value_models = [(name, folder, {"model_type": "value_model"}) for name, folder in values.items()]
+    return [*((name, folders[name], {}) for name in MODELS), *value_models]
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +63,8 @@ def trained(cases):
 
     def train(mesh):
         if str(mesh) not in found:
-            found[str(mesh)] = run_ranks(mesh.world, train_models, mesh, cases)
+            has = [case for case in cases if case[0] in names_of(mesh)]
+            found[str(mesh)] = run_ranks(mesh.world, train_models, mesh, has)
         return found[str(mesh)]
 
     return train

@@ -18,7 +18,14 @@ from tests.engines.contract.cases import (
 )
 from tests.ranks import run_ranks
 
-ENGINES = [Mesh("fsdp2", 2, {"tensor": 2}), Mesh("megatron", 2, {"tensor": 2})]
+ENGINES = [
+    Mesh("fsdp2", 2, {"tensor": 2}),
+    Mesh("megatron", 2, {"tensor": 2}),
+    Mesh("veomni", 2),
+    Mesh("automodel", 2, {"tensor": 2}),
+    Mesh("automodel", 2, {}, {"models": "automodel"}),
+    Mesh("torchtitan", 2, {"tensor": 2}),
+]
 STAGES = Mesh("megatron", 2, {"pipeline": 2})
 
 
@@ -29,12 +36,12 @@ def behave(mesh, folder):
     before = weights(engine)
     batch = make_batch(0)
     metrics = engine.train_batch(select(batch, own_part(engine, batch)), nothing_finite)
-    found["skipped"] = metrics["train/skipped_steps"].value
+    found["skipped"] = metrics["train/skipped_steps"].value if engine.ranks.is_output_rank else 0.0
     found["kept"] = all(torch.equal(one, before[name]) for name, one in weights(engine).items())
     train(engine, [0])
     whole = {f"whole/{name}": one for name, one in weights(engine).items()}
 
-    recomputing = make_engine(mesh, folder, activation_checkpointing=True)
+    recomputing = make_engine(mesh, folder, activation_checkpointing=mesh.backend == "torchtitan" or "offload")
     train(recomputing, [0])
     found["recomputed"] = all(torch.equal(one, whole[f"whole/{name}"]) for name, one in weights(recomputing).items())
 
@@ -55,7 +62,7 @@ def behave(mesh, folder):
 def test_steps_are_skipped_together_and_modes_agree(mesh, folders, alone, needs_backend):
     needs_backend(mesh.backend)
     ranks = run_ranks(mesh.world, behave, mesh, folders["qwen3"])
-    assert sum(rank["skipped"] for rank in ranks[-1:]) == 1.0  # the metrics of output ranks are added up
+    assert sum(rank["skipped"] for rank in ranks) == 1.0  # the metrics of output ranks are added up
     for rank in ranks:
         assert rank["kept"], "a skipped step changed weights"
         assert rank["recomputed"], "recomputed layers gave another update"
@@ -84,9 +91,33 @@ def accumulate(mesh, folder):
 
 
 @pytest.mark.slow
-def test_gradients_add_up_over_calls(folders, needs_backend):
-    needs_backend("megatron")
-    assert all(rank["gap"] < 1e-5 for rank in run_ranks(2, accumulate, Mesh("megatron", 2), folders["qwen3"]))
+@pytest.mark.parametrize("backend", ["megatron", "veomni", "automodel", "torchtitan"])
+def test_gradients_add_up_over_calls(backend, folders, needs_backend):
+    needs_backend(backend)
+    assert all(rank["gap"] < 1e-5 for rank in run_ranks(2, accumulate, Mesh(backend, 2), folders["qwen3"]))
+
+
+def halve(mesh, folder):
+    """The scores after an inference and a change of all weights.
+
+    Nothing reads weights between these: that would drop what an inference has kept gathered.
+    """
+    engine = make_engine(mesh, folder)
+    half = {name: one / 2 for name, one in weights(engine).items()}
+    scores(engine)
+    engine.blend(half, 1.0)
+    return scores(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron", "veomni", "automodel", "torchtitan"])
+def test_an_inference_uses_the_newest_weights(backend, folders, needs_backend):
+    needs_backend(backend)
+    wanted = halve(Mesh("fsdp2", 1), folders["qwen3"])
+    found = run_ranks(2, halve, Mesh(backend, 2), folders["qwen3"])
+    for key, value in wanted.items():
+        (rank,) = [rank for rank in found if key in rank]
+        torch.testing.assert_close(rank[key], value, rtol=1e-5, atol=1e-5)
 
 
 def refused(mesh, folder, settings, message):
@@ -111,9 +142,6 @@ def test_bad_settings_are_errors_that_name_them(folders, needs_backend, tmp_path
         (Mesh("megatron", 2, {"context": 2, "pipeline": 2}), folder, {}, "pipeline = 2 does not divide 1 of 2 ranks"),
         (Mesh("megatron", 2, {"sequence": True}), folder, {}, "sequence = true needs"),
         (Mesh("megatron", 2, {"virtual_pipeline": 2}), folder, {}, "virtual_pipeline = 2 needs"),
-        (Mesh("megatron", 2), folder, {"lora": {"rank": 2}}, "backend megatron does not have lora"),
-        (Mesh("megatron", 2), folder, {"moe": {}}, "backend megatron does not have moe"),
-        (Mesh("megatron", 2), folder, {"activation_checkpointing": "offload"}, "activation_checkpointing=offload"),
         (Mesh("megatron", 2), folder, {"model": {"use": {"dropout": 0.1}}}, "megatron does not have use.dropout"),
         (Mesh("megatron", 2), folder, {"model": {"use": {"dropout": "config"}}}, "does not have use.dropout"),
         (Mesh("megatron", 2), folder, {"compute_dtype": "float64"}, "compute_dtype=float64 needs model.dtype=float64"),
@@ -123,14 +151,72 @@ def test_bad_settings_are_errors_that_name_them(folders, needs_backend, tmp_path
 
 
 @pytest.mark.slow
+def test_settings_that_veomni_lacks_are_errors_that_name_them(folders, needs_backend):
+    needs_backend("veomni")
+    folder, two, liger = folders["qwen3"], Mesh("veomni", 2), {"operators": {"rms_norm": "liger_kernel"}}
+    bad = [
+        (Mesh("veomni", 2, {"replicate": 3}), folder, {}, "replicate = 3 does not divide 2 ranks"),
+        (Mesh("veomni", 2, {"shard": 3}), folder, {}, "shard = 3, but 2 of 2 ranks are left"),
+        (two, folder, {"lora": {"rank": 2}}, "backend veomni does not have lora"),
+        (two, folder, {"moe": {}}, "backend veomni does not have moe"),
+        (Mesh("veomni", 2, more=liger), folder, {}, "operators.rms_norm = liger_kernel does not run here"),
+        (
+            two,
+            folder,
+            {"model": {"dtype": "bfloat16"}, "compute_dtype": "bfloat16"},
+            "needs model.dtype=float32, found",
+        ),
+        (Mesh("veomni", 2, {"replicate": 2}), folder, {}, "replicate = 2 leaves no ranks to shard weights over"),
+        (Mesh("veomni", 2, {"expert": 2}), folders["qwen3_moe"], {}, "parallel.expert = 2: VeOmni sends tokens"),
+        (two, folders["mistral"], {}, "whose model_type is 'mistral': it trains llama, qwen2, qwen3, qwen3_moe"),
+    ]
+    run_ranks(2, refuse_all, bad)
+    run_ranks(
+        1,
+        refuse_after_another,
+        Mesh("veomni", 1),
+        folder,
+        [(Mesh("veomni", 1, more=liger), folder, {}, "choose one for both")],
+    )
+
+
+@pytest.mark.slow
+def test_settings_that_automodel_lacks_are_errors_that_name_them(folders, needs_backend):
+    needs_backend("automodel")
+    folder, two, own = folders["qwen3"], Mesh("automodel", 2), {"models": "automodel"}
+    bad = [
+        (Mesh("automodel", 2, {"tensor": 3}), folder, {}, "tensor = 3 does not divide 2 ranks"),
+        (Mesh("automodel", 2, {"replicate": 2}), folder, {}, "replicate = 2 leaves no ranks to shard weights over"),
+        (Mesh("automodel", 2, {"tensor": 2}), folders["qwen3_moe"], {}, "tensor = 2"),
+        (two, folder, {"lora": {"rank": 2}}, "backend automodel does not have lora"),
+        (two, folder, {"moe": {}}, "backend automodel does not have moe"),
+        (Mesh("automodel", 2, {"expert": 2}), folders["qwen3_moe"], {}, "parallel.expert = 2: Automodel divides"),
+        (
+            Mesh("automodel", 2, more=own),
+            folders["llama"],
+            {},
+            "models = automodel has qwen3 only, found model_type 'llama'",
+        ),
+    ]
+    run_ranks(2, refuse_all, bad)
+
+
+def refuse_after_another(mesh, folder, bad):
+    make_engine(mesh, folder)
+    return refuse_all(bad)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
         (Mesh("megatron", 4, {"tensor": 4}), "tensor = 4 does not divide the 2 num_key_value_heads"),
         (Mesh("megatron", 2, {"expert": 2}), "has no experts; leave it at 1"),
+        (Mesh("megatron", 2, {"expert_tensor": 2}), "expert_tensor = 2: "),
+        (Mesh("automodel", 4, {"tensor": 4}), "tensor: 2 num_key_value_heads"),
     ],
     ids=str,
 )
 def test_a_dimension_that_the_mesh_cannot_cut_is_an_error_with_its_number(mesh, message, folders, needs_backend):
-    needs_backend("megatron")
+    needs_backend(mesh.backend)
     run_ranks(mesh.world, refuse_all, [(mesh, folders["qwen3"], {}, message)])

@@ -18,6 +18,7 @@ LITERALS = {  # patch -> module -> what megatron-core writes there; without it t
     "stage_messages": {"p2p_communication": "torch.cuda.synchronize()"},
     "routers": {"router": "torch.cuda.current_device()"},
     "expert_dispatch": {"token_dispatcher": "torch.cuda.Stream()"},
+    "uneven_exchanges": {"mappings": "torch.distributed.all_gather(output_tensor_list, input_"},
     "random_states": {"random": "torch.cuda."},
 }
 
@@ -39,7 +40,7 @@ def test_patched_modules_make_cpu_tensors_and_torch_stays(monkeypatch):
     assert theirs.zeros([2], dtype=torch.int, device="cuda").device.type == "cpu"
     assert theirs.empty(2, device=theirs.cuda.current_device()).device.type == "cpu"
     assert theirs.nn is torch.nn
-    assert cpu_patches.token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([2, 3]), as_numpy=True) == [2, 3]
+    assert cpu_patches.token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([2, 3]), as_numpy=True).tolist() == [2, 3]
     assert theirs is not torch
     assert "cuda" in vars(torch)
     with pytest.raises((AssertionError, RuntimeError)):

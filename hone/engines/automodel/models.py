@@ -1,0 +1,40 @@
+"""Automodel's own model classes, computed in plain PyTorch around hone's packed attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_automodel.components.models.common import BackendConfig
+from nemo_automodel.components.models.qwen3.model import Qwen3ForCausalLM, Qwen3Model
+from transformers import PreTrainedModel
+
+from hone.models.errors import ModelError
+
+# With "sdpa", attention goes through transformers' interface, where hone registers its own.
+OPERATORS = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch", "rope_fusion": False}
+
+
+class Qwen3(Qwen3ForCausalLM):  # type: ignore[misc]  # the package has no types
+    """Automodel's Qwen3."""
+
+    tie_weights = PreTrainedModel.tie_weights  # Automodel's does not tell transformers' loader which weights are tied
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, BackendConfig(**OPERATORS))
+
+
+class Qwen3Body(Qwen3Model):  # type: ignore[misc]
+    """The body of Automodel's Qwen3, for a value model."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, BackendConfig(**OPERATORS))
+
+
+def model_class(kind: str, is_value_model: bool, key: str) -> type[PreTrainedModel]:
+    """Automodel's class for a model type; `key` is the setting that asks for it.
+
+    Raises ModelError for a family that this engine takes from transformers only.
+    """
+    if kind != "qwen3":
+        raise ModelError(f"{key} = automodel has qwen3 only, found model_type {kind!r}; set it to transformers")
+    return Qwen3Body if is_value_model else Qwen3
