@@ -19,6 +19,7 @@ class WorkerGroup(Protocol):
     """All ranks of one role (actor, critic, reference, rollout)."""
 
     role: str
+    devices: Any  # the same object for roles on the same devices
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Run `method` on every rank. An error names role, rank and method, and keeps the cause."""

@@ -19,7 +19,7 @@ PHASES = {
     "infer_batch": "forward",
     "train_batch": "backward",
     "checkpoint_written": "save_checkpoint",
-    **dict.fromkeys(("base_weights", "adapter", "adapter_config"), "weights"),
+    **dict.fromkeys(("base_weights", "adapter", "adapter_config", "send_weights"), "weights"),
 }
 """Method -> its name in the timings; other methods keep their name."""
 
@@ -46,6 +46,7 @@ class LocalWorkerGroup:
 
     def __init__(self, role: str, worker: Any, phase: PhaseFn) -> None:
         self.role = role
+        self.devices = None  # every role is on the device of its rank
         self._worker = worker
         self._phase = phase
         self._alone = ranks.ranks() == 1

@@ -98,6 +98,8 @@ def first_alone(work: Callable[[], R]) -> R:
 
 def exchange(payload: bytes) -> list[bytes]:
     """Gather every rank's bytes, in rank order."""
+    if not _joined():
+        return [payload]
     own = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks())]
     dist.all_gather(sizes, torch.tensor([len(payload)]))

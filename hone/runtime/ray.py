@@ -356,7 +356,7 @@ class RayWorkerGroup:
     ) -> None:
         """`shape` is the data-parallel size and the length at which attention costs as much as everything else."""
         self.role = role
-        self._pool = pool
+        self.devices = self._pool = pool
         self._parts, self._equal_cost_length = shape
         self._spec = spec
         self._phase = phase

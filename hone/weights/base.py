@@ -133,6 +133,21 @@ class Sent:
     bytes: int
     buckets: int = 0
     lost: Mapping[str, str] = field(default_factory=dict)  # replica -> why it did not get everything
+    by_rank: Mapping[int, int] = field(default_factory=dict)  # training rank -> bytes it sent; empty: one process sent
+
+
+class RankWeights(ABC):
+    """Weights that all training ranks gather: iterated in this process, or sent by the ranks themselves.
+
+    Nothing is gathered before either begins.
+    """
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[NamedTensor]: ...
+
+    @abstractmethod
+    def order(self, order: Any) -> Sequence[Any]:
+        """Give every rank an order of `hone.weights.transports.rank_sender`; return their answers in rank order."""
 
 
 # ------------------------------------------------------------------------------------------------- the two sides

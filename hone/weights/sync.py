@@ -99,6 +99,7 @@ class CheckpointEngineManager:
             "weights/tensors": Metric.max(sent.tensors),
             "weights/buckets": Metric.max(sent.buckets),
             "weights/replicas": Metric.max(len(chosen)),
+            "weights/senders": Metric.max(max(1, len(sent.by_rank))),
             "perf/weight_transfer_seconds": Metric.mean(seconds),
             "perf/weight_sync_gb_per_s": Metric.mean(sent.bytes / seconds / 1e9),
         }

@@ -264,6 +264,15 @@ class Background:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """What the rollout servers take of each device that they share with the trainer, while they are awake."""
+
+    fraction: float  # of its memory, for one server
+    servers: int  # on one device
+    key: str  # of the fraction in run files
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutParts:
     """Parts of a rollout (`workers.rollout` builds it)."""
 
@@ -276,6 +285,7 @@ class RolloutParts:
     adapter: AdapterRule | None = None  # None: adapters are merged into the weights
     background: Background | None = None  # None: weights are sent between steps, while training waits
     start: Callable[[], Coroutine[Any, Any, None]] | None = None  # starts its servers; None: it has none
+    share: DeviceShare | None = None  # of the trainer's device; None: none, or not known
 
 
 class RunFn(Protocol):
@@ -360,6 +370,16 @@ class RolloutHandle:
     async def abort_all(self) -> None:
         """End every request now; each `generate` returns the tokens it has."""
         await self._engine.abort_all()
+
+    @property
+    def share(self) -> DeviceShare | None:
+        """What it takes of the trainer's device; None: nothing, or not known."""
+        return self._parts.share
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it frees its memory while the policy is trained."""
+        return self._parts.sleep_level > 0
 
     def make_room(self) -> None:
         """Free the memory that training needs, if rollout and training share a device.

@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,6 +52,7 @@ from hone.workers.publication import (
     ADAPTER,
     AdapterRule,
     Background,
+    DeviceShare,
     LocalPublisher,
     Loop,
     RolloutHandle,
@@ -263,10 +265,24 @@ def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: 
         if background is not None and background.lent is not None:
             await background.lent.start()
 
-    parts = RolloutParts(router, dtype, in_files, publisher, level, _probe(spec, dtype), rule, background, start)
+    share = device_share(specs, replicas[0])
+    parts = RolloutParts(router, dtype, in_files, publisher, level, _probe(spec, dtype), rule, background, start, share)
     if spec.new_weights is not None:
         _check_asynchronous(parts)
     return parts
+
+
+def device_share(specs: Sequence[ServerSpec], replica: ServerAdapter) -> DeviceShare | None:
+    """What servers take of a device that the trainer computes on, too; one of them is `replica`."""
+    found: tuple[str, float] | None = getattr(replica, "memory_fraction", None)
+    shared = [one for one in specs if one.host.is_shared]
+    if found is None or not shared or current_platform().device == "cpu":
+        return None
+    on_device = Counter(index for one in shared for index in one.devices)
+    if on_device and not on_device[0]:  # the trainer has the first device, and servers have the others
+        return None
+    key, fraction = found
+    return DeviceShare(fraction, max(on_device.values(), default=1), f"rollout.engine.{key}")
 
 
 def _lent(spec: RolloutSpec, router: Router, server: ServerAdapter) -> LentServer:

@@ -20,11 +20,10 @@ from hone.models.precision import hold_in
 from hone.models.settings import ModelConfig
 from hone.platforms.base import current_platform
 from hone.rollout import ROLLOUT_ENGINES
-from hone.rollout.base import Scored
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.router import Router
 from hone.rollout.settings import BuiltinSettings
-from hone.types import Batch, ModelOutput
+from hone.types import Batch, ModelOutput, Scored
 from hone.workers.publication import RunFn
 from hone.workers.rollout import RolloutSpec, server_specs, start_all
 
@@ -46,7 +45,8 @@ class EngineScorer:
             raise ValueError(
                 f"the built-in rollout engine scores sampled tokens only, and {', '.join(sorted(needs))} is needed"
             )
-        scores = torch.cat(self._engine.score(_sequences(batch), self._temperature)).to(batch.token_ids.device)
+        found = self._engine.score_all(_sequences(batch), self._temperature)
+        scores = torch.cat([one.logprobs for one in found]).to(batch.token_ids.device)
         return ModelOutput(logprobs=torch.where(batch.loss_mask, scores, 0))
 
 

@@ -5,7 +5,8 @@ Algorithms and engines meet only here. A handle calls all workers of its `Worker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +23,11 @@ from hone.models.checkpoint_names import as_in_files
 from hone.models.loading import check_model_source, folder_of
 from hone.models.settings import ModelConfig
 from hone.platforms.base import compute_dtype, current_platform
+from hone.runtime import ranks
 from hone.runtime.base import WorkerGroup
-from hone.types import Batch, LossFn, Metrics, ModelOutput
+from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput
+from hone.weights.base import NamedTensor, RankWeights
+from hone.weights.transports.rank_sender import Order, RankSender
 
 RecordFn = Callable[[Metrics], None]
 BLEND_BYTES = 256 * 2**20  # of the policy's weights in one call of `blend`
@@ -64,6 +68,7 @@ class TrainWorker:
             )
         self._model = spec.model
         self.engine: BaseEngine = EngineRegistry.create(spec, current_platform())
+        self._sender = RankSender()
 
     def initialize(self) -> None:
         self.engine.initialize()
@@ -72,6 +77,16 @@ class TrainWorker:
     def release_memory(self) -> None:
         """Free the cached GPU memory of this process."""
         current_platform().empty_cache()
+
+    def device_memory(self) -> Metrics:
+        """Bytes of this rank's device: all, what this process has allocated, and what the first step adds."""
+        memory, needs = current_platform().memory(), self.engine.memory_needs()
+        return {
+            "total": Metric.min(memory.total),
+            "allocated": Metric.max(memory.allocated),
+            "kept": Metric.max(needs.kept),
+            "training": Metric.max(needs.training),
+        }
 
     @property
     def data_parallel_rank(self) -> int:
@@ -127,6 +142,11 @@ class TrainWorker:
         for name, tensor in stream:
             yield name, tensor.to(dtype)
 
+    def send_weights(self, order: Order, method: str, arguments: Sequence[Any]) -> list[Any]:
+        """Carry out an order about the stream that `method` opens, on every rank; return the answers of all ranks."""
+        answer = self._sender.follow(order, ranks.rank(), lambda: getattr(self, method)(*arguments))
+        return [json.loads(one) for one in ranks.exchange(json.dumps(answer).encode())]
+
     def adapter_config(self) -> dict[str, Any] | None:
         """PEFT's `adapter_config.json` of the model's LoRA adapter; None: it has no adapter."""
         return self.engine.adapter_config()
@@ -156,12 +176,28 @@ def without_routes(batch: Batch) -> Batch:
     return batch.with_(routed_experts=None)
 
 
+class GatheredWeights(RankWeights):
+    """A stream of a worker group; each iteration opens it anew."""
+
+    def __init__(self, group: WorkerGroup, method: str, *arguments: Any) -> None:
+        self._group = group
+        self._method = method
+        self._arguments = arguments
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        return iter(self._group.call(self._method, *self._arguments))
+
+    def order(self, order: Order) -> Sequence[Any]:
+        answers: Sequence[Any] = self._group.call("send_weights", order, self._method, self._arguments)
+        return answers
+
+
 class TrainHandle:
     """The trainer's interface to an actor, critic or reference model."""
 
     def __init__(self, group: WorkerGroup, record: RecordFn, replays_routes: bool = False) -> None:
         """`replays_routes`: also send the recorded experts of a batch (`TrainSpec.replays_routes`)."""
-        self.role = group.role
+        self.role, self.devices = group.role, group.devices
         self._replays_routes = replays_routes
         self.updates = 0  # how often its weights were changed
         self._group = group
@@ -173,6 +209,11 @@ class TrainHandle:
     def release_memory(self) -> None:
         """Free the cached GPU memory of the workers, for a rollout on the same device."""
         self._group.call("release_memory")
+
+    def device_memory(self) -> Metrics:
+        """See `TrainWorker.device_memory`, of the rank that needs most."""
+        metrics: Metrics = self._group.call("device_memory")
+        return metrics
 
     def train_batch(self, batch: Batch, loss: LossFn) -> None:
         """Run one optimizer step and record its metrics; for `OWN_METRICS`, `train/` becomes the role's name."""
@@ -194,17 +235,17 @@ class TrainHandle:
     def _sent(self, batch: Batch) -> Batch:
         return batch if self._replays_routes else without_routes(batch)
 
-    def weights(self, dtype: torch.dtype | None, in_files: bool = False) -> Any:
+    def weights(self, dtype: torch.dtype | None, in_files: bool = False) -> GatheredWeights:
         """Stream every weight; see `TrainWorker.weights`."""
-        return self._group.call("weights", dtype, in_files)
+        return GatheredWeights(self._group, "weights", dtype, in_files)
 
-    def base_weights(self, dtype: torch.dtype, in_files: bool = False) -> Any:
+    def base_weights(self, dtype: torch.dtype, in_files: bool = False) -> GatheredWeights:
         """Stream every weight without the LoRA adapter; training never changes them."""
-        return self._group.call("base_weights", dtype, in_files)
+        return GatheredWeights(self._group, "base_weights", dtype, in_files)
 
-    def adapter(self, dtype: torch.dtype) -> Any:
+    def adapter(self, dtype: torch.dtype) -> GatheredWeights:
         """Stream the LoRA adapter under PEFT's names."""
-        return self._group.call("adapter", dtype)
+        return GatheredWeights(self._group, "adapter", dtype)
 
     def adapter_config(self) -> dict[str, Any] | None:
         """PEFT's configuration of the LoRA adapter, as JSON values; None: the model has none."""

@@ -9,6 +9,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import threading
 
 import torch
@@ -17,6 +19,8 @@ from hone.rollout.base import WeightReceipt
 from hone.weights.base import Adapter, Full
 from hone.weights.delivery import receive
 from hone.weights.digests.digest import digest_tensors
+from hone.weights.transports import memory
+from tests.weights.devices import have_devices
 
 TOKEN = "a token for tests"
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process without threads that has imported all this
@@ -25,8 +29,9 @@ CONTEXT.set_forkserver_preload(
 )
 
 
-def serve(pipe):
+def serve(pipe, *devices):
     """One rank: holds the whole weights of the last sync, and apart from them the adapter."""
+    have_devices(*devices)
     torch.set_num_threads(1)
     held: dict[type, dict[str, torch.Tensor]] = {Full: {}, Adapter: {}}
     while True:
@@ -39,14 +44,24 @@ def serve(pipe):
             targets = dict(holds) if in_place else None
             with receive(offer, rank, token, copy, targets) as delivery:
                 holds = held[type(delivery.payload)]
-                _take(delivery, holds, fault)
+                _take(delivery, holds, fault, pipe)
+                sender = _sender(delivery)
             facts = {name: (str(t.dtype), tuple(t.shape)) for name, t in holds.items()}
-            pipe.send((delivery.version, delivery.digest, digest_tensors(holds.items(), delivery.method), facts))
+            found = digest_tensors(holds.items(), delivery.method)
+            pipe.send((delivery.version, delivery.digest, found, facts, (sender, next(iter(memory._kept), ""))))
         except Exception as error:  # noqa: BLE001  told to the test
             pipe.send(f"{type(error).__name__}: {error}")
 
 
-def _take(delivery, holds, fault):
+def _sender(delivery):
+    """The process that the kernel names at the other end of the connection to the sender's memory; 0: there is none."""
+    connection = getattr(getattr(delivery._receiver, "_channel", None), "_lifeline", None)
+    if connection is None or not hasattr(socket, "SO_PEERCRED"):
+        return 0
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+
+
+def _take(delivery, holds, fault, pipe):
     what, _, number = fault.partition(":")
     for count, (name, tensor) in enumerate(delivery, 1):
         if what == "dies" and count == int(number):
@@ -55,6 +70,9 @@ def _take(delivery, holds, fault):
             raise ValueError("the loader does not like this tensor")
         if what == "leaves" and count == int(number):
             return
+        if what == "stuck" and count == int(number):
+            pipe.send("it is stuck")
+            signal.pause()
         if what == "silent" and count == int(number):
             signal.pause()
         if what == "skips" and name == number:
@@ -68,9 +86,9 @@ def _take(delivery, holds, fault):
 class Rank:
     """One receiving process."""
 
-    def __init__(self):
+    def __init__(self, *devices):
         self._pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=serve, args=(theirs,), daemon=True)
+        self.process = CONTEXT.Process(target=serve, args=(theirs, *devices), daemon=True)
         self.process.start()
         theirs.close()
         self._turn = threading.Lock()
@@ -94,7 +112,8 @@ class Rank:
 class ProcessReplica:
     """A replica whose ranks are processes; what the manager's protocol asks for, and notes of what was asked."""
 
-    def __init__(self, name="r0", ranks=1, token=TOKEN):
+    def __init__(self, name="r0", ranks=1, token=TOKEN, devices=()):
+        """`devices`: of each rank, the names of the devices it sees, its own first; without: none."""
         self.name = name
         self.ranks = ranks
         self.token = token
@@ -104,7 +123,8 @@ class ProcessReplica:
         self.asked = []
         self.facts = {}
         self.delays = {}  # what -> seconds
-        self.processes = [Rank() for _ in range(ranks)]
+        self.senders = []  # of each rank: the process that sent, and the name of its buckets
+        self.processes = [Rank(*seen) for seen in (devices or [()] * ranks)]
 
     async def pause(self, mode):
         self.asked.append(f"pause {mode}")
@@ -128,7 +148,8 @@ class ProcessReplica:
         if wrong:
             raise RuntimeError(wrong[0])
         self.facts = answers[-1][3]
-        return [WeightReceipt(self.name, version, held, len(facts), 0) for version, _, held, facts in answers]
+        self.senders = [answer[4] for answer in answers]
+        return [WeightReceipt(self.name, version, held, len(facts), 0) for version, _, held, facts, _ in answers]
 
     def replace_rank(self, number=-1):
         self.processes[number].stop()

@@ -305,7 +305,7 @@ def meeting(tmp_path, talk, timeout_s=3.0):
     """A sender that expects r0/0, while `talk(address)` runs in a thread; what the sender lost."""
 
     async def whole():
-        channel = SenderChannel("s1", 3, {"r0": 1}, TOKEN, timeout_s)
+        channel = SenderChannel("s1", 3, [("r0", 0)], TOKEN, timeout_s)
         address = channel.bind(f"ipc://{tmp_path}/c")
         try:
             _, said = await asyncio.gather(channel.meet(), asyncio.to_thread(talk, address))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,15 +45,15 @@ class BucketedEngine(CheckpointEngine):
 
     def __init__(self, bucket_bytes: int, timeout_s: float, token: str) -> None:
         super().__init__(max(bucket_bytes // ROW, 1) * ROW, timeout_s, token)
-        self._ranks: Mapping[str, int] = {}
+        self._receivers: Sequence[tuple[str, int]] = ()  # replica and rank of each
         self._channel: SenderChannel | None = None
 
     def build_topology(self, ranks: Mapping[str, int]) -> None:
-        self._ranks = dict(ranks)
+        self._receivers = [(replica, rank) for replica, count in ranks.items() for rank in range(count)]
 
     def prepare(self, version: int, payload: Payload) -> Offer:
         """Must be called on the event loop that sends."""
-        self._channel = SenderChannel(secrets.token_hex(8), version, self._ranks, self._token, self.timeout_s)
+        self._channel = SenderChannel(secrets.token_hex(8), version, self._receivers, self._token, self.timeout_s)
         address = {"session": self._channel.session, **self._open(self._channel)}
         return Offer(self.transport, version, payload, self.timeout_s, address)
 

@@ -21,7 +21,7 @@ import contextlib
 import hmac
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -103,10 +103,13 @@ def lock(socket: Any, token: str, side: str) -> None:
 class SenderChannel:
     """The sender's end, for one sync."""
 
-    def __init__(self, session: str, version: int, ranks: Mapping[str, int], token: str, timeout_s: float) -> None:
+    def __init__(
+        self, session: str, version: int, receivers: Sequence[tuple[str, int]], token: str, timeout_s: float
+    ) -> None:
+        """`receivers`: replica and rank of each process that will connect."""
         self.session = session
         self.version = version
-        self.peers = [Peer(replica, rank) for replica, count in ranks.items() for rank in range(count)]
+        self.peers = [Peer(replica, rank) for replica, rank in receivers]
         self._token = token
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s

@@ -43,6 +43,18 @@ class OwnFolder:
         os.close(self._descriptor)
 
 
+class Subfolder:
+    """A folder of this process in another process's `OwnFolder`, which removes it if this process is killed."""
+
+    def __init__(self, parent: Path, name: str) -> None:
+        self.path = parent / name
+        self.path.mkdir(mode=0o700)
+
+    def close(self) -> None:
+        """Remove the folder with everything in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
 def sweep(root: Path) -> None:
     """Remove the folders in `root` whose processes have ended."""
     for path in root.glob(f"{PREFIX}*"):

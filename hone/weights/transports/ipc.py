@@ -2,12 +2,14 @@
 
 It uses GPU memory if every receiver can access the sender's GPU and the platform can share it, else host memory. All
 receivers read the same buckets, so more receivers cost the sender nothing. The sockets are in a folder that only this
-user can access. `bucketed.py` has a picture of a sync.
+user can access. `bucketed.py` has a picture of a sync, and `by_rank.py` one with several senders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from socket import socket
 from typing import Any
 
 import torch
@@ -17,8 +19,8 @@ from hone.platforms.base import current_platform
 from hone.weights.base import Offer, WeightReceiver, WeightSyncError
 from hone.weights.transports.bucketed import COUNT, BucketedEngine, BucketedReceiver
 from hone.weights.transports.buckets import Filled
-from hone.weights.transports.channel import SenderChannel
-from hone.weights.transports.folders import OwnFolder
+from hone.weights.transports.channel import ReceiverChannel, SenderChannel
+from hone.weights.transports.folders import OwnFolder, Subfolder
 from hone.weights.transports.memory import (
     Buffers,
     DeviceBuffers,
@@ -27,7 +29,7 @@ from hone.weights.transports.memory import (
     connect,
     open_buffers,
 )
-from hone.weights.transports.wire import BrokenMessage, expect
+from hone.weights.transports.wire import BrokenMessage, Message, expect, rank_token
 
 PART = 16 << 20  # bytes per part in host memory; receivers read one part while the next is written
 ENOUGH = 32 << 20  # bytes after which the next bucket begins; two of this size stay in the processor's cache
@@ -41,7 +43,7 @@ class IpcEngine(BucketedEngine):
     def __init__(self, bucket_bytes: int, timeout_s: float, token: str) -> None:
         super().__init__(bucket_bytes, timeout_s, token)
         self._buffers: Buffers | None = None
-        self._folder: OwnFolder | None = None
+        self._folder: OwnFolder | Subfolder | None = None
         self._listener: MemoryListener | None = None
 
     async def finalize(self) -> None:
@@ -67,7 +69,7 @@ class IpcEngine(BucketedEngine):
         return IpcReceiver(offer, rank, token)
 
     def _open(self, channel: SenderChannel) -> Mapping[str, Any]:
-        self._folder = OwnFolder()
+        self._folder = self._make_folder()
         memory = str(self._folder.path / "memory")
         self._listener = MemoryListener(memory, self._opened, self._gone)
         return {"memory": memory, "channel": channel.bind(f"ipc://{self._folder.path}/channel")}
@@ -94,22 +96,38 @@ class IpcEngine(BucketedEngine):
             raise WeightSyncError("no receiver is connected yet, so there are no buckets")
         return self._buffers
 
+    def _make_folder(self) -> OwnFolder | Subfolder:
+        return OwnFolder()
+
     def _choose_buffers(self, channel: SenderChannel) -> None:
         """Choose device memory if all receivers can access it. Reuse the last sync's buckets if they fit."""
-        platform = current_platform()
-        kind: type[Buffers] = SharedBuffers
-        if platform.supports_ipc and not platform.why_no_ipc():
-            own = platform.device_uuids()[torch.accelerator.current_device_index()]
-            if all(own in peer.facts.get("devices", ()) for peer in channel.left()):
-                kind = DeviceBuffers
+        kind: type[Buffers] = DeviceBuffers if self._reaches(channel) else SharedBuffers
         if not isinstance(self._buffers, kind):
             if self._buffers is not None:
                 self._buffers.close()
             self._buffers = kind(self.bucket_bytes)
 
+    def _reaches(self, channel: SenderChannel) -> bool:
+        """Whether every receiver can open memory of this process's device."""
+        own = own_device()
+        return shares_memory() and all(own in peer.facts.get("devices", ()) for peer in channel.left())
+
     def _gone(self, name: str) -> None:
         if self._channel is not None:
             self._channel.gone(name)
+
+
+def own_device() -> str:
+    """The name of this process's current device, equal in every process of the machine; empty if it has none."""
+    devices = current_platform().device_uuids()
+    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
+    return devices[index] if devices else ""
+
+
+def shares_memory() -> bool:
+    """Whether another process can open this process's device memory."""
+    platform = current_platform()
+    return platform.supports_ipc and not platform.why_no_ipc()
 
 
 class IpcReceiver(BucketedReceiver):
@@ -120,17 +138,30 @@ class IpcReceiver(BucketedReceiver):
         self._buckets: list[Tensor] = []
 
     def init_process_group(self) -> None:
-        address = self.offer.address
-        expect({"type": "address", **address}, session=str, memory=str, channel=str)
-        connection = connect(address["memory"], self._channel.name, self._channel.remaining_s())
-        self._channel.watch(connection)
-        devices = current_platform().device_uuids()
-        self._channel.connect(address["channel"], address["session"], {"devices": devices, "holds": self.holds})
-        message = self._channel.receive("open its memory for")
+        connection, message = self._meet(self.offer.address)
+        if message["type"] == "sender":
+            expect(message, address=dict)
+            connection, message = self._meet_rank(message["address"])
         if message["type"] != "memory":
             raise BrokenMessage(f"a {message['type'][:40]} message came where memory was due")
         self._buckets = open_buffers(message, connection)
         self._channel.send({"type": "ready"})
+
+    def _meet(self, address: Mapping[str, Any]) -> tuple[socket, Message]:
+        """Connect to a sender; return the connection that ends with it, and its first message."""
+        expect({"type": "address", **address}, session=str, memory=str, channel=str)
+        connection = connect(address["memory"], self._channel.name, self._channel.remaining_s())
+        self._channel.watch(connection)
+        facts = {"devices": current_platform().device_uuids(), "device": own_device(), "holds": self.holds}
+        self._channel.connect(address["channel"], address["session"], facts)
+        return connection, self._channel.receive("open its memory for")
+
+    def _meet_rank(self, address: Mapping[str, Any]) -> tuple[socket, Message]:
+        """Leave the driver's channel for that of the training rank that sends to this process."""
+        rest = replace(self.offer, timeout_s=self._channel.remaining_s())
+        self._channel.close({"type": "done"})
+        self._channel = ReceiverChannel(rest, self.rank, rank_token(self._token))
+        return self._meet(address)
 
     def _device(self) -> torch.device:
         return self._buckets[0].device

@@ -60,6 +60,11 @@ def new_nonce() -> str:
     return secrets.token_hex(32)
 
 
+def rank_token(token: str) -> str:
+    """The token between training ranks and receivers. Ranks get this one only, so they never hold the run's."""
+    return hmac.digest(token.encode(), b"ranks that send weights", "sha256").hex()
+
+
 class Secret:
     """The proofs and keys that one sender and one receiver derive from the token for one connection."""
 

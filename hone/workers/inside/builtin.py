@@ -2,7 +2,7 @@
 
     POST /generate         {request_id, token_ids, sampling}  -> {token_ids, logprobs, weight_versions, stop_reason,
                                                                  routed_experts (an .npy file as base64, or null)}
-         /score            {request_id, token_ids}            -> {logprobs}, at temperature 1
+         /score            {request_id, token_ids, top_k}     -> {logprobs, top_ids, top_logprobs}, at temperature 1
          /receive_weights  {offer}                            -> {receipts}
          /pause {mode}  /resume  /abort_all  /sleep {level}  /wake_up {tags}
          /look                                                -> {longest}: prompt and completion together, in tokens
@@ -133,8 +133,8 @@ class EngineApp:
         }
 
     async def _score(self, body: Body) -> dict[str, Any]:
-        (scores,) = self._engine.score([tuple(body["token_ids"])], 1.0)
-        return {"logprobs": scores.tolist()}
+        scored = await self._engine.score(str(body["request_id"]), tuple(body["token_ids"]), int(body["top_k"]))
+        return asdict(scored)
 
     # -------------------------------------------------------------------------------------------------- control
 

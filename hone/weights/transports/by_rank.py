@@ -1,0 +1,151 @@
+"""`ipc` of a run on several ranks: every training rank sends to the receivers on its own device.
+
+    receiver        --facts: its device--> driver    (the control channel of `ipc`)
+    driver          assigns each receiver to a rank; orders the ranks to open their senders
+    receiver        <--address of its rank-- driver
+    rank 0, 1, ...  gather each tensor together, and each sends it to its own receivers  (`rank_sender`)
+    driver          <--Sent of each rank: the digests must be equal
+
+The driver handles no tensor. It sends weights itself, as `ipc`, if they are not gathered by ranks in other processes of
+this machine: a snapshot, or a trainer of one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import zmq
+
+from hone.weights.base import NamedTensors, RankWeights, Sent, WeightSyncError
+from hone.weights.transports.channel import Peer, lock
+from hone.weights.transports.ipc import IpcEngine
+from hone.weights.transports.rank_sender import Locate, OpenSender, Place, SendStream, machine
+from hone.weights.transports.wire import encode, rank_token
+
+COMPARED = ("digest", "tensors", "bytes")  # equal in what all ranks sent
+
+
+class ByRankEngine(IpcEngine):
+    """Coordinates the senders of the ranks."""
+
+    def __init__(self, bucket_bytes: int, timeout_s: float, token: str) -> None:
+        super().__init__(bucket_bytes, timeout_s, token)
+        self._drops: list[Any] = []  # sockets, one to each rank that sends
+
+    async def init_process_group(self) -> None:
+        """Meet the receivers. Who sends to them depends on the weights, so `send_weights` tells them."""
+        await self.channel.meet()
+
+    async def send_weights(self, weights: NamedTensors, version: int) -> Sent:
+        """As `CheckpointEngine.send_weights`; raises WeightSyncError too if the ranks sent different weights."""
+        if isinstance(weights, RankWeights):
+            assert self._folder is not None
+            found = await asyncio.to_thread(weights.order, Locate(machine(), str(self._folder.path)))
+            places = [Place(**one) for one in found]
+            if any(_can_send(place) for place in places):
+                return await self._send_by_rank(weights, places, version)
+        await super().init_process_group()
+        return await super().send_weights(weights, version)
+
+    async def _send_by_rank(self, weights: RankWeights, places: Sequence[Place], version: int) -> Sent:
+        channel = self.channel
+        peers = list(channel.left())
+        if not peers:  # all are lost, and nothing has begun
+            return Sent(version, "", 0, 0, lost=channel.lost())
+        chosen = assign(peers, places)
+        addresses = await asyncio.to_thread(weights.order, self._opening(chosen, places, version))
+        for address in filter(None, addresses):
+            self._drops.append(_connected(address["drops"], rank_token(self._token)))
+        for peer, rank in chosen.items():
+            await channel.send({"type": "sender", "address": addresses[rank]["receivers"]}, to=peer)
+        for replica, reason in channel.lost().items():  # while the senders were opened
+            self.drop(replica, reason)
+        answers = await asyncio.to_thread(weights.order, SendStream(version))
+        return _together({rank: answer for rank, answer in enumerate(answers) if answer}, channel.lost())
+
+    def _opening(self, chosen: Mapping[Peer, int], places: Sequence[Place], version: int) -> OpenSender:
+        assert self._folder is not None
+        return OpenSender(
+            folder=str(self._folder.path),
+            token=rank_token(self._token),
+            bucket_bytes=self.bucket_bytes,
+            timeout_s=self.channel.remaining_s(),
+            version=version,
+            on_device=all(
+                places[rank].shares and places[rank].device in peer.facts.get("devices", ())
+                for peer, rank in chosen.items()
+            ),
+            receivers=tuple(
+                tuple((peer.replica, peer.rank) for peer, of in chosen.items() if of == rank)
+                for rank in range(len(places))
+            ),
+        )
+
+    def drop(self, replica: str, reason: str) -> None:
+        super().drop(replica, reason)
+        for socket in self._drops:
+            socket.send(encode({"type": "drop", "replica": replica, "reason": reason}), zmq.NOBLOCK)
+
+    async def finalize(self) -> None:
+        drops, self._drops = self._drops, []
+        for socket in drops:
+            socket.close(linger=0)
+        await super().finalize()
+
+
+def assign(peers: Sequence[Peer], places: Sequence[Place]) -> dict[Peer, int]:
+    """Choose each receiver's sender: the rank on its device, else one whose device it sees, else the first.
+
+    Of several, the one with the fewest receivers; receivers with the best match choose first. Receivers on no rank's
+    device share the first rank's buckets: they read host memory, where a second sender would only copy once more.
+    """
+    able = [rank for rank, place in enumerate(places) if _can_send(place)]
+    chosen: dict[Peer, int] = {}
+    busy: Counter[int] = Counter()
+
+    def match(peer: Peer, rank: int) -> int:
+        device = places[rank].device
+        if not device:
+            return 0
+        return 2 if peer.facts.get("device") == device else int(device in peer.facts.get("devices", ()))
+
+    for peer in sorted(peers, key=lambda peer: -max(match(peer, rank) for rank in able)):
+        chosen[peer] = min(able, key=lambda rank: (-match(peer, rank), busy[rank], rank))
+        busy[chosen[peer]] += match(peer, chosen[peer]) > 0
+    return chosen
+
+
+def _can_send(place: Place) -> bool:
+    return place.here and place.process != os.getpid()
+
+
+def _connected(address: str, token: str) -> Any:
+    socket: Any = zmq.Context.instance().socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 0)  # a drop never waits for a rank that gathers
+    lock(socket, token, "receiver")
+    socket.connect(address)
+    return socket
+
+
+def _together(sent: Mapping[int, Mapping[str, Any]], lost: Mapping[str, str]) -> Sent:
+    """What all ranks sent. Raises WeightSyncError if it differs."""
+    first = min(sent)
+    for rank, one in sent.items():
+        for name in COMPARED:
+            if one[name] != sent[first][name]:
+                raise WeightSyncError(
+                    f"training rank {rank} sent weights with {name} {one[name]} for version {one['version']}, rank "
+                    f"{first} sent {sent[first][name]}: the ranks gathered different tensors"
+                )
+    found = {replica: reason for one in sent.values() for replica, reason in one["lost"].items()}
+    same = {name: sent[first][name] for name in ("version", *COMPARED)}
+    buckets = max(one["buckets"] for one in sent.values())
+    by_rank = {rank: int(one["bytes"]) for rank, one in sent.items()}
+    return Sent(**same, buckets=buckets, lost={**found, **lost}, by_rank=by_rank)
+
+
+__all__ = ["ByRankEngine", "assign"]
