@@ -92,6 +92,7 @@ class RequestLimits:
     longest: float  # tokens of prompt and completion together
     has_tokenizer: bool
     adapters: Collection[str] = ()  # names of the adapters besides the policy's own
+    constrains: bool = False  # whether answers can be made to follow a JSON schema
 
     @cached_property
     def vocabulary(self) -> int:
@@ -106,6 +107,11 @@ class RequestLimits:
         """
         self.check_prompt(request_id, token_ids)
         check_sampling(request_id, sampling, self.vocabulary, self.has_tokenizer)
+        if sampling.json_schema and not self.constrains:
+            raise ValueError(
+                f"request {request_id!r} wants an answer that follows a JSON schema, and the built-in rollout engine "
+                "has no such constraint: use rollout.backend=vllm or sglang, or ask for JSON in the prompt"
+            )
         if sampling.adapter:
             check_adapter(sampling.adapter, self.adapters)
         return place_images(request_id, token_ids, images, self.config) if images else ((), 0)

@@ -17,7 +17,7 @@ import torch
 from hone.rollout.adapters import AdapterFiles, AdapterKind
 from hone.rollout.servers.host import Host, LocalHost
 from hone.rollout.settings import RolloutConfig
-from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams
+from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams, Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,6 @@ class WeightReceipt:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Log-prob of each token of a sequence given the earlier ones, at temperature 1.
-
-    All tuples have the length of the sequence; the first entry is 0.0 or empty, as nothing precedes the first token.
-    """
-
-    logprobs: tuple[float, ...]
-    top_ids: tuple[tuple[int, ...], ...] = ()  # the most likely tokens of each place, most likely first, if asked for
-    top_logprobs: tuple[tuple[float, ...], ...] = ()
-
-
 class ReplicaLost(RuntimeError):
     """A replica's process died or its connection broke: its requests can be sent to another replica."""
 
@@ -68,7 +56,14 @@ class Generating(Protocol):
         """Continue `token_ids`; `images` fill its image placeholders in order.
 
         Raises ValueError for a request that cannot be served (too long, empty), ReplicaLost if the engine died on the
-        way, RuntimeError if it fails or has no weights.
+        way, RuntimeError if it fails or has no weights. A server need not know `sampling.prompt_logprobs`: the router
+        calls `score` for it.
+        """
+
+    async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
+        """Log-probs of the tokens of a sequence, and the `top_k` most likely tokens at each place.
+
+        Raises as `generate` does.
         """
 
     @property
@@ -184,12 +179,6 @@ class ServerAdapter(Generating, Protocol):
         Raises ReplicaLost, TimeoutError or RuntimeError without one, OutOfDescriptors if this process cannot ask.
         """
 
-    async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
-        """Log-probs of the tokens of a sequence, and the `top_k` most likely tokens at each place.
-
-        Raises as `generate` does.
-        """
-
     async def receive_weights(self, offer: Mapping[str, Any]) -> list[WeightReceipt]:
         """Have the server receive the weights of an offer; returns one receipt per worker."""
 
@@ -205,7 +194,6 @@ __all__ = [
     "LoadedWeights",
     "ReplicaLost",
     "RolloutEngine",
-    "Scored",
     "ServerAdapter",
     "ServerSpec",
     "WeightReceipt",

@@ -19,19 +19,21 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from hone.data.routes import Routes, joined_routes
 from hone.deadline import SeatWait
 from hone.processes.restarts import Restarts
-from hone.rollout.base import Generating, ReplicaLost, Scored
+from hone.rollout.base import Generating, ReplicaLost
 from hone.rollout.builtin.requests import StopStrings
 from hone.rollout.placement import Placement
+from hone.rollout.prompt_scores import scorer_of, with_prompt_scores
 from hone.rollout.replicas import Replica, ReplicaPool, RestoreFn, RoutedRequest, end_task, is_alive
 from hone.rollout.settings import RolloutConfig
 from hone.schedule.replay import Spans
 from hone.schedule.seats import Versions, fits
-from hone.types import Completion, Image, Metric, Metrics, PauseMode, SamplingParams, StopReason
+from hone.types import Completion, Image, Metric, Metrics, PauseMode, SamplingParams, Scored, StopReason
 
 WATCH_S = 0.5  # between two looks at the replicas' processes
 HUNG = 1 / 4  # of `rollout.request_timeout_s`: a server without a sign of life for so long is restarted
@@ -149,8 +151,13 @@ class _Pieces:
     routes: Routes | None = None
     prompt: int = 0  # its length
     sent: int = 0  # how often it was sent again
+    whole: bool = (
+        False  # an aborted piece is dropped: an engine follows a JSON schema from the answer's first token only
+    )
 
     def add(self, piece: Completion) -> None:
+        if self.whole and piece.stop_reason is StopReason.ABORTED:
+            return
         self.tokens += piece.token_ids
         self.logprobs += piece.logprobs
         self.versions += piece.weight_versions
@@ -229,6 +236,10 @@ class Router:
         Raises ValueError for a request that cannot be served, RequestLate naming the replica and the request,
         PoisonRequest for one that makes replicas die, and RuntimeError if no replica is left.
         """
+        if sampling.prompt_logprobs is not None:
+            score = partial(self.score, versions=versions)
+            generate = partial(self.generate, versions=versions, spans=spans)
+            return await with_prompt_scores(request_id, token_ids, sampling, images, score, generate)
         if request_id in self._open:
             raise ValueError(f"request {request_id!r} is already running")
         self._open.add(request_id)
@@ -244,7 +255,7 @@ class Router:
     async def _pieces(
         self, request: RoutedRequest, prompt: tuple[int, ...], sampling: SamplingParams, *images: tuple[Image, ...]
     ) -> Completion:
-        joined, aborts = _Pieces(prompt=len(prompt)), self._aborts
+        joined, aborts = _Pieces(prompt=len(prompt), whole=bool(sampling.json_schema)), self._aborts
         request_id = piece_id = request.request_id
 
         async def send(replica: Replica) -> Completion:
@@ -275,14 +286,16 @@ class Router:
             piece_id = f"{request_id}+{joined.sent}"  # a replica may still know the last one
         return joined.completion(request_id, StopReason.ABORTED)
 
-    async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
-        """How likely the tokens of a sequence are, from servers that score; raises as `generate` does."""
-        request = RoutedRequest(request_id, prompt=tuple(token_ids))
+    async def score(
+        self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0, versions: Versions | None = None
+    ) -> Scored:
+        """How likely the tokens of a sequence are, by weights of `versions`; raises as `generate` does."""
+        request = RoutedRequest(request_id, versions, tuple(token_ids))
         self._open.add(request_id)
         try:
             while (replica := await self._seat(request)) is not None:
                 found: Scored | None = await self._ask(
-                    replica, request, lambda one: one.engine.score(request_id, token_ids, top_k)
+                    replica, request, lambda one: scorer_of(one.engine, one.name)(request_id, token_ids, top_k)
                 )
                 if found is not None:
                     return found

@@ -116,9 +116,9 @@ class Soak:
         path = json.loads(self.victim()[1][2])["socket"]
         for _ in range(20):
             peer = socket.socket(socket.AF_UNIX)
+            self.sockets.append(peer)
             peer.connect(path)
             peer.sendall(b"POST /generate HTTP/1.1\r\nHost: a")
-            self.sockets.append(peer)
 
     def plant_poison(self):
         """One request that every server dies of; it fails alone."""
@@ -142,12 +142,17 @@ class Soak:
             for fault in self.random.sample(kinds, len(kinds)):
                 if time.monotonic() >= ends and len(self.done) >= len(kinds):
                     break
-                try:
-                    fault()
-                except (ConnectionError, FileNotFoundError, ProcessLookupError):
-                    continue  # the victim had just been ended by the fault before
+                self.meet(fault)
                 self.goes_on(fault.__name__)
                 self.done.append(fault.__name__)
+
+    def meet(self, fault):
+        """The fault, with another victim where the one before it had just ended the first."""
+        while True:
+            try:
+                return fault()
+            except (ConnectionError, FileNotFoundError, ProcessLookupError):
+                self.goes_on(f"{fault.__name__} found its server gone")
 
     def end(self):
         """Stop the run; returns its exit status, the processes that are left of it, and the private folders."""

@@ -342,6 +342,22 @@ def test_the_rest_of_a_completion_is_asked_for_with_what_is_left(finish, positio
     assert found.stop_reason is StopReason.LENGTH
 
 
+def test_an_answer_that_follows_a_schema_begins_anew(finish):
+    """An engine follows a schema from the first token of an answer, so it cannot continue the beginning of one."""
+    engine = Pieces([11, 12, 13, 14, 15], 2, True)
+    wanted = replace(WANTED, max_tokens=5, json_schema="{}")
+    found = finish(Router([engine], RolloutConfig()).generate("1/2/3/0", (9,), wanted))
+    assert [(prompt, sampling.max_tokens) for _, prompt, sampling in engine.asked] == [((9,), 5)] * 2
+    assert found.token_ids == (13, 14, 15)
+    assert len(found.logprobs) == len(found.weight_versions) == 3
+
+
+def test_an_engine_that_cannot_score_a_prompt_is_named(finish):
+    router = Router([Pieces([11], 1, True)], RolloutConfig())
+    with pytest.raises(ValueError, match=r"rollout engine \S+ cannot compute log-probs of a prompt: it has no `score`"):
+        finish(router.generate("r", (9,), replace(WANTED, max_tokens=0, prompt_logprobs=0)))
+
+
 def test_a_stop_string_may_lie_across_two_pieces(finish, tokenizer):
     ids = tokenizer("say stop now", add_special_tokens=False)["input_ids"]
     engine = Pieces(ids, 6, True)  # "say st" + "op now"

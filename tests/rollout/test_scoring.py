@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from hone.rollout.adapters import AdapterFiles
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.builtin.scoring import in_turns
 from hone.rollout.settings import BuiltinSettings
+from hone.types import SamplingParams
+from tests.rollout.peft_adapters import adapt
 
 SEQUENCES = [tuple(range(10, 10 + n)) for n in (1, 2, 25, 7, 18)]
 
@@ -19,7 +22,8 @@ def test_scores_are_the_log_probs_of_the_plain_forward(kind, path, temperature, 
     """In several forwards: the second one holds a sequence that is longer than `prefill_tokens`."""
     model = tiny(kind)
     engine = BuiltinEngine(BuiltinSettings(execution=path, prefill_tokens=16), model)
-    for sequence, scores in zip(SEQUENCES, engine.score(SEQUENCES, temperature), strict=True):
+    for sequence, found in zip(SEQUENCES, engine.score_all(SEQUENCES, temperature), strict=True):
+        scores = found.logprobs
         logits = forward(model, sequence)[:-1] / temperature
         expected = logits.log_softmax(-1).gather(1, torch.tensor(sequence[1:], dtype=torch.int64)[:, None])[:, 0]
         assert scores[0] == 0
@@ -28,13 +32,32 @@ def test_scores_are_the_log_probs_of_the_plain_forward(kind, path, temperature, 
 
 def test_what_cannot_be_scored_is_refused(tiny):
     engine = BuiltinEngine(BuiltinSettings(max_sequence_tokens=8, kv_cache_tokens=64), tiny("qwen3"))
-    assert len(engine.score([tuple(range(8))], 1.0)[0]) == 8
+    assert len(engine.score_all([tuple(range(8))], 1.0)[0].logprobs) == 8
     for wrong, message in (((), "empty"), (tuple(range(9)), "at most"), ((10**6,), "vocabulary")):
         with pytest.raises(ValueError, match=message):
-            engine.score([(1, 2), wrong], 1.0)
+            engine.score_all([(1, 2), wrong], 1.0)
     empty = BuiltinEngine(BuiltinSettings(), tiny.config("qwen3"))
     with pytest.raises(RuntimeError, match="no weights"):
-        empty.score([(1, 2)], 1.0)
+        empty.score_all([(1, 2)], 1.0)
+
+
+def test_scores_are_the_policys_whichever_adapter_answered_last(tiny, tokenizer, tmp_path, finish, forward):
+    judge, _, _ = adapt(tiny("qwen3"), 0, target_modules=["q_proj", "down_proj"])
+    judge.save_pretrained(tmp_path)
+    engine = BuiltinEngine(
+        BuiltinSettings(), tiny("qwen3"), tokenizer, adapters={"judge": AdapterFiles.at(str(tmp_path))}
+    )
+
+    async def ask():
+        before = await engine.generate("a", SEQUENCES[2], SamplingParams(8, adapter="judge"))
+        scored = await engine.score("b", SEQUENCES[2])
+        return before, scored, await engine.generate("c", SEQUENCES[2], SamplingParams(8, adapter="judge"))
+
+    before, scored, after = finish(ask())
+    expected = forward(tiny("qwen3"), SEQUENCES[2])[:-1].log_softmax(-1)
+    own = expected.gather(1, torch.tensor(SEQUENCES[2][1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(scored.logprobs[1:]), own, atol=1e-5, rtol=1e-5)
+    assert (before.token_ids, before.logprobs) == (after.token_ids, after.logprobs), "the adapter is back"
 
 
 def test_turns_hold_as_many_tokens_as_may_be():

@@ -1,6 +1,6 @@
 """The built-in rollout engine.
 
-In reading order: `engine` (the verbs), `scheduler` (queue and driver), `batching` (one token per row and step),
-`requests`, `cache` (KV), `prefixes` (KV between turns), `sampling`, `decoder` with its two implementations `fused`
-and `generic`, `scoring`.
+In reading order: `engine` (the verbs), `model_facts` (what it reads of a model), `scheduler` (queue and driver),
+`batching` (one token per row and step), `requests`, `cache` (KV), `prefixes` (KV between turns), `sampling`, `decoder`
+with its two implementations `fused` and `generic`, `scoring`.
 """

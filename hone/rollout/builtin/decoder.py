@@ -13,6 +13,7 @@ from hone.models.routing import Routers
 from hone.rollout.builtin.cache import CacheShape, KVCache, PackedPrompts, Step
 from hone.rollout.builtin.fused import FusedDecoder, unfit_for_fusing
 from hone.rollout.builtin.generic import GenericDecoder
+from hone.rollout.builtin.scoring import Following
 
 
 class Decoder(Protocol):
@@ -30,8 +31,8 @@ class Decoder(Protocol):
     def decode(self, step: Step, cache: KVCache) -> Tensor:
         """Write keys and values of each row's token; logits of the next one, [step.rows, V] float32 or wider."""
 
-    def score(self, prompts: PackedPrompts, temperature: float) -> Tensor:
-        """Log-prob of each token after the earlier ones of its sequence, [T]; 0 for first tokens. No cache is used."""
+    def score(self, prompts: PackedPrompts, temperature: float, top_k: int = 0) -> Following:
+        """How likely each token is, and which are the `top_k` most likely at its place. No cache is used."""
 
 
 def build_decoder(

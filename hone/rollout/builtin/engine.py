@@ -8,27 +8,28 @@ abort_all, pause, resume, sleep, wake_up   take effect between two steps
 from __future__ import annotations
 
 import asyncio
-import copy
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from hone.models.rotary import changing_rope, longest_position, rotary_context
 from hone.rollout.adapters import AdapterFiles, AdapterKind, MergedAdapter, unfit_for_merging
 from hone.rollout.admission import WAKE_TAGS, ReplicaState, RequestLimits, check_prompt
 from hone.rollout.base import LoadedWeights
 from hone.rollout.builtin.batching import PrefillLimits, RunningBatch
-from hone.rollout.builtin.cache import CacheLimits, KVCache, PackedPrompts
+from hone.rollout.builtin.cache import CacheLimits, KVCache
 from hone.rollout.builtin.decoder import Decoder, build_decoder
+from hone.rollout.builtin.model_facts import eos_ids, longest_sequence, run_config, storage_dtype
 from hone.rollout.builtin.requests import Request, StopStrings
 from hone.rollout.builtin.scheduler import Scheduler
-from hone.rollout.builtin.scoring import in_turns
+from hone.rollout.builtin.scoring import Following, score_in_turns
+from hone.rollout.prompt_scores import with_prompt_scores
 from hone.rollout.settings import BuiltinSettings
-from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams
+from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams, Scored
 
 _NAMED = 5  # missing tensors that an error names
 
@@ -57,13 +58,13 @@ class BuiltinEngine:
     ) -> None:
         """`adapters`: more adapters by name; requests for one wait until requests for others have ended."""
         self.replica = replica
-        self._config = _run_config(model)
+        self._config = run_config(model)
         self._device = torch.device(device)
-        self._dtype = _dtype(settings.dtype, model)
+        self._dtype = storage_dtype(settings.dtype, model)
         self._settings = settings
-        self._longest = _longest(settings, self._config)
+        self._longest = longest_sequence(settings, self._config)
         self._limits = RequestLimits(self._config, self._longest, tokenizer is not None, (adapters or {}).keys())
-        self._eos = _eos_ids(model, tokenizer)
+        self._eos = eos_ids(model, tokenizer)
         self._stop_strings = lru_cache(maxsize=64)(lambda stop: StopStrings(stop, tokenizer))
         self._state = ReplicaState(replica)
         self._decoder = self._new_decoder()
@@ -121,24 +122,27 @@ class BuiltinEngine:
         Raises ValueError for a request that cannot be served, RuntimeError if the engine has no weights, sleeps, or
         fails while the request runs.
         """
+        if sampling.prompt_logprobs is not None:
+            return await with_prompt_scores(request_id, tuple(token_ids), sampling, images, self.score, self.generate)
         return await self._scheduler.run(self._accept(request_id, tuple(token_ids), sampling, images))
 
+    async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
+        """How likely each token is after the earlier ones, at temperature 1; raises as `score_all` does."""
+        (found,) = self.score_all([tuple(token_ids)], 1.0, min(top_k, self._limits.vocabulary))
+        return found.scored()
+
     @torch.inference_mode()
-    def score(self, sequences: Sequence[tuple[int, ...]], temperature: float) -> list[Tensor]:
-        """Log-prob of each token of each sequence after the earlier ones, at a temperature; 0 for first tokens.
+    def score_all(self, sequences: Sequence[tuple[int, ...]], temperature: float, top_k: int = 0) -> list[Following]:
+        """How likely each token of each sequence is after the earlier ones, at a temperature.
 
         Raises ValueError for a sequence that is empty or too long, RuntimeError if the engine serves no weights.
         """
         self._state.check_serving()
         for number, sequence in enumerate(sequences):
             check_prompt(f"score/{number}", sequence, self._limits.vocabulary, self._longest + 1)
-        found: list[Tensor] = []
-        for turn in in_turns(sequences, self._settings.prefill_tokens):
-            chosen = [sequences[number] for number in turn]
-            prompts = PackedPrompts.of(chosen, list(range(len(turn))), self._device)
-            scores = self._decoder.score(prompts, temperature)
-            found += scores.split([len(sequence) for sequence in chosen])
-        return found
+        with self._weights.of_policy():
+            score = partial(self._decoder.score, temperature=temperature, top_k=top_k)
+            return score_in_turns(score, sequences, self._settings.prefill_tokens, self._device)
 
     def _accept(
         self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...]
@@ -329,51 +333,20 @@ class EngineWeights:
         else:
             self._merging.put(*wanted)
 
+    @contextmanager
+    def of_policy(self) -> Iterator[None]:
+        """The weights of the policy, whichever adapter is merged for the requests that run."""
+        merged = self.merged
+        if merged:
+            self.switch_to("")
+        try:
+            yield
+        finally:
+            if merged:
+                self.switch_to(merged)
+
     def free(self) -> None:
         """Give the memory back; `use` begins again."""
         self._merging.forget()
         for tensor in self.tensors.values():
             tensor.untyped_storage().resize_(0)
-
-
-def _dtype(name: str, model: PreTrainedModel | PreTrainedConfig) -> torch.dtype:
-    if name != "auto":
-        dtype = getattr(torch, name)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-    return model.dtype if isinstance(model.dtype, torch.dtype) else torch.float32
-
-
-def _run_config(model: PreTrainedModel | PreTrainedConfig) -> Any:
-    """The model's config, with the `model.use.context` that its rotary positions are laid out for as `run_context`."""
-    if not isinstance(model, PreTrainedModel):
-        return model
-    config = copy.deepcopy(model.config)
-    config.run_context = rotary_context(model)
-    return config
-
-
-def _eos_ids(model: PreTrainedModel | PreTrainedConfig, tokenizer: Any) -> tuple[int, ...]:
-    """The generation config's end-of-sequence ids; if it has none, the tokenizer's."""
-    if isinstance(model, PreTrainedModel):
-        generation = model.generation_config
-    else:
-        generation = GenerationConfig.from_model_config(model)
-    found = generation.eos_token_id if generation is not None else None
-    if found is None:
-        found = getattr(tokenizer, "eos_token_id", None)
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
-
-
-def _longest(settings: BuiltinSettings, config: PreTrainedConfig) -> int:
-    """Longest sequence that is served. Raises ValueError if the settings promise more than there is."""
-    context = longest_position(config, getattr(config, "run_context", None)) or settings.kv_cache_tokens
-    longest = settings.max_sequence_tokens or min(context, settings.kv_cache_tokens)
-    if longest > context:
-        more = "; set model.use.context to the longest sequence of the run" if changing_rope(config) else ""
-        raise ValueError(f"max_sequence_tokens={longest} is beyond the model's context of {context} tokens{more}")
-    if longest > settings.kv_cache_tokens:
-        raise ValueError(f"max_sequence_tokens={longest} is more than kv_cache_tokens={settings.kv_cache_tokens}")
-    return longest

@@ -23,7 +23,7 @@ from hone.models.attention.packed import Scoring, attend
 from hone.models.rotary import fix_rotary
 from hone.models.routing import Routers
 from hone.rollout.builtin.cache import CacheShape, KVCache, PackedPrompts, Step
-from hone.rollout.builtin.scoring import following_logprobs
+from hone.rollout.builtin.scoring import Following, following_logprobs
 
 _FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 _Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
@@ -146,14 +146,14 @@ class FusedDecoder:
         logits = F.linear(self._normed(hidden, self._norm), self._head)[:n]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def score(self, prompts: PackedPrompts, temperature: float) -> Tensor:
+    def score(self, prompts: PackedPrompts, temperature: float, top_k: int = 0) -> Following:
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
             return attend(q, k, v, prompts.packing, self._scoring)[0].transpose(0, 1).flatten(1)
 
         rope = self._rope_at(prompts.positions, prompts.longest)
         hidden = self._normed(self._forward(prompts.token_ids, rope, attention), self._norm)
-        return following_logprobs(prompts, hidden, lambda rows: F.linear(rows, self._head), temperature)
+        return following_logprobs(prompts, hidden, lambda rows: F.linear(rows, self._head), temperature, top_k)
 
     def _forward(self, token_ids: Tensor, rope: Tensor, attention: _Attention) -> Tensor:
         """Compute [T] tokens -> [T, hidden] before the last norm; stop early if `attention` returns None."""

@@ -30,7 +30,7 @@ from hone.models.rotary import fix_rotary
 from hone.models.routing import Routers
 from hone.models.vision.model import attention_names, auto_class, hidden_states
 from hone.rollout.builtin.cache import CacheShape, KVCache, PackedPrompts, Step
-from hone.rollout.builtin.scoring import following_logprobs
+from hone.rollout.builtin.scoring import Following, following_logprobs
 
 SLOTS = "hone_slots"  # the name of `slot_attention` in transformers' registries
 
@@ -159,13 +159,13 @@ class GenericDecoder:
             turned = prompts.positions if prompts.turned is None else prompts.turned
             hidden_states(self._model.base_model, prompts.token_ids, turned, prompts.images)
 
-    def score(self, prompts: PackedPrompts, temperature: float) -> Tensor:
+    def score(self, prompts: PackedPrompts, temperature: float, top_k: int = 0) -> Following:
         """See `Decoder`. All logits of the prompts exist at once, because a model may post-process them."""
         with torch.inference_mode(), _during(_Forward(prompts.rows.shape[0])), packed(prompts.packing):
             output = self._model(
                 input_ids=prompts.token_ids[None], position_ids=prompts.positions[None], use_cache=False
             )
-        return following_logprobs(prompts, output.logits[0], lambda logits: logits, temperature)
+        return following_logprobs(prompts, output.logits[0], lambda logits: logits, temperature, top_k)
 
     def decode(self, step: Step, cache: KVCache) -> Tensor:
         at = cache.addresses(torch.arange(step.rows, device=self._device), step.positions[: step.rows])

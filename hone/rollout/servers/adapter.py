@@ -27,12 +27,12 @@ from hone.data.routes import Routes, mixture_rows
 from hone.models.source import check_source
 from hone.rollout.adapters import AdapterKind
 from hone.rollout.admission import WAKE_TAGS, ReplicaState, RequestLimits
-from hone.rollout.base import ReplicaLost, Scored, ServerSpec, WeightReceipt
+from hone.rollout.base import ReplicaLost, ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.connection import CONTROL_S, ServerConnection
 from hone.rollout.servers.host import Site
 from hone.rollout.servers.open_requests import OpenRequests
-from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams, StopReason
+from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams, Scored, StopReason
 
 STOP_S = 5.0  # what a server is given to confirm that it stopped, after it failed to take in weights
 AGAIN_S = 0.02  # between two looks whether aborted requests have ended
@@ -42,7 +42,7 @@ class RolloutServer(ABC):
     """A `ServerAdapter` over HTTP. Constructing checks model and settings, `start` starts the server."""
 
     health: str  # a path that answers 200 when the server is ready
-    takes_images = False  # whether a prompt may have some
+    takes_images = constrains = False  # whether a prompt may have images, and an answer a JSON schema
     positional_seed: bool
 
     def __init__(self, spec: ServerSpec, config: PreTrainedConfig, dtype: torch.dtype, has_tokenizer: bool) -> None:
@@ -54,7 +54,7 @@ class RolloutServer(ABC):
         self.connection = ServerConnection(spec, self.health)
         self._spec = spec
         self._request_timeout_s = spec.settings.request_timeout_s
-        self._limits = RequestLimits(config, math.inf, has_tokenizer, spec.adapters.keys())
+        self._limits = RequestLimits(config, math.inf, has_tokenizer, spec.adapters.keys(), self.constrains)
         self._requests = OpenRequests(spec.name)
         self._reset()
 

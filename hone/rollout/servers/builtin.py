@@ -19,12 +19,22 @@ import torch
 from hone.config import ConfigError, plain
 from hone.data.routes import routes_of_text
 from hone.rollout.adapters import AdapterKind, unfit_for_merging
-from hone.rollout.base import Scored, ServerSpec, WeightReceipt
+from hone.rollout.base import ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.adapter import RolloutServer, model_config
 from hone.rollout.servers.connection import CONTROL_S
 from hone.rollout.servers.host import SOCKET, Site
-from hone.types import Completion, Metric, Metrics, PauseMode, Reducer, SamplingParams, StopReason, merge_metrics
+from hone.types import (
+    Completion,
+    Metric,
+    Metrics,
+    PauseMode,
+    Reducer,
+    SamplingParams,
+    Scored,
+    StopReason,
+    merge_metrics,
+)
 
 ALWAYS = ("rollout/tokens", "rollout/prefill_tokens", "rollout/requests", "rollout/aborted")  # reported even if 0
 
@@ -101,11 +111,10 @@ class BuiltinServer(RolloutServer):
         return completion, len(token_ids), 0
 
     async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored:
-        if top_k:
-            raise ValueError("the built-in rollout engine scores the tokens of a sequence, not the most likely others")
-        body = {"request_id": request_id, "token_ids": list(token_ids)}
+        body = {"request_id": request_id, "token_ids": list(token_ids), "top_k": top_k}
         found = await self._call("score", body, self._request_timeout_s)
-        return Scored(tuple(found["logprobs"]))
+        ids, likely = (tuple(map(tuple, found[key])) for key in ("top_ids", "top_logprobs"))
+        return Scored(tuple(found["logprobs"]), ids, likely)
 
     async def _abort_open(self) -> None:
         await self._call("abort_all")

@@ -47,6 +47,7 @@ class ServerConnection:
         self._most = spec.settings.requests_per_replica + CONTROLS
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the session
+        self._open: set[asyncio.Timeout] = set()  # of the requests that run
 
     @property
     def alive(self) -> bool:
@@ -89,7 +90,9 @@ class ServerConnection:
                 raise RuntimeError(f"server {self.name} answers without the run's token (status {reply.status})")
 
     async def close(self) -> None:
-        """End the server with everything it started; again is fine."""
+        """End the server with everything it started; again is fine. Requests that run raise ReplicaLost now."""
+        for request in self._open:  # aiohttp would leave those waiting whose reply has begun
+            request.reschedule(0.0)
         if self._session is not None and not self._session.closed:
             await self._session.close()
         self._session = None
@@ -122,13 +125,17 @@ class ServerConnection:
 
     async def _send(self, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
         process = self.process  # the one asked: by the time the reply comes, another may have been started
+        ending = asyncio.timeout(None)
+        self._open.add(ending)
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             url = f"http://server{path}"
-            async with self.session().request(method, url, json=body, timeout=timeout) as reply:
+            async with ending, self.session().request(method, url, json=body, timeout=timeout) as reply:
                 status, text = reply.status, await reply.text()
                 found = await reply.json() if "json" in reply.headers.get("content-type", "") else {"text": text}
         except TimeoutError as error:
+            if ending.expired():
+                raise ReplicaLost(f"replica {self.name} was ended during {path}") from error
             message = f"replica {self.name} did not answer {path} within {timeout_s:g} s"
             if self._host.machine and process is not None and await process.ends_within(SILENT_S):
                 raise ReplicaLost(f"{message}{self._last_words()}") from error
@@ -137,6 +144,8 @@ class ServerConnection:
             if is_exhausted(error):  # says nothing about the replica
                 raise OutOfDescriptors(f"no connection to replica {self.name}: {error}") from error
             raise ReplicaLost(f"replica {self.name} was lost during {path}: {error!r}{self._last_words()}") from error
+        finally:
+            self._open.discard(ending)
         if status == 200:
             return found if isinstance(found, dict) else {}
         message = f"replica {self.name} refused {path} (status {status}): {error_text(found, text)}"

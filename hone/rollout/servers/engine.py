@@ -82,6 +82,7 @@ class EngineServer(RolloutServer):
     loads_files = True  # it loads weights in the layout of the model's files
     defaults: EngineDefaults
     how_to_install: str
+    memory_option: str  # the share of a device's memory that it takes
 
     def __init__(self, spec: ServerSpec) -> None:
         whole = model_config(spec)
@@ -109,6 +110,12 @@ class EngineServer(RolloutServer):
             if reason := cls.unfit_for_adapter(kind):
                 raise ConfigError(f"adapter {name} ({spec.adapters[name].folder}): {reason}")
         return [*kinds.values(), *([spec.adapter] if spec.adapter else [])]
+
+    @property
+    def memory_fraction(self) -> tuple[str, float] | None:
+        """The option that sets its share of a device's memory, and the share; None on a CPU."""
+        share = self._options.get(self.memory_option)
+        return None if share is None else (self.memory_option, float(share))
 
     @property
     def _takes_adapters(self) -> bool:

@@ -27,13 +27,13 @@ from hone.config import ConfigError
 from hone.data.routes import Routes
 from hone.platforms.base import current_platform
 from hone.rollout.adapters import BROUGHT, AdapterKind
-from hone.rollout.base import ReplicaLost, Scored, ServerSpec, WeightReceipt
+from hone.rollout.base import ReplicaLost, ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.adapter import AGAIN_S, with_routes
 from hone.rollout.servers.connection import CONTROL_S
 from hone.rollout.servers.engine import EngineDefaults, EngineServer, command_arguments
 from hone.rollout.servers.host import SOCKET, Site
-from hone.types import Completion, PauseMode, SamplingParams, StopReason
+from hone.types import Completion, PauseMode, SamplingParams, Scored, StopReason
 
 HOW_TO_INSTALL = (
     "`make .venv-sglang` makes one for CPUs; for NVIDIA GPUs: python3 -m venv .venv-sglang && "
@@ -97,6 +97,7 @@ class SglangServer(EngineServer):
     health = "/ready"
     package = "sglang"
     how_to_install = HOW_TO_INSTALL
+    memory_option = "mem_fraction_static"
     defaults = EngineDefaults(
         RESERVED, DEFAULTS, CPU_DEFAULTS, ACCELERATOR_DEFAULTS, ENVIRONMENT, cpu_environment=CPU_ENVIRONMENT
     )
@@ -283,7 +284,7 @@ def _generate_body(
 ) -> dict[str, Any]:
     greedy = sampling.temperature == 0
     filtered = not greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-    wanted = {
+    wanted: dict[str, Any] = {
         "max_new_tokens": min(sampling.max_tokens, longest - len(token_ids)),
         "temperature": sampling.temperature,
         "top_k": sampling.top_k if sampling.top_k > 0 else -1,
@@ -297,6 +298,8 @@ def _generate_body(
         "spaces_between_special_tokens": False,
         "no_stop_trim": True,
     }
+    if sampling.json_schema:
+        wanted["json_schema"] = sampling.json_schema
     body = {"rid": request_id, "input_ids": list(token_ids), "sampling_params": wanted, "return_logprob": True}
     if adapter:
         body["lora_path"] = adapter

@@ -22,14 +22,14 @@ from hone.data.routes import routes_of_text
 from hone.models.vision.model import sees_images
 from hone.platforms.base import current_platform
 from hone.rollout.adapters import AdapterKind
-from hone.rollout.base import Scored, ServerSpec, WeightReceipt
+from hone.rollout.base import ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.adapter import with_routes
 from hone.rollout.servers.connection import CONTROL_S
 from hone.rollout.servers.engine import EngineDefaults, EngineServer, command_arguments
 from hone.rollout.servers.host import SOCKET, Site
 from hone.rollout.servers.vllm_images import features_of
-from hone.types import Completion, PauseMode, SamplingParams, StopReason
+from hone.types import Completion, PauseMode, SamplingParams, Scored, StopReason
 
 HOW_TO_INSTALL = (
     "`make .venv-vllm` makes one for CPUs; for NVIDIA GPUs: python3 -m venv .venv-vllm && "
@@ -103,10 +103,12 @@ class VllmServer(EngineServer):
 
     returns_experts = True
     takes_images = True
+    constrains = True
     positional_seed = False  # the random stream restarts with each request
     health = "/health"
     package = "vllm"
     how_to_install = HOW_TO_INSTALL
+    memory_option = "gpu_memory_utilization"
     defaults = EngineDefaults(
         RESERVED, DEFAULTS, CPU_DEFAULTS, ACCELERATOR_DEFAULTS, ENVIRONMENT, cpu_environment=CPU_ENVIRONMENT
     )
@@ -316,6 +318,8 @@ def _generate_body(
         "include_stop_str_in_output": True,
         "detokenize": bool(sampling.stop),
     }
+    if sampling.json_schema:
+        wanted["structured_outputs"] = {"json": sampling.json_schema}
     return {"request_id": request_id, "token_ids": prompt, "sampling_params": wanted, "model": adapter}
 
 

@@ -1,12 +1,16 @@
 """What is generated: the right tokens, with the right log-probs, ended where they should be."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
+from hone.rollout.router import Router
+from hone.rollout.settings import RolloutConfig
 from hone.types import SamplingParams, StopReason
+from tests.rollout.contract.conftest import Served
 
 
 def test_greedy_is_the_argmax_of_the_plain_forward(bench, finish, forward, gap):
@@ -22,6 +26,58 @@ def test_logprobs_are_those_of_the_plain_forward(bench, finish, gap):
     for prompt, completion in zip(prompts, finish(bench.all(prompts)), strict=True):
         assert len(completion.token_ids) == len(completion.logprobs) == len(completion.weight_versions) == 16
         assert gap(bench.model, prompt, completion) < bench.tolerance
+
+
+def test_a_prompt_has_the_logprobs_of_the_plain_forward(bench, finish, forward):
+    """With a completion, and alone; without alternatives, and with the five most likely tokens at each place."""
+    engine = bench.engine
+    if isinstance(bench, Served):  # a run asks a server through the router
+        engine = Router([engine], RolloutConfig(), bench.tokenizer)
+
+    async def ask(prompt, name, **sampling):
+        wanted = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, "temperature": 0.0, **sampling})
+        return await engine.generate(name, prompt, wanted)
+
+    _, long, short = bench.prompts(3)
+    for prompt in (long, short):
+        plain = finish(ask(prompt, "plain"))
+        alone = finish(ask(prompt, "alone", prompt_logprobs=0, max_tokens=0))
+        both = finish(ask(prompt, "both", prompt_logprobs=5))
+        assert plain.prompt_scores is None
+        assert (alone.token_ids, alone.stop_reason) == ((), StopReason.LENGTH)
+        assert both.token_ids == plain.token_ids
+        expected = forward(bench.model, prompt)[:-1].log_softmax(-1)
+        own = expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        for scored in (alone.prompt_scores, both.prompt_scores):
+            assert scored.logprobs[0] == 0.0
+            torch.testing.assert_close(torch.tensor(scored.logprobs[1:]), own, atol=1e-4, rtol=0)
+        assert alone.prompt_scores.top_ids == ()
+        likely, ids = expected.topk(5)
+        assert both.prompt_scores.top_ids[0] == ()
+        assert torch.tensor(both.prompt_scores.top_ids[1:]).tolist() == ids.tolist()
+        torch.testing.assert_close(torch.tensor(both.prompt_scores.top_logprobs[1:]), likely, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="names the adapter 'judge'"):
+        finish(ask(short, "other", prompt_logprobs=0, adapter="judge"))
+    with pytest.raises(ValueError, match="prompt_logprobs should be at least 0, found -1"):
+        finish(ask(short, "less", prompt_logprobs=-1))
+
+
+def test_an_answer_follows_a_json_schema_or_is_refused(bench, finish):
+    """Engines that constrain answers do; its log-probs are those of the tokens that the schema allows."""
+    schema = '{"enum": ["ab", "cd"]}'
+
+    async def ask(**sampling):
+        wanted = SamplingParams(**{"max_tokens": 12, "json_schema": schema, **sampling})
+        return await bench.engine.generate("json", bench.prompts(2)[1], wanted)
+
+    if not getattr(bench.engine, "constrains", False):
+        with pytest.raises(ValueError, match="the built-in rollout engine has no such constraint"):
+            finish(ask())
+        return
+    found = finish(ask())
+    text = bench.tokenizer.decode(found.token_ids, skip_special_tokens=True)
+    assert json.loads(text) in ("ab", "cd")
+    assert sum(logprob < -1e-3 for logprob in found.logprobs) <= 2, "most places have one allowed token"
 
 
 def test_logprobs_are_those_of_the_filtered_distribution(bench, finish, forward):

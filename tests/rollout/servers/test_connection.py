@@ -1,0 +1,57 @@
+"""Requests to a server that is ended meanwhile."""
+
+import asyncio
+
+import pytest
+
+from hone.rollout.base import ReplicaLost, ServerSpec
+from hone.rollout.servers.connection import ServerConnection
+from hone.rollout.servers.host import SOCKET
+from hone.rollout.settings import RolloutConfig
+
+# Answers GET with 200, with 401 without a token, and POST with the head of a reply (/begun) or with nothing (/silent).
+SERVER = """
+import socketserver, sys, threading
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self):
+        first, head = self.rfile.readline(), b""
+        while (line := self.rfile.readline()).strip():
+            head += line
+        if first.startswith(b"GET"):
+            status = b"200 OK" if b"Bearer token" in head else b"401 Unauthorized"
+            self.wfile.write(b"HTTP/1.1 " + status + b"\\r\\ncontent-length: 0\\r\\nconnection: close\\r\\n\\r\\n")
+            return
+        print("asked", flush=True)
+        if b"/begun" in first:
+            self.wfile.write(b"HTTP/1.1 200 OK\\r\\ncontent-length: 9\\r\\n\\r\\n")
+        threading.Event().wait()
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+Server(sys.argv[1], Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("path", ["/silent", "/begun"])
+def test_requests_of_a_server_that_is_ended_are_lost_at_once(path, tmp_path):
+    """Also those whose reply has begun: the router sends them to another replica, and does not wait for a deadline."""
+    spec = ServerSpec(RolloutConfig(), "model", "float32", 0, tmp_path, "token")
+    connection = ServerConnection(spec, "/health")
+
+    def launch(site):
+        return [str(site.python), "-c", SERVER, str(site.folder / SOCKET)], {}
+
+    async def asked():
+        while "asked" not in connection.process.last_lines():
+            await asyncio.sleep(0.01)
+
+    async def story():
+        await connection.start(launch, 60)
+        request = asyncio.create_task(connection.post(path, {}, timeout_s=3600))
+        await asyncio.wait_for(asked(), 60)
+        if path == "/begun":  # the head has arrived a moment later
+            await connection.get("/health")
+        await asyncio.wait_for(connection.close(), 60)
+        with pytest.raises(ReplicaLost, match=f"replica builtin-0 was ended during {path}"):
+            await asyncio.wait_for(request, 60)
+
+    asyncio.run(story())
