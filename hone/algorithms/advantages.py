@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hone.algorithms.segments import (
     Staircase,
+    compared,
     loss_token_counts,
     on_last_loss_token,
     reward_to_go,
@@ -49,6 +50,8 @@ class Advantages:
 class Episodes:
     """The E episodes of a batch and their groups; an episode counts once, whatever its number of trajectories.
 
+    Each role of an episode is an episode of its own, and the same role in the episodes of a prompt is a group.
+
     Rewards are float64, so that equal rewards have exactly zero variance and give exactly zero advantages.
     """
 
@@ -62,13 +65,13 @@ class Episodes:
     def of(cls, batch: Batch, rewards: Tensor) -> Episodes:
         """Average the rewards [N] of sequences over their episodes."""
         numbers, of_sequence = torch.unique(batch.episode_index, return_inverse=True)
-        groups, group_of_sequence = torch.unique(batch.group_index, return_inverse=True)
+        group_of_sequence = compared(batch)
         zeros = torch.zeros(len(numbers), dtype=torch.float64, device=rewards.device)
         times = zeros.index_add(0, of_sequence, torch.ones_like(rewards, dtype=torch.float64))
         total = zeros.index_add(0, of_sequence, rewards.double())
         lengths = zeros.index_add(0, of_sequence, loss_token_counts(batch.loss_mask, batch.cu_seqlens).double())
         group = torch.zeros_like(numbers).scatter(0, of_sequence, group_of_sequence)
-        return cls(total / times, lengths, group, of_sequence, len(groups))
+        return cls(total / times, lengths, group, of_sequence, int(group.max()) + 1)
 
     def group_sum(self, values: Tensor) -> Tensor:
         """Sum over each episode's group, [E] -> [E]."""

@@ -18,7 +18,8 @@ from hone.algorithms import ADVANTAGES
 from hone.algorithms.advantages import Advantages, token_rewards
 from hone.algorithms.aggregation import StepCounts, loss_weights, step_counts
 from hone.algorithms.correction import accepted, importance_weights, mismatch, normalized
-from hone.algorithms.filtering.group_filter import GREEDY_REWARD, OVERLONG, GroupFilter
+from hone.algorithms.filtering.group_filter import GREEDY_REWARD, GroupFilter
+from hone.algorithms.filtering.overlong import OVERLONG
 from hone.algorithms.filtering.resampling import resample
 from hone.algorithms.kl import adapt_coef, kl_penalty
 from hone.algorithms.objective import FULL_KL, IS_WEIGHTS, POSITIVE, SELECTED, PolicyObjective, ValueObjective

@@ -11,12 +11,22 @@ import torch
 from torch import Tensor
 
 from hone.spans import repeat
+from hone.types import Batch
 
 
 def sequence_ids(cu_seqlens: Tensor) -> Tensor:
     """Number of each token's sequence, [T]."""
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     return repeat(torch.arange(len(lengths), device=cu_seqlens.device), lengths)
+
+
+def compared(batch: Batch) -> Tensor:
+    """Number of each sequence's group, [N] from 0: answers to one prompt in one role, whose rewards are compared."""
+    keys = batch.group_index[None]
+    if batch.role_index is not None:
+        keys = torch.stack((batch.group_index, batch.role_index))
+    number: Tensor = torch.unique(keys, dim=1, return_inverse=True)[1]
+    return number
 
 
 def spread(per_sequence: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages import Advantages, token_rewards
-from hone.algorithms.segments import Grid, reward_to_go, sequence_extreme, sequence_ids
+from hone.algorithms.segments import Grid, compared, reward_to_go, sequence_extreme, sequence_ids
 from hone.algorithms.settings import AdvantageSettings
 from hone.types import Batch
 
@@ -40,9 +40,9 @@ def _advantages(batch: Batch, counted: Tensor) -> Advantages:
     mask = grid.gather(batch.loss_mask)
     returns = grid.gather(reward_to_go(token_rewards(batch).double(), counted, batch.cu_seqlens))
     weights = (grid.gather(_energy(batch)) * mask).cumsum(1) * mask * _episode_share(batch)[:, None]
-    groups, group = torch.unique(batch.group_index, return_inverse=True)
+    group = compared(batch)
     there = grid.gather(torch.ones_like(batch.loss_mask)).double()
-    sums = torch.zeros(len(groups), grid.shape[1], dtype=torch.float64, device=mask.device)
+    sums = torch.zeros(int(group.max()) + 1, grid.shape[1], dtype=torch.float64, device=mask.device)
     baseline = sums.index_add(0, group, returns * weights) / sums.index_add(0, group, weights).clamp(min=1e-8)
     left = sums.index_add(0, group, there)
     baseline = torch.where(left > 1, baseline, 0)[group]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages import EPSILON, Advantages, Episodes, normalised, sequence_rewards, token_rewards
-from hone.algorithms.segments import Staircase, sequence_ids, whiten
+from hone.algorithms.segments import Staircase, compared, sequence_ids, whiten
 from hone.algorithms.settings import GigpoSettings, MtGrpoSettings, TurnGaeSettings
 from hone.types import Batch
 
@@ -88,7 +88,7 @@ def mt_grpo(batch: Batch, settings: MtGrpoSettings) -> Advantages:
     early = early.index_add(0, turns.sequence, torch.where(turns.last, 0, rewards))
     episodes = Episodes.of(batch, sequence_rewards(batch).double() - early)
     outcome = normalised(episodes, episodes.rewards, settings.scale_by)[episodes.of_sequence][turns.sequence]
-    alike = torch.stack((batch.group_index[turns.sequence], turns.number, turns.last.long()))
+    alike = torch.stack((compared(batch)[turns.sequence], turns.number, turns.last.long()))
     own = _compared(rewards, torch.unique(alike, dim=1, return_inverse=True)[1], settings.scale_by != "none")
     advantages = torch.where(turns.last, outcome, own + settings.outcome_coef * outcome)
     return Advantages(_on_tokens(batch, turns, advantages))

@@ -53,7 +53,7 @@ PER_TOKEN = (
     "teacher_top_k_logprobs",
     "reference_states",
 )
-PER_SEQUENCE = ("group_index", "episode_index", "rewards", "outcomes", "teacher_index", "kto_baseline")
+PER_SEQUENCE = ("group_index", "episode_index", "role_index", "rewards", "outcomes", "teacher_index", "kto_baseline")
 MAPPINGS = {"extras": True, "sequence_extras": False, "components": False}  # name -> whether its tensors are per token
 
 
@@ -82,8 +82,9 @@ def pack(groups: Sequence[TrajectoryGroup]) -> Batch:
     """Pack every trainable trajectory of the groups end to end.
 
     `group_index` is the group's position in `groups`; numbers are missing for groups without trainable trajectories.
-    `episode_index` numbers the episodes over the whole batch. A reward component that a trajectory does not have is
-    NaN in `components`. `token_rewards` and `anchors` are filled if an environment gives rewards or anchors for turns.
+    `episode_index` numbers the episodes over the whole batch; each role of an episode counts as one. `role_index` is
+    set if there are several roles. A reward component that a trajectory does not have is NaN in `components`.
+    `token_rewards` and `anchors` are filled if an environment gives rewards or anchors for turns.
 
     Raises ValueError if nothing is trainable, or if a trajectory is inconsistent (lengths, first token, reward).
     """
@@ -92,15 +93,17 @@ def pack(groups: Sequence[TrajectoryGroup]) -> Batch:
         raise ValueError(_nothing_trainable(groups))
     for _, one in chosen:
         _check_trajectory(one)
-    episodes: dict[tuple[int, int], int] = {}
+    episodes: dict[tuple[int, int, str], int] = {}
     for index, one in chosen:
-        episodes.setdefault((index, one.episode), len(episodes))
+        episodes.setdefault((index, one.episode, one.role), len(episodes))
+    roles = sorted({one.role for _, one in chosen})
     batch = _packed([one.token_ids for _, one in chosen], [one.loss_mask for _, one in chosen])
     names = sorted({name for _, one in chosen for name in one.components})
     routed = any(one.routed_experts is not None for _, one in chosen)
     return batch.with_(
         group_index=torch.tensor([index for index, _ in chosen]),
-        episode_index=torch.tensor([episodes[index, one.episode] for index, one in chosen]),
+        episode_index=torch.tensor([episodes[index, one.episode, one.role] for index, one in chosen]),
+        role_index=torch.tensor([roles.index(one.role) for _, one in chosen]) if len(roles) > 1 else None,
         rewards=torch.tensor([one.reward for _, one in chosen], dtype=torch.float32),
         components={
             name: torch.tensor([one.components.get(name, math.nan) for _, one in chosen], dtype=torch.float32)

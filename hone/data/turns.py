@@ -36,18 +36,18 @@ def _rewards(chosen: Sequence[Trajectory]) -> torch.Tensor | None:
 
 
 def _anchors(chosen: Sequence[tuple[int, Trajectory]]) -> torch.Tensor | None:
-    """The number of the state in which the token's turn began, [T] int64; equal in one group only, -1: unknown.
+    """The number of the state in which the token's turn began, [T] int64; -1: unknown.
 
-    None: no environment names its states.
+    Equal within one role of one group only. None: no environment names its states.
     """
     if not any(span.anchor for _, one in chosen for span in one.spans):
         return None
-    numbers: dict[tuple[int, str], int] = {}
+    numbers: dict[tuple[int, str, str], int] = {}
     placed: list[NDArray[np.int64]] = []
     for index, one in chosen:
         row = np.full(len(one.token_ids), -1)
         for span in one.spans:
             if span.anchor:
-                row[span.start : span.end] = numbers.setdefault((index, span.anchor), len(numbers))
+                row[span.start : span.end] = numbers.setdefault((index, one.role, span.anchor), len(numbers))
         placed.append(row)
     return torch.from_numpy(np.concatenate(placed))

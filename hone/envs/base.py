@@ -29,6 +29,8 @@ class Language(Protocol):
 
     tokenizer: Any
 
+    def with_images(self, messages: Sequence[Message]) -> tuple[Message, ...]: ...
+
     def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]: ...
 
     def render_continuation(

@@ -113,6 +113,45 @@ class GymnasiumSettings(EnvSettings):
     actions: list[str] = setting(meaning="names of numbered actions, in order; empty: their numbers", factory=list)
 
 
+class TextWorldSettings(EnvSettings):
+    """Games of TextWorld, played in a Python that has the package."""
+
+    name: str = setting("textworld", "games of TextWorld, in a Python of their own")
+    games: list[str] = setting(
+        meaning="files of games, as tw-make writes them; a row's column game chooses one, or else its seed",
+        min_length=1,
+    )
+    python: str = setting("", "Python that has textworld; default: the one that runs hone")
+    show_commands: bool = setting(False, "end each observation with the commands that the game understands there")
+    start_timeout_s: float = setting(60.0, "deadline of starting TextWorld, and each game once", unit="s", gt=0)
+    step_timeout_s: float = setting(30.0, "deadline of one step", unit="s", gt=0)
+
+
+class PuzzleSettings(EnvSettings):
+    """Several attempts at problems of Reasoning Gym."""
+
+    name: str = setting("reasoning_gym", "several attempts at a problem of Reasoning Gym")
+    tag: str = setting("", "the answer is between the last <tag> and </tag>; empty: all that the policy wrote")
+    target: float = setting(1.0, "score with which a problem is solved and the episode ends", gt=0, le=1)
+    feedback: str = setting(
+        "That is not right. Try again.", "what the policy reads after an answer below the target; may name {score:g}"
+    )
+    later: float = setting(1.0, "factor of the reward with each further attempt", ge=0, le=1)
+    start_timeout_s: float = setting(60.0, "deadline of starting the verifiers", unit="s", gt=0)
+    step_timeout_s: float = setting(30.0, "deadline of scoring one answer", unit="s", gt=0)
+
+    @field_validator("feedback")
+    @classmethod
+    def _formats(cls, feedback: str) -> str:
+        try:
+            feedback.format(score=0.5)
+        except (LookupError, ValueError) as error:
+            raise ValueError(
+                f"{feedback!r} has a field other than {{score}} ({error}); write {{{{ and }}}} for braces"
+            ) from error
+        return feedback
+
+
 class OpenEnvSettings(EnvSettings):
     """An environment of an OpenEnv server."""
 
@@ -203,6 +242,20 @@ class AgentSettings(EndpointSettings):
 
     name: str = setting("agent", "an agent program that uses the endpoint")
     program: str = setting(meaning="async function (base_url, api_key, prompt): file.py:name or package.module:name")
+    roles: tuple[str, ...] = setting(
+        (), "roles of the policy, such as [proposer, solver]; requests name one as their model; (): there is one role"
+    )
+
+    @model_validator(mode="after")
+    def _distinct_roles(self) -> AgentSettings:
+        names = [*self.roles, *self.adapters]
+        wrong = next((one for one in self.roles if not one.isidentifier() or names.count(one) > 1), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{self.key_of('roles')}: {wrong!r} should be a name of letters, digits and _ that no other role or "
+                "adapter has"
+            )
+        return self
 
 
 class VerifiersSettings(EndpointSettings):

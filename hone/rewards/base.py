@@ -3,13 +3,16 @@
     fn(response, ground_truth, row, **options) -> float | {"reward": float, "<sub-component>": float, ...}
 
 `response` is the decoded text of the trajectory; `ground_truth` and `row` come from its prompt. `hone.rewards.binding`
-says which other parameters are understood. The function may be `async`. Any return value but a finite number (or a dict
-of them with the key "reward") is a failed reward, never a 0. A class is constructed once in each process, with the
-options as keyword arguments, and its objects are called as `(response, ground_truth, row)`.
+says which other parameters are understood, such as `role`, the role that the policy played. The function may be
+`async`. Any return value but a finite number (or a dict of them with the key "reward") is a failed reward, never a 0. A
+class is constructed once in each process, with the options as keyword arguments, and its objects are called as
+`(response, ground_truth, row)`.
 
 A function with a parameter `responses` scores the whole group, all answers to one prompt, in one call:
 
     fn(responses, ground_truth, row, **options) -> list of such values, one for each answer, in their order
+
+With `roles` it also gets the role of each answer.
 
 The worker processes import this file, so it imports neither torch, transformers nor pydantic, directly or indirectly.
 """
@@ -28,7 +31,7 @@ from typing import Any
 
 from hone.registry import load_plugins, resolve
 from hone.rewards import REWARDS
-from hone.rewards.binding import Binding, CannotBind, bind
+from hone.rewards.binding import Binding, CannotBind, Case, bind
 
 Value = float | Mapping[str, float]
 RewardFn = Callable[..., Value | Awaitable[Value]]
@@ -51,9 +54,9 @@ class LoadedReward:
     concurrent: bool  # a coroutine function: several calls may wait at once
     binding: Binding
 
-    def call(self, response: str | Sequence[str], ground_truth: Any, row: Mapping[str, Any]) -> Any:
+    def call(self, case: Case) -> Any:
         """Score one answer, or with a `whole_group` binding all answers to a prompt."""
-        return self.binding.call(self.function, (response, ground_truth, row), self.options)
+        return self.binding.call(self.function, case, self.options)
 
 
 def load_reward(name: str, reference: str, options: Mapping[str, Any]) -> LoadedReward:

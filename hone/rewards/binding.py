@@ -4,6 +4,7 @@
     def reward(response)                    def reward(ground_truth, response)      by name, in any order
     def compute_score(data_source, solution_str, ground_truth, extra_info=None)     verl, by name
     def reward(responses, ground_truth, row)            the whole group: all answers to one prompt, by name
+    def reward(response, ground_truth, row, role)       also the role that the policy played; a group: `roles`
 
 The worker processes import this file, so it imports neither torch, transformers nor pydantic, directly or indirectly.
 """
@@ -11,22 +12,37 @@ The worker processes import this file, so it imports neither torch, transformers
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 HONE = ("response", "ground_truth", "row")
 GROUP = "responses"
 """The parameter that makes a function score whole groups: it gets the list of all answers to a prompt."""
-_ONE = ("response", "solution_str")
-_MEANINGS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], Any]] = {
-    "response": lambda response, truth, row: response,
-    GROUP: lambda responses, truth, row: responses,
-    "solution_str": lambda response, truth, row: response,
-    "ground_truth": lambda response, truth, row: truth,
-    "row": lambda response, truth, row: row,
-    "extra_info": lambda response, truth, row: row.get("extra_info", row),
-    "data_source": lambda response, truth, row: row.get("data_source", ""),
+_ONE = ("response", "solution_str", "role")
+_ALL = (GROUP, "roles")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a function is asked about. For a whole group, `response` and `role` have one entry for each answer."""
+
+    response: str | Sequence[str]
+    role: str | Sequence[str]  # that the policy played; "" where it plays one only
+    ground_truth: Any
+    row: Mapping[str, Any]
+
+
+_MEANINGS: Mapping[str, Callable[[Case], Any]] = {
+    "response": lambda case: case.response,
+    GROUP: lambda case: case.response,
+    "solution_str": lambda case: case.response,
+    "ground_truth": lambda case: case.ground_truth,
+    "row": lambda case: case.row,
+    "extra_info": lambda case: case.row.get("extra_info", case.row),
+    "data_source": lambda case: case.row.get("data_source", ""),
+    "role": lambda case: case.role,
+    "roles": lambda case: case.role,
 }
 _LISTS = ("completions", "prompts", "samples", "solution_strs", "reward_inputs")
 _SHOWN = "def reward(response, ground_truth, row, **options)"
@@ -39,19 +55,17 @@ class CannotBind(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """How a function is called. `names`: its parameters that hone fills by name; None: by position, in hone's order."""
+    """How a function is called: `names` are its parameters that hone fills by name."""
 
-    names: tuple[str, ...] | None
+    names: tuple[str, ...]
+    by_position: bool = False  # before these, the answer, the ground truth and the row go by position
     needs_ground_truth: bool = False  # it names `ground_truth`, without a default
     whole_group: bool = False  # it names `responses`: one call scores all answers to a prompt
 
-    def call(
-        self, function: Callable[..., Any], case: tuple[Any, Any, Mapping[str, Any]], options: Mapping[str, Any]
-    ) -> Any:
-        """Call it with the answer (for a whole group, the answers), the ground truth and the row of `case`."""
-        if self.names is None:
-            return function(*case, **options)
-        return function(**{name: _MEANINGS[name](*case) for name in self.names}, **options)
+    def call(self, function: Callable[..., Any], case: Case, options: Mapping[str, Any]) -> Any:
+        """Call it with what it takes of `case`."""
+        first = (case.response, case.ground_truth, case.row) if self.by_position else ()
+        return function(*first, **{name: _MEANINGS[name](case) for name in self.names}, **options)
 
 
 def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Binding:
@@ -59,7 +73,7 @@ def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Binding:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return Binding(None)  # a C function without a signature; the first call checks it
+        return Binding((), by_position=True)  # a C function without a signature; the first call checks it
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     required = [one.name for one in named if one.default is one.empty and one.name not in options]
     lists = [name for name in required if name in _LISTS]
@@ -70,14 +84,14 @@ def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Binding:
         )
     group = GROUP in required
     if group and (both := [name for name in _ONE if name in required]):
-        raise CannotBind(
-            f"it names {GROUP!r}, all answers to a prompt, and {both[0]!r}, one answer; remove one of them"
-        )
+        instead = "name 'roles', the list of all" if both[0] == "role" else "remove one of them"
+        raise CannotBind(f"it names {GROUP!r}, all answers to a prompt, and {both[0]!r}, which is of one; {instead}")
     needs = "ground_truth" in required
     if tuple(required[:3]) == HONE or not (group or _is_by_name(required)):
-        _check_positions(function, options)
-        return Binding(None, needs)
-    known = [name for name in _MEANINGS if name not in (_ONE if group else (GROUP,))]
+        named_roles = [one.name for one in named[3:] if one.name == "role" and "role" not in options]
+        _check_positions(function, named_roles, options)
+        return Binding(tuple(named_roles), True, needs)
+    known = [name for name in _MEANINGS if name not in (_ONE if group else _ALL)]
     unknown = [name for name in required if name not in known]
     if unknown:
         raise CannotBind(
@@ -88,19 +102,19 @@ def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Binding:
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         filled += [name for name in HONE[1:] if name not in filled]
     _check_options(function, filled, options)
-    return Binding(tuple(filled), needs, group)
+    return Binding(tuple(filled), needs_ground_truth=needs, whole_group=group)
 
 
 def _is_by_name(required: list[str]) -> bool:
     """Whether the names say what the parameters are: verl's names, or fewer than three of which one is known."""
-    foreign = set(_MEANINGS) - set(HONE)
+    foreign = set(_MEANINGS) - set(HONE) - {"role"}
     return bool(foreign & set(required)) or (bool(required) and set(required) <= set(_MEANINGS))
 
 
-def _check_positions(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _check_positions(function: Callable[..., Any], filled: list[str], options: Mapping[str, Any]) -> None:
     signature = inspect.signature(function)
     try:
-        signature.bind("", None, {}, **options)
+        signature.bind("", None, {}, **dict.fromkeys(filled), **options)
     except TypeError as error:
         raise _not_called(error, options, list(signature.parameters)[3:]) from error
 

@@ -7,7 +7,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from hone.rewards.extraction import between_tags
+from hone.data.answers import between_tags
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -1,4 +1,4 @@
-"""Find the answer in a response."""
+"""Find the number that is the answer in a response."""
 
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ _RUN = re.compile(r"(?P<sign>(?<![\w)\]}.%])[-+])?(?P<run>(?:(?<![.\w])\.)?(?<![
 _NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]*\.?[0-9]+")
 _GOES_ON = re.compile(r"\s*[-+*/^:=]\s*[0-9]")  # an expression that begins with a number: "3/4", "5 + 3 = 8"
 _TEX = str.maketrans({"−": "-", "$": None, "\\": None})
-
-
-def between_tags(text: str, tag: str) -> str | None:
-    """The text between the last `<tag>` and the next `</tag>`; None if there is no such pair.
-
-    >>> between_tags("<a>1</a> no: <a>2</a>", "a")
-    '2'
-    """
-    end = text.rfind(f"</{tag}>")
-    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
-    return text[start + len(tag) + 2 : end] if start >= 0 else None
 
 
 def marked_number(text: str) -> Decimal | None:

@@ -80,6 +80,7 @@ class PairwiseJudge(JudgeClient):
 
     The reward of an answer is its share of wins against other answers to the same prompt, as in Pref-GRPO
     (arXiv:2508.20751); a tie counts 1/2. Each pair is shown in both orders, because judges prefer a position.
+    With several roles in an episode, answers of the same role are compared.
 
     `opponents`: with how many others of its group an answer is compared; 0: with all. `at_once`: requests of a group at
     the same time.
@@ -100,12 +101,25 @@ class PairwiseJudge(JudgeClient):
         if self.at_once < 1:
             raise ValueError(f"at_once should be at least 1, found {self.at_once}")
 
-    async def __call__(self, responses: Sequence[str], ground_truth: Any, row: Mapping[str, Any]) -> list[float]:
+    async def __call__(
+        self, responses: Sequence[str], ground_truth: Any, row: Mapping[str, Any], roles: Sequence[str] = ()
+    ) -> list[float]:
         """The share of wins of each answer, from 0 to 1. Raises JudgeFailed."""
-        if len(responses) < 2:
-            raise JudgeFailed("pairwise_judge compares answers to one prompt, but this group has one answer only")
+        members: dict[str, list[int]] = {}
+        for place, role in enumerate(roles or [""] * len(responses)):
+            members.setdefault(role, []).append(place)
+        for role, places in members.items():
+            if len(places) < 2:
+                of_role = f" of the role {role}" if role else ""
+                raise JudgeFailed(
+                    f"pairwise_judge compares answers to one prompt, but this group has one answer{of_role} only"
+                )
         task = _task(row, ground_truth if self.show_ground_truth else None)
-        chosen = pairs(len(responses), self.opponents)
+        chosen = [
+            (places[first], places[second])
+            for places in members.values()
+            for first, second in pairs(len(places), self.opponents)
+        ]
         orders = [*chosen, *((second, first) for first, second in chosen)]
         points = [0.0] * len(responses)
         games = [0] * len(responses)

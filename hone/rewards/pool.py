@@ -28,6 +28,7 @@ from hone.processes.frames import BrokenFrame, encode_value
 from hone.processes.request_process import ChildLost, ChildSpec, RequestProcess
 from hone.processes.restarts import Restarts
 from hone.rewards.settings import RewardConfig
+from hone.types import Trajectory
 
 LOG = logging.getLogger("hone.rewards")
 START_TIMEOUT_S = 120.0  # importing the reward functions, on a busy machine
@@ -92,6 +93,9 @@ def functions(config: RewardConfig, logs: Path | None = None) -> Hosting:
     return Hosting(components, config.workers if components else 0, log=logs and logs / "functions")
 
 
+Texts = str | Sequence[str]
+"""Of one answer, or of all answers to a prompt."""
+
 Call = tuple[str, Sequence[int], Future[Outcome]]
 """A component, the answers to a prompt that it is asked about, and its outcome."""
 
@@ -146,12 +150,12 @@ class RewardPool:
             self.close()
             raise
 
-    def submit(self, component: str, response: str | Sequence[str], case: str) -> Future[Outcome]:
+    def submit(self, component: str, response: Texts, role: Texts, case: str) -> Future[Outcome]:
         """Ask for one value; `case` is `encode_case(ground_truth, row)`. The future always ends.
 
-        A component of `whole_groups` gets all answers to a prompt as `response`.
+        A component of `whole_groups` gets all answers to a prompt as `response`, and the role of each as `role`.
         """
-        return self.submit_item(component, f"[{encode_value(response)}, {case}]", 1)
+        return self.submit_item(component, f"[{encode_value(response)}, {encode_value(role)}, {case}]", 1)
 
     def submit_item(self, component: str, item: str, cost: int) -> Future[Outcome]:
         """Ask for one value of `item` (JSON); a batch of several items costs no more than the pool's budget.
@@ -358,14 +362,15 @@ class RewardPool:
         self._refuse(jobs)
 
 
-def submit_all(pool: RewardPool, responses: Sequence[str], case: str) -> list[Call]:
+def submit_all(pool: RewardPool, answers: Sequence[Trajectory], case: str) -> list[Call]:
     """Ask every component about the answers to a prompt."""
     calls: list[Call] = []
-    for name in pool.components if responses else ():
+    responses, roles = [one.response for one in answers], [one.role for one in answers]
+    for name in pool.components if answers else ():
         if name in pool.whole_groups:
-            calls.append((name, range(len(responses)), pool.submit(name, responses, case)))
+            calls.append((name, range(len(answers)), pool.submit(name, responses, roles, case)))
         else:
-            calls += [(name, (i,), pool.submit(name, one, case)) for i, one in enumerate(responses)]
+            calls += [(name, (i,), pool.submit(name, one.response, one.role, case)) for i, one in enumerate(answers)]
     return calls
 
 

@@ -139,7 +139,7 @@ class Rubric:
 
     async def _outcomes(self, prompt: Prompt, answers: Sequence[Trajectory], case: str) -> list[dict[str, Outcome]]:
         """What the functions and served models say about each answer to a prompt, by component."""
-        calls = submit_all(self._pool, [one.response for one in answers], case) if self._pool is not None else []
+        calls = submit_all(self._pool, answers, case) if self._pool is not None else []
         for name, model in self._served.items():
             calls += [(name, (i,), model.submit(Answer.of(prompt, one))) for i, one in enumerate(answers)]
         ended = await asyncio.gather(*(asyncio.wrap_future(future) for _, _, future in calls))

@@ -2,10 +2,10 @@
 
     hello    {"components": {name: {"reward", "options", "timeout_s"}}}   --> {"concurrent": [name, ...],
                                                              "needs_ground_truth", "whole_groups": ...} or {"error"}
-    request  {"component": name, "items": [[response, ground_truth, row], ...]}
+    request  {"component": name, "items": [[response, role, ground_truth, row], ...]}
     reply    {"item": i, "value", "parts", "seconds"}  or  {"item": i, "error", "late", "seconds"}    as each is done
 
-For a component that scores whole groups, `response` is a list, and a reply has one answer for each of its entries:
+For a component that scores whole groups, `response` and `role` are lists, and a reply has one answer for each entry:
 
     reply    {"item": i, "answers": [{"value", "parts"} or {"error"}, ...], "seconds"}
 
@@ -30,6 +30,7 @@ from typing import Any
 from hone.processes.frames import Frame
 from hone.processes.request_loop import RequestLoop
 from hone.rewards.base import BadReward, LoadedReward, describe, judge, judge_group, load_reward
+from hone.rewards.binding import Case
 
 
 def main() -> None:
@@ -84,7 +85,7 @@ class RewardWorker:
         _seed(item[0])
         began = time.perf_counter()
         try:
-            returned = reward.call(*item)
+            returned = reward.call(Case(*item))
             if inspect.isawaitable(returned):
                 returned = self._runner.run(_wait(returned))
             answer = _verdict(reward, item, returned)
@@ -102,7 +103,7 @@ class RewardWorker:
         deadline = asyncio.timeout(self._timeouts[reward.name])
         try:
             async with deadline:
-                answer = _verdict(reward, item, await reward.call(*item))
+                answer = _verdict(reward, item, await reward.call(Case(*item)))
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as above
             late = deadline.expired()
             answer = {"error": "" if late else describe(error), "late": late}

@@ -6,12 +6,11 @@ import pytest
 
 from hone.algorithms.filtering.group_filter import (
     metric_of,
-    overlong_penalty,
-    punish_overlong,
     require_components,
     split_trainable,
     with_greedy_reward,
 )
+from hone.algorithms.filtering.overlong import overlong_penalty, punish_overlong
 from hone.algorithms.filtering.settings import DynamicSamplingSettings, OverlongSettings
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
 

@@ -283,6 +283,65 @@ def test_text_completions_by_text_and_by_ids(talk, tokenizer):
         assert one.token_ids == (*start, *middle, *new, *end)
 
 
+def test_a_prompt_is_echoed_with_the_logprobs_of_the_model(talk, tokenizer, engine):
+    """Asked as evaluation harnesses do: by token ids in a list of prompts, with the most likely tokens."""
+
+    async def story(client, session):
+        ids = tokenizer("what is it?", add_special_tokens=False)["input_ids"]
+        alone = await complete(client, [ids], echo=True, logprobs=2, max_tokens=0)
+        text = await complete(client, "what is it?", echo=True, logprobs=0, max_tokens=0, n=2)
+        assert (session.tracks, session.turns, session.budget) == ([], 0, 200), "nothing was sampled"
+        whole = await complete(client, "what is it?", echo=True, logprobs=1, max_tokens=3)
+        plain = await complete(client, "what is it?", echo=True, max_tokens=0)
+        stream = await complete(client, "what is it?", echo=True, max_tokens=1, stream=True)
+        streamed = "".join([chunk.choices[0].text async for chunk in stream])
+        return ids, alone, text, whole, plain, streamed
+
+    (ids, alone, text, whole, plain, streamed), session, recording = talk(story)
+    scores = engine.score_all([tuple(ids)], 1.0)[0].logprobs.tolist()
+    own = alone.choices[0].logprobs
+    assert alone.choices[0].text == "".join(own.tokens) == "what is it?"
+    assert own.tokens == [tokenizer.decode([one]) for one in ids]
+    assert own.text_offset == [sum(map(len, own.tokens[:place])) for place in range(len(ids))]
+    assert own.token_logprobs[0] is None
+    assert own.token_logprobs[1:] == pytest.approx(scores[1:], abs=1e-4)
+    assert own.top_logprobs[0] is None
+    for place in range(1, len(ids)):
+        top = own.top_logprobs[place]
+        assert 2 <= len(top) <= 3, "the two most likely and the prompt's own"
+        assert top[own.tokens[place]] == pytest.approx(scores[place], abs=1e-4)
+        assert max(top.values()) >= own.token_logprobs[place]
+    assert alone.choices[0].finish_reason == "length"
+    assert (alone.usage.prompt_tokens, alone.usage.completion_tokens) == (len(ids), 0)
+    assert [one.logprobs.token_logprobs for one in text.choices] == [own.token_logprobs] * 2
+    assert text.choices[0].logprobs.top_logprobs is None
+    sampled = recording.given[2]
+    assert whole.choices[0].text == "what is it?" + tokenizer.decode(list(sampled.token_ids), skip_special_tokens=True)
+    assert whole.choices[0].logprobs.token_logprobs == [*own.token_logprobs, *sampled.logprobs]
+    assert len(whole.choices[0].logprobs.tokens) == len(whole.choices[0].logprobs.top_logprobs) == len(ids) + 3
+    assert plain.choices[0].text == "what is it?"
+    assert plain.choices[0].logprobs is None
+    assert streamed.startswith("what is it?")
+    assert [sampling.prompt_logprobs for _, _, sampling in recording.asked] == [2, 0, 1, None]
+    assert [one.token_ids[: len(ids)] for one in session.trajectories("p", 0)] == [tuple(ids)] * 2
+
+
+def test_an_echo_that_cannot_be_is_refused(talk):
+    async def story(client, session):
+        for more, message in (
+            ({"max_tokens": 0}, "max_tokens = 0 samples nothing: set echo = true"),
+            ({"logprobs": 2}, "logprobs = 2: only tokens of a prompt have alternatives"),
+            ({"logprobs": 21, "echo": True}, "logprobs"),
+            ({"prompt": ["a", "b"], "echo": True}, "one prompt in a request"),
+            ({"echo": True, "model": "judge"}, "echo is for prompts of the policy, and model = 'judge' is an adapter"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.completions.create(**{"model": "policy", "prompt": "ab", **more})
+
+    _, session, recording = talk(story, adapters=("judge",))
+    assert (session.tracks, recording.asked) == ([], [])
+
+
 def complete(client, prompt, **more):
     return client.completions.create(model="policy", prompt=prompt, **more)
 
@@ -423,7 +482,7 @@ def test_requests_at_the_same_time_share_the_budget(talk):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}}, "response_format: .* set episode.env.client_sampling = true"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
         ({"n": 0}, "n: "),
@@ -438,6 +497,42 @@ def test_what_cannot_be_done_is_refused_by_name_and_not_recorded(talk, more, mes
 
     _, session, recording = talk(story)
     assert (session.trajectories("p", 0), recording.asked) == ([], [])
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def test_a_schema_reaches_the_engine_by_each_protocol(talk):
+    """Answers under a schema have other log-probs than the trainer's, so a run has to ask for them."""
+    form = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA}}
+
+    async def story(client, session):
+        await ask(client, [USER], response_format=form)
+        await ask(client, [USER], response_format={"type": "json_object"})
+        await ask(client, [USER], response_format={"type": "text"})
+        plain = {"type": "json_schema", "name": "one", "schema": SCHEMA}
+        await client.responses.create(model="policy", input="ab", text={"format": plain})
+        path, body = "/messages", {"model": "policy", "max_tokens": 3, "messages": [USER]}
+        await client.post(path, body={**body, "output_config": {"format": plain}}, cast_to=object)
+        with pytest.raises(openai.BadRequestError, match="can call no tool"):
+            await ask(client, [USER], response_format=form, tools=[SEARCH])
+        with pytest.raises(openai.BadRequestError, match="should have a schema"):
+            await ask(client, [USER], response_format={"type": "json_schema", "json_schema": {"name": "one"}})
+        with pytest.raises(openai.BadRequestError, match="should be text, json_object or json_schema"):
+            await ask(client, [USER], response_format={"type": "grammar"})
+
+    _, _, recording = talk(story, lambda language: saying(language, *["{}"] * 5), client_sampling=True)
+    schemas = [sampling.json_schema and json.loads(sampling.json_schema) for _, _, sampling in recording.asked]
+    assert schemas == [SCHEMA, {"type": "object"}, "", SCHEMA, SCHEMA]
+
+
+def test_the_built_in_engine_has_no_schemas_and_says_so(talk):
+    async def story(client, session):
+        with pytest.raises(openai.BadRequestError, match="the built-in rollout engine has no such constraint"):
+            await ask(client, [USER], response_format={"type": "json_object"})
+
+    _, session, _ = talk(story, client_sampling=True)
+    assert session.trajectories("p", 0) == []
 
 
 def test_a_prompt_that_the_engine_refuses_is_the_agents_to_hear_of(talk):

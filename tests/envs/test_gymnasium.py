@@ -7,7 +7,7 @@ import pytest
 
 from hone.cli.main import main
 from hone.config import ConfigError, build
-from hone.envs.gymnasium import GymnasiumEnv, action_in
+from hone.envs.games.gymnasium import GymnasiumEnv, action_in
 from hone.envs.settings import EpisodeConfig
 from hone.envs.tool_calls import Said
 from hone.types import Completion, Prompt, Status, StopReason

@@ -16,10 +16,10 @@ import pytest
 
 from hone.cli.main import main
 from hone.config import ConfigError, build
-from hone.envs import openenv
 from hone.envs.base import ToolLost
 from hone.envs.episode import EpisodeRunner, Play
-from hone.envs.openenv import OpenEnv, action_in, observed
+from hone.envs.games import openenv
+from hone.envs.games.openenv import OpenEnv, action_in, observed
 from hone.envs.settings import EpisodeConfig
 from hone.envs.text_codec import TextCodec
 from hone.envs.tool_calls import Said, no_calls

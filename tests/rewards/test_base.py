@@ -10,6 +10,7 @@ import torch
 from hone.config import ConfigError, build
 from hone.processes.frames import encode_value
 from hone.rewards.base import BadReward, judge, load_reward
+from hone.rewards.binding import Case
 from hone.rewards.pool import encode_case
 from hone.rewards.settings import RewardConfig
 
@@ -54,9 +55,9 @@ def test_anything_else_is_a_failure(returned, message):
 
 
 def test_functions_are_found_by_name_module_or_file(user):
-    assert load_reward("a", "gsm8k", {"extraction": "strict"}).call("#### 2", 2, {}) == 1.0
-    assert load_reward("a", "hone.rewards.gsm8k:gsm8k", {}).call("2", 2, {}) == 1.0
-    assert load_reward("a", user("length"), {"scale": 0.5}).call("four", None, {}) == 2.0
+    assert load_reward("a", "gsm8k", {"extraction": "strict"}).call(Case("#### 2", "", 2, {})) == 1.0
+    assert load_reward("a", "hone.rewards.gsm8k:gsm8k", {}).call(Case("2", "", 2, {})) == 1.0
+    assert load_reward("a", user("length"), {"scale": 0.5}).call(Case("four", "", None, {})) == 2.0
     assert not load_reward("a", user("length"), {}).concurrent
     assert load_reward("a", user("waiting"), {}).concurrent
     assert load_reward("a", user("judge"), {}).concurrent

@@ -4,10 +4,11 @@ import functools
 
 import pytest
 
-from hone.rewards.binding import CannotBind, bind
+from hone.rewards.binding import CannotBind, Case, bind
 
 ROW = {"data_source": "gsm8k", "extra_info": {"index": 3}, "level": 2}
-CASE = ("an answer", "42", ROW)
+CASE = Case("an answer", "solver", "42", ROW)
+FIRST = ("an answer", "42", ROW)
 
 
 def hone_s(response, ground_truth, row, scale=1.0):
@@ -46,19 +47,41 @@ def with_option(response, threshold):
     return response, threshold
 
 
+def of_a_role(role, response):
+    return role, response
+
+
+def hone_s_of_a_role(response, ground_truth, row, scale, role="nobody"):
+    return response, ground_truth, row, scale, role
+
+
+def by_position_of_a_role(text, truth, case, role):
+    return text, truth, case, role
+
+
+def all_roles(responses, roles):
+    return responses, roles
+
+
 @pytest.mark.parametrize(
     ("function", "options", "returned", "needs"),
     [
         (hone_s, {"scale": 2.0}, ("an answer", "42", ROW, 2.0), True),
-        (by_position, {}, CASE, False),
+        (by_position, {}, FIRST, False),
         (verl_s, {}, ("gsm8k", "an answer", "42", {"index": 3}), True),
         (swapped, {}, ("42", "an answer"), True),
         (response_only, {}, "an answer", False),
         (the_rest, {}, ("an answer", {"ground_truth": "42", "row": ROW}), False),
-        (anything, {"a": 1}, (CASE, {"a": 1}), False),
+        (anything, {"a": 1}, (FIRST, {"a": 1}), False),
         (keyword_only, {}, ("an answer", "42"), False),
         (with_option, {"threshold": 3}, ("an answer", 3), False),
         (functools.partial(verl_s, "mine"), {}, None, True),
+        (of_a_role, {}, ("solver", "an answer"), False),
+        (of_a_role, {"role": "mine"}, ("mine", "an answer"), False),
+        (hone_s_of_a_role, {"scale": 2.0}, (*FIRST, 2.0, "solver"), True),
+        (hone_s_of_a_role, {"scale": 2.0, "role": "mine"}, (*FIRST, 2.0, "mine"), True),
+        (by_position_of_a_role, {}, (*FIRST, "solver"), False),
+        (all_roles, {}, ("an answer", "solver"), False),
     ],
 )
 def test_arguments_are_found_by_name_or_position(function, options, returned, needs):
@@ -84,12 +107,22 @@ def two_of_its_own(text, truth):
     return 0.0
 
 
+def roles_of_one(response, roles):
+    return 0.0
+
+
+def role_of_all(responses, role):
+    return 0.0
+
+
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
         (trl_s, {}, "'completions' is a list of answers, as TRL's.*: def reward\\(response, ground_truth, row"),
         (trl_with_prompts, {}, "'prompts' is a list of answers"),
         (one_more, {}, "cannot fill its parameter 'tokenizer' \\(it can: response, solution_str, ground_truth"),
+        (roles_of_one, {}, "cannot fill its parameter 'roles' \\(it can: response, .*, role\\)"),
+        (role_of_all, {}, "names 'responses', .* and 'role', which is of one; name 'roles', the list of all"),
         (two_of_its_own, {}, "cannot be called as \\(response, ground_truth, row"),
         (verl_s, {"scale": 2.0}, "unexpected keyword argument 'scale' \\(it accepts the options: none"),
         (hone_s, {"scal": 2.0}, "unexpected keyword argument 'scal' \\(it accepts the options: scale"),

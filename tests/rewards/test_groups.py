@@ -109,7 +109,7 @@ def with_more(responses, tokenizer):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (one_and_all, "it names 'responses', all answers to a prompt, and 'response', one answer; remove one"),
+        (one_and_all, "it names 'responses', all answers to a prompt, and 'response', which is of one; remove one"),
         (with_more, r"cannot fill its parameter 'tokenizer' \(it can: responses, ground_truth, row, extra_info"),
     ],
 )

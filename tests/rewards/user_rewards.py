@@ -155,3 +155,32 @@ class Distinct:
 
     def __call__(self, responses, **kwargs):
         return [self.bonus * (responses.count(one) == 1) for one in responses]
+
+
+GOALS = {"proposer": "?", "solver": "42"}
+
+
+def goal_of_role(response, role):
+    """Each role has its own goal."""
+    return float(GOALS[role] in response)
+
+
+class Handicap:
+    """An object, called in hone's order, with the role behind."""
+
+    def __init__(self, solver: float):
+        self.points = {"proposer": 0.0, "solver": solver}
+
+    async def __call__(self, response, ground_truth, row, role):
+        return self.points[role]
+
+
+def zero_sum(responses, roles):
+    """The solvers get what they solve, the proposers the share that is left."""
+    solved = [float("42" in one) for one, role in zip(responses, roles, strict=True) if role == "solver"]
+    mean = sum(solved) / len(solved)
+    return [float("42" in one) if role == "solver" else 1 - mean for one, role in zip(responses, roles, strict=True)]
+
+
+def told_role(response, role):
+    return len(role)

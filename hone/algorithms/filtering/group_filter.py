@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hone.algorithms.filtering.history import PromptHistory, without_variance
-from hone.algorithms.filtering.settings import DynamicSamplingSettings, OverlongSettings
+from hone.algorithms.filtering.overlong import OVERLONG, check_buffer, punish_overlong
+from hone.algorithms.filtering.settings import DynamicSamplingSettings
 from hone.algorithms.settings import AlgorithmConfig
 from hone.registry import unknown
 from hone.types import Metrics, Status, Trajectory, TrajectoryGroup
 
-OVERLONG = "overlong_penalty"
 GREEDY_REWARD = "greedy_reward"  # of Trajectory.components: the reward of the greedy answer to the same prompt
 
 
@@ -97,9 +97,9 @@ class GroupFilter:
         kept, dropped = self.sort(groups)
         if self._history is not None and self._sampling is not None:
             metric = self._sampling.metric
+            # a failure says nothing of its prompt
             whole = [group for group in groups if len(group.trainable) == len(group.trajectories) > 1]
-            usable = [(group.prompt.prompt_id, group.trainable) for group in whole]  # a failure says nothing of it
-            self._history.observe((name, [metric_of(one, metric) for one in found]) for name, found in usable)
+            self._history.observe((one.prompt.prompt_id, _most_varied(one, metric)) for one in whole)
         return kept, dropped
 
     def sort(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[Dropped]]:
@@ -122,48 +122,6 @@ class GroupFilter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._history is not None and "prompts" in state:  # absent where skipping was not on before
             self._history.load_state_dict(state["prompts"])
-
-
-def overlong_penalty(tokens: int, max_response_tokens: int, settings: OverlongSettings) -> float:
-    """DAPO's soft punishment: 0 up to the buffer, then falling linearly to -factor at the limit, arXiv 2503.14476."""
-    if not settings.punishes:
-        return 0.0
-    buffer = settings.buffer(max_response_tokens)
-    return min(-(tokens - (max_response_tokens - buffer)) / buffer * settings.factor, 0.0)
-
-
-def check_buffer(max_response_tokens: int, settings: OverlongSettings) -> None:
-    """Raise ValueError if the buffer is longer than the response may be."""
-    if settings.buffer_tokens is not None and settings.buffer_tokens > max_response_tokens:
-        raise ValueError(
-            f"overlong.buffer_tokens ({settings.buffer_tokens}) is more than the longest response "
-            f"({max_response_tokens} tokens)"
-        )
-
-
-def punish_overlong(
-    groups: Iterable[TrajectoryGroup], max_response_tokens: int, settings: OverlongSettings
-) -> list[TrajectoryGroup]:
-    """Add the overlong penalty to every trainable trajectory's reward and note it among its components.
-
-    The greedy answer is punished like the others: it is what they are compared with.
-
-    Raises ValueError if the buffer is longer than the response may be.
-    """
-    check_buffer(max_response_tokens, settings)
-
-    def shaped(one: Trajectory) -> Trajectory:
-        if not one.status.trainable:
-            return one
-        penalty = overlong_penalty(one.response_length, max_response_tokens, settings)
-        return one.with_(reward=one.reward + penalty, components={**one.components, OVERLONG: penalty})
-
-    return [
-        replace(
-            group, trajectories=tuple(map(shaped, group.trajectories)), greedy=group.greedy and shaped(group.greedy)
-        )
-        for group in groups
-    ]
 
 
 def with_greedy_reward(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -201,8 +159,9 @@ def split_trainable(
 
     A group is dropped if none of its trajectories has a token to train on, or if its greedy answer failed: it has no
     baseline. With `compares_group` also if failures left one episode of several, which has nothing to be compared
-    with. With dynamic sampling also if the metric is the same for all of its trainable trajectories (arXiv 2503.14476,
-    section 3.2). With `mask_truncated`, truncated trajectories keep their reward and lose their loss mask (overlong
+    with; a role that only one of several episodes has is filtered out of its group for the same reason. With dynamic
+    sampling also if in each role the metric is the same for all trainable trajectories (arXiv 2503.14476, section 3.2).
+    With `mask_truncated`, truncated trajectories keep their reward and lose their loss mask (overlong
     filtering, section 3.4 there). Order is kept.
 
     Raises ValueError if a trajectory lacks the metric.
@@ -210,13 +169,29 @@ def split_trainable(
     kept: list[TrajectoryGroup] = []
     dropped: list[Dropped] = []
     for group in groups:
-        masked = without_truncated_tokens(group) if mask_truncated else group
+        whole = without_lone_roles(group) if compares_group else group
+        masked = without_truncated_tokens(whole) if mask_truncated else whole
         reason = _reason(group, masked, settings, compares_group)
         if reason:
             dropped.append(Dropped(_marked(group, reason), reason))
         else:
             kept.append(masked)
     return kept, dropped
+
+
+def without_lone_roles(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group without trajectories of a role that only one of its episodes has: nothing can be compared with them."""
+    episodes = {role: {one.episode for one in found} for role, found in group.compared.items()}
+    lone = {role for role, found in episodes.items() if role and len(found) == 1}
+    if not lone or len({one.episode for one in group.trajectories}) == 1:
+        return group
+    trajectories = (
+        one.with_(status=Status.FILTERED, error=f"no other episode of this prompt has the role {one.role}")
+        if one.role in lone and one.status.trainable
+        else one
+        for one in group.trajectories
+    )
+    return replace(group, trajectories=tuple(trajectories))
 
 
 def without_truncated_tokens(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -244,10 +219,13 @@ def _reason(
         return f"one of {episodes} trajectories is left to compare with: " + _statuses(group.trajectories)
     if settings is None:
         return ""
-    values = [metric_of(one, settings.metric) for one in group.trainable]
-    if not without_variance(values):
+    values = {role: [metric_of(one, settings.metric) for one in found] for role, found in group.compared.items()}
+    if not all(map(without_variance, values.values())):
         return ""
-    return f"{settings.metric} is {values[0]:g} for all {len(values)} trajectories"
+    return "; ".join(
+        f"{settings.metric} is {found[0]:g} for all {len(found)} trajectories{f' of the role {role}' if role else ''}"
+        for role, found in values.items()
+    )
 
 
 def metric_of(trajectory: Trajectory, metric: str) -> float:
@@ -261,6 +239,12 @@ def metric_of(trajectory: Trajectory, metric: str) -> float:
         known = ["reward", *trajectory.components]
         raise ValueError(f"prompt {trajectory.prompt_id}: {unknown('dynamic_sampling.metric', metric, known)}")
     return trajectory.components[metric]
+
+
+def _most_varied(group: TrajectoryGroup, metric: str) -> list[float]:
+    """The metric of the trajectories in the role in which it differs most."""
+    values = [[metric_of(one, metric) for one in found] for found in group.compared.values()]
+    return max(values, key=lambda found: max(found) - min(found))
 
 
 def _statuses(trajectories: Sequence[Trajectory]) -> str:

@@ -1,15 +1,19 @@
-"""The reasoning-gym package as a source: problems made on demand, each row from a separate random generator."""
+"""The reasoning-gym package as a source: problems made on demand, each row from a separate random generator.
+
+`score` is for the reward and the environment of this name.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hone.data.settings import ReasoningGymSettings, RowsConfig
 from hone.data.sources.base import DataError, Row
-from hone.data.sources.reasoning_gym_patches import load_package
+from hone.data.sources.reasoning_gym_patches import as_made, load_package
 from hone.registry import unknown
 
 
@@ -65,3 +69,35 @@ def open_task(config: RowsConfig) -> TaskRows:
     except (AssertionError, TypeError, ValueError) as error:
         raise DataError(f"reasoning_gym task {task} refuses its options {settings.options}: {error}") from error
     return TaskRows(problems, task)
+
+
+def score(answer: str | None, row: Mapping[str, Any]) -> float:
+    """The score of an answer by the task's verifier, usually 0.0 or 1.0; some tasks give partial scores.
+
+    The row has `task` and `entry`, as this source writes them, or is an entry itself (`question`, `answer`, `metadata`
+    with `source_dataset`). Raises ValueError for any other row.
+    """
+    task, entry = _problem(row)
+    return float(_verifier(task)(None if answer is None else answer.strip(), as_made(task, entry)))
+
+
+def _problem(row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    stored = row.get("entry")
+    entry = stored if isinstance(stored, Mapping) else row
+    metadata = entry.get("metadata")
+    task = row.get("task") or (metadata.get("source_dataset") if isinstance(metadata, Mapping) else None)
+    if not isinstance(task, str) or "answer" not in entry:
+        raise ValueError(
+            "the row is not a Reasoning Gym problem: expected columns 'task' and 'entry', or 'question', 'answer' and "
+            f"'metadata' with 'source_dataset'; found {', '.join(row)}"
+        )
+    return task, entry
+
+
+@functools.cache
+def _verifier(task: str) -> Callable[[str | None, Mapping[str, Any]], float]:
+    package = load_package()
+    if task not in package.factory.DATASETS:
+        raise ValueError(unknown("Reasoning Gym task", task, list(package.factory.DATASETS)))
+    verifier: Callable[[str | None, Mapping[str, Any]], float] = package.get_score_answer_fn(task)
+    return verifier

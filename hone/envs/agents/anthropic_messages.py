@@ -9,14 +9,24 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hone.envs.agents.protocol import Answer, BadRequest, ChatRequest, Reply, event, pieces, supported, text_of
+from hone.envs.agents.images import content_of
+from hone.envs.agents.protocol import (
+    Answer,
+    BadRequest,
+    ChatRequest,
+    Reply,
+    event,
+    pieces,
+    schema_of,
+    supported,
+    text_of,
+)
 from hone.processes.untrusted_json import parse_json
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # supported only at their neutral value
     "container": (None,),
     "context_management": (None,),
     "mcp_servers": (None, []),
-    "output_config": (None, {}),
     "thinking": (None, {"type": "disabled"}),
 }
 WITHOUT_EFFECT = frozenset(("cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"))
@@ -32,8 +42,12 @@ class AnthropicMessages:
         messages = [told for one in fields.pop("messages", ()) for told in _messages(one)]
         if system := fields.pop("system", None):
             messages.insert(0, {"role": "system", "content": text_of(system, TEXT, "system")})
+        config = dict(fields.pop("output_config", None) or {})
+        form = config.pop("format", None)
+        supported(config, {"effort": (None,)})
         return ChatRequest(
             messages=messages,
+            json_schema=schema_of(form, ""),
             tools=[_tool(one) for one in fields.pop("tools", None) or ()] or None,
             tool_choice=_choice(fields.pop("tool_choice", None)),
             stop=fields.pop("stop_sequences", None),
@@ -85,24 +99,25 @@ def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
-    texts: list[str] = []
+    shown: list[dict[str, Any]] = []  # texts and images
     calls: list[dict[str, Any]] = []
     results = 0
     for block in content:
         kind = block.get("type")
-        if kind == "text":
-            texts.append(block["text"])
+        if kind == "text" or (kind == "image" and role == "user"):
+            shown.append(block)
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
             calls.append({"id": block["id"], "type": "function", "function": function})
-        elif kind == "tool_result" and role == "user" and not texts:
+        elif kind == "tool_result" and role == "user" and not shown:
             results += 1
             told = text_of(block.get("content") or "", TEXT, "a tool result")
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": told}
         else:
             raise BadRequest(f"a {role} message with a block of type {kind!r:.40} here is not supported", "unsupported")
-    if texts or calls or not results:
-        yield {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
+    if shown or calls or not results:
+        said = content_of(shown, TEXT, "image", f"a {role} message")
+        yield {"role": role, "content": said, **({"tool_calls": calls} if calls else {})}
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

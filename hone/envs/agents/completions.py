@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
-from hone.envs.agents.protocol import Answer, ChatRequest, Reply, TextRequest, event, openai_error, pieces, supported
+from hone.envs.agents.protocol import (
+    Answer,
+    ChatRequest,
+    Echo,
+    Reply,
+    TextRequest,
+    event,
+    openai_error,
+    pieces,
+    schema_of,
+    supported,
+)
 from hone.types import StopReason
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # supported only at their neutral value
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
     "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
     "top_logprobs": (None, 0),
     "modalities": (None, ["text"]),
     "reasoning_effort": (None,),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "echo": (None, False),
     "best_of": (None, 1),
     "suffix": (None, ""),
 }
@@ -48,7 +58,8 @@ class ChatCompletions:
     error = staticmethod(openai_error)
 
     def read(self, data: Any) -> ChatRequest:
-        return ChatRequest(**supported(data, NEUTRAL, WITHOUT_EFFECT))
+        fields = supported(data, NEUTRAL, WITHOUT_EFFECT)
+        return ChatRequest(json_schema=schema_of(fields.pop("response_format", None), "json_schema"), **fields)
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         choices = [
@@ -81,7 +92,7 @@ class TextCompletions:
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         choices = [
-            {**_choice(reply, index), "text": answer.text, "logprobs": _text_logprobs(answer)}
+            {**_choice(reply, index), "text": _text(reply, answer), "logprobs": _text_logprobs(reply, answer)}
             for index, answer in enumerate(reply.answers)
         ]
         return {**self._head(reply, "text_completion"), "choices": choices, "usage": _usage(reply)}
@@ -89,10 +100,10 @@ class TextCompletions:
     def stream(self, reply: Reply) -> Iterator[str]:
         head = self._head(reply, "text_completion")
         for index, answer in enumerate(reply.answers):
-            for piece in pieces(answer.text):
+            for piece in pieces(_text(reply, answer)):
                 choice = {"index": index, "finish_reason": None, "logprobs": None, "text": piece}
                 yield event({**head, "choices": [choice]})
-            last = {**_choice(reply, index), "text": "", "logprobs": _text_logprobs(answer)}
+            last = {**_choice(reply, index), "text": "", "logprobs": _text_logprobs(reply, answer)}
             yield event({**head, "choices": [last]})
         yield from _ends(reply, head)
 
@@ -142,15 +153,20 @@ def _chat_logprobs(answer: Answer) -> dict[str, Any] | None:
     }
 
 
-def _text_logprobs(answer: Answer) -> dict[str, Any] | None:
-    if not answer.tokens:
+def _text(reply: Reply, answer: Answer) -> str:
+    return answer.text if reply.echo is None else reply.echo.text + answer.text
+
+
+def _text_logprobs(reply: Reply, answer: Answer) -> dict[str, Any] | None:
+    echo = reply.echo or Echo("")
+    tokens = [*echo.tokens, *answer.tokens]
+    if not tokens:
         return None
-    offsets = [sum(map(len, answer.tokens[:place])) for place in range(len(answer.tokens))]
     return {
-        "tokens": list(answer.tokens),
-        "token_logprobs": list(answer.completion.logprobs),
-        "top_logprobs": None,
-        "text_offset": offsets,
+        "tokens": tokens,
+        "token_logprobs": [*echo.logprobs, *answer.completion.logprobs],
+        "top_logprobs": None if echo.top is None else [*echo.top, *(None for _ in answer.tokens)],
+        "text_offset": [0, *accumulate(map(len, tokens[:-1]))],
     }
 
 

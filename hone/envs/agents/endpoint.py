@@ -9,7 +9,8 @@
         endpoint.close_session(session_key).trajectories("task/7", 0)
 
 It speaks the protocols of `DIALECTS`, whole or streamed. A key is valid for one session, until `close_session`; it may
-also stand in the path (`/s/KEY/v1`). An adapter of the task answers requests that name it as `model`.
+also stand in the path (`/s/KEY/v1`). An adapter of the task answers requests that name it as `model`. With roles, the
+policy answers those that name a role, each on the tracks of that role.
 The endpoint runs on the caller's event loop and waits only for `generate`, which has the rollout's deadline.
 """
 
@@ -19,7 +20,6 @@ import asyncio
 import logging
 import secrets
 import socket
-import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,17 +32,18 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
 from hone.config import ConfigError
+from hone.envs.agents.answers import answer_to, check_tools, echo_of, opening_for, require_trainable
 from hone.envs.agents.anthropic_messages import AnthropicMessages
 from hone.envs.agents.completions import ChatCompletions, TextCompletions
-from hone.envs.agents.protocol import Answer, BadRequest, ChatRequest, Dialect, Reply, TextRequest
+from hone.envs.agents.protocol import BadRequest, ChatRequest, Dialect, Reply, TextRequest
 from hone.envs.agents.responses import Responses
 from hone.envs.agents.sessions import AgentSession, AgentTask
 from hone.envs.base import Language
-from hone.envs.tool_calls import ParseFn, arguments_text, hermes, opening_of
+from hone.envs.tool_calls import ParseFn, hermes
 from hone.processes.guard import LOOPBACK, PathToken, TokenGuard, bearer_token
 from hone.processes.listening import Refusals, bounded, read_body
 from hone.processes.untrusted_json import parse_json
-from hone.types import Completion, Message, PromptTooLong, SamplingParams, StopReason
+from hone.types import Completion, Image, Message, PromptTooLong, SamplingParams, StopReason
 
 START_S, STOP_S = 10.0, 10.0
 MOST_CONNECTIONS = 4096
@@ -140,7 +141,8 @@ class Endpoint:
     # ------------------------------------------------------------------------------------------------- requests
 
     async def _models(self, request: Request) -> Response:
-        names = ("policy", *self._sessions[bearer_token(request.scope)].task.adapters)
+        task = self._sessions[bearer_token(request.scope)].task
+        names = (*(task.roles or ("policy",)), *task.adapters)
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "hone"} for name in names]
         return JSONResponse({"object": "list", "data": models})
 
@@ -158,7 +160,7 @@ class Endpoint:
                 text = await read_body(request, LARGEST_BODY)
                 place = _in_turn if len(text) <= ON_THE_LOOP else asyncio.to_thread
                 body = dialect.read(await place(parse_json, text))
-                self._check_tools(body)
+                check_tools(body, self._parse_tools)
             reply = await self._answer_unless_gone(request, session, body, place)
         except (ConfigError, ValueError) as error:  # invalid request, rendering, or refused by the engine
             message, code = _reason(error)
@@ -173,20 +175,6 @@ class Endpoint:
         if body.stream:
             return StreamingResponse(dialect.stream(reply), media_type="text/event-stream")
         return JSONResponse(dialect.whole(reply))
-
-    def _check_tools(self, body: ChatRequest | TextRequest) -> None:
-        if self._parse_tools is None and isinstance(body, ChatRequest) and body.offered:
-            raise BadRequest(
-                "tools are offered, but the chat template of this model renders tool calls in no form that hone knows; "
-                "set episode.env.parser (hone list parsers)",
-                "unsupported",
-            )
-
-    def _opening(self, body: ChatRequest) -> str:
-        """What the answer has to begin with: the start of a call, if the request asks for one."""
-        if body.called is None or self._parse_tools is None:
-            return ""
-        return opening_of(self._parse_tools, body.called)
 
     async def _answer_unless_gone(
         self, request: Request, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn
@@ -209,6 +197,8 @@ class Endpoint:
         """Generate within the budget."""
         if body.model in session.task.adapters:
             return await self._ask_adapter(session, body, place)
+        if isinstance(body, TextRequest) and body.max_tokens == 0:
+            return await self._score_prompt(session, body, place)
         count = body.n or 1
         with _turn_of(session):
             longest = await session.room(body.longest, count)
@@ -218,49 +208,75 @@ class Endpoint:
             with session.reserved(longest * count):
                 return await self._generate(session, body, longest, place)
 
+    async def _score_prompt(self, session: AgentSession, body: TextRequest, place: PlaceFn) -> Reply:
+        """Answer a request that samples nothing: it is not recorded, and uses no turn and no token budget."""
+        _role_of(body, session.task.roles)
+        with _client_errors():
+            prompt, _ = await place(session.encoded, body.only_prompt)
+        completion = Completion("", (), (), (), StopReason.LENGTH)
+        if body.alternatives is not None:
+            nothing = replace(session.task.sampling, max_tokens=0, prompt_logprobs=body.alternatives)
+            (completion,) = await self._sample(session, prompt, nothing, 1)
+        answers = [answer_to(self._language, self._parse_tools, completion, body)] * (body.n or 1)
+        return Reply(body, answers, len(prompt), echo_of(self._language, body, prompt, completion.prompt_scores))
+
     async def _ask_adapter(self, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn) -> Reply:
         """Answer by an adapter other than the policy's; the answer is not recorded and uses no token budget."""
         task = session.task
         with _client_errors():
+            if isinstance(body, TextRequest) and body.echo:
+                raise BadRequest(f"echo is for prompts of the policy, and model = {body.model!r} is an adapter")
             if isinstance(body, ChatRequest):
-                prompt = await place(session.rendered, body.messages, body.offered)
+                prompt, images = await place(session.rendered, body.messages, body.offered)
             else:
-                prompt = await place(session.encoded, body.only_prompt)
+                prompt, images = await place(session.encoded, body.only_prompt)
             sampling = body.sampling(task.sampling, task.sampling.max_tokens, task.client_sampling)
-        completions = await self._sample(session, prompt, replace(sampling, adapter=body.model), body.n or 1)
+        sampling = replace(sampling, adapter=body.model)
+        completions = await self._sample(session, prompt, sampling, body.n or 1, images)
         with _server_errors():
-            answers = [self._answer_to(one, body) for one in completions]
+            answers = [answer_to(self._language, self._parse_tools, one, body) for one in completions]
         return Reply(body, answers, len(prompt))
 
     async def _generate(
         self, session: AgentSession, body: ChatRequest | TextRequest, longest: int, place: PlaceFn
     ) -> Reply:
         """Generate, record, then return the reply."""
-        chat = isinstance(body, ChatRequest)
+        chat, role = isinstance(body, ChatRequest), _role_of(body, session.task.roles)
         with _client_errors():
             async with session.recording:
                 if isinstance(body, ChatRequest):
-                    opening = self._opening(body)
-                    placed = await place(session.place_chat, body.messages, body.offered, opening)
+                    opening = opening_for(body, self._parse_tools)
+                    placed = await place(session.place_chat, body.messages, body.offered, opening, role)
                 else:
-                    placed = await place(session.place_text, body.only_prompt)
+                    placed = await place(session.place_text, body.only_prompt, role)
         try:
             with _client_errors():
                 sampling = body.sampling(session.task.sampling, longest, session.task.client_sampling)
+                require_trainable(body, session.task.client_sampling)
+                if isinstance(body, TextRequest):
+                    sampling = replace(sampling, prompt_logprobs=body.alternatives)
             prompt = placed.prompt  # what the policy reads; the track grows by the answer
-            completions = await self._sample(session, prompt, sampling, body.n or 1)
+            completions = await self._sample(session, prompt, sampling, body.n or 1, placed.track.images)
             with _server_errors():
-                answers = [self._answer_to(one, body, placed.opening) for one in completions]
+                answers = [
+                    answer_to(self._language, self._parse_tools, one, body, placed.opening) for one in completions
+                ]
                 recorded = [(one.completion, cast(Message, one.message) if chat else None) for one in answers]
                 async with session.recording:
                     session.commit(placed, recorded)
         except BaseException:
             session.release(placed)
             raise
-        return Reply(body, answers, len(prompt))
+        echo = echo_of(self._language, body, prompt, completions[0].prompt_scores)
+        return Reply(body, answers, len(prompt), echo)
 
     async def _sample(
-        self, session: AgentSession, prompt: tuple[int, ...], sampling: SamplingParams, count: int
+        self,
+        session: AgentSession,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        count: int,
+        images: tuple[Image, ...] = (),
     ) -> Sequence[Completion]:
         task = session.task
         numbers = [session.next_number() for _ in range(count)]
@@ -272,7 +288,13 @@ class Endpoint:
                         task.generate(
                             f"{task.request_id}/{number}",
                             prompt,
-                            replace(sampling, seed=task.seed_of(number), keep_kv=True),
+                            replace(
+                                sampling,
+                                seed=task.seed_of(number),
+                                keep_kv=True,
+                                prompt_logprobs=sampling.prompt_logprobs if number == numbers[0] else None,
+                            ),
+                            *((images,) if images else ()),
                         )
                     )
                     for number in numbers
@@ -285,22 +307,6 @@ class Endpoint:
         if any(one.stop_reason is StopReason.ABORTED for one in completions):
             raise RuntimeError("the request was aborted")
         return completions
-
-    def _answer_to(self, completion: Completion, body: ChatRequest | TextRequest, opening: str = "") -> Answer:
-        """Return what the client sees: no special tokens, nothing after a stop string, tool calls separate."""
-        said = self._language.decode(completion.token_ids)
-        end, stopped_by = min(((said.find(stop), stop) for stop in body.stops if stop in said), default=(None, None))
-        text = opening + said[:end]
-        calls: list[dict[str, Any]] = []
-        if isinstance(body, ChatRequest) and body.offered and self._parse_tools is not None:
-            content, found = self._parse_tools(text)
-            whole = [{"name": one.name, "arguments": arguments_text(one)} for one in found if not one.error]
-            calls = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": one} for one in whole]
-            if calls:  # a broken call stays text
-                text = content + "".join(one.text for one in found if one.error)
-        wanted = body.logprobs if isinstance(body, ChatRequest) else body.logprobs is not None
-        tokens = [self._language.decode([one], keep_special=True) for one in completion.token_ids] if wanted else []
-        return Answer(completion, text, tuple(calls), tuple(tokens), stopped_by)
 
 
 async def _in_turn(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -327,6 +333,15 @@ def _turn_of(session: AgentSession) -> Iterator[None]:
     except BaseException:
         session.turns -= 1
         raise
+
+
+def _role_of(body: ChatRequest | TextRequest, roles: Sequence[str]) -> str:
+    """The role that a request names as its model; "" where the policy has one only."""
+    if not roles:
+        return ""
+    if body.model not in roles:
+        raise BadRequest(f"model = {body.model!r:.80} is not a role of episode.env.roles: {', '.join(roles)}")
+    return body.model
 
 
 @contextmanager

@@ -5,14 +5,14 @@
         reply = await client.chat.completions.create(model="policy", messages=list(prompt.messages))
 
 The program calls the policy; no environment is involved. The rewards judge the text that it returns, or the policy's
-output if it returns none; a `Verdict` may also have a reward. An exception means that the episode failed, which is not
-a reward of 0.
+output if it returns none; a `Verdict` may also have a reward, or one for each role. A request names its role as its
+model: `model="solver"`. An exception means that the episode failed, which is not a reward of 0.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,8 +26,19 @@ class Verdict:
     """What a program says of its episode. Verdict("42", reward=1.0, metrics={"files_changed": 3.0})"""
 
     answer: str | None = None  # what the rewards judge; None: everything that the policy wrote
-    reward: float | None = None  # of the episode, added to those of `reward.components`; None: no reward of its own
+    reward: float | Mapping[str, float] | None = None  # added to those of `reward.components`: of all, or by role
     metrics: Mapping[str, float] = field(default_factory=dict)  # recorded as the mean of rollout/<name>
+
+    def of_role(self, role: str) -> float | None:
+        """The reward of a role's trajectories; None: the program gave none."""
+        return self.reward.get(role) if isinstance(self.reward, Mapping) else self.reward
+
+    def check(self, roles: Sequence[str]) -> None:
+        """Raise ValueError unless rewards by role name the roles of the run, each once."""
+        if isinstance(self.reward, Mapping) and set(self.reward) != set(roles):
+            expected = ", ".join(roles) or "none: set episode.env.roles"
+            found = ", ".join(self.reward) or "nobody"
+            raise ValueError(f"the verdict has rewards for {found}; the roles are {expected}")
 
 
 class AgentProgram(Protocol):

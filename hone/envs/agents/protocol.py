@@ -12,13 +12,14 @@ import json
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hone.types import Completion, SamplingParams, StopReason
 
 PIECE = 24  # characters per chunk of a stream
+MOST_ALTERNATIVES = 20  # tokens at a place of a prompt
 
 
 class BadRequest(ValueError):
@@ -72,9 +73,14 @@ class ChatRequest(_Request):
     tool_choice: str | dict[str, Any] | None = None
     logprobs: bool | None = False
     max_completion_tokens: int | None = Field(None, ge=1)
+    json_schema: str = ""  # see `schema_of`
 
     @model_validator(mode="after")
     def _known_choice(self) -> ChatRequest:
+        if self.json_schema and self.offered:
+            raise ValueError(
+                "an answer that follows a JSON schema (response_format) can call no tool; leave out one of them"
+            )
         if isinstance(self.tool_choice, str) and self.tool_choice not in ("auto", "none", "required"):
             raise ValueError(f"tool_choice = {self.tool_choice!r:.80} should be auto, none, required or a function")
         if self.called is not None and not self.tools:
@@ -102,22 +108,46 @@ class ChatRequest(_Request):
                 raise ValueError(f"tool_choice = {self.tool_choice!r:.80} is not supported") from error
         return "" if self.tool_choice == "required" else None
 
+    def sampling(self, of_run: SamplingParams, budget: int, own: bool) -> SamplingParams:
+        return replace(super().sampling(of_run, budget, own), json_schema=self.json_schema)
+
 
 class TextRequest(_Request):
     """A text to continue; the prompt is either text or token ids."""
 
-    prompt: str | list[int] | list[str]
-    logprobs: Literal[0, 1] | None = None
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    echo: bool | None = False
+
+    @model_validator(mode="after")
+    def _possible(self) -> TextRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError(
+                "max_tokens = 0 samples nothing: set echo = true to get the prompt's log-probs, or 1 or more"
+            )
+        if (self.logprobs or 0) > 1 and not self.echo:
+            raise ValueError(
+                f"logprobs = {self.logprobs}: only tokens of a prompt have alternatives (echo = true); set 1 for the "
+                "log-probs of sampled tokens"
+            )
+        return self
 
     @property
     def only_prompt(self) -> str | list[int]:
-        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str):
-            if len(self.prompt) > 1:
+        prompt = self.prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
                 raise BadRequest("one prompt in a request: an agent's requests are recorded in their order")
-            return str(self.prompt[0])
-        if not self.prompt:
+            prompt = prompt[0]
+        if not prompt:
             raise BadRequest("the prompt is empty")
-        return self.prompt  # type: ignore[return-value]
+        return prompt  # type: ignore[return-value]
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the most likely tokens to return at each place of the prompt; None: do not score the prompt."""
+        return self.logprobs if self.echo else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +174,23 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt in the answer to a text request; the lists have an entry for each token, if it asks for log-probs."""
+
+    text: str
+    tokens: tuple[str, ...] = ()
+    logprobs: tuple[float | None, ...] = ()  # None: of the first
+    top: tuple[dict[str, float] | None, ...] | None = None  # the most likely tokens and the prompt's own
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """All answers to one request."""
 
     request: ChatRequest | TextRequest
     answers: Sequence[Answer]
     prompt_tokens: int
+    echo: Echo | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -198,6 +239,24 @@ def supported(
     return {key: value for key, value in body.items() if key not in neutral and key not in without_effect}
 
 
+def schema_of(form: Any, key: str) -> str:
+    """The JSON schema of a `response_format`, as text; empty: the answer is free. Raises BadRequest.
+
+    `key`: the field that has `schema` within it; empty: `form` itself has it.
+    """
+    kind = form.get("type") if isinstance(form, dict) else None
+    if form is None or kind == "text":
+        return ""
+    if kind == "json_object":
+        return json.dumps({"type": "object"})
+    if kind != "json_schema":
+        raise BadRequest(f"the form of an answer should be text, json_object or json_schema, found {form!r:.80}")
+    schema = (form.get(key) or {} if key else form).get("schema")
+    if not isinstance(schema, dict):
+        raise BadRequest(f"json_schema should have a schema, found {form!r:.80}")
+    return json.dumps(schema)
+
+
 def openai_error(message: str, status: int, code: str) -> dict[str, Any]:
     """The body of a refusal in OpenAI's protocols."""
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -230,11 +289,13 @@ __all__ = [
     "BadRequest",
     "ChatRequest",
     "Dialect",
+    "Echo",
     "Reply",
     "TextRequest",
     "event",
     "openai_error",
     "pieces",
+    "schema_of",
     "supported",
     "text_of",
 ]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hone.envs.agents.images import content_of
 from hone.envs.agents.protocol import (
     Answer,
     BadRequest,
@@ -17,6 +18,7 @@ from hone.envs.agents.protocol import (
     event,
     openai_error,
     pieces,
+    schema_of,
     supported,
     text_of,
 )
@@ -29,7 +31,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # supported only at their neutral va
     "previous_response_id": (None,),
     "prompt": (None,),
     "reasoning": (None, {}),
-    "text": (None, {}, {"format": {"type": "text"}}),
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
@@ -61,8 +62,12 @@ class Responses:
         messages = _messages(fields.pop("input", None))
         if instructions := fields.pop("instructions", None):
             messages.insert(0, {"role": "system", "content": instructions})
+        text = dict(fields.pop("text", None) or {})
+        form = text.pop("format", None)
+        supported(text, {"verbosity": (None,)})
         return ChatRequest(
             messages=messages,
+            json_schema=schema_of(form, ""),
             tools=[_tool(one) for one in fields.pop("tools", None) or ()] or None,
             tool_choice=_choice(fields.pop("tool_choice", None)),
             max_tokens=fields.pop("max_output_tokens", None),
@@ -114,7 +119,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     for item in given:
         kind = item.get("type", "message")
         if kind == "message":
-            messages.append({"role": item["role"], "content": text_of(item["content"], TEXTS, "a message")})
+            content = content_of(item["content"], TEXTS, "input_image", "a message")
+            messages.append({"role": item["role"], "content": content})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})

@@ -19,6 +19,7 @@ from hone.config import ConfigError
 from hone.data.rendering import Renderer
 from hone.deadline import Deadline
 from hone.envs.agents.endpoint import Endpoint
+from hone.envs.agents.images import told_to_agents
 from hone.envs.agents.program import AgentProgram, Verdict, load_program
 from hone.envs.agents.sessions import AgentSession, AgentTask
 from hone.envs.episode import Play, ScoreFn, first_failure, request_seed
@@ -43,6 +44,8 @@ class AgentRunner:
         self._program = program
         self._client_sampling = settings.client_sampling
         self._adapters = tuple(settings.adapters)
+        self._roles = settings.roles if isinstance(settings, AgentSettings) else ()
+        self._reads_prompts = isinstance(settings, AgentSettings)  # else it takes its task from the row
         self._timeout_s = config.timeout_s
         self._max_turns = config.max_turns
         self._renderer = renderer
@@ -53,11 +56,14 @@ class AgentRunner:
     async def run(self, prompts: Sequence[Prompt], play: Play, score: ScoreFn) -> list[TrajectoryGroup]:
         """Return the groups of `prompts`, in their order; errors of the rollout engine and of scoring are raised.
 
-        Raises ConfigError for a prompt with images: the endpoint takes text only.
+        Raises ConfigError for a prompt whose images nobody would see.
         """
-        with_images = next((one for one in prompts if one.images), None)
-        if with_images is not None:
-            raise ConfigError(f"{with_images.prompt_id} has images, which an agent program (episode.env) does not get")
+        unseen = next((one for one in prompts if one.images and not self._reads_prompts), None)
+        if unseen is not None:
+            raise ConfigError(
+                f"{unseen.prompt_id} has images, and this environment takes its task from the row; remove the column "
+                "of images, or use an agent program (episode.env.name=agent)"
+            )
         endpoint = await self._open()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -100,14 +106,16 @@ class AgentRunner:
             seed_of=lambda number: request_seed(play.seed, play.step, prompt.draw, sample, number),
             client_sampling=self._client_sampling,
             adapters=self._adapters,
+            roles=self._roles,
             max_turns=self._max_turns,
         )
         key = endpoint.open_session(task)
         session = endpoint.session(key)
         verdict, status, error = Verdict(), Status.OK, ""
+        told = told_to_agents(prompt) if prompt.images else prompt
         try:
             async with deadline:
-                verdict = _verdict(await self._program(endpoint.url_of(key), key, prompt))
+                verdict = _verdict(await self._program(endpoint.url_of(key), key, told), self._roles)
         except Exception as failure:  # noqa: BLE001  user code: its error becomes the trajectory's
             status, error = self._failed(session, failure, deadline)
         finally:
@@ -149,9 +157,10 @@ def _parser(name: str, template: str) -> ParseFn | None:
         return None
 
 
-def _verdict(returned: object) -> Verdict:
-    """What a program returned. Raises TypeError for anything but a text, None or a Verdict."""
+def _verdict(returned: object, roles: Sequence[str]) -> Verdict:
+    """What a program returned. Raises TypeError unless it is a text, None or a Verdict, ValueError for wrong roles."""
     if isinstance(returned, Verdict):
+        returned.check(roles)
         return returned
     if returned is None or isinstance(returned, str):
         return Verdict(returned)
@@ -160,14 +169,17 @@ def _verdict(returned: object) -> Verdict:
 
 def _judged(recorded: list[Trajectory], verdict: Verdict) -> list[Trajectory]:
     """Each trajectory of an episode with the program's reward, at its last turn; the metrics count once."""
-    if verdict.reward is not None:
-        recorded = [
-            one.with_(spans=(*one.spans[:-1], replace(one.spans[-1], reward=float(verdict.reward)))) for one in recorded
-        ]
-    if recorded and verdict.metrics:
+    judged = [_rewarded(one, verdict.of_role(one.role)) for one in recorded]
+    if judged and verdict.metrics:
         figures = {name: Metric.mean(float(value)) for name, value in verdict.metrics.items()}
-        recorded[0] = recorded[0].with_(metrics=figures)
-    return recorded
+        judged[0] = judged[0].with_(metrics=figures)
+    return judged
+
+
+def _rewarded(one: Trajectory, reward: float | None) -> Trajectory:
+    if reward is None:
+        return one
+    return one.with_(spans=(*one.spans[:-1], replace(one.spans[-1], reward=float(reward))))
 
 
 def _with_status(

@@ -19,10 +19,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from hone.data.images import images_in, is_image, parts_of
 from hone.data.routes import Routes, joined_routes
+from hone.envs.agents.images import with_bytes
+from hone.envs.agents.protocol import BadRequest
 from hone.envs.base import Language
 from hone.processes.untrusted_json import parse_json
-from hone.types import Completion, GenerateFn, Message, SamplingParams, Status, StopReason, Trajectory, TurnSpan
+from hone.types import Completion, GenerateFn, Image, Message, SamplingParams, Status, StopReason, Trajectory, TurnSpan
 
 MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 
@@ -37,6 +40,7 @@ class AgentTask:
     seed_of: Callable[[int], int]  # request number -> seed
     client_sampling: bool = False  # use temperature, top_p ... of requests instead of the run's
     adapters: tuple[str, ...] = ()  # names that a request may give as its model
+    roles: tuple[str, ...] = ()  # of the policy, one of which each request gives as its model; (): there is one
     max_turns: int | None = None  # requests that the policy answers; None: any number
 
 
@@ -45,6 +49,7 @@ class Track:
     """A growing trajectory: four append-only lists of equal length."""
 
     tools: str  # as JSON; empty for plain text
+    role: str = ""  # that the policy plays in it
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -55,6 +60,7 @@ class Track:
     marks: list[tuple[int, int]] = field(default_factory=list)  # (messages, ids) where a history may continue or branch
     response: str = ""
     spans: list[TurnSpan] = field(default_factory=list)
+    images: tuple[Image, ...] = ()  # in the order of their placeholders in the ids
     prompt_length: int = 0
     stop_reason: StopReason = StopReason.STOP
     busy: bool = False
@@ -63,6 +69,7 @@ class Track:
         """Return a new track that begins with the first `length` ids of this one, as its prompt."""
         return Track(
             tools=self.tools,
+            role=self.role,
             ids=self.ids[:length],
             mask=[0] * length,
             logprobs=[0.0] * length,
@@ -70,6 +77,7 @@ class Track:
             routes=None if self.routes is None else self.routes[:length],
             messages=self.messages[:messages],
             text=self.text,
+            images=images_in(self.messages[:messages]),
         )
 
     def observe(self, ids: Sequence[int]) -> None:
@@ -159,17 +167,19 @@ class AgentSession:
     # ------------------------------------------------------------------------------------------------- placing
 
     def place_chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], opening: str = ""
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], opening: str = "", role: str = ""
     ) -> PlacedRequest:
-        """Place a chat request, whose answer begins with `opening`.
+        """Place a chat request, whose answer begins with `opening`, on a track of its role.
 
         Raises ConfigError (of the renderer) for messages that cannot be rendered.
         """
+        messages = self._with_images(messages)
         known = [canonical(message) for message in messages]
         offered = json.dumps(list(tools), sort_keys=True)
-        found = self._recorded(known, offered)
-        if found is None:
-            track, ids, new = Track(offered), self.rendered(messages, tools), known
+        found = self._recorded(known, offered, role)
+        if found is None or images_in(known[found[1][0] :]):  # a continuation has no images: the prompt has them all
+            track, ids, new = Track(offered, role), self._render(messages, tools), known
+            track.images = images_in(known)
         else:
             track, (count, length) = found
             new = known[count:]
@@ -180,11 +190,11 @@ class AgentSession:
         track.busy = True
         return PlacedRequest(track, tuple(ids), tuple(new), opening=opening, opening_ids=self._encode(opening))
 
-    def _recorded(self, known: list[Message], tools: str) -> tuple[Track, tuple[int, int]] | None:
-        """Find the track and position with the longest history that these messages extend."""
+    def _recorded(self, known: list[Message], tools: str, role: str) -> tuple[Track, tuple[int, int]] | None:
+        """Find the role's track, and the position in it, with the longest history that these messages extend."""
         best: tuple[Track, tuple[int, int]] | None = None
         for track in self.tracks:
-            for count, length in track.marks if track.tools == tools else ():
+            for count, length in track.marks if (track.tools, track.role) == (tools, role) else ():
                 if track.messages[:count] != known[:count] or (best and best[1][1] >= length):
                     continue
                 after_answer = track.messages[count - 1].get("role") == "assistant"
@@ -194,10 +204,10 @@ class AgentSession:
                     best = track, (count, length)
         return best
 
-    def place_text(self, prompt: str | Sequence[int]) -> PlacedRequest:
-        """Place a text completion, whose prompt is text or ids."""
+    def place_text(self, prompt: str | Sequence[int], role: str = "") -> PlacedRequest:
+        """Place a text completion, whose prompt is text or ids, on a track of its role."""
         for track in sorted(self.tracks, key=lambda one: -len(one.ids)):
-            if track.tools or track.busy:
+            if track.tools or track.busy or track.role != role:
                 continue
             if isinstance(prompt, str) and track.text and prompt.startswith(track.text):
                 rest = prompt[len(track.text) :]
@@ -205,16 +215,28 @@ class AgentSession:
             if not isinstance(prompt, str) and tuple(prompt[: len(track.ids)]) == tuple(track.ids):
                 return self._placed(track, prompt[len(track.ids) :])
         if isinstance(prompt, str):
-            return self._placed(Track(""), self._encode(prompt), text=prompt)
-        return self._placed(Track(""), prompt)
+            return self._placed(Track("", role), self._encode(prompt), text=prompt)
+        return self._placed(Track("", role), prompt)
 
-    def rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Render a chat request from its beginning. Raises ConfigError for messages that cannot be rendered."""
+    def rendered(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[tuple[int, ...], tuple[Image, ...]]:
+        """Ids and images of a chat request from its beginning; raises ConfigError if it cannot be rendered."""
+        shown = self._with_images(messages)
+        return self._render(shown, tools), images_in(shown)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         return self.language.render_prompt([_for_template(normal(message)) for message in messages], tools)
 
-    def encoded(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """Return the ids of a text completion's prompt."""
-        return self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+    def _with_images(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with their images read. Raises ConfigError for a model of text only."""
+        if not any(is_image(part) for part in parts_of(messages)):
+            return messages
+        return self.language.with_images(with_bytes(messages))
+
+    def encoded(self, prompt: str | Sequence[int]) -> tuple[tuple[int, ...], tuple[Image, ...]]:
+        """Return the ids of a text completion's prompt, which has no images."""
+        return self._encode(prompt) if isinstance(prompt, str) else tuple(prompt), ()
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.language.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
@@ -232,6 +254,7 @@ class AgentSession:
         length, messages = len(track.ids), len(track.messages)
         tracks = [track, *(track.branch(length, messages) for _ in answers[1:])]
         for one, (completion, message) in zip(tracks, answers, strict=True):
+            one.images = track.images
             one.observe(placed.new_ids)
             one.messages += placed.new_messages
             if message is not None:
@@ -270,7 +293,9 @@ class AgentSession:
                 stop_reason=track.stop_reason,
                 status=Status.TRUNCATED if track.stop_reason is StopReason.LENGTH else Status.OK,
                 episode=sample,
+                role=track.role,
                 spans=tuple(track.spans),
+                images=track.images,
                 routed_experts=track.routes,
             )
             for track in self.tracks
@@ -278,12 +303,12 @@ class AgentSession:
 
 
 def normal(message: Mapping[str, Any]) -> Message:
-    """Normalise a message for rendering: known keys only, no nulls, text parts joined, no developers."""
+    """Normalise a message for rendering: known keys only, no nulls, no developers; text parts joined without images."""
     found: dict[str, Any] = {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None}
     if found["role"] == "developer":  # OpenAI's later name, which chat templates do not have
         found["role"] = "system"
     content = found.get("content", "")
-    if isinstance(content, list):
+    if isinstance(content, list) and not any(map(is_image, content)):
         content = "".join(part["text"] for part in content)
     found["content"] = content
     if "tool_calls" in found:
@@ -303,6 +328,8 @@ def canonical(message: Mapping[str, Any]) -> Message:
     found = normal(message)
     if found["role"] != "assistant":
         return found
+    if not isinstance(found["content"], str):
+        raise BadRequest("a message of the assistant takes text only, found an image", "unsupported")
     told = Message(role="assistant", content=found["content"].strip())
     if "tool_calls" in found:
         told["tool_calls"] = [{**call, "function": _canonical_call(call["function"])} for call in found["tool_calls"]]

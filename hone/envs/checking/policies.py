@@ -24,14 +24,21 @@ class Policy(Protocol):
 
 
 class Scripted:
-    """Calls each tool once, with arguments that fit its schema, and then answers with the ground truth."""
+    """Calls each tool once, with arguments that fit its schema, and then answers with the ground truth.
+
+    A row with a column `walkthrough`, a list of answers, is answered by these first.
+    """
 
     name = "scripted"
 
     def __init__(self, prompt: Prompt, sample: int) -> None:
         self._answer = "done" if prompt.ground_truth is None else str(prompt.ground_truth)
+        self._walkthrough = [str(one) for one in prompt.row.get("walkthrough") or ()]
 
     def says(self, turn: int, tools: Tools) -> Said:
+        if turn < len(self._walkthrough):
+            return Said(self._walkthrough[turn])
+        turn -= len(self._walkthrough)
         if turn >= len(tools):
             return Said(self._answer)
         return Said("", calls=(_call(tools[turn], lambda schema: fitting(schema, None)),))

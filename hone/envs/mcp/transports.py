@@ -57,7 +57,7 @@ class Transport(Protocol):
 
 
 class PipeTransport:
-    """A server in a process of its own, with everything that it starts. `hone.envs.verifiers` uses it too."""
+    """A server in a process of its own, with everything that it starts. `verifiers` and `textworld` use it too."""
 
     def __init__(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hone-rpc-")
@@ -95,6 +95,10 @@ class PipeTransport:
         assert self._writer is not None
         with suppress(ConnectionError):  # the reading task notices, and says why
             await self._writer.drain()
+
+    async def end(self) -> None:
+        """End a server that hangs; requests that wait for it raise ToolLost."""
+        await self._process.stop(STOP_S)
 
     async def close(self) -> None:
         if self._reading is not None:

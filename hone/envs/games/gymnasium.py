@@ -16,8 +16,8 @@ import gymnasium
 from hone.config import ConfigError
 from hone.envs.base import Start, StepResult
 from hone.envs.functions import in_thread
+from hone.envs.games.text_actions import Refusals, opening, seed_of
 from hone.envs.settings import EpisodeConfig, GymnasiumSettings
-from hone.envs.text_actions import Refusals, opening, seed_of
 from hone.envs.tool_calls import Said
 from hone.registry import reason
 from hone.types import Completion, Message, Prompt

