@@ -184,6 +184,22 @@ class SamplingParams:
     adapter: str = ""  # name of a served LoRA adapter that answers instead of the policy; empty: the policy
     routed_experts: bool = False  # whether the completion records the experts of each token
     keep_kv: bool = False  # one turn of several: the built-in engine keeps the KV of its prompt for the next
+    json_schema: str = ""  # as JSON text: the answer follows it, and log-probs are those of the tokens that it allows
+    # How many of the most likely tokens to return at each place of the prompt, with the log-probs of its own tokens.
+    # None: the prompt is not scored. With 0 or more, `max_tokens` may be 0: then nothing is sampled.
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-prob of each token of a sequence given the earlier ones, at temperature 1.
+
+    All tuples have the length of the sequence; the first entry is 0.0 or empty, as nothing precedes the first token.
+    """
+
+    logprobs: tuple[float, ...]
+    top_ids: tuple[tuple[int, ...], ...] = ()  # the most likely tokens of each place, most likely first, if asked for
+    top_logprobs: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +214,7 @@ class Completion:
     # The experts of each token in each mixture layer, [n, layers, top_k]; row i is token i of prompt and completion
     # together. The last token has no row, because it was never fed to the model. None: not requested.
     routed_experts: NDArray[np.int16] | None = field(default=None, repr=False, compare=False)
+    prompt_scores: Scored | None = None  # of the prompt, if `SamplingParams.prompt_logprobs` asks for them
 
 
 class PromptTooLong(ValueError):
@@ -270,6 +287,7 @@ class Trajectory:
     spans: tuple[TurnSpan, ...] = ()  # the turns of the policy, in order
     metrics: Mapping[str, Metric] = field(default_factory=dict)  # from the environment
     images: tuple[Image, ...] = ()  # of its prompt
+    role: str = ""  # that the policy played, in episodes with several roles
     # As in `Completion`: [n, layers, top_k] for the first n tokens. The last answer's last token, and those after it,
     # have no row.
     routed_experts: NDArray[np.int16] | None = field(default=None, repr=False, compare=False)
@@ -309,6 +327,14 @@ class TrajectoryGroup:
     @property
     def trainable(self) -> tuple[Trajectory, ...]:
         return tuple(t for t in self.trajectories if t.status.trainable)
+
+    @property
+    def compared(self) -> dict[str, tuple[Trajectory, ...]]:
+        """The trainable trajectories by role: rewards are compared within a role."""
+        found: dict[str, tuple[Trajectory, ...]] = {}
+        for one in self.trainable:
+            found[one.role] = (*found.get(one.role, ()), one)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +379,7 @@ class Batch:
     loss_mask: torch.Tensor  # [T] bool
     cu_seqlens: torch.Tensor  # [N+1] int64, sequence i is [cu_seqlens[i], cu_seqlens[i+1])
     group_index: torch.Tensor  # [N] int64, which prompt
-    episode_index: torch.Tensor  # [N] int64, which episode; unique over the batch
+    episode_index: torch.Tensor  # [N] int64, which role of which episode; unique over the batch
     rewards: torch.Tensor | None = None  # [N] float32
     components: Mapping[str, torch.Tensor] = field(default_factory=dict)  # name -> [N] float32
     weight_versions: torch.Tensor | None = None  # [T] int32: version that sampled the token, -1 for other tokens
@@ -370,6 +396,7 @@ class Batch:
     loss_weights: torch.Tensor | None = None  # factor of each token's loss in the sum (see aggregation)
     labels: torch.Tensor | None = None  # [T] float32: 1 for a right step and 0 for a wrong one, where loss_mask is 1
     outcomes: torch.Tensor | None = None  # [N] float32, between 0 and 1: what a process reward model learns to predict
+    role_index: torch.Tensor | None = None  # [N] int64: role that the policy played; None: all played the same
     teacher_index: torch.Tensor | None = None  # [N] int64: number of the teacher that judges the sequence
     kto_baseline: torch.Tensor | None = None  # [N] float32: the estimate of KL that KTO compares log-ratios with
     entropy: torch.Tensor | None = None  # [T] of the policy before the update, as is the next: sum over tokens of p^2

@@ -111,6 +111,11 @@ def read_rows(path: Path, columns: Columns) -> list[Row]:
             row = {**row, column: known[own]}
         if not isinstance(row["response"], str):
             raise ConfigError(f"{rows.where(index)}: 'response' should be text, found {row['response']!r:.80}")
+        if not isinstance(row.get("role") or "", str):
+            raise ConfigError(
+                f"{rows.where(index)}: 'role', the role that the policy played, should be text, found "
+                f"{row['role']!r:.80}; rename the column if it is something else"
+            )
         checked.append(row)
     return checked
 
@@ -151,13 +156,14 @@ def _group_of(row: Mapping[str, Any]) -> str:
 def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One row for a group: its answers, and the columns in which all rows agree."""
     alike = {name: value for name, value in rows[0].items() if all(row.get(name) == value for row in rows)}
-    return {**alike, "response": [row["response"] for row in rows]}
+    return {**alike, "response": [row["response"] for row in rows], "role": [row.get("role") or "" for row in rows]}
 
 
 def _submit(pool: RewardPool, component: str, row: Mapping[str, Any]) -> Future[Outcome]:
-    others = {column: value for column, value in row.items() if column not in NEEDED}
+    others = {column: value for column, value in row.items() if column not in (*NEEDED, "role")}
     try:
-        return pool.submit(component, row["response"], encode_case(row.get("ground_truth"), others))
+        case = encode_case(row.get("ground_truth"), others)
+        return pool.submit(component, row["response"], row.get("role") or "", case)
     except TypeError as error:  # a column that cannot be sent fails only its row
         failed: Future[Outcome] = Future()
         failed.set_result(Outcome(error=str(error)))

@@ -116,6 +116,8 @@ _ROLLOUT = (
     Described("rollout/turns_max", "completions", MAX, "completions of the longest episode"),
     Described("rollout/observation_tokens", "tokens", MEAN, "tokens that the environment sent after the prompt"),
     Described("rollout/tracks_per_episode", "trajectories", MEAN, "trajectories that one episode gave"),
+    Described("rollout/roles/<role>/trajectories", "", SUM, "trajectories of a role that an agent's requests named"),
+    Described("rollout/roles/<role>/reward", "", MEAN, "mean reward of a role's trajectories"),
     Described("rollout/tools/<tool>/calls", "calls", SUM, "calls of a tool"),
     Described("rollout/tools/<tool>/errors", "calls", SUM, "calls that ended with an error or had wrong arguments"),
     Described("rollout/tools/<tool>/timeouts", "calls", SUM, "calls that took too long"),
@@ -238,6 +240,7 @@ _WEIGHTS = (
     Described("weights/tensors", "tensors", MAX, "tensors sent"),
     Described("weights/buckets", "buckets", MAX, "buckets sent"),
     Described("weights/replicas", "replicas", MAX, "replicas that received the weights"),
+    Described("weights/senders", "processes", MAX, "processes that sent the weights: training ranks, or the driver"),
 )
 
 _SCHEDULE = (

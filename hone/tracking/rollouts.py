@@ -94,6 +94,7 @@ def rollout_record(
         "prompt_id": trajectory.prompt_id,
         "draw": group.prompt.draw,
         "sample": trajectory.sample,
+        "role": trajectory.role,
         "status": str(trajectory.status),
         "stop_reason": str(trajectory.stop_reason),
         "reward": trajectory.reward if trajectory.status.trainable else None,

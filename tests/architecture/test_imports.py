@@ -38,10 +38,13 @@ import any `settings` module."""
 SETTINGS_READERS = frozenset({"trainers", "workers"})
 
 THIRD_PARTY = {  # heavy or optional package -> files that may import it, or a folder
+    "triton": ["triton_scores.py"],
     "vllm": ["vllm.py"],
     "sglang": ["sglang.py", "sglang_adapters.py"],
-    "megatron": ["engines/megatron/"],
-    "torchtitan": ["torchtitan.py"],
+    "megatron": ["engines/megatron/", "megatron/modules/"],
+    "veomni": ["engines/veomni/"],
+    "nemo_automodel": ["engines/automodel/"],
+    "torchtitan": ["engines/torchtitan/"],
     "ray": ["ray.py", "ray_cluster.py"],
     "wandb": ["wandb.py"],
     "mlflow": ["mlflow.py"],
@@ -59,6 +62,7 @@ THIRD_PARTY = {  # heavy or optional package -> files that may import it, or a f
 
 LAZY = {  # function-level imports: file -> what it imports there, and why
     "hone/data/sources/hf.py": {"datasets": "optional"},
+    "hone/engines/kernels/choice.py": {"hone": "the kernels, which import triton"},
     "hone/models/attention/packed.py": {"torch": "varlen attention exists in some builds of torch only"},
     "hone/models/source.py": {"modelscope": "optional", "modelscope_hub": "its errors"},
 }

@@ -82,8 +82,9 @@ def test_ray_gets_the_whole_node():
     given = done.stdout.split()
     assert given[-3:] == ["ray", "start", "--block"]
     assert {"--cpus-per-task=96", "--mem=0", "--gpus-per-node=8", "--nodelist=node7", "--ntasks=1"} <= set(given)
-    started = re.findall(r'^ *on "\$(head|machine)" "\$bin/ray" start .*--block$', text, re.M)
+    started = re.findall(r'^ *on "\$(head|machine)" "\$\{ending\[@\]\}" "\$bin/ray" start .*--block$', text, re.M)
     assert started == ["head", "machine"]
+    assert re.search(r"^ending=\(timeout --kill-after=\d+ 0\)$", text, re.M)  # Ray can lose a signal
     assert not re.search(r'"\$bin/ray" start .*--(num-cpus|memory)', text)
 
 

@@ -117,10 +117,17 @@ def test_settings_on_a_page_load_on_top_of_a_recipe(block, monkeypatch):
     load_run([*read_layers(Path(recipe)), Layer(block.place, from_yaml(block.text))], block.place)
 
 
+def _targets(makefile):
+    """The commands of a Makefile; in `.PHONY`, `$(ENGINES:%=test-%)` stands for one command of each engine."""
+    engines = re.search(r"^ENGINES := (.*)$", makefile, re.MULTILINE)[1].split()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1]
+    return re.sub(r"\$\(ENGINES:%=(.*?)%\)", lambda found: " ".join(found[1] + one for one in engines), phony).split()
+
+
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if any(one.commands for one in blocks)])
 def test_the_commands_of_a_page_parse_and_their_settings_load(page, monkeypatch):
     monkeypatch.chdir(ROOT)
-    targets = re.findall(r"^([.\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    targets = _targets((ROOT / "Makefile").read_text(encoding="utf-8"))
     for block in BLOCKS[page]:
         for line in block.commands if block.mark not in ("not run", "run by") else []:
             if found := HONE.match(line):

@@ -16,6 +16,7 @@ def test_a_record_tells_the_answer_token_by_token(group):
         "prompt_id": "sort/1",
         "draw": 4,
         "sample": 1,
+        "role": "",
         "status": "ok",
         "stop_reason": "stop",
         "reward": 0.25,

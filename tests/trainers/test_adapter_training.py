@@ -43,9 +43,9 @@ def loaded(monkeypatch):
     paths = []
 
     def counted(load_model):
-        def load_and_count(model, *how):
+        def load_and_count(model, *how, **named):
             paths.append(model.path)
-            return load_model(model, *how)
+            return load_model(model, *how, **named)
 
         return load_and_count
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from hone.config import load
-from hone.engines.checkpoint import CheckpointError
+from hone.engines.checkpoint.files import CheckpointError
 from hone.engines.settings import EngineConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.platforms.base import PlatformRegistry

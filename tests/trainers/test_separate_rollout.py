@@ -25,6 +25,7 @@ SEPARATE = {
 }
 ONLY_SERVERS = (
     "weights/buckets",
+    "weights/senders",
     "correction/probe_max_abs_difference",
     "rollout/replica",
     "rollout/requests_resent",

@@ -128,6 +128,30 @@ def test_grpo_on_pictures_and_text_agrees_with_its_rollouts_and_learns(tmp_path)
     assert figures["eval/held_out/short"] == pytest.approx(steps[-1]["eval/held_out/short"])
 
 
+def test_an_agent_shows_the_policy_images_and_its_log_probs_are_the_trainers(tmp_path):
+    program = (
+        "from openai import AsyncOpenAI, DefaultAsyncHttpxClient\n"
+        "async def look(base_url, api_key, prompt):\n"
+        "    http = DefaultAsyncHttpxClient(verify=False, trust_env=False)\n"
+        "    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:\n"
+        "        await client.chat.completions.create(model='policy', messages=list(prompt.messages))\n"
+    )
+    (tmp_path / "agent.py").write_text(program)
+    path = rl(
+        tmp_path,
+        run={"dir": str(tmp_path / "run"), "steps": 2, "seed": 3},
+        episode={"env": {"name": "agent", "program": f"{tmp_path}/agent.py:look"}},
+        evaluation={},
+        checkpoint={},
+    )
+    run_policy(load(PolicyRunConfig, path, []))
+    trained = [one for one in metrics(tmp_path / "run") if "reward/mean" in one]
+    assert [one["rollout/status/ok"] + one["rollout/status/truncated"] for one in trained] == [16, 16]
+    assert max(one["correction/max_abs_difference"] for one in trained) < 1e-4
+    lines = [json.loads(line) for line in rollout_lines(tmp_path / "run" / "rollouts.jsonl.gz")]
+    assert any("<|vision_start|>" in one["prompt"] for one in lines)
+
+
 def test_the_tower_can_be_left_as_it_is(tmp_path):
     run_supervised(
         load(SupervisedRunConfig, sft(tmp_path, model={**MODEL, "use": {"vision": {"freeze_tower": True}}}), [])

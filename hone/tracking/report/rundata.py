@@ -291,7 +291,7 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "step": record["step"],
         "set": record.get("set"),
-        "id": f"{record.get('prompt_id', '')} #{record.get('sample', 0)}",
+        "id": f"{record.get('prompt_id', '')} #{record.get('sample', 0)} {record.get('role', '')}".rstrip(),
         "status": record.get("status", ""),
         "stop": record.get("stop_reason", ""),
         "reward": to_float(record.get("reward")),

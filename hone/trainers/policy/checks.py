@@ -7,7 +7,8 @@ from pathlib import Path
 
 from hone.algorithms.algorithm import Algorithm, check_takes_token_rewards
 from hone.algorithms.distillation.losses import Distillation
-from hone.algorithms.filtering.group_filter import GREEDY_REWARD, OVERLONG
+from hone.algorithms.filtering.group_filter import GREEDY_REWARD
+from hone.algorithms.filtering.overlong import OVERLONG
 from hone.algorithms.objective import FULL_KL
 from hone.config import ConfigError
 from hone.data.settings import PromptSetConfig
@@ -15,7 +16,7 @@ from hone.data.sources.base import check_path
 from hone.engines.settings import EngineConfig
 from hone.envs import ENVS
 from hone.envs.base import is_single_turn
-from hone.envs.settings import EndpointSettings
+from hone.envs.settings import AgentSettings, EndpointSettings
 from hone.registry import unknown
 from hone.runtime.settings import RaySettings
 from hone.schedule.journal import JOURNAL
@@ -93,6 +94,7 @@ def check_policy_run(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequ
     _check_token_budgets(config)
     _check_rollout_logprobs(config)
     _check_answers_differ(config)
+    _check_roles(config, algorithm)
     _check_metric(config, algorithm)
     if config.asynchrony is not None and config.asynchrony.stream:
         _check_streaming(config, config.asynchrony, stages)
@@ -301,6 +303,14 @@ def _check_rollout_logprobs(config: PolicyRunConfig) -> None:
         "rejections": ("rejections=[]", bool(correction.rejections)),
     }
     compared = {part: remedy for part, (remedy, used) in parts.items() if used}
+    env = config.episode.env
+    if compared and isinstance(env, EndpointSettings) and env.client_sampling:
+        remedies = " ".join(f"algorithm.correction.{remedy}" for remedy in compared.values())
+        raise ConfigError(
+            f"algorithm.correction.{next(iter(compared))} with episode.env.client_sampling = true: requests may sample "
+            "by a filter or a JSON schema of their own, and the rollout's log-probs are then not over the whole "
+            f"vocabulary as the trainer's are; set episode.env.client_sampling=false, or {remedies}"
+        )
     if compared and chosen:
         off = " ".join(f"rollout.sampling.{name}={value:g}" for name, value in chosen.items())
         remedies = " ".join(f"algorithm.correction.{remedy}" for remedy in compared.values())
@@ -319,6 +329,16 @@ def _check_answers_differ(config: PolicyRunConfig) -> None:
         raise ConfigError(
             f"rollout.sampling.temperature = 0 (greedy) with update.samples_per_prompt = {samples}: all answers to a "
             "prompt would be the same; set temperature above 0, or samples_per_prompt=1"
+        )
+
+
+def _check_roles(config: PolicyRunConfig, algorithm: Algorithm) -> None:
+    """No baseline is one greedy answer: an episode with several roles has several answers."""
+    env = config.episode.env
+    if isinstance(env, AgentSettings) and env.roles and algorithm.needs_greedy:
+        raise ConfigError(
+            f"{env.key_of('roles')}: {algorithm.name} compares with one greedy answer to each prompt, and an episode "
+            "with roles has several; choose algorithm.advantage=grpo"
         )
 
 

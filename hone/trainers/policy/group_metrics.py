@@ -52,6 +52,10 @@ def describe(groups: Sequence[TrajectoryGroup]) -> Metrics:
     for name in sorted({name for one in usable for name in one.components}):
         found = [one.components[name] for one in usable if name in one.components]
         metrics[f"reward/{name}"] = Metric.mean(sum(found) / len(found), len(found))
+    for role in sorted({one.role for one in usable} - {""}):
+        found = [one.reward for one in usable if one.role == role]
+        metrics[f"rollout/roles/{role}/trajectories"] = Metric.sum(len(found))
+        metrics[f"rollout/roles/{role}/reward"] = Metric.mean(sum(found) / len(found), len(found))
     if any(len(one.spans) > 1 or one.metrics or any(span.calls for span in one.spans) for one in every):
         metrics |= describe_turns(groups)
     return metrics
@@ -81,7 +85,11 @@ def describe_lengths(drawn: Sequence[TrajectoryGroup], kept: Sequence[Trajectory
 
 def _zero_variance(groups: Sequence[TrajectoryGroup]) -> float:
     """The share of groups whose members all have the same reward: their group-relative advantages are 0."""
-    return sum(len({one.reward for one in group.trainable}) <= 1 for group in groups) / len(groups)
+    return sum(all(map(_equal_rewards, group.compared.values())) for group in groups) / len(groups)
+
+
+def _equal_rewards(compared: Sequence[Trajectory]) -> bool:
+    return len({one.reward for one in compared}) <= 1
 
 
 def describe_turns(groups: Sequence[TrajectoryGroup]) -> Metrics:

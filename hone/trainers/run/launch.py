@@ -18,7 +18,7 @@ from hone.data.stream import PromptMaker, count_items, make_renderer
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
-from hone.platforms.base import compute_dtype, current_platform, why_compute_dtype
+from hone.platforms.base import compute_dtype, current_platform, why_compute_dtype, why_no_triton
 from hone.runtime import ranks
 from hone.runtime.watchdog import Watchdog
 from hone.tracking.base import RunInfo
@@ -51,6 +51,7 @@ from hone.trainers.supervised.settings import (
     SupervisedConfig,
     SupervisedRunConfig,
 )
+from hone.workers.shared_memory import require_room
 
 S = TypeVar("S", bound=SupervisedConfig)
 
@@ -100,6 +101,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
             trainer = PolicyAssembly(config, model, renderer, context, generation).build()
             _require_read_before_servers(loaded)
             trainer.actor.release_memory()  # for servers on the devices of its ranks
+            require_room(trainer.actor, trainer.trained_roles(), generation.rollout)
             generation.start()
             generation.rollout.sync_from(trainer.actor, version=0)
             require_all_read(loaded)
@@ -247,6 +249,10 @@ def _introduce(config: PolicyRunConfig | SupervisedConfig, context: RunContext, 
         f"on {platform.name} ({platform.device_name()}), computed in {compute_dtype(chosen, platform)} "
         f"({why_compute_dtype(chosen, platform)})"
     )
+    if platform.device != "cpu":
+        reason = why_no_triton(platform)
+        by = f"PyTorch's operations ({reason})" if reason else "a Triton kernel"
+        context.tracking.message(f"log-probs and entropy are computed from logits by {by}")
     slow = platform.why_bfloat16_is_slow()
     if slow and chosen == "bfloat16":
         context.tracking.message(f"{slow}: actor.compute_dtype=float32 is faster here")
