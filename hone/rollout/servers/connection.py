@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,8 @@ class ServerConnection:
     async def close(self) -> None:
         """End the server with everything it started; again is fine. Requests that run raise ReplicaLost now."""
         for request in self._open:  # aiohttp would leave those waiting whose reply has begun
-            request.reschedule(0.0)
+            if not request.expired():  # it is, if this is the second call
+                request.reschedule(0.0)
         if self._session is not None and not self._session.closed:
             await self._session.close()
         self._session = None
@@ -126,11 +127,10 @@ class ServerConnection:
     async def _send(self, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
         process = self.process  # the one asked: by the time the reply comes, another may have been started
         ending = asyncio.timeout(None)
-        self._open.add(ending)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        url = f"http://server{path}"
         try:
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
-            url = f"http://server{path}"
-            async with ending, self.session().request(method, url, json=body, timeout=timeout) as reply:
+            async with self._ended_by_close(ending), self.session().request(method, url, json=body, timeout=timeout) as reply:
                 status, text = reply.status, await reply.text()
                 found = await reply.json() if "json" in reply.headers.get("content-type", "") else {"text": text}
         except TimeoutError as error:
@@ -144,8 +144,6 @@ class ServerConnection:
             if is_exhausted(error):  # says nothing about the replica
                 raise OutOfDescriptors(f"no connection to replica {self.name}: {error}") from error
             raise ReplicaLost(f"replica {self.name} was lost during {path}: {error!r}{self._last_words()}") from error
-        finally:
-            self._open.discard(ending)
         if status == 200:
             return found if isinstance(found, dict) else {}
         message = f"replica {self.name} refused {path} (status {status}): {error_text(found, text)}"
@@ -154,6 +152,16 @@ class ServerConnection:
         if status >= 500 and (process is None or await self._is_ending(process)):
             raise ReplicaLost(f"{message}{self._last_words()}")
         raise RuntimeError(message)
+
+    @asynccontextmanager
+    async def _ended_by_close(self, ending: asyncio.Timeout) -> AsyncIterator[None]:
+        """Let `close` end what runs inside; what comes after it has a deadline of its own."""
+        async with ending:
+            self._open.add(ending)
+            try:
+                yield
+            finally:
+                self._open.discard(ending)
 
     def session(self) -> aiohttp.ClientSession:
         """The client session of the running event loop. Raises ReplicaLost if no server was started."""
