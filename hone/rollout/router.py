@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from hone.data.routes import Routes, joined_routes
 from hone.deadline import SeatWait
 from hone.processes.restarts import Restarts
-from hone.rollout.base import Generating, ReplicaLost
+from hone.rollout.base import Generating, ReplicaLost, ScoreAborted
 from hone.rollout.builtin.requests import StopStrings
 from hone.rollout.placement import Placement
 from hone.rollout.prompt_scores import scorer_of, with_prompt_scores
@@ -292,13 +292,20 @@ class Router:
         """How likely the tokens of a sequence are, by weights of `versions`; raises as `generate` does."""
         request = RoutedRequest(request_id, versions, tuple(token_ids))
         self._open.add(request_id)
+        sent, aborts = 0, self._aborts
+
+        async def send(replica: Replica) -> Scored | None:
+            piece_id = f"{request_id}+{sent}" if sent else request_id  # a replica may still know the last one
+            with suppress(ScoreAborted):
+                return await scorer_of(replica.engine, replica.name)(piece_id, token_ids, top_k)
+            return None
+
         try:
-            while (replica := await self._seat(request)) is not None:
-                found: Scored | None = await self._ask(
-                    replica, request, lambda one: scorer_of(one.engine, one.name)(request_id, token_ids, top_k)
-                )
-                if found is not None:
+            while self._aborts == aborts and (replica := await self._seat(request)) is not None:
+                if (found := await self._ask(replica, request, send)) is not None:
                     return found
+                sent += 1
+                self._resent += 1
             raise RuntimeError(f"request {request_id!r} was aborted")
         finally:
             self._open.discard(request_id)

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from hone.deadline import Deadline
-from hone.rollout.base import ReplicaLost
+from hone.rollout.base import ReplicaLost, ScoreAborted
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.router import RESTART_WINDOW_S, PoisonRequest, RequestLate, Router
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
-from hone.types import Completion, SamplingParams, StopReason
+from hone.types import Completion, SamplingParams, Scored, StopReason
 
 WANTED = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
 
@@ -356,6 +356,39 @@ def test_an_engine_that_cannot_score_a_prompt_is_named(finish):
     router = Router([Pieces([11], 1, True)], RolloutConfig())
     with pytest.raises(ValueError, match=r"rollout engine \S+ cannot compute log-probs of a prompt: it has no `score`"):
         finish(router.generate("r", (9,), replace(WANTED, max_tokens=0, prompt_logprobs=0)))
+
+
+class Scoring(Pieces):
+    """Aborts so many scorings before it answers one."""
+
+    aborts = 1
+
+    async def score(self, request_id, token_ids, top_k=0):
+        self.asked.append(request_id)
+        if len(self.asked) <= self.aborts:
+            raise ScoreAborted("aborted")
+        return Scored((0.0, -1.0))
+
+
+def test_a_scoring_that_a_replica_aborts_is_sent_again(finish):
+    engine = Scoring([11], 1, True)
+    router = Router([engine], RolloutConfig())
+    assert finish(router.score("r", (9, 10))).logprobs == (0.0, -1.0)
+    assert engine.asked == ["r", "r+1"]
+
+
+def test_a_scoring_that_everybody_aborts_ends(finish):
+    engine = Scoring([11], 1, True)
+    router = Router([engine], RolloutConfig())
+
+    async def aborted(request_id, token_ids, top_k=0):
+        router._aborts += 1
+        await asyncio.sleep(0)
+        raise ScoreAborted("aborted")
+
+    engine.score = aborted
+    with pytest.raises(RuntimeError, match="request 'r' was aborted"):
+        finish(router.score("r", (9, 10)))
 
 
 def test_a_stop_string_may_lie_across_two_pieces(finish, tokenizer):

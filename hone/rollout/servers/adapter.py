@@ -27,7 +27,7 @@ from hone.data.routes import Routes, mixture_rows
 from hone.models.source import check_source
 from hone.rollout.adapters import AdapterKind
 from hone.rollout.admission import WAKE_TAGS, ReplicaState, RequestLimits
-from hone.rollout.base import ReplicaLost, ServerSpec, WeightReceipt
+from hone.rollout.base import ReplicaLost, ScoreAborted, ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.connection import CONTROL_S, ServerConnection
 from hone.rollout.servers.host import Site
@@ -83,8 +83,8 @@ class RolloutServer(ABC):
         """Send one checked request: its completion, the tokens of its prompt, and how many of them were cached."""
 
     @abstractmethod
-    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored:
-        """Send one checked sequence, and read the log-prob of each of its tokens."""
+    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored | None:
+        """Send one checked sequence, and read the log-prob of each of its tokens; None if it was aborted."""
 
     async def _computed(self) -> int | None:
         """Ask the server how many tokens it has computed since its start; None if it does not say."""
@@ -187,20 +187,32 @@ class RolloutServer(ABC):
         with self._requests.opened(request_id):
             completion, prompt_tokens, cached_tokens = await self._generate(request_id, token_ids, sampling, placed)
         self._requests.count(completion, prompt_tokens, cached_tokens)
-        if completion.stop_reason is StopReason.ABORTED and self._state.obstacle:
-            raise RuntimeError(
-                f"request {request_id!r}: rollout replica {self.name} lost its weights: {self._state.obstacle}"
-            )
+        if completion.stop_reason is StopReason.ABORTED:
+            self._check_kept(request_id)
         return completion
 
     async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
-        """How likely each token is given those before it, at temperature 1; raises as `generate` does."""
+        """How likely each token is given those before it, at temperature 1.
+
+        Raises as `generate` does, and ScoreAborted if the request was aborted.
+        """
         self._limits.check_prompt(request_id, tuple(token_ids))
         self._state.check_serving()
-        scored = await self._score(request_id, token_ids, top_k)
+        with self._requests.opened(request_id):
+            scored = await self._score(request_id, token_ids, top_k)
+        if scored is None:
+            self._check_kept(request_id)
+            raise ScoreAborted(f"request {request_id!r} was aborted at {self.name}")
         found = [scored.logprobs, *([scored.top_ids, scored.top_logprobs] if top_k else [])]
         check_complete(f"request {request_id!r} at {self.name}", found, len(token_ids))
         return scored
+
+    def _check_kept(self, request_id: str) -> None:
+        """Raise RuntimeError if a request was aborted because the weights were lost: asking again is of no use."""
+        if self._state.obstacle:
+            raise RuntimeError(
+                f"request {request_id!r}: rollout replica {self.name} lost its weights: {self._state.obstacle}"
+            )
 
     def metrics(self) -> Metrics:
         """Figures since the last call."""

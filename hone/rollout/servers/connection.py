@@ -130,7 +130,10 @@ class ServerConnection:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         url = f"http://server{path}"
         try:
-            async with self._ended_by_close(ending), self.session().request(method, url, json=body, timeout=timeout) as reply:
+            async with (
+                self._ended_by_close(ending),
+                self.session().request(method, url, json=body, timeout=timeout) as reply,
+            ):
                 status, text = reply.status, await reply.text()
                 found = await reply.json() if "json" in reply.headers.get("content-type", "") else {"text": text}
         except TimeoutError as error:

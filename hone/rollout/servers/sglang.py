@@ -182,7 +182,9 @@ class SglangServer(EngineServer):
             found = with_routes(found, routes, len(token_ids), self._spec)
         return found, len(token_ids), int(meta.get("cached_tokens") or 0)
 
-    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored:
+    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored | None:
+        if not await self._may_begin(request_id):
+            return None
         body = {
             "rid": f"{next(self._numbers)}:{request_id}",
             "input_ids": list(token_ids),
@@ -193,7 +195,7 @@ class SglangServer(EngineServer):
             "lora_path": self._adapter,
         }
         meta = (await self.connection.post("/generate", body, self._request_timeout_s))["meta_info"]
-        return _scored(meta, top_k)
+        return None if FINISH[meta["finish_reason"]["type"]] is StopReason.ABORTED else _scored(meta, top_k)
 
     async def _abort_open(self) -> None:
         """Abort all requests. A paused scheduler aborts only queued requests, so running ones are queued first."""

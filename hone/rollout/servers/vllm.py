@@ -188,7 +188,7 @@ class VllmServer(EngineServer):
             found = with_routes(found, routes, len(token_ids), self._spec)
         return found, usage.get("prompt_tokens", 0), cached
 
-    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored:
+    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored | None:
         body = {
             "request_id": request_id,
             "token_ids": list(token_ids),
@@ -196,6 +196,8 @@ class VllmServer(EngineServer):
             "model": self._adapter,
         }
         reply = await self.connection.post("/inference/v1/generate", body, self._request_timeout_s)
+        if FINISH[reply["choices"][0]["finish_reason"]] is StopReason.ABORTED:
+            return None
         return _scored(token_ids, reply.get("prompt_logprobs") or [], top_k)
 
     async def _computed(self) -> int | None:

@@ -1,4 +1,7 @@
-"""Real servers say how likely they find tokens: as the plain forward, and as a teacher of a distillation run."""
+"""Real servers say how likely they find tokens: as the plain forward, and as a teacher of a distillation run.
+
+Their replies to a request that was aborted are given by a small stand-in for the connection.
+"""
 
 import asyncio
 
@@ -7,6 +10,9 @@ import torch
 
 from hone.cli.recipe import load_recipe
 from hone.models.settings import BuildConfig, ModelConfig
+from hone.rollout import ROLLOUT_ENGINES
+from hone.rollout.base import ScoreAborted, ServerSpec
+from hone.rollout.settings import RolloutConfig
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
 from tests.rollout.conftest import REAL
@@ -44,6 +50,56 @@ def test_a_server_scores_with_the_weights_of_its_folder(backend, real_adapter, r
         likely, ids = expected.topk(5)
         assert torch.tensor(more.top_ids[1:]).tolist() == ids.tolist()
         torch.testing.assert_close(torch.tensor(more.top_logprobs[1:]), likely, atol=1e-4, rtol=0)
+
+
+class Aborting:
+    """A connection to a server that answers a scoring when it is aborted, as that engine answers it."""
+
+    alive = True
+    replies = {  # noqa: RUF012
+        "vllm": {"choices": [{"token_ids": [], "finish_reason": "abort"}], "prompt_logprobs": None},
+        "sglang": {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "input_token_logprobs": []}},
+    }
+
+    def __init__(self, backend):
+        self._reply = self.replies[backend]
+        self._aborted = asyncio.Event()
+
+    async def post(self, path, body=None, timeout_s=60.0):
+        if "abort" in path:
+            self._aborted.set()
+        if "generate" not in path:
+            return {}
+        await self._aborted.wait()
+        return self._reply
+
+
+@pytest.mark.parametrize("backend", sorted(REAL))
+def test_a_scoring_that_a_server_aborts_is_waited_for_and_no_result(backend, tiny, tmp_path, finish):
+    (tmp_path / "python").touch()
+    tiny("qwen3_wide").save_pretrained(tmp_path / "model")
+    config = RolloutConfig(backend=backend, python=str(tmp_path / "python"))
+    server = ROLLOUT_ENGINES.get(backend)(
+        ServerSpec(config, str(tmp_path / "model"), "float32", 0, tmp_path, "secret", frozen=True)
+    )
+
+    async def abort(how):
+        server.connection = Aborting(backend)
+        scoring = asyncio.create_task(server.score("p", SEQUENCES[1]))
+        await asyncio.sleep(0)
+        await how()
+        assert scoring.done(), "the abort ends when the scoring has ended"
+        await scoring
+
+    with pytest.raises(ScoreAborted, match=f"request 'p' was aborted at {backend}-0"):
+        finish(abort(server.abort_all))
+    with pytest.raises(RuntimeError, match=f"request 'p': rollout replica {backend}-0 lost its weights: .*mixed"):
+        finish(abort(lambda: stop(server)))
+
+
+async def stop(server):
+    server._state.stop("mixed")
+    await server.abort_all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
