@@ -74,6 +74,12 @@ def test_a_feedback_with_another_field_is_refused(feedback):
         made(feedback=feedback)
 
 
+def test_an_answer_that_the_verifier_cannot_read_scores_0(attempts):
+    entry = gym.create_dataset("prime_factorization", seed=1, size=1)[0]
+    _, results = attempts(["two x three", entry["answer"]], {"task": "prime_factorization", "entry": entry})
+    assert [(one.reward, one.done) for one in results] == [(0.0, False), (1.0, True)]
+
+
 def test_a_row_that_is_no_problem_fails_its_episode_alone(attempts):
     with pytest.raises(VerifierFailed, match="ValueError: unknown Reasoning Gym task 'spel_backward'; did you mean"):
         attempts(["nauJ"], {**WORD, "task": "spel_backward"})

@@ -62,7 +62,7 @@ def test_requests_of_a_server_that_is_ended_are_lost_at_once(path, connection):
 
 
 def test_a_server_ends_though_a_late_request_waits_to_see_whether_it_died(connection):
-    """A late request on another machine asks its process for up to 90 s whether it died: closing must end that process."""
+    """On another machine, a late request waits up to 90 s for its process to die: closing must end that process."""
 
     async def story():
         await connection.start(launch, 60)
@@ -72,7 +72,7 @@ def test_a_server_ends_though_a_late_request_waits_to_see_whether_it_died(connec
         assert not request.done()
         await asyncio.wait_for(asyncio.gather(connection.close(), connection.close()), 60)
         assert not connection.alive
-        with pytest.raises(ReplicaLost, match="did not answer /silent within 0.2 s; it ended with"):
+        with pytest.raises(ReplicaLost, match=r"did not answer /silent within 0.2 s; it ended with"):
             await asyncio.wait_for(request, 60)
 
     asyncio.run(story())
