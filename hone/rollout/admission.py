@@ -17,6 +17,7 @@ from hone.rollout.images import PlacedImages, place_images
 from hone.types import Image, PromptTooLong, SamplingParams
 
 WAKE_TAGS = ("weights", "kv_cache")
+CONSTRAINS_NOT = "has no such constraint: use rollout.backend=vllm or sglang, or ask for JSON in the prompt"
 
 
 class ReplicaState:
@@ -92,7 +93,9 @@ class RequestLimits:
     longest: float  # tokens of prompt and completion together
     has_tokenizer: bool
     adapters: Collection[str] = ()  # names of the adapters besides the policy's own
-    constrains: bool = False  # whether answers can be made to follow a JSON schema
+    no_schema: str = (
+        f"the built-in rollout engine {CONSTRAINS_NOT}"  # why answers follow no JSON schema; empty: they can
+    )
 
     @cached_property
     def vocabulary(self) -> int:
@@ -107,11 +110,8 @@ class RequestLimits:
         """
         self.check_prompt(request_id, token_ids)
         check_sampling(request_id, sampling, self.vocabulary, self.has_tokenizer)
-        if sampling.json_schema and not self.constrains:
-            raise ValueError(
-                f"request {request_id!r} wants an answer that follows a JSON schema, and the built-in rollout engine "
-                "has no such constraint: use rollout.backend=vllm or sglang, or ask for JSON in the prompt"
-            )
+        if sampling.json_schema and self.no_schema:
+            raise ValueError(f"request {request_id!r} wants an answer that follows a JSON schema, and {self.no_schema}")
         if sampling.adapter:
             check_adapter(sampling.adapter, self.adapters)
         return place_images(request_id, token_ids, images, self.config) if images else ((), 0)
@@ -157,4 +157,4 @@ def _check_ids(what: str, ids: Collection[int], vocabulary: int) -> None:
         raise ValueError(f"{what} should be within the vocabulary of {vocabulary}, found {bad}")
 
 
-__all__ = ["WAKE_TAGS", "ReplicaState", "RequestLimits", "check_prompt"]
+__all__ = ["CONSTRAINS_NOT", "WAKE_TAGS", "ReplicaState", "RequestLimits", "check_prompt"]

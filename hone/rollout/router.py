@@ -31,7 +31,7 @@ from hone.rollout.placement import Placement
 from hone.rollout.prompt_scores import scorer_of, with_prompt_scores
 from hone.rollout.replicas import Replica, ReplicaPool, RestoreFn, RoutedRequest, end_task, is_alive
 from hone.rollout.settings import RolloutConfig
-from hone.schedule.replay import Spans
+from hone.schedule.replay import ReplayError, Spans
 from hone.schedule.seats import Versions, fits
 from hone.types import Completion, Image, Metric, Metrics, PauseMode, SamplingParams, Scored, StopReason
 
@@ -151,9 +151,8 @@ class _Pieces:
     routes: Routes | None = None
     prompt: int = 0  # its length
     sent: int = 0  # how often it was sent again
-    whole: bool = (
-        False  # an aborted piece is dropped: an engine follows a JSON schema from the answer's first token only
-    )
+    # An aborted piece is dropped, because an engine follows a JSON schema from the answer's first token only.
+    whole: bool = False
 
     def add(self, piece: Completion) -> None:
         if self.whole and piece.stop_reason is StopReason.ABORTED:
@@ -281,6 +280,12 @@ class Router:
                     return joined.completion(request_id, piece.stop_reason)
                 if len(joined.tokens) >= sampling.max_tokens:  # aborted after its last token
                     return joined.completion(request_id, StopReason.LENGTH)
+                if is_span and joined.whole:
+                    raise ReplayError(
+                        f"request {request_id!r} cannot be replayed: it wants an answer that follows a JSON schema, "
+                        f"and in the recorded run several weight versions sampled it ({request.spans}); an engine "
+                        "follows a schema from an answer's first token only"
+                    )
             self._resent += not is_span
             joined.sent += 1
             piece_id = f"{request_id}+{joined.sent}"  # a replica may still know the last one

@@ -10,6 +10,7 @@ from hone.rollout.base import ReplicaLost, ScoreAborted
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.router import RESTART_WINDOW_S, PoisonRequest, RequestLate, Router
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
+from hone.schedule.replay import ReplayError
 from hone.types import Completion, SamplingParams, Scored, StopReason
 
 WANTED = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
@@ -312,17 +313,18 @@ def test_a_caller_that_leaves_gives_its_seat_back(fleet, finish):
 
 
 class Pieces:
-    """Gives a completion in two pieces: the first ends aborted after so many tokens."""
+    """Gives a completion in two pieces: the first ends after so many tokens, aborted unless another reason is given."""
 
-    def __init__(self, ids, first, positional_seed):
+    def __init__(self, ids, first, positional_seed, ends=StopReason.ABORTED):
         self.positional_seed = positional_seed
+        self._ends = ends
         self._ids, self._first = ids, first
         self.asked = []
 
     async def generate(self, request_id, token_ids, sampling):
         self.asked.append((request_id, token_ids, sampling))
         piece = self._ids[: self._first] if len(self.asked) == 1 else self._ids[self._first :]
-        reason = StopReason.ABORTED if len(self.asked) == 1 else StopReason.LENGTH
+        reason = self._ends if len(self.asked) == 1 else StopReason.LENGTH
         version = len(self.asked)
         return Completion(request_id, tuple(piece), (-0.25,) * len(piece), (version,) * len(piece), reason)
 
@@ -350,6 +352,21 @@ def test_an_answer_that_follows_a_schema_begins_anew(finish):
     assert [(prompt, sampling.max_tokens) for _, prompt, sampling in engine.asked] == [((9,), 5)] * 2
     assert found.token_ids == (13, 14, 15)
     assert len(found.logprobs) == len(found.weight_versions) == 3
+
+
+def test_an_answer_that_follows_a_schema_is_not_replayed_across_versions(finish):
+    """Its later versions would begin the schema anew, in the middle of the answer."""
+    wanted = replace(WANTED, max_tokens=5, json_schema="{}")
+
+    def replay(first, spans):
+        engine = Pieces([11, 12, 13, 14, 15], first, True, ends=StopReason.LENGTH)
+        engine.weight_version = 1
+        router = Router([engine], RolloutConfig())
+        return finish(router.generate("1/2/3/0", (9,), wanted, spans=spans))
+
+    with pytest.raises(ReplayError, match=r"request '1/2/3/0' cannot be replayed: .* \(\(\(1, 2\), \(2, 3\)\)\)"):
+        replay(2, ((1, 2), (2, 3)))
+    assert replay(5, ((1, 5), (2, 3))).token_ids == (11, 12, 13, 14, 15), "the next turn has the other version"
 
 
 def test_an_engine_that_cannot_score_a_prompt_is_named(finish):

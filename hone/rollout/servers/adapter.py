@@ -26,7 +26,7 @@ from hone.config import count_as_read
 from hone.data.routes import Routes, mixture_rows
 from hone.models.source import check_source
 from hone.rollout.adapters import AdapterKind
-from hone.rollout.admission import WAKE_TAGS, ReplicaState, RequestLimits
+from hone.rollout.admission import CONSTRAINS_NOT, WAKE_TAGS, ReplicaState, RequestLimits
 from hone.rollout.base import ReplicaLost, ScoreAborted, ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.connection import CONTROL_S, ServerConnection
@@ -42,7 +42,7 @@ class RolloutServer(ABC):
     """A `ServerAdapter` over HTTP. Constructing checks model and settings, `start` starts the server."""
 
     health: str  # a path that answers 200 when the server is ready
-    takes_images = constrains = False  # whether a prompt may have images, and an answer a JSON schema
+    takes_images = False  # whether a prompt may have images
     positional_seed: bool
 
     def __init__(self, spec: ServerSpec, config: PreTrainedConfig, dtype: torch.dtype, has_tokenizer: bool) -> None:
@@ -54,7 +54,7 @@ class RolloutServer(ABC):
         self.connection = ServerConnection(spec, self.health)
         self._spec = spec
         self._request_timeout_s = spec.settings.request_timeout_s
-        self._limits = RequestLimits(config, math.inf, has_tokenizer, spec.adapters.keys(), self.constrains)
+        self._limits = RequestLimits(config, math.inf, has_tokenizer, spec.adapters.keys(), self._no_schema)
         self._requests = OpenRequests(spec.name)
         self._reset()
 
@@ -126,6 +126,11 @@ class RolloutServer(ABC):
     @abstractmethod
     def _takes_adapters(self) -> bool:
         """Whether it was started with room for adapters."""
+
+    @property
+    def _no_schema(self) -> str:
+        """Why it cannot make an answer follow a JSON schema; empty: it can."""
+        return f"{self.name} {CONSTRAINS_NOT}"
 
     # ------------------------------------------------------------------------------------------- start and state
 

@@ -64,7 +64,7 @@ DEFAULTS: Mapping[str, Any] = {
 CPU_DEFAULTS: Mapping[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
-    "grammar_backend": "none",
+    "grammar_backend": "xgrammar",  # the one that masks logits on a CPU and reads every tokenizer
     "disable_overlap_schedule": True,
     "disable_prefill_cuda_graph": True,
     "disable_decode_cuda_graph": True,
@@ -85,6 +85,7 @@ ADAPTED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose adapters a
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # their layers
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
 MARGIN = 6  # SGLang rejects prompts within this distance of its context, so hone sets a longer one
+ABORTED = "Aborted by AbortReq."  # SGLang's refusal of a request that is aborted while its schema is compiled
 SEEDS = 2**63  # SGLang takes seeds below this
 FINISH = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
@@ -155,6 +156,14 @@ class SglangServer(EngineServer):
             **({"lora_backend": "torch_native"} if current_platform().device == "cpu" else {}),
         }
 
+    @property
+    def _no_schema(self) -> str:
+        """Empty where it has a grammar backend: its log-probs are of the tokens that the schema leaves."""
+        if self._options.get("grammar_backend") == "none":
+            return f"{self.name} was started with rollout.engine.grammar_backend=none"
+        skipped = self._options.get("skip_tokenizer_init")
+        return f"{self.name} was started without a tokenizer, which SGLang needs for it" if skipped else ""
+
     async def _longest_sequence(self) -> int:
         info = await self.connection.get("/server_info")
         return min(self._context, int(info["max_total_num_tokens"]) - MARGIN)
@@ -170,6 +179,10 @@ class SglangServer(EngineServer):
         body = _generate_body(rid, token_ids, sampling, int(self._limits.longest), sampling.adapter or self._adapter)
         try:
             reply = await self.connection.post("/generate", body, self._request_timeout_s)
+        except ValueError as error:
+            if sampling.json_schema and ABORTED in str(error):
+                return Completion(request_id, (), (), (), StopReason.ABORTED), 0, 0
+            raise
         except (asyncio.CancelledError, TimeoutError):
             with suppress(ReplicaLost, TimeoutError, RuntimeError):  # frees its slot at once
                 await asyncio.shield(self.connection.post("/abort_request", {"rid": rid}))

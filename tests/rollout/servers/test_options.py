@@ -16,6 +16,7 @@ from hone.rollout.servers.engine import command_arguments
 from hone.rollout.servers.host import Site
 from hone.rollout.servers.vllm import head_size
 from hone.rollout.settings import RolloutConfig
+from hone.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,20 @@ def test_a_model_without_a_tokenizer_is_served_without_one(adapter, tmp_path):
     assert "--skip-tokenizer-init" in command(adapter())
     (tmp_path / "model/tokenizer.json").write_text("{}")
     assert "--skip-tokenizer-init" not in command(adapter())
+
+
+def test_sglang_says_when_it_was_started_without_what_a_json_schema_needs(adapter_of, tmp_path):
+    wanted = SamplingParams(max_tokens=1, json_schema="{}")
+
+    def refusal(**engine):
+        with pytest.raises(ValueError, match="wants an answer that follows a JSON schema, and sglang-0") as found:
+            adapter_of("sglang", engine)._limits.check("r", (9,), wanted, ())
+        return str(found.value)
+
+    assert "started without a tokenizer" in refusal()
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    adapter_of("sglang")._limits.check("r", (9,), wanted, ())
+    assert "started with rollout.engine.grammar_backend=none" in refusal(grammar_backend="none")
 
 
 def test_constructing_starts_nothing(adapter):
