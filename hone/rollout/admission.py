@@ -47,6 +47,13 @@ class ReplicaState:
         if self.obstacle:
             raise RuntimeError(f"rollout replica {self.replica} cannot generate: {self.obstacle}")
 
+    def check_kept(self, request_id: str) -> None:
+        """Raise RuntimeError if a request was aborted because the weights were lost: sending it again is of no use."""
+        if self.obstacle:
+            raise RuntimeError(
+                f"request {request_id!r}: rollout replica {self.replica} lost its weights: {self.obstacle}"
+            )
+
     def check_update(self, is_adapter: bool) -> None:
         """Raise RuntimeError if weights cannot be taken in now, before anything changes."""
         if "weights" not in self._awake:
@@ -93,9 +100,8 @@ class RequestLimits:
     longest: float  # tokens of prompt and completion together
     has_tokenizer: bool
     adapters: Collection[str] = ()  # names of the adapters besides the policy's own
-    no_schema: str = (
-        f"the built-in rollout engine {CONSTRAINS_NOT}"  # why answers follow no JSON schema; empty: they can
-    )
+    engine: str = "the built-in rollout engine"  # for errors
+    no_schema: str = CONSTRAINS_NOT  # why it cannot make answers follow a JSON schema; empty: it can
 
     @cached_property
     def vocabulary(self) -> int:
@@ -111,7 +117,9 @@ class RequestLimits:
         self.check_prompt(request_id, token_ids)
         check_sampling(request_id, sampling, self.vocabulary, self.has_tokenizer)
         if sampling.json_schema and self.no_schema:
-            raise ValueError(f"request {request_id!r} wants an answer that follows a JSON schema, and {self.no_schema}")
+            raise ValueError(
+                f"request {request_id!r} wants an answer that follows a JSON schema, and {self.engine} {self.no_schema}"
+            )
         if sampling.adapter:
             check_adapter(sampling.adapter, self.adapters)
         return place_images(request_id, token_ids, images, self.config) if images else ((), 0)

@@ -258,7 +258,7 @@ class Router:
         request_id = piece_id = request.request_id
 
         async def send(replica: Replica) -> Completion:
-            rest = _rest(sampling, joined, replica.engine, most)
+            rest = _rest(request, sampling, joined, replica.engine, most)
             found: Completion = await replica.engine.generate(piece_id, (*prompt, *joined.tokens), rest, *images)
             return found
 
@@ -280,12 +280,6 @@ class Router:
                     return joined.completion(request_id, piece.stop_reason)
                 if len(joined.tokens) >= sampling.max_tokens:  # aborted after its last token
                     return joined.completion(request_id, StopReason.LENGTH)
-                if is_span and joined.whole:
-                    raise ReplayError(
-                        f"request {request_id!r} cannot be replayed: it wants an answer that follows a JSON schema, "
-                        f"and in the recorded run several weight versions sampled it ({request.spans}); an engine "
-                        "follows a schema from an answer's first token only"
-                    )
             self._resent += not is_span
             joined.sent += 1
             piece_id = f"{request_id}+{joined.sent}"  # a replica may still know the last one
@@ -297,20 +291,13 @@ class Router:
         """How likely the tokens of a sequence are, by weights of `versions`; raises as `generate` does."""
         request = RoutedRequest(request_id, versions, tuple(token_ids))
         self._open.add(request_id)
-        sent, aborts = 0, self._aborts
-
-        async def send(replica: Replica) -> Scored | None:
-            piece_id = f"{request_id}+{sent}" if sent else request_id  # a replica may still know the last one
-            with suppress(ScoreAborted):
-                return await scorer_of(replica.engine, replica.name)(piece_id, token_ids, top_k)
-            return None
-
+        aborts, piece_id = self._aborts, request_id
         try:
             while self._aborts == aborts and (replica := await self._seat(request)) is not None:
-                if (found := await self._ask(replica, request, send)) is not None:
+                if found := await self._ask(replica, request, partial(_score_once, piece_id, token_ids, top_k)):
                     return found
-                sent += 1
                 self._resent += 1
+                piece_id += "+"  # a replica may still know the last one
             raise RuntimeError(f"request {request_id!r} was aborted")
         finally:
             self._open.discard(request_id)
@@ -447,9 +434,27 @@ def _check_versions(replica: Replica, request: RoutedRequest, piece: Completion)
         )
 
 
-def _rest(sampling: SamplingParams, joined: _Pieces, engine: Any, most: int | None) -> SamplingParams:
+async def _score_once(request_id: str, token_ids: tuple[int, ...], top_k: int, replica: Replica) -> Scored | None:
+    """What one replica finds; None if it aborted the request."""
+    with suppress(ScoreAborted):
+        return await scorer_of(replica.engine, replica.name)(request_id, token_ids, top_k)
+    return None
+
+
+def _rest(
+    request: RoutedRequest, sampling: SamplingParams, joined: _Pieces, engine: Any, most: int | None
+) -> SamplingParams:
     """What the next piece samples: fewer tokens, `most` at most, and another random stream where the same one would
-    begin anew."""
+    begin anew.
+
+    Raises ReplayError for the rest of an answer that follows a JSON schema, of another version than its beginning.
+    """
+    if joined.whole and joined.tokens:
+        raise ReplayError(
+            f"request {request.request_id!r} cannot be replayed: it wants an answer that follows a JSON schema, and in "
+            f"the recorded run several weight versions sampled it ({request.spans}); an engine follows a schema from "
+            "an answer's first token only"
+        )
     tokens = sampling.max_tokens - len(joined.tokens)
     left = replace(sampling, max_tokens=tokens if most is None else min(tokens, most))
     if engine.positional_seed or not joined.tokens:

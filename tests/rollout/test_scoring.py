@@ -57,7 +57,7 @@ def test_a_model_whose_head_cannot_be_run_apart_scores_up_to_a_limit(monkeypatch
     prompts = PackedPrompts.of([SEQUENCES[2]], [0], CPU)
     assert decoder.score(prompts, 1.0).logprobs.shape == (25,)
     monkeypatch.setattr("hone.rollout.builtin.generic.MOST_LOGITS", 2599)
-    with pytest.raises(ValueError, match=r"cannot score 25 tokens with OPTForCausalLM.*all 2600 logits .* at most 2599"):
+    with pytest.raises(ValueError, match=r"score 25 tokens with OPTForCausalLM.*all 2600 logits .* at most 2599"):
         decoder.score(prompts, 1.0)
 
 

@@ -43,6 +43,7 @@ class RolloutServer(ABC):
 
     health: str  # a path that answers 200 when the server is ready
     takes_images = False  # whether a prompt may have images
+    no_schema = CONSTRAINS_NOT  # why it cannot make an answer follow a JSON schema; empty: it can
     positional_seed: bool
 
     def __init__(self, spec: ServerSpec, config: PreTrainedConfig, dtype: torch.dtype, has_tokenizer: bool) -> None:
@@ -54,7 +55,7 @@ class RolloutServer(ABC):
         self.connection = ServerConnection(spec, self.health)
         self._spec = spec
         self._request_timeout_s = spec.settings.request_timeout_s
-        self._limits = RequestLimits(config, math.inf, has_tokenizer, spec.adapters.keys(), self._no_schema)
+        self._limits = RequestLimits(config, math.inf, has_tokenizer, spec.adapters.keys(), self.name, self.no_schema)
         self._requests = OpenRequests(spec.name)
         self._reset()
 
@@ -127,11 +128,6 @@ class RolloutServer(ABC):
     def _takes_adapters(self) -> bool:
         """Whether it was started with room for adapters."""
 
-    @property
-    def _no_schema(self) -> str:
-        """Why it cannot make an answer follow a JSON schema; empty: it can."""
-        return f"{self.name} {CONSTRAINS_NOT}"
-
     # ------------------------------------------------------------------------------------------- start and state
 
     @property
@@ -184,40 +180,27 @@ class RolloutServer(ABC):
         if images and not self.takes_images:
             raise ValueError(f"request {request_id!r} has images, and {self.name} takes text only")
         placed, _ = self._limits.check(request_id, tuple(token_ids), sampling, images)
-        if sampling.routed_experts and not self._spec.routed_layers:
-            raise ValueError(
-                f"request {request_id!r} asks for the experts of its tokens, and {self.name} was started without them"
-            )
+        check_routes(request_id, sampling, self._spec)
         self._state.check_serving()
         with self._requests.opened(request_id):
             completion, prompt_tokens, cached_tokens = await self._generate(request_id, token_ids, sampling, placed)
         self._requests.count(completion, prompt_tokens, cached_tokens)
         if completion.stop_reason is StopReason.ABORTED:
-            self._check_kept(request_id)
+            self._state.check_kept(request_id)
         return completion
 
     async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
-        """How likely each token is given those before it, at temperature 1.
-
-        Raises as `generate` does, and ScoreAborted if the request was aborted.
-        """
+        """Log-probs of tokens given the earlier ones, at temperature 1; raises as `generate` does, or ScoreAborted."""
         self._limits.check_prompt(request_id, tuple(token_ids))
         self._state.check_serving()
         with self._requests.opened(request_id):
             scored = await self._score(request_id, token_ids, top_k)
         if scored is None:
-            self._check_kept(request_id)
+            self._state.check_kept(request_id)
             raise ScoreAborted(f"request {request_id!r} was aborted at {self.name}")
         found = [scored.logprobs, *([scored.top_ids, scored.top_logprobs] if top_k else [])]
         check_complete(f"request {request_id!r} at {self.name}", found, len(token_ids))
         return scored
-
-    def _check_kept(self, request_id: str) -> None:
-        """Raise RuntimeError if a request was aborted because the weights were lost: asking again is of no use."""
-        if self._state.obstacle:
-            raise RuntimeError(
-                f"request {request_id!r}: rollout replica {self.name} lost its weights: {self._state.obstacle}"
-            )
 
     def metrics(self) -> Metrics:
         """Figures since the last call."""
@@ -305,6 +288,14 @@ class RolloutServer(ABC):
             self._state.wake(wanted)
         if wanted and self._state.is_awake:
             await (self._hold("keep") if self._state.paused else self._go_on())
+
+
+def check_routes(request_id: str, sampling: SamplingParams, spec: ServerSpec) -> None:
+    """Raise ValueError for a request that asks for experts which the server does not return."""
+    if sampling.routed_experts and not spec.routed_layers:
+        raise ValueError(
+            f"request {request_id!r} asks for the experts of its tokens, and {spec.name} was started without them"
+        )
 
 
 def check_complete(what: str, found: Sequence[Sequence[Any]], tokens: int) -> None:

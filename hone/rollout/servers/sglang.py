@@ -19,6 +19,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,7 @@ class SglangServer(EngineServer):
     """SGLang. With top-k, top-p or min-p, log-probs are normalised over the tokens that the filters keep."""
 
     returns_experts = True
+    no_schema = ""  # log-probs are of the tokens that the schema leaves
     positional_seed = True  # random numbers are a hash of seed and position
     health = "/ready"
     package = "sglang"
@@ -111,6 +113,10 @@ class SglangServer(EngineServer):
                 "the likeliest token wherever something was proposed, whatever the temperature, so what it gives is no "
                 "sample of the policy; leave it out"
             )
+        if self._options.get("grammar_backend") == "none":
+            self._limits = replace(self._limits, no_schema="was started with rollout.engine.grammar_backend=none")
+        elif not self._limits.has_tokenizer:
+            self._limits = replace(self._limits, no_schema="was started without a tokenizer, which it needs for that")
         self._context = int(self._options.get("context_length") or self._config.max_position_embeddings)
         self._numbers = itertools.count()
         self._gates: dict[str, asyncio.Future[bool]] = {}
@@ -155,14 +161,6 @@ class SglangServer(EngineServer):
             "lora_target_modules": [name for name in ADAPTABLE if name in named],
             **({"lora_backend": "torch_native"} if current_platform().device == "cpu" else {}),
         }
-
-    @property
-    def _no_schema(self) -> str:
-        """Empty where it has a grammar backend: its log-probs are of the tokens that the schema leaves."""
-        if self._options.get("grammar_backend") == "none":
-            return f"{self.name} was started with rollout.engine.grammar_backend=none"
-        skipped = self._options.get("skip_tokenizer_init")
-        return f"{self.name} was started without a tokenizer, which SGLang needs for it" if skipped else ""
 
     async def _longest_sequence(self) -> int:
         info = await self.connection.get("/server_info")

@@ -103,6 +103,7 @@ class VllmServer(EngineServer):
 
     returns_experts = True
     takes_images = True
+    no_schema = ""
     positional_seed = False  # the random stream restarts with each request
     health = "/health"
     package = "vllm"
@@ -157,10 +158,6 @@ class VllmServer(EngineServer):
         # On a CPU, vLLM's kernels compute requests without an adapter with the last adapter slot
         # (vllm/lora/ops/torch_ops/lora_ops.py, index -1), so that slot stays empty if a batch can mix the two.
         return {"enable_lora": True, "max_lora_rank": room, "max_loras": len(every) + bool(spec.adapters)}
-
-    @property
-    def _no_schema(self) -> str:
-        return ""
 
     async def start(self) -> None:
         """Start the server. A frozen model starts with the weights of its folder, as version 0."""
