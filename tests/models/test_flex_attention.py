@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from hone.models.attention import flex
+from hone.models.attention import flex, packed
 from hone.models.attention.packed import Run, Scoring, attend, flex_rows
 from tests.models.dense_attention import (
     HEADS,
@@ -143,3 +143,21 @@ def test_the_kernel_is_as_close_as_tiles(scoring, window):
     for one, other, expected in zip(found, tiles, exact, strict=True):
         error, allowed = ((x.double().cpu() - expected).norm() / expected.norm() for x in (one, other))
         assert error < 2 * allowed + 0.01
+
+
+def test_the_soft_cap_is_a_number_in_what_is_compiled():
+    """Lengths are dynamic there, and torch would make a tensor of every other number too: no kernel can read it."""
+    found = []
+
+    def backend(graph, _):
+        found.extend(part.code for name, part in graph.named_modules() if name.startswith("score_mod"))
+        return graph.forward
+
+    packing = packing_of(*PACKINGS[next(iter(PACKINGS))])
+    tokens = packing.num_tokens
+    mask = flex.block_mask(*packed._ranges(packing, None, torch.device("cpu")))
+    q, k = torch.randn(1, 4, tokens, 32), torch.randn(1, 2, tokens, 32)
+    flex._compiled(backend)(q, k, k, flex._capped(30.0), mask, 0.2, True)
+    assert len(found) == 1
+    assert "30.0 * tanh" in found[0]
+    assert "item" not in found[0]
