@@ -24,6 +24,7 @@ from hone.schedule.settings import AsynchronyConfig
 from hone.trainers.policy.annotators import Stage, check_stages, declared_stages
 from hone.trainers.policy.settings import PolicyRunConfig, learns_from_teachers
 from hone.types import Prompt
+from hone.weights.base import PATIENCE
 from hone.workers.rollout import is_batch_invariant
 
 OBJECTIVE_OUTPUTS = frozenset({"entropy", "sum_pi_squared", FULL_KL})  # of an engine's forward, beyond log-probs
@@ -96,6 +97,7 @@ def check_policy_run(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequ
     _check_answers_differ(config)
     _check_roles(config, algorithm)
     _check_metric(config, algorithm)
+    _check_sync_deadline(config)
     if config.asynchrony is not None and config.asynchrony.stream:
         _check_streaming(config, config.asynchrony, stages)
     if config.asynchrony is not None and config.asynchrony.lend_trainer:
@@ -351,6 +353,27 @@ def _check_metric(config: PolicyRunConfig, algorithm: Algorithm) -> None:
     parts = sorted(name.removeprefix("components.") for name in collected if name.startswith("components."))
     if sampling.metric.partition("/")[0] not in ("reward", *parts):
         raise ConfigError(unknown("algorithm.dynamic_sampling.metric", sampling.metric, ["reward", *parts]))
+
+
+def _check_sync_deadline(config: PolicyRunConfig) -> None:
+    """No shorter limit ends a run whose weight sync may still succeed."""
+    rollout, runtime, sync_s = config.rollout, config.runtime, config.weights.timeout_s
+    if rollout.backend == "builtin" and rollout.builtin.process == "inside":  # weights are copied, without a deadline
+        return
+    if runtime.stall_timeout_s <= sync_s:
+        raise ConfigError(
+            f"runtime.stall_timeout_s = {runtime.stall_timeout_s:g} should be more than weights.timeout_s = "
+            f"{sync_s:g}, because the run makes no other progress during a sync; raise runtime.stall_timeout_s, or "
+            "lower weights.timeout_s"
+        )
+    backend, silent_s = runtime.backend, sync_s * PATIENCE
+    several = isinstance(backend, RaySettings) and backend.nodes * backend.devices > 1
+    if several and runtime.collective_timeout_s <= silent_s:
+        raise ConfigError(
+            f"runtime.collective_timeout_s = {runtime.collective_timeout_s:g} should be more than {silent_s:g}, a "
+            f"third of weights.timeout_s = {sync_s:g}: so long a rank may wait for a silent server, and the other "
+            "ranks for that rank; raise runtime.collective_timeout_s, or lower weights.timeout_s"
+        )
 
 
 def _check_lending(config: PolicyRunConfig, asynchrony: AsynchronyConfig) -> None:
