@@ -24,8 +24,7 @@ from hone.schedule.settings import AsynchronyConfig
 from hone.trainers.policy.annotators import Stage, check_stages, declared_stages
 from hone.trainers.policy.settings import PolicyRunConfig, learns_from_teachers
 from hone.types import Prompt
-from hone.weights.base import PATIENCE
-from hone.workers.rollout import is_batch_invariant
+from hone.workers.rollout import is_batch_invariant, server_shape
 
 OBJECTIVE_OUTPUTS = frozenset({"entropy", "sum_pi_squared", FULL_KL})  # of an engine's forward, beyond log-probs
 
@@ -366,7 +365,7 @@ def _check_sync_deadline(config: PolicyRunConfig) -> None:
             f"{sync_s:g}, because the run makes no other progress during a sync; raise runtime.stall_timeout_s, or "
             "lower weights.timeout_s"
         )
-    backend, silent_s = runtime.backend, sync_s * PATIENCE
+    backend, silent_s = runtime.backend, config.weights.patience_s
     several = isinstance(backend, RaySettings) and backend.nodes * backend.devices > 1
     if several and runtime.collective_timeout_s <= silent_s:
         raise ConfigError(
@@ -378,6 +377,7 @@ def _check_sync_deadline(config: PolicyRunConfig) -> None:
 
 def _check_lending(config: PolicyRunConfig, asynchrony: AsynchronyConfig) -> None:
     """The trainer's device can be a server's in turns, and there are turns."""
+    server = server_shape(config.rollout)
     refused = {
         "asynchrony.staleness = 0": (
             asynchrony.staleness == 0,
@@ -388,10 +388,7 @@ def _check_lending(config: PolicyRunConfig, asynchrony: AsynchronyConfig) -> Non
             "its servers get their devices from the cluster's pools, which the trainer's are not part of; set "
             "runtime.backend=local",
         ),
-        f"rollout.tensor_parallel = {config.rollout.tensor_parallel}": (
-            config.rollout.tensor_parallel > 1,
-            "the trainer has one device; set rollout.tensor_parallel=1",
-        ),
+        str(server): (server.ranks > 1, "the trainer has one device; set rollout.tensor_parallel=1"),
     }
     for what, (is_so, reason) in refused.items():
         if is_so:
