@@ -47,8 +47,16 @@ RESERVED = {
     "enable_custom_logit_processor": "it would unpickle what requests bring",
     "trust_remote_code": "it is model.trust_remote_code",
     **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "it is rollout.tensor_parallel"),
-    **dict.fromkeys(("dp_size", "data_parallel_size", "dp"), "it is rollout.replicas"),
-    **dict.fromkeys(("pp_size", "pipeline_parallel_size"), "use rollout.tensor_parallel"),
+    **dict.fromkeys(
+        ("dp_size", "data_parallel_size", "dp", "enable_dp_attention"),
+        "servers are rollout.replicas; for data parallel attention set attn_dp_size",
+    ),
+    **dict.fromkeys(
+        ("pp_size", "pipeline_parallel_size"),
+        "SGLang's stages take weights one after the other, and hone sends them to all ranks at once; use "
+        "rollout.tensor_parallel",
+    ),
+    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), "a server of SGLang uses one machine"),
     **dict.fromkeys(("random_seed", "sampling_backend"), "every request has its own seed"),
     "enable_return_routed_experts": "it is actor.moe.routing_replay: rollout",
     **dict.fromkeys(("lora_paths", "enable_lora_overlap_loading", "max_loaded_loras"), "hone loads adapters itself"),
@@ -84,6 +92,7 @@ ENVIRONMENT = {
 ADAPTED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose adapters are tested to equal PEFT's
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # their layers
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+EXPERT_OPTIONS = ("ep_size", "expert_parallel_size", "ep")
 MARGIN = 6  # SGLang rejects prompts within this distance of its context, so hone sets a longer one
 SEEDS = 2**63  # SGLang takes seeds below this
 FINISH = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
@@ -109,6 +118,12 @@ class SglangServer(EngineServer):
                 f"rollout.engine.speculative_algorithm={self._options['speculative_algorithm']}: on a CPU SGLang takes "
                 "the likeliest token wherever something was proposed, whatever the temperature, so what it gives is no "
                 "sample of the policy; leave it out"
+            )
+        experts = next((name for name in EXPERT_OPTIONS if (self._options.get(name) or 1) != 1), "")
+        if experts and current_platform().device == "cpu":
+            raise ConfigError(
+                f"rollout.engine.{experts}: on a CPU SGLang computes a mixture in plain torch, which fails for experts "
+                "that a rank does not have; leave it out"
             )
         self._context = int(self._options.get("context_length") or self._config.max_position_embeddings)
         self._numbers = itertools.count()

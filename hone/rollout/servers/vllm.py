@@ -198,6 +198,8 @@ class VllmServer(EngineServer):
     async def start(self) -> None:
         """Start the server. A frozen model starts with the weights of its folder, as version 0."""
         await super().start()
+        if self._shape.pipeline > 1:
+            await self._call_workers("hone_enter_pipeline")
         if self._spec.frozen:  # vLLM calls them "default"
             await self.connection.post("/update_weight_version", {"new_version": "0"})
 

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -41,7 +41,6 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from hone.models.checkpoint_names import as_in_files
 from hone.processes.guard import App, TokenGuard, same_token
@@ -62,10 +61,10 @@ from hone.workers.inside.vllm_patches import (
     as_loaders_want,
     expand_batch_to_tokens,
     gather_rows,
+    make_room_between_stages,
     pack_cpu_experts_again,
     put_cpu_kernels_back,
     scatter_rows,
-    with_room_between_stages,
 )
 
 BACKEND = "hone"
@@ -110,8 +109,6 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
         die_with_parent()
         if current_platform.is_cpu():
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
-            gather = GPUModelRunner.sync_and_gather_intermediate_tensors
-            GPUModelRunner.sync_and_gather_intermediate_tensors = with_room_between_stages(gather)
             CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_rows
         self.receipt: dict[str, Any] = {"error": "no weights were received"}
 
@@ -245,6 +242,11 @@ class HoneWorker:
     model_runner: Any
     weight_transfer_engine: Any
     _weight_update_active: bool
+
+    def hone_enter_pipeline(self) -> None:
+        """Prepare this worker for requests if it is a later stage of a pipeline."""
+        if current_platform.is_cpu() and not get_pp_group().is_first_rank:
+            make_room_between_stages(self.model_runner)
 
     def hone_abandon(self) -> None:
         """End an update whose caller went away, so that another can begin."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 Named = tuple[str, torch.Tensor]
-GatherFn = Callable[..., Any]
 
 
 def pack_cpu_experts_again(model: torch.nn.Module) -> None:
@@ -53,22 +52,17 @@ def expand_batch_to_tokens(
     return found.masked_fill(found == replace_from, replace_to)
 
 
-def with_room_between_stages(gather: GatherFn) -> GatherFn:
-    """Wrap `GPUModelRunner.sync_and_gather_intermediate_tensors` so that it first makes the tensors that it needs.
+def make_room_between_stages(runner: Any) -> None:
+    """Make the tensors into which a stage of a pipeline receives the previous stage's output.
 
-    vLLM makes them in its warm-up, which it leaves out on a CPU if the KV cache has a set size; then every stage of a
-    pipeline but the first fails at its first request. Remove this when `CPUModelRunner` makes them without a warm-up.
+    vLLM makes them in its warm-up, which it leaves out on a CPU if the KV cache has a set size; then every stage but
+    the first fails at its first request. Remove this when `CPUModelRunner` makes them without a warm-up.
     Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/cpu_worker.py
     """
-
-    def gather_between_stages(runner: Any, *arguments: Any, **named: Any) -> Any:
-        if runner.intermediate_tensors is None:
-            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-            )
-        return gather(runner, *arguments, **named)
-
-    return gather_between_stages
+    if runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def gather_rows(

@@ -154,6 +154,14 @@ def test_sglangs_speculation_on_a_cpu_is_refused(adapter_of):
         adapter_of("sglang", {"speculative-algorithm": "NGRAM"})
 
 
+def test_sglangs_expert_parallel_on_a_cpu_is_refused(adapter_of):
+    with pytest.raises(
+        ConfigError, match=r"engine\.ep_size: on a CPU .* experts that a rank does not have; leave it out"
+    ):
+        adapter_of("sglang", {"ep-size": 2})
+    assert adapter_of("sglang", {"attn_dp_size": 2}, tensor_parallel=2).ranks == 2
+
+
 def test_hones_defaults_can_each_be_overridden(adapter, expected):
     assert expected.defaults <= set(command(adapter()))
     changed = command(adapter(expected.changes))
