@@ -377,8 +377,8 @@ def _check_spread(settings: RolloutConfig, lora: LoraConfig | None, hosts: Seque
         )
     if lora is not None and lora.sync != "merged":
         raise ConfigError(
-            f"actor.lora.sync = {lora.sync}: a server on several machines would have the adapter's file on the first "
-            "one only; set actor.lora.sync=merged"
+            f"actor.lora.sync = {lora.sync}: hone sends an adapter by itself to servers on one machine only, and "
+            f"{shape_of(settings)} is more than the devices of one; set actor.lora.sync=merged"
         )
 
 

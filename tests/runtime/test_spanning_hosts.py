@@ -131,7 +131,12 @@ def test_weights_go_by_broadcast_and_servers_get_whole_machines(machines, host, 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"backend": "sglang", "tensor_parallel": 2}, "a server of sglang uses one machine"),
+        (
+            {"backend": "sglang", "tensor_parallel": 2, "engine": {"attn_dp_size": 2}},
+            "with attn_dp_size hone starts SGLang on one",
+        ),
+        ({"backend": "sglang", "tensor_parallel": 2}, ""),
+        ({"backend": "builtin"}, "a server of builtin uses one machine"),
         ({"backend": "vllm", "engine": {"data_parallel_size": 2}}, "with data_parallel_size hone starts vLLM on one"),
         ({"backend": "vllm", "tensor_parallel": 2}, ""),
     ],
@@ -141,7 +146,7 @@ def test_what_an_engine_cannot_spread_is_refused(host, settings, reason):
     if not reason:
         _check_spread(config, None, [host])
         _check_spread(config, LoraConfig(sync="merged"), [host])
-        with pytest.raises(ConfigError, match=r"adapter's file on the first one only; set actor\.lora\.sync=merged"):
+        with pytest.raises(ConfigError, match=r"servers on one machine only, and .* set actor\.lora\.sync=merged"):
             _check_spread(config, LoraConfig(), [host])
         return
     with pytest.raises(ConfigError, match=rf"is more than the devices of one machine, and {reason}"):

@@ -33,6 +33,8 @@ from hone.rollout.servers.adapter import AGAIN_S, with_routes
 from hone.rollout.servers.connection import CONTROL_S
 from hone.rollout.servers.engine import EngineDefaults, EngineServer, command_arguments
 from hone.rollout.servers.host import SOCKET, Site
+from hone.rollout.servers.shape import Span, size_option
+from hone.rollout.settings import RolloutConfig
 from hone.types import Completion, PauseMode, SamplingParams, Scored, StopReason
 
 HOW_TO_INSTALL = (
@@ -56,7 +58,9 @@ RESERVED = {
         "SGLang's stages take weights one after the other, and hone sends them to all ranks at once; use "
         "rollout.tensor_parallel",
     ),
-    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), "a server of SGLang uses one machine"),
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "dist_init_addr"), "hone starts the ranks, on the machines of runtime.backend"
+    ),
     **dict.fromkeys(("random_seed", "sampling_backend"), "every request has its own seed"),
     "enable_return_routed_experts": "it is actor.moe.routing_replay: rollout",
     **dict.fromkeys(("lora_paths", "enable_lora_overlap_loading", "max_loaded_loras"), "hone loads adapters itself"),
@@ -136,11 +140,19 @@ class SglangServer(EngineServer):
 
     def _launch(self, site: Site) -> tuple[list[str], dict[str, str]]:
         context = {"context_length": self._context + MARGIN}
-        options = {**server_options(self._spec, self._limits.vocabulary), **self._options, **context}
+        spread = {} if site.span is None else spread_options(site.span)
+        options = {**server_options(self._spec, self._limits.vocabulary), **self._options, **context, **spread}
         flags = {name: value for name, value in options.items() if value is not False}  # switches have no `--no-` form
         command = [str(self._python), "-P", "-m", "hone.workers.inside.sglang", *command_arguments(flags)]
         sockets = {"HONE_SOCKET": str(site.folder / SOCKET), "TMPDIR": str(site.folder)}  # for its own sockets
         return command, {**self.defaults.server_environment(self._spec, site.folder), **sockets}
+
+    @staticmethod
+    def why_one_machine(settings: RolloutConfig) -> str:
+        """Why the ranks of a server have to be on one machine; empty: they may be on several."""
+        if size_option(settings.engine, "attn_dp_size") > 1:
+            return "with attn_dp_size hone starts SGLang on one machine only"
+        return ""
 
     @staticmethod
     def unfit_for_adapter(kind: AdapterKind) -> str:
@@ -365,6 +377,15 @@ def _read_receipts(name: str, message: str) -> tuple[list[WeightReceipt], set[st
     wanted = ("version", "digest", "tensors", "bytes")
     found = [WeightReceipt(name, **{key: receipt[key] for key in wanted}) for receipt in receipts]
     return found, set(receipts[0]["adapters"])
+
+
+def spread_options(span: Span) -> dict[str, Any]:
+    """Return the options of SGLang on one of several machines; those after the first have schedulers only."""
+    return {
+        "nnodes": len(span.addresses),
+        "node_rank": span.number,
+        "dist_init_addr": f"{span.addresses[0]}:{span.port}",
+    }
 
 
 def server_options(spec: ServerSpec, vocabulary: int) -> dict[str, Any]:

@@ -66,7 +66,7 @@ EXPECTED = {
             "tp-size": "rollout.tensor_parallel",
             "dp_size": "set attn_dp_size",
             "pp_size": "one after the other",
-            "nnodes": "one machine",
+            "nnodes": "runtime.backend",
             "trust_remote_code": "model.trust_remote_code",
             "enable_custom_logit_processor": "unpickle",
             "tokenizer_worker_num": "one server process",
