@@ -277,9 +277,8 @@ class VllmServer(EngineServer):
         """The receipt or error of every worker, in the order of ranks."""
         if self._shape.data == 1:
             return await self._call_workers("hone_receipt")
-        folder = str(self.connection.folder)
-        await self._call_workers("hone_note_receipt", folder)  # returns when every data parallel rank has done it
-        by_worker: Any = await self._call_workers("hone_noted_receipts", folder)
+        await self._call_workers("hone_note_receipt")  # returns when every data parallel rank has done it
+        by_worker: Any = await self._call_workers("hone_noted_receipts")
         return [receipt for of_one_rank in zip(*by_worker, strict=True) for receipt in of_one_rank]
 
     async def _load_adapter(self, name: str, folder: str, timeout_s: float) -> None:

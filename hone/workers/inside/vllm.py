@@ -44,7 +44,7 @@ from vllm.v1.sample import rejection_sampler
 
 from hone.models.checkpoint_names import as_in_files
 from hone.processes.guard import App, TokenGuard, same_token
-from hone.processes.supervisor import die_with_parent
+from hone.processes.supervisor import FOLDER, die_with_parent
 from hone.weights.base import Adapter, WeightSyncError
 from hone.weights.delivery import receive
 from hone.workers.inside.receiving import (
@@ -259,17 +259,16 @@ class HoneWorker:
         receipt: dict[str, Any] = self.weight_transfer_engine.receipt
         return receipt
 
-    def hone_note_receipt(self, folder: str) -> dict[str, Any]:
-        """Write this worker's receipt into `folder` too: of several data parallel ranks, vLLM returns the first's."""
-        receipt, number = self.hone_receipt(), rank_in_server(self.vllm_config.parallel_config)
-        (Path(folder) / f"receipt-{number}").write_text(json.dumps(receipt), encoding="utf-8")
-        return receipt
+    def hone_note_receipt(self) -> None:
+        """Write this worker's receipt into the server's folder: vLLM returns those of one data parallel rank only."""
+        number = rank_in_server(self.vllm_config.parallel_config)
+        _noted_receipt(number).write_text(json.dumps(self.hone_receipt()), encoding="utf-8")
 
-    def hone_noted_receipts(self, folder: str) -> list[dict[str, Any]]:
+    def hone_noted_receipts(self) -> list[dict[str, Any]]:
         """Return what this worker and those of the same number in the other data parallel ranks have written."""
         parallel = self.vllm_config.parallel_config
         numbers = [self.rank + data * parallel.world_size for data in range(parallel.data_parallel_size)]
-        return [json.loads((Path(folder) / f"receipt-{number}").read_text(encoding="utf-8")) for number in numbers]
+        return [json.loads(_noted_receipt(number).read_text(encoding="utf-8")) for number in numbers]
 
     def hone_receive_adapter(self, offer: dict[str, Any], folder: str) -> dict[str, Any]:
         """Receive a LoRA adapter; the first worker writes it to `folder`, from where vLLM loads it."""
@@ -316,6 +315,10 @@ class HoneWorker:
         if not layers:
             return {"error": "the adapter is bound to no layer of the model"}
         return {"number": number, "unbound": [name for name in layers if name not in manager.modules]}
+
+
+def _noted_receipt(number: int) -> Path:
+    return Path(variable(FOLDER)) / f"receipt-{number}"
 
 
 def _write_adapter(folder: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:
