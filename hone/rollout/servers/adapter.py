@@ -32,6 +32,7 @@ from hone.rollout.images import PlacedImages
 from hone.rollout.servers.connection import CONTROL_S, ServerConnection
 from hone.rollout.servers.host import Site
 from hone.rollout.servers.open_requests import OpenRequests
+from hone.rollout.servers.shape import shape_of
 from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams, Scored, StopReason
 
 STOP_S = 5.0  # what a server is given to confirm that it stopped, after it failed to take in weights
@@ -50,7 +51,7 @@ class RolloutServer(ABC):
         """`config` is the model's (`model_config`); `dtype` is used for weights and computation."""
         count_as_read(spec.settings.builtin)
         self.name = spec.name
-        self.ranks = spec.settings.tensor_parallel
+        self.ranks = shape_of(spec.settings).ranks
         self.dtype = dtype
         self.connection = ServerConnection(spec, self.health)
         self._spec = spec

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+<<<<<<< HEAD
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+=======
+from collections.abc import Callable
+from contextlib import suppress
+>>>>>>> h/spans
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ import aiohttp
 from hone.processes.child import SILENT_S, Process, ServerFailed
 from hone.processes.descriptors import OutOfDescriptors, is_exhausted, when_free
 from hone.rollout.base import ReplicaLost, ServerSpec
-from hone.rollout.servers.host import Site
+from hone.rollout.servers.host import Launch, Site
 from hone.rollout.settings import CONTROLS
 
 CONTROL_S = 60.0  # deadline of a control request that has nothing to wait for
@@ -28,7 +33,7 @@ LOG_LINES = 2_000  # of the server's log, searched for the error that began its 
 CAUSE = re.compile(r"(?:^|\] |\) )((?:[\w.]*(?:Error|Exception)|[\w. ]+: error): .+|[\w.]+(?:Error|Exception)$)")
 CONSEQUENCE = re.compile(r"[Ss]ee (?:the )?(?:stack trace|root cause)")  # an error that only points to another one
 
-LaunchFn = Callable[[Site], tuple[Sequence[str], Mapping[str, str]]]
+LaunchFn = Callable[[Site], Launch]
 """Command and environment of a server; the site gives its private folder and its interpreter."""
 
 
@@ -71,8 +76,8 @@ class ServerConnection:
     async def _launch(self, launch: LaunchFn, timeout_s: float) -> None:
         if self.folder is None:
             self.folder = (site := await self._host.open()).folder
-            command = launch(site) if site.python else ([], {})
-            self.process = self._host.process(self.name, *command, self._log)
+            launches = [launch(one) for one in (site, *site.others)] if site.python else []
+            self.process = self._host.process(self.name, launches, self._log)
         assert self.process is not None
         await self.process.start(self._is_ready, timeout_s)
 

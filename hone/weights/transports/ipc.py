@@ -27,6 +27,7 @@ from hone.weights.transports.memory import (
     MemoryListener,
     SharedBuffers,
     connect,
+    mapped,
     open_buffers,
 )
 from hone.weights.transports.wire import BrokenMessage, Message, expect, rank_token
@@ -78,7 +79,9 @@ class IpcEngine(BucketedEngine):
         self._choose_buffers(channel)
         for peer in channel.left():
             ticket = self._listener.ticket(peer.name) if self._listener is not None else ""
-            await channel.send({"type": "memory", **self._opened().describe(), "ticket": ticket}, to=peer)
+            buffers = self._opened()
+            described = buffers.describe(is_mapped=buffers.identity in peer.facts.get("mapped", ()))
+            await channel.send({"type": "memory", **described, "ticket": ticket}, to=peer)
 
     def _bucket(self, number: int) -> Tensor:
         return self._opened().tensors[number % COUNT]
@@ -152,7 +155,12 @@ class IpcReceiver(BucketedReceiver):
         expect({"type": "address", **address}, session=str, memory=str, channel=str)
         connection = connect(address["memory"], self._channel.name, self._channel.remaining_s())
         self._channel.watch(connection)
-        facts = {"devices": current_platform().device_uuids(), "device": own_device(), "holds": self.holds}
+        facts = {
+            "devices": current_platform().device_uuids(),
+            "device": own_device(),
+            "holds": self.holds,
+            "mapped": mapped(),
+        }
         self._channel.connect(address["channel"], address["session"], facts)
         return connection, self._channel.receive("open its memory for")
 
