@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from hone.models.attention import flex, packed
 from hone.models.attention.packed import Run, Scoring, attend, flex_rows
+from hone.platforms.base import current_platform
 from tests.models.dense_attention import (
     HEADS,
     PACKINGS,
@@ -120,7 +121,7 @@ def test_a_cpu_has_no_kernel():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention's kernels need a CUDA device")
+@pytest.mark.skipif("flex" not in current_platform().attention_kernels, reason="no flex attention on this device")
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_the_kernel_is_as_close_as_tiles(scoring, window):
@@ -134,11 +135,12 @@ def test_the_kernel_is_as_close_as_tiles(scoring, window):
     tiles = outputs_and_gradients(
         lambda q, k, v, asked: attend(q, k, v, packing, asked), narrow, upstream, softcap, window
     )
-    there = [x.detach().cuda().requires_grad_() for x in narrow]
+    device = current_platform().device
+    there = [x.detach().to(device).requires_grad_() for x in narrow]
     placed = packing_of(lengths, parents, there[0].device)
     assert flex.fits(there[0], there[2])
     found = outputs_and_gradients(
-        lambda q, k, v, asked: attend(q, k, v, placed, asked), there, upstream.cuda(), softcap, window
+        lambda q, k, v, asked: attend(q, k, v, placed, asked), there, upstream.to(device), softcap, window
     )
     for one, other, expected in zip(found, tiles, exact, strict=True):
         error, allowed = ((x.double().cpu() - expected).norm() / expected.norm() for x in (one, other))
