@@ -9,13 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-<<<<<<< HEAD
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-=======
-from collections.abc import Callable
-from contextlib import suppress
->>>>>>> h/spans
 from pathlib import Path
 from typing import Any
 

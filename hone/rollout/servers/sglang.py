@@ -126,19 +126,16 @@ class SglangServer(EngineServer):
                 "the likeliest token wherever something was proposed, whatever the temperature, so what it gives is no "
                 "sample of the policy; leave it out"
             )
-<<<<<<< HEAD
         if self._options.get("grammar_backend") == "none":
             self._limits = replace(self._limits, no_schema="was started with rollout.engine.grammar_backend=none")
         elif not self._limits.has_tokenizer:
             self._limits = replace(self._limits, no_schema="was started without a tokenizer, which it needs for that")
-=======
         experts = next((name for name in EXPERT_OPTIONS if (self._options.get(name) or 1) != 1), "")
         if experts and current_platform().device == "cpu":
             raise ConfigError(
                 f"rollout.engine.{experts}: on a CPU SGLang computes a mixture in plain torch, which fails for experts "
                 "that a rank does not have; leave it out"
             )
->>>>>>> h/spans
         self._context = int(self._options.get("context_length") or self._config.max_position_embeddings)
         self._numbers = itertools.count()
         self._gates: dict[str, asyncio.Future[bool]] = {}
