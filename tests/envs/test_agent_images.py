@@ -125,11 +125,14 @@ def bad(part, **more):
 
 def test_images_that_are_refused(talk, language, monkeypatch, tmp_path):
     (tmp_path / "secret.png").write_bytes(FIRST)
+    (tmp_path / "data:").mkdir()  # with this folder, a data URL without base64 would be a path
+    monkeypatch.chdir(tmp_path)
     answer = {"role": "assistant", "content": [shown(FIRST)]}
     remote = {"type": "image", "source": {"type": "url", "url": "https://a"}}
     requests = [
         (bad({"url": "https://example.org/a.png"}), "should be a data URL"),
         (bad({"url": str(tmp_path / "secret.png")}), "should be a data URL"),
+        (bad({"url": "data:/../secret.png"}), "should begin with data:image/png;base64"),
         (bad({"url": "data:image/png;base64,?"}), "base64 is not valid"),
         (bad({"url": url(b"GIF98")}), "an image of 5 bytes is none of PNG, JPEG, WEBP, GIF"),
         (bad({}), "should be a data URL"),
@@ -141,6 +144,7 @@ def test_images_that_are_refused(talk, language, monkeypatch, tmp_path):
     for (status, body), (_, message) in zip(replies, requests, strict=True):
         assert (status, message in body["error"]["message"]) == (400, True), body
     assert session.tracks == []
+    monkeypatch.undo()
     monkeypatch.setattr(images, "LARGEST_IMAGE", len(FIRST) - 1)
     ((_, large),), _ = talk(bad({"url": url(FIRST)}))
     assert f"an image has {len(FIRST)} bytes; at most {len(FIRST) - 1} are taken" in large["error"]["message"]

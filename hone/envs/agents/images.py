@@ -13,12 +13,11 @@ import io
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from PIL import Image as Pillow
 
-from hone.data.images import encoded, is_image, source_of, with_sources
+from hone.data.images import data_of_url, is_image, source_of, with_sources
 from hone.envs.agents.protocol import BadRequest
 from hone.types import Message, Prompt
 
@@ -67,7 +66,7 @@ def _data_of(source: Any) -> bytes:
             f"an image should be a data URL (data:image/png;base64,...), found {source!r:.80}; hone fetches none",
             "unsupported",
         )
-    data = encoded(source, Path())
+    data = data_of_url(source)
     if len(data) > LARGEST_IMAGE:
         raise BadRequest(f"an image has {len(data)} bytes; at most {LARGEST_IMAGE} are taken")
     try:
