@@ -158,7 +158,7 @@ def _parser(name: str, template: str) -> ParseFn | None:
 
 
 def _verdict(returned: object, roles: Sequence[str]) -> Verdict:
-    """What a program returned. Raises TypeError unless it is a text, None or a Verdict, ValueError for wrong roles."""
+    """What a program returned. Raises TypeError or ValueError for anything but a text, None or a valid Verdict."""
     if isinstance(returned, Verdict):
         returned.check(roles)
         return returned
