@@ -518,12 +518,28 @@ def test_a_schema_reaches_the_engine_by_each_protocol(talk):
             await ask(client, [USER], response_format=form, tools=[SEARCH])
         with pytest.raises(openai.BadRequestError, match="should have a schema"):
             await ask(client, [USER], response_format={"type": "json_schema", "json_schema": {"name": "one"}})
-        with pytest.raises(openai.BadRequestError, match="should be text, json_object or json_schema"):
-            await ask(client, [USER], response_format={"type": "grammar"})
+        grammar = {"type": "grammar"}
+        with pytest.raises(openai.BadRequestError, match="response_format should be of type text, json_object or"):
+            await ask(client, [USER], response_format=grammar)
+        for asked, message in (
+            ({"format": grammar}, "text.format should be of type"),
+            ({"format": plain, "grammar": "abc"}, "text.grammar = 'abc' is not supported"),
+            ({"verbosity": "low"}, "text.verbosity = 'low' is not supported"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.responses.create(model="policy", input="ab", text=asked)
+        for asked, message in (
+            ({"format": grammar}, "output_config.format should be of type"),
+            ({"format": plain, "task_budget": {"tokens": 9}}, "output_config.task_budget = .* is not supported"),
+            ("low", "output_config should be a JSON object"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.post(path, body={**body, "output_config": asked}, cast_to=object)
+        await complete(client, "ab", extra_body={"response_format": None})
 
-    _, _, recording = talk(story, lambda language: saying(language, *["{}"] * 5), client_sampling=True)
+    _, _, recording = talk(story, lambda language: saying(language, *["{}"] * 6), client_sampling=True)
     schemas = [sampling.json_schema and json.loads(sampling.json_schema) for _, _, sampling in recording.asked]
-    assert schemas == [SCHEMA, {"type": "object"}, "", SCHEMA, SCHEMA]
+    assert schemas == [SCHEMA, {"type": "object"}, "", SCHEMA, SCHEMA, ""]
 
 
 def test_the_built_in_engine_has_no_schemas_and_says_so(talk):

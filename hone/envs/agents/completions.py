@@ -59,7 +59,8 @@ class ChatCompletions:
 
     def read(self, data: Any) -> ChatRequest:
         fields = supported(data, NEUTRAL, WITHOUT_EFFECT)
-        return ChatRequest(json_schema=schema_of(fields.pop("response_format", None), "json_schema"), **fields)
+        schema = schema_of(fields.pop("response_format", None), "response_format", "json_schema")
+        return ChatRequest(json_schema=schema, **fields)
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         choices = [
@@ -88,7 +89,7 @@ class TextCompletions:
     error = staticmethod(openai_error)
 
     def read(self, data: Any) -> TextRequest:
-        return TextRequest(**supported(data, NEUTRAL, WITHOUT_EFFECT))
+        return TextRequest(**supported(data, {**NEUTRAL, "response_format": (None,)}, WITHOUT_EFFECT))
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         choices = [
