@@ -128,6 +128,11 @@ def test_images_that_are_refused(talk, language, monkeypatch, tmp_path):
     (tmp_path / "data:").mkdir()  # with this folder, a data URL without base64 would be a path
     monkeypatch.chdir(tmp_path)
     answer = {"role": "assistant", "content": [shown(FIRST)]}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": [shown(FIRST)]}
+    audio = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+    image = {"type": "input_image", "image_url": url(FIRST)}
     remote = {"type": "image", "source": {"type": "url", "url": "https://a"}}
     requests = [
         (bad({"url": "https://example.org/a.png"}), "should be a data URL"),
@@ -136,7 +141,12 @@ def test_images_that_are_refused(talk, language, monkeypatch, tmp_path):
         (bad({"url": "data:image/png;base64,?"}), "base64 is not valid"),
         (bad({"url": url(b"GIF98")}), "an image of 5 bytes is none of PNG, JPEG, WEBP, GIF"),
         (bad({}), "should be a data URL"),
-        (("chat/completions", {"messages": [user(), answer, user()]}), "text only"),
+        (("chat/completions", {"messages": [user(), answer, user()]}), "role 'assistant' takes text only"),
+        (("chat/completions", {"messages": [user(), called, result, user()]}), "role 'tool' takes text only"),
+        (("chat/completions", {"messages": [{**user(shown(FIRST)), "role": "system"}, user()]}), "text only"),
+        (("chat/completions", {"messages": [user(shown(FIRST), audio)]}), "found {'type': 'input_audio'"),
+        (("chat/completions", {"messages": [user(audio)]}), "takes text and images, found {'type': 'input_audio'"),
+        (("responses", {"input": [{"role": "system", "content": [image]}, user()]}), "role 'system' takes text only"),
         (("responses", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}), "takes text and images"),
         (("messages", {"messages": [{"role": "user", "content": [remote]}]}), "data URL"),
     ]  # fmt: skip

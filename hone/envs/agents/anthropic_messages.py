@@ -115,7 +115,7 @@ def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         else:
             raise BadRequest(f"a {role} message with a block of type {kind!r:.40} here is not supported", "unsupported")
     if shown or calls or not results:
-        said = content_of(shown, TEXT, "image", f"a {role} message")
+        said = content_of(shown, role, TEXT, "image")
         yield {"role": role, "content": said, **({"tool_calls": calls} if calls else {})}
 
 

@@ -26,10 +26,10 @@ MOST_PIXELS = 1 << 25  # of one image, which takes 96 MiB when it is decoded
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
-def content_of(content: Any, texts: Collection[str], image: str, what: str) -> str | list[dict[str, Any]]:
-    """A content of text and images in the form of Chat Completions: a text, or a list of parts if it has images.
+def content_of(content: Any, role: Any, texts: Collection[str], image: str) -> str | list[dict[str, Any]]:
+    """The content of a role's message in the form of Chat Completions: a text, or a list of parts if it has images.
 
-    `texts` and `image` are the protocol's names of the parts. Raises BadRequest for others.
+    `texts` and `image` are the protocol's names of the parts; only the user has images. Raises BadRequest for others.
     """
     if isinstance(content, str):
         return content
@@ -38,21 +38,22 @@ def content_of(content: Any, texts: Collection[str], image: str, what: str) -> s
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in texts and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
-        elif kind == image:
+        elif kind == image and role == "user":
             parts.append({"type": "image_url", "image_url": {"url": _url_of(part)}})
         else:
-            raise BadRequest(f"{what} takes text and images, found {part!r:.80}", "unsupported")
+            takes = "text and images" if role == "user" else "text only"
+            raise BadRequest(f"a message of the role {role!r:.40} takes {takes}, found {part!r:.80}", "unsupported")
     return parts if any(map(is_image, parts)) else "".join(part["text"] for part in parts)
 
 
 def _url_of(part: Mapping[str, Any]) -> Any:
-    """The data URL of a part of Responses (`image_url`) or Messages (`source`)."""
-    source = part.get("source")
+    """The data URL of an image part: in `image_url` (Responses), within it (Chat Completions), or in `source`."""
+    source = part.get("source") or part.get("image_url")
     if isinstance(source, dict) and source.get("type") == "base64":
         return f"data:{source.get('media_type', '')};base64,{source.get('data', '')}"
     if isinstance(source, dict):
         return source.get("url")
-    return part.get("image_url")
+    return source
 
 
 def with_bytes(messages: Sequence[Message]) -> tuple[Message, ...]:

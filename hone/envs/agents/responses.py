@@ -118,7 +118,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     for item in given:
         kind = item.get("type", "message")
         if kind == "message":
-            content = content_of(item["content"], TEXTS, "input_image", "a message")
+            content = content_of(item["content"], item["role"], TEXTS, "input_image")
             messages.append({"role": item["role"], "content": content})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
