@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import threading
 
 import aiohttp
 import pytest
@@ -117,6 +118,63 @@ def test_a_later_image_begins_a_trajectory(talk):
     assert [one.data for one in first.images] == [FIRST]
     assert [one.data for one in second.images] == [FIRST, SECOND]
     assert sum(first.loss_mask) + sum(second.loss_mask) == 9, "each sampled token is trained on once"
+
+
+class Watching:
+    """An image reader that notes the thread of each image that it reads."""
+
+    def __init__(self, reader):
+        self._reader, self.token_id, self.threads = reader, reader.token_id, []
+
+    def image(self, data):
+        self.threads.append(threading.current_thread())
+        return self._reader.image(data)
+
+
+def test_an_image_is_read_once_in_a_session_and_not_on_the_event_loop(talk):
+    """A small file may be an image of 33 million pixels, and every request repeats the images of its history."""
+    reader = Watching(load_image_processor(ModelConfig(build=BUILD)))
+    language = Renderer(build_tokenizer(BUILD), image_reader=reader)
+
+    def history(replies):
+        said = [one["choices"][0]["message"] for _, one in replies]
+        return [user(shown(FIRST), shown(FIRST)), *said, *[user(shown(SECOND))] * len(said)]
+
+    chat = ("chat/completions", lambda replies: {"messages": history(replies)})
+    replies, session = talk(chat, chat, language=language)
+    assert [status for status, _ in replies] == [200] * 2
+    assert [len(one.images) for one in session.trajectories("p", 0)] == [2, 3]
+    assert len(reader.threads) == 3, "both places of the first request, then the new image only"
+    assert threading.main_thread() not in reader.threads
+
+
+def test_a_session_forgets_the_oldest_images(monkeypatch, language):
+    monkeypatch.setattr(images, "MOST_KEPT", len(FIRST) + len(SECOND))
+    kept, read = images.DecodedImages(), []
+
+    def decode(messages):
+        read.extend(part["image"] for part in images.parts_of(messages) if isinstance(part.get("image"), bytes))
+        return language.with_images(messages)
+
+    third = png(8, 8, 2)
+    for data in (FIRST, SECOND, FIRST, third, SECOND, FIRST):
+        kept.in_place([user({"type": "image", "image": data})], decode)
+    assert read == [FIRST, SECOND, third, FIRST]
+
+
+def test_a_request_has_a_limit_of_images_and_pixels(talk, monkeypatch):
+    request = ("chat/completions", {"messages": [user(shown(FIRST)), user(shown(FIRST), shown(SECOND))]})
+    monkeypatch.setattr(images, "MOST_IMAGES", 2)
+    ((status, many),), session = talk(request)
+    assert (status, "has 3 images; at most 2" in many["error"]["message"]) == (400, True)
+    monkeypatch.setattr(images, "MOST_IMAGES", 3)
+    monkeypatch.setattr(images, "MOST_PIXELS_TOGETHER", 3 * 16 * 24 - 1)
+    ((status, large),), _ = talk(request)
+    assert (status, "images have over 1151 pixels" in large["error"]["message"]) == (400, True)
+    assert session.tracks == []
+    monkeypatch.setattr(images, "MOST_PIXELS_TOGETHER", 3 * 16 * 24)
+    ((status, _),), _ = talk(request)
+    assert status == 200
 
 
 def bad(part, **more):

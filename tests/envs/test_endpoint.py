@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+import threading
+from collections import Counter
 
 import aiohttp
 import openai
@@ -324,6 +326,37 @@ def test_a_prompt_is_echoed_with_the_logprobs_of_the_model(talk, tokenizer, engi
     assert streamed.startswith("what is it?")
     assert [sampling.prompt_logprobs for _, _, sampling in recording.asked] == [2, 0, 1, None]
     assert [one.token_ids[: len(ids)] for one in session.trajectories("p", 0)] == [tuple(ids)] * 2
+
+
+class Watching(Renderer):
+    """A renderer that notes what it decodes on the event loop, and how often it decodes a token alone."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.on_loop, self.alone = [], Counter()
+
+    def decode(self, ids, keep_special=False):
+        if threading.current_thread() is threading.main_thread():
+            self.on_loop.append(tuple(ids))
+        if len(ids) == 1:
+            self.alone.update(ids)
+        return super().decode(ids, keep_special=keep_special)
+
+
+def test_an_echo_is_decoded_in_a_thread_each_token_once(tokenizer, engine, finish):
+    language, ids = Watching(tokenizer), [5, 6, 5, 6, 5]
+
+    async def all_of_it():
+        async with Endpoint(language) as endpoint:
+            key = endpoint.open_session(AgentTask(engine.generate, SamplingParams(9), "1/7/0", lambda number: number))
+            async with client_of(endpoint, key) as client:
+                return await complete(client, [ids], echo=True, logprobs=2, max_tokens=0)
+
+    reply = finish(all_of_it())
+    assert len(reply.choices[0].logprobs.tokens) == len(ids)
+    assert language.alone
+    assert set(language.alone.values()) == {1}
+    assert [one for one in language.on_loop if one] == []
 
 
 def test_an_echo_that_cannot_be_is_refused(talk):

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import base64
 import io
-import warnings
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from PIL import Image as Pillow
 
-from hone.data.images import data_of_url, is_image, source_of, with_sources
+from hone.data.images import data_of_url, images_in, is_image, parts_of, source_of, with_sources
 from hone.envs.agents.protocol import BadRequest
-from hone.types import Message, Prompt
+from hone.types import Image, Message, Prompt
 
 LARGEST_IMAGE = 8 << 20  # bytes of an image's file
 MOST_PIXELS = 1 << 25  # of one image, which takes 96 MiB when it is decoded
+MOST_IMAGES = 64  # of one request
+MOST_PIXELS_TOGETHER = 1 << 27  # of one request; decoding them takes about a second
+MOST_KEPT = 16 << 20  # bytes of the files that a session keeps decoded; a request has fewer
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
@@ -56,9 +59,56 @@ def _url_of(part: Mapping[str, Any]) -> Any:
     return source
 
 
+def has_images(messages: Sequence[Any]) -> bool:
+    return any(map(is_image, parts_of(messages)))
+
+
 def with_bytes(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages with the file of each image in place of its data URL. Raises BadRequest for what is no such URL."""
-    return with_sources(messages, lambda part: {"image": _data_of(source_of(part))})
+    """The messages with the file of each image in place of its data URL.
+
+    Raises BadRequest for what is no such URL, and for more images or pixels than a request may have.
+    """
+    sources = [source_of(part) for part in parts_of(messages) if is_image(part)]
+    if len(sources) > MOST_IMAGES:
+        raise BadRequest(f"the request has {len(sources)} images; at most {MOST_IMAGES} are taken")
+    files, pixels = [], 0
+    for source in sources:
+        files.append(_data_of(source))
+        pixels += _pixels_of(files[-1])
+        if pixels > MOST_PIXELS_TOGETHER:
+            raise BadRequest(f"the request's images have over {MOST_PIXELS_TOGETHER} pixels; at most so many are taken")
+    left = iter(files)
+    return with_sources(messages, lambda part: {"image": next(left)})
+
+
+DecodeFn = Callable[[Sequence[Message]], Sequence[Message]]
+
+
+class DecodedImages:
+    """The decoded images of a session by their files, because each request repeats those of its history.
+
+    Keeps files of `MOST_KEPT` bytes and forgets the oldest. Threads may share it.
+    """
+
+    def __init__(self) -> None:
+        self._images: dict[bytes, Image] = {}
+        self._bytes = 0
+        self._changing = threading.Lock()
+
+    def in_place(self, messages: Sequence[Message], decode: DecodeFn) -> Sequence[Message]:
+        """The messages with an `Image` in place of each file; `decode` reads those that are not kept."""
+        known = with_sources(messages, lambda part: {"image": self._images.get(part["image"], part["image"])})
+        shown = decode(known)
+        with self._changing:
+            for image in images_in(shown):
+                if image.data not in self._images:
+                    self._images[image.data] = image
+                    self._bytes += len(image.data)
+            while self._bytes > MOST_KEPT:
+                oldest = next(iter(self._images))
+                del self._images[oldest]
+                self._bytes -= len(oldest)
+        return shown
 
 
 def _data_of(source: Any) -> bytes:
@@ -70,15 +120,20 @@ def _data_of(source: Any) -> bytes:
     data = data_of_url(source)
     if len(data) > LARGEST_IMAGE:
         raise BadRequest(f"an image has {len(data)} bytes; at most {LARGEST_IMAGE} are taken")
+    return data
+
+
+def _pixels_of(data: bytes) -> int:
+    """The number of pixels of an image. Raises BadRequest for other formats, and for too many pixels."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # the limit below is lower
-            width, height = Pillow.open(io.BytesIO(data), formats=FORMATS).size  # reads the head of the file only
+        width, height = Pillow.open(io.BytesIO(data), formats=FORMATS).size  # reads the head of the file only
+    except Pillow.DecompressionBombWarning as error:  # where warnings are errors; the limit below is lower
+        raise BadRequest(f"an image is too large: {error}; at most {MOST_PIXELS} are taken") from error
     except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
         raise BadRequest(f"an image of {len(data)} bytes is none of {', '.join(FORMATS)}: {error!s:.200}") from error
     if width * height > MOST_PIXELS:
         raise BadRequest(f"an image has {width} x {height} pixels; at most {MOST_PIXELS} are taken")
-    return data
+    return int(width * height)
 
 
 def told_to_agents(prompt: Prompt) -> Prompt:
@@ -102,4 +157,4 @@ def _data_url(data: bytes) -> str:
     return f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
 
 
-__all__ = ["content_of", "told_to_agents", "with_bytes"]
+__all__ = ["DecodedImages", "content_of", "has_images", "told_to_agents", "with_bytes"]
