@@ -2,10 +2,12 @@
 
 import asyncio
 import base64
+import io
 import threading
 
 import aiohttp
 import pytest
+from PIL import Image as Pillow
 
 from hone.config import ConfigError
 from hone.data.rendering import Renderer
@@ -237,6 +239,42 @@ def test_an_agent_gets_the_images_of_its_prompt_as_data_urls(language):
         {"type": "image_url", "image_url": {"url": url(FIRST)}},
         {"type": "text", "text": "?"},
     ]
+
+
+def told_urls(language, *files):
+    shown_to_model = language.with_images([user(*({"type": "image", "image": data} for data in files))])
+    read = images.images_in(shown_to_model)
+    prompt = Prompt("set/3", (1,), shown_to_model, None, "set", images=read)
+    return read, [images.source_of(part) for part in told_to_agents(prompt).messages[0]["content"][1:]]
+
+
+def test_an_agent_gets_what_the_endpoint_takes_whatever_the_format_of_its_images(language):
+    picture = Pillow.open(io.BytesIO(FIRST))
+    files = []
+    for kind, mode in (("BMP", "RGB"), ("TIFF", "CMYK"), ("TIFF", "I;16"), ("JPEG", "L")):
+        file = io.BytesIO()
+        picture.convert("L" if mode == "I;16" else mode).convert(mode).save(file, kind)
+        files.append(file.getvalue())
+    read, urls = told_urls(language, *files)
+    assert [one.partition(";")[0] for one in urls] == ["data:image/png"] * 3 + ["data:image/jpeg"]
+    for image, sent in zip(read, urls, strict=True):
+        (again,) = language.with_images(images.with_bytes([user({"type": "image", "image": sent})]))[0]["content"][1:]
+        assert (again["image"].patches() == image.patches()).all()
+
+
+def test_a_prompt_whose_images_the_endpoint_would_refuse_is_named(language, monkeypatch):
+    monkeypatch.setattr(images, "LARGEST_IMAGE", len(SECOND) - 1)
+    with pytest.raises(ConfigError, match=rf"set/3 cannot be given .*: an image has {len(SECOND)} bytes"):
+        told_urls(language, SECOND)
+    monkeypatch.undo()
+    monkeypatch.setattr(images, "MOST_PIXELS", 16 * 24 - 1)
+    with pytest.raises(ConfigError, match=r"set/3 cannot be given .*: an image has 24 x 16 pixels"):
+        told_urls(language, FIRST)
+    monkeypatch.undo()
+    monkeypatch.setattr(images, "LONGEST_URLS", len(url(FIRST)))
+    told_urls(language, FIRST)
+    with pytest.raises(ConfigError, match=r"set/3 cannot be given .*: its images are .* bytes as data URLs"):
+        told_urls(language, FIRST, SECOND)
 
 
 def test_images_that_an_environment_would_not_show_are_refused(language):

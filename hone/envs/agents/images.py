@@ -17,6 +17,7 @@ from typing import Any
 
 from PIL import Image as Pillow
 
+from hone.config import ConfigError
 from hone.data.images import data_of_url, images_in, is_image, parts_of, source_of, with_sources
 from hone.envs.agents.protocol import BadRequest
 from hone.types import Image, Message, Prompt
@@ -25,6 +26,7 @@ LARGEST_IMAGE = 8 << 20  # bytes of an image's file
 MOST_PIXELS = 1 << 25  # of one image, which takes 96 MiB when it is decoded
 MOST_IMAGES = 64  # of one request
 MOST_PIXELS_TOGETHER = 1 << 27  # of one request; decoding them takes about a second
+LONGEST_URLS = 15 << 20  # bytes of the images of a data set's prompt; with the rest, a request is at most 16 MiB
 MOST_KEPT = 16 << 20  # bytes of the files that a session keeps decoded; a request has fewer
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
@@ -137,7 +139,10 @@ def _pixels_of(data: bytes) -> int:
 
 
 def told_to_agents(prompt: Prompt) -> Prompt:
-    """The prompt as an agent program gets it: its images stand in the messages as data URLs."""
+    """The prompt as an agent program gets it: its images are data URLs in the messages, as the endpoint takes them.
+
+    Raises ConfigError naming a prompt whose images the endpoint would refuse.
+    """
     left = iter(prompt.images)
 
     def told(part: Any) -> Any:
@@ -149,11 +154,27 @@ def told_to_agents(prompt: Prompt) -> Prompt:
         else Message(**{**message, "content": [told(part) for part in content]})
         for message in prompt.messages
     ]
+    try:
+        with_bytes(messages)
+    except BadRequest as error:
+        raise ConfigError(f"{prompt.prompt_id} cannot be given to an agent program: {error}") from error
+    urls = [source_of(part) for part in parts_of(messages) if is_image(part)]
+    if sum(map(len, urls)) > LONGEST_URLS:
+        raise ConfigError(
+            f"{prompt.prompt_id} cannot be given to an agent program: its images are {sum(map(len, urls))} bytes as "
+            f"data URLs, and a request has at most {LONGEST_URLS} for the images of its prompt"
+        )
     return replace(prompt, messages=tuple(messages))
 
 
 def _data_url(data: bytes) -> str:
-    kind = Pillow.open(io.BytesIO(data)).format or "png"
+    """The image as it is, or as PNG without loss if the endpoint does not take its format."""
+    opened = Pillow.open(io.BytesIO(data))
+    kind = opened.format or ""
+    if kind not in FORMATS:
+        buffer = io.BytesIO()
+        opened.convert("RGB").save(buffer, "PNG")  # models see RGB only
+        data, kind = buffer.getvalue(), "PNG"
     return f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
 
 
