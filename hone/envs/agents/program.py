@@ -27,7 +27,7 @@ class Verdict:
     """What a program says of its episode. Verdict("42", reward=1.0, metrics={"files_changed": 3.0})"""
 
     answer: str | None = None  # what the rewards judge; None: everything that the policy wrote
-    reward: float | Mapping[str, float] | None = None  # added to those of `reward.components`: of all, or by role
+    reward: float | Mapping[str, float] | None = None  # added to the rewards of `reward.components`: of all, or by role
     metrics: Mapping[str, float] = field(default_factory=dict)  # recorded as the mean of rollout/<name>
 
     def of_role(self, role: str) -> float | None:
