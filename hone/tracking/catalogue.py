@@ -287,18 +287,22 @@ _PERF = (
 _EVAL = (
     Described("eval/<set>/reward", "", MEAN, "reward of the answers to a held-out set"),
     Described("eval/<set>/response_length", "tokens", MEAN, "sampled tokens of an answer"),
+    Described("eval/<set>/<role>/reward", "", MEAN, "reward of one role's answers, in runs with several roles"),
+    Described("eval/<set>/<role>/response_length", "tokens", MEAN, "sampled tokens of one role's answer"),
     Described("eval/<set>/failed", "answers", SUM, "answers that could not be scored; they count nowhere else"),
     Described("eval/<set>/loss", "", MEAN, "supervised runs: the training loss on a held-out set"),
     Described("eval/<set>/accuracy", "share", MEAN, "preferences and reward models: pairs or verdicts that are right"),
     Described("eval/<set>/margin", "", MEAN, "preferences and reward models: chosen minus rejected"),
     Described("eval/<set>/<component>", "", MEAN, "one component of the reward on a held-out set", own=True),
     Described("eval/<set>/<component>/<part>", "", MEAN, "a part that a reward function returned by name", own=True),
+    Described("eval/<set>/<role>/<component>/<part>", "", MEAN, "a part of the reward of one role", own=True),
     Described("eval/<set>/<component>/mean@<n>", "", MEAN, "mean over n answers to each prompt", own=True),
     Described("eval/<set>/<component>/best@<n>", "", MEAN, "highest score among n answers to each prompt", own=True),
     Described(
         "eval/<set>/<component>/maj@<n>", "", MEAN, "score of the most frequent of n answers to each prompt", own=True
     ),
     Described("eval/<set>/<component>/<part>/<of>@<n>", "", MEAN, "the same of a part: mean, best and maj", own=True),
+    Described("eval/<set>/<role>/<component>/<part>/<of>@<n>", "", MEAN, "the same of a part of one role", own=True),
 )
 
 METRICS = (

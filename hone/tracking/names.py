@@ -6,6 +6,7 @@ is named by its set, and stands with the step that it was measured at.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -47,6 +48,7 @@ _OF_SETS = (  # the last part of `eval/<set>/<figure>`; a set shows the first th
     Headline("loss", "loss", "{:.4f}", "lower"),
     Headline("reward", "reward", better="higher"),
 )
+_OF_ROLE = re.compile(r"eval/([^/]+/[^/]+)/reward")  # a set and a role, in runs with several roles
 
 
 def training_headlines(metrics: Iterable[str]) -> list[Headline]:
@@ -57,19 +59,20 @@ def training_headlines(metrics: Iterable[str]) -> list[Headline]:
 
 
 def held_out_headlines(metrics: Iterable[str]) -> list[Headline]:
-    """One headline for each held-out set of a run.
+    """One headline for each held-out set of a run, or for each role in it.
 
     >>> [one.title for one in held_out_headlines(["eval/test/reward", "eval/test/exact_match"])]
     ['test exact match']
     """
     names = set(metrics)
     sets = sorted({name.split("/")[1] for name in names if name.startswith("eval/") and name.count("/") >= 2})
+    roles = sorted(match[1] for name in names if (match := _OF_ROLE.fullmatch(name)))
     found: list[Headline] = []
-    for one in sets:
+    for one in (*sets, *roles):
         figure = next((figure for figure in _OF_SETS if f"eval/{one}/{figure.metric}" in names), None)
         if figure is not None:
             name = f"eval/{one}/{figure.metric}"
-            found.append(Headline(f"{one} {figure.title}", name, figure.form, figure.better))
+            found.append(Headline(f"{one.replace('/', ' ')} {figure.title}", name, figure.form, figure.better))
     return found
 
 

@@ -6,8 +6,10 @@ import re
 import pytest
 
 from hone.config import load
+from hone.tracking.catalogue import describe_metric
+from hone.tracking.names import held_out_headlines
 from hone.tracking.trackers.jsonl import rollout_lines
-from hone.trainers.policy.evaluation import reduce_answers
+from hone.trainers.policy.evaluation import EvaluationSet, Evaluator, reduce_answers
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
@@ -33,6 +35,11 @@ def answer(response, value, sample=0, status=Status.OK):
 
 
 def group(*answers):
+    """A prompt's answers, each in an episode of its own."""
+    return played(*(one.with_(episode=number) for number, one in enumerate(answers)))
+
+
+def played(*answers):
     return TrajectoryGroup(Prompt("p", (1,), (), "7", "set"), answers)
 
 
@@ -72,6 +79,71 @@ def test_a_failed_reward_counts_in_nothing():
         "exact_match/maj@2": 1.0,
     }
     assert reduce_answers([group(failed)], "exact_match") == {}
+
+
+def as_role(role, episode, response, value):
+    return answer(response, value).with_(role=role, episode=episode)
+
+
+class Answered:
+    """A collector that has the answers, and a tracker of them."""
+
+    def __init__(self, *groups):
+        self.groups = groups
+
+    def collect(self, prompts, play, versions):
+        return self.groups
+
+    def metrics(self):
+        return {}
+
+    def evaluated(self, step, name, groups):
+        assert groups == self.groups
+
+
+def evaluated(*groups):
+    answered = Answered(*groups)
+    evaluator = Evaluator([EvaluationSet("test", ())], answered, None, answered)
+    figures = evaluator.run(0)
+    return figures, evaluator.score(figures)
+
+
+def test_each_role_has_figures_of_its_own():
+    """Two self-play episodes with one proposer and four solvers each, and one that failed: n is 3, not 11."""
+    solvers = [as_role("solver", episode, "7", 1.0 - episode / 2) for episode in (0, 1) for _ in range(4)]
+    failed = answer("", None, status=Status.ENV_FAILED).with_(episode=2)
+    group = played(as_role("proposer", 0, "?", 0.0), as_role("proposer", 1, "!", 0.5), *solvers, failed)
+    figures, score = evaluated(group)
+    expected = {"mean@3": 0.75, "best@3": 1.0, "maj@3": 1.0}
+    assert {name: value for name, value in figures.items() if "solver" in name} == {
+        "eval/test/solver/exact_match": 0.75,
+        **{f"eval/test/solver/exact_match/{name}": value for name, value in expected.items()},
+        "eval/test/solver/reward": 0.75,
+        "eval/test/solver/response_length": 1.0,
+    }
+    assert figures["eval/test/proposer/reward"] == 0.25
+    assert figures["eval/test/proposer/exact_match/best@3"] == 0.5
+    assert figures["eval/test/failed"] == 1.0
+    assert len(figures) == 13
+    assert score == figures["eval/test/proposer/exact_match"]
+    titles = [one.title for one in held_out_headlines(figures)]
+    assert titles == ["test proposer exact match", "test solver exact match"]
+    assert all(describe_metric(name) is not None for name in figures)
+
+
+def test_an_episode_counts_once_however_many_trajectories_it_has():
+    tracks = [answer("7", value).with_(episode=0) for value in (1.0, 1.0, 0.0, 0.0)]
+    figures, score = evaluated(played(*tracks, answer("8", 0.0).with_(episode=1)))
+    assert figures == {
+        "eval/test/exact_match": 0.25,
+        "eval/test/exact_match/mean@2": 0.25,
+        "eval/test/exact_match/best@2": 0.5,
+        "eval/test/exact_match/maj@2": 0.5,
+        "eval/test/reward": 0.25,
+        "eval/test/response_length": 1.0,
+        "eval/test/failed": 0.0,
+    }
+    assert score == 0.25
 
 
 @pytest.fixture(scope="module")

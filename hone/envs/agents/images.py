@@ -87,7 +87,7 @@ DecodeFn = Callable[[Sequence[Message]], Sequence[Message]]
 
 
 class DecodedImages:
-    """The decoded images of a session by their files, because each request repeats those of its history.
+    """The decoded images of a session by their files, because each request repeats the images of its history.
 
     Keeps files of `MOST_KEPT` bytes and forgets the oldest. Threads may share it.
     """

@@ -1,4 +1,4 @@
-"""Held-out evaluation: n answers to each prompt of named sets, reduced to mean@n, best@n and maj@n."""
+"""Held-out evaluation: n answers to each prompt of named sets, reduced to mean@n, best@n and maj@n, by role."""
 
 from __future__ import annotations
 
@@ -71,48 +71,77 @@ class Evaluator:
         return figures[self._score_key]
 
     def _reduce(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        names = sorted({name for group in groups for one in group.trainable for name in one.components})
+        """Figures of a set. With several roles, the names of each role's figures begin with the role."""
         figures: dict[str, float] = {}
-        for name in names:
-            figures |= reduce_answers(groups, name, self._vote)
+        for role in sorted({one.role for group in groups for one in group.trainable}):
+            found = reduce_role(groups, role, self._vote)
+            figures |= {f"{role}/{key}" if role else key: value for key, value in found.items()}
         every = [one for group in groups for one in group.trajectories]
-        usable = [one for one in every if one.status.trainable]
-        figures["failed"] = float(len(every) - len(usable))
-        if usable:
-            figures["reward"] = sum(one.reward for one in usable) / len(usable)
-            figures["response_length"] = sum(one.response_length for one in usable) / len(usable)
+        figures["failed"] = float(sum(not one.status.trainable for one in every))
         return figures
 
 
-def reduce_answers(
-    groups: Sequence[TrajectoryGroup], component: str, vote: re.Pattern[str] | None = None
+def reduce_role(
+    groups: Sequence[TrajectoryGroup], role: str = "", vote: re.Pattern[str] | None = None
 ) -> dict[str, float]:
-    """One component over a set: its mean over all answers, and with n > 1 answers to a prompt mean@n, best@n, maj@n.
+    """The figures of one role: every component of its reward (`reduce_answers`), the reward, and the length.
 
-    An answer whose reward failed is left out. maj@n is the component of the most frequent
-    answer of each prompt; ties go to the answer that came first.
+    Failed answers are left out. An episode counts once: its trajectories in this role are averaged.
     """
-    scored = [[one for one in group.trainable if component in one.components] for group in groups]
-    scored = [answers for answers in scored if answers]
-    every = [one.components[component] for answers in scored for one in answers]
-    if not every:
-        return {}
-    mean = sum(every) / len(every)
-    figures = {component: mean}
-    n = max(len(group.trajectories) for group in groups)
-    if n > 1:
-        best = [max(one.components[component] for one in answers) for answers in scored]
-        majority = [_majority(answers, vote).components[component] for answers in scored]
-        figures[f"{component}/mean@{n}"] = mean
-        figures[f"{component}/best@{n}"] = sum(best) / len(best)
-        figures[f"{component}/maj@{n}"] = sum(majority) / len(majority)
+    played = [episode for group in groups for episode in _episodes(group, role)]
+    figures: dict[str, float] = {}
+    for name in sorted({name for episode in played for one in episode for name in one.components}):
+        figures |= reduce_answers(groups, name, vote, role)
+    if played:
+        figures["reward"] = _mean([_mean([one.reward for one in episode]) for episode in played])
+        figures["response_length"] = _mean([_mean([one.response_length for one in episode]) for episode in played])
     return figures
 
 
-def _majority(answers: Sequence[Trajectory], vote: re.Pattern[str] | None) -> Trajectory:
-    votes = [_vote_of(one.response, vote) for one in answers]
+def reduce_answers(
+    groups: Sequence[TrajectoryGroup], component: str, vote: re.Pattern[str] | None = None, role: str = ""
+) -> dict[str, float]:
+    """One component over a set: its mean over all episodes, and with n > 1 episodes of a prompt mean@n, best@n, maj@n.
+
+    An answer whose reward failed is left out. maj@n is the component of the most frequent answer to each prompt; ties
+    go to the answer that came first. The answer of an episode with several trajectories is that of its last one.
+    """
+    scored: list[list[tuple[float, str]]] = []  # of each prompt: score and answer of each episode
+    for group in groups:
+        having = [[one for one in episode if component in one.components] for episode in _episodes(group, role)]
+        found = [(_mean([one.components[component] for one in some]), some[-1].response) for some in having if some]
+        if found:
+            scored.append(found)
+    if not scored:
+        return {}
+    mean = _mean([score for found in scored for score, _ in found])
+    figures = {component: mean}
+    n = max(len({one.episode for one in group.trajectories}) for group in groups)
+    if n > 1:
+        figures[f"{component}/mean@{n}"] = mean
+        figures[f"{component}/best@{n}"] = _mean([max(score for score, _ in found) for found in scored])
+        figures[f"{component}/maj@{n}"] = _mean([_majority(found, vote) for found in scored])
+    return figures
+
+
+def _episodes(group: TrajectoryGroup, role: str) -> list[list[Trajectory]]:
+    """The trainable trajectories of a role, by episode."""
+    found: dict[int, list[Trajectory]] = {}
+    for one in group.trainable:
+        if one.role == role:
+            found.setdefault(one.episode, []).append(one)
+    return list(found.values())
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _majority(answers: Sequence[tuple[float, str]], vote: re.Pattern[str] | None) -> float:
+    """The score of the most frequent answer."""
+    votes = [_vote_of(response, vote) for _, response in answers]
     winner = Counter(votes).most_common(1)[0][0]
-    return answers[votes.index(winner)]
+    return answers[votes.index(winner)][0]
 
 
 def _vote_of(response: str, vote: re.Pattern[str] | None) -> str:
