@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from socket import gethostname
@@ -24,7 +24,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from hone.weights.base import Full, NamedTensors
+from hone.models.parts.boxes import Boxed, BoxMap, from_text, to_text
+from hone.weights.base import Full, NamedTensor, NamedTensors, Sent
 from hone.weights.transports.channel import LARGEST_ANSWER, SenderChannel, lock
 from hone.weights.transports.folders import OwnFolder, Subfolder, is_free
 from hone.weights.transports.ipc import IpcEngine, own_device, shares_memory
@@ -52,6 +53,7 @@ class OpenSender:
     version: int
     on_device: bool  # whether buckets are in device memory; the same on all ranks, because digests depend on it
     receivers: tuple[tuple[tuple[str, int], ...], ...]  # of each rank: replica and rank
+    boxes: tuple[str, ...]  # of each rank: the boxes that its receivers need, as text; empty: whole tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,16 @@ class RankSender:
             await self._engine.finalize()
 
 
+def cut(weights: NamedTensors, boxes: BoxMap, made: dict[str, Boxed]) -> Iterator[NamedTensor]:
+    """Yield the boxes of whole tensors, as views, and tensors without a box whole; `made` gets each box."""
+    for name, tensor in weights:
+        if name in boxes:
+            made[name] = boxes[name]
+            yield name, made[name].of(name, tensor)
+        else:
+            yield name, tensor
+
+
 class _RankEngine(IpcEngine):
     """An `IpcEngine` for some receivers, in a folder of the driver."""
 
@@ -158,6 +170,7 @@ class _RankEngine(IpcEngine):
         super().__init__(order.bucket_bytes, order.timeout_s, order.token)
         self.sockets = Path()
         self._on_device = False
+        self._made: dict[str, Boxed] = {}  # the boxes that were sent
 
     def fits(self, order: OpenSender) -> bool:
         """Whether the engine of an earlier sync can serve this one."""
@@ -168,6 +181,15 @@ class _RankEngine(IpcEngine):
         self.sockets = Path(order.folder) / str(rank)
         self._on_device = order.on_device
         self._receivers = order.receivers[rank]
+        self._boxes = order.boxes[rank]
+        self._made = {}
+
+    async def send_weights(self, weights: NamedTensors, version: int) -> Sent:
+        """As `CheckpointEngine.send_weights`, of the boxes that the receivers need."""
+        return await super().send_weights(cut(weights, from_text(self._boxes), self._made), version)
+
+    def _label(self) -> str:
+        return to_text(self._made)
 
     def _make_folder(self) -> OwnFolder | Subfolder:
         return Subfolder(self.sockets.parent, self.sockets.name)
