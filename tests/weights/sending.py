@@ -89,7 +89,7 @@ def serve(pipe, rank, world, store, device):
             return
         try:
             with broken(given[2], rank):
-                answer = sender.follow(order, ranks.rank(), lambda given=given: gathered(*given))
+                answer = sender.follow(order, ranks.rank(), lambda needs, given=given: gathered(*given))
             pipe.send((answer, type(order).__name__))
         except Exception as error:  # noqa: BLE001  told to the test
             pipe.send((f"{type(error).__name__}: {error}", "failed"))

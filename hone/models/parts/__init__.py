@@ -1,1 +1,2 @@
-"""Parts of weights: boxes of a tensor (`boxes`), and tensors that record which box of them is read (`views`)."""
+"""Parts of weights: boxes of a tensor (`boxes`), tensors that record which box of them is read
+(`views`), and where boxes of converted weights come from (`sources`)."""

@@ -73,6 +73,15 @@ def hull(one: Box, other: Box) -> Box:
     return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
+def around(some: Iterable[Boxed]) -> Boxed:
+    """The smallest box around boxes of one tensor; all of it if they disagree about its shape."""
+    first, *others = some
+    box = first.box
+    for other in others:
+        box = hull(box, other.box) if other.shape == first.shape else whole(first.shape)
+    return Boxed(first.shape, box)
+
+
 def overlap(one: Box, other: Box) -> Box | None:
     """The box that both have; None: there is none."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
@@ -156,6 +165,7 @@ __all__ = [
     "BoxError",
     "BoxMap",
     "Boxed",
+    "around",
     "contains",
     "cover",
     "from_text",

@@ -1,6 +1,6 @@
 """A tensor for a loader, of which only a box may be here, and which records the box that the loader reads.
 
-    narrow, slices, select, chunk, split, iteration, transpose  -->  another `Viewed`: nothing is read
+    narrow, slices, select, chunk, split, squeeze, transpose  -->  another `Viewed`: nothing is read
     everything else (copy_, to, arithmetic ...)                 -->  reads this view, and works on ordinary tensors
 
 So the same code of an engine first shows what it needs of a whole tensor, and later gets no more than that. It sees
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.models.parts.boxes import Box, Boxed, contains, hull, lengths, narrowed, nothing, whole
+from hone.models.parts.boxes import Box, Boxed, contains, hull, is_empty, lengths, narrowed, nothing, whole
 
 LOOKS = frozenset(
     {"__len__", "dim", "element_size", "is_contiguous", "is_floating_point", "nelement", "numel", "size", "stride"}
@@ -105,6 +105,8 @@ class Viewed(Tensor):
     def read(self) -> Tensor:
         """Read this view. Raises OutsideBox if a part of it is not here."""
         box = self.window.box()
+        if is_empty(box):
+            return self.part.new_empty(self.window.shape)
         self.reads.add(self.weight, box)
         if not contains(self.boxed.box, box):
             raise OutsideBox(
@@ -241,6 +243,13 @@ def _unbind(tensor: Viewed, dim: int = 0) -> tuple[Viewed, ...]:
     return tuple(tensor.through(tensor.window.select(dim, index)) for index in range(tensor.shape[dim]))
 
 
+def _squeeze(tensor: Viewed, dim: int | None = None) -> Viewed:
+    window = tensor.window
+    for one in range(tensor.dim())[::-1] if dim is None else (_at(tensor, dim),):
+        window = window.select(one, 0) if window.shape[one] == 1 else window
+    return tensor.through(window)
+
+
 def _iterate(tensor: Viewed) -> Iterator[Viewed]:
     return iter(_unbind(tensor))
 
@@ -269,6 +278,10 @@ def _itself(tensor: Viewed) -> Viewed:
     return tensor.through(tensor.window)
 
 
+def _to(tensor: Viewed, dtype: torch.dtype) -> Viewed | None:
+    return _itself(tensor) if tensor.dtype == dtype else None
+
+
 def _dense(tensor: Viewed) -> Viewed:
     return tensor.through(replace(tensor.window, dense=True))
 
@@ -287,6 +300,7 @@ _VIEWS: dict[str, Callable[..., Any]] = {
     "split_with_sizes": _split,
     "chunk": _chunk,
     "unbind": _unbind,
+    "squeeze": _squeeze,
     "__iter__": _iterate,
     "transpose": _transpose,
     "swapaxes": _transpose,
@@ -297,6 +311,7 @@ _VIEWS: dict[str, Callable[..., Any]] = {
     "data": _itself,
     "detach": _itself,
     "contiguous": _dense,
+    "to": _to,
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from hone.models.parts.boxes import Boxed, BoxError, BoxMap, cover, from_text, hull, is_empty, to_text, whole
+from hone.models.parts.boxes import Boxed, BoxError, BoxMap, around, cover, from_text, is_empty, to_text
 from hone.weights.transports.channel import Peer, SenderChannel
 
 
@@ -69,14 +69,7 @@ def _around(maps: Sequence[BoxMap]) -> BoxMap:
     """For each tensor the smallest box around what some receivers need."""
     if not maps:
         return {}
-    first, *others = maps
-    found: dict[str, Boxed] = {}
-    for name in set(first).intersection(*others):
-        shape, box = first[name]
-        for one in others:
-            box = hull(box, one[name].box) if one[name].shape == shape else whole(shape)
-        found[name] = Boxed(shape, box)
-    return found
+    return {name: around([one[name] for one in maps]) for name in set(maps[0]).intersection(*maps[1:])}
 
 
 __all__ = ["boxes_of_ranks", "complete", "wanted"]

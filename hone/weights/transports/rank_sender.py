@@ -25,6 +25,7 @@ import zmq
 import zmq.asyncio
 
 from hone.models.parts.boxes import Boxed, BoxMap, from_text, to_text
+from hone.models.parts.views import Viewed
 from hone.weights.base import Full, NamedTensor, NamedTensors, Sent
 from hone.weights.transports.channel import LARGEST_ANSWER, SenderChannel, lock
 from hone.weights.transports.folders import OwnFolder, Subfolder, is_free
@@ -65,6 +66,8 @@ class SendStream:
 
 Order = Locate | OpenSender | SendStream
 Answer = dict[str, Any] | None
+Needs = tuple[str | None, ...]
+"""Of each rank: the boxes that it sends, as text; empty: whole tensors, None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,10 @@ class RankSender:
         self._engine: _RankEngine | None = None
         self._drops: Any = None  # socket; None: no sync is open, or this rank has no receivers
         self._deadline = 0.0
+        self._needs: Needs = ()
 
-    def follow(self, order: Order, rank: int, stream: Callable[[], NamedTensors]) -> Answer:
-        """Carry out an order, on the thread of the worker; `stream` begins to gather."""
+    def follow(self, order: Order, rank: int, stream: Callable[[Needs], NamedTensors]) -> Answer:
+        """Carry out an order, on the thread of the worker; `stream` begins to gather what the ranks need."""
         if isinstance(order, Locate):
             here = order.machine == machine() and not is_free(Path(order.folder))
             return asdict(Place(here, os.getpid(), own_device(), shares_memory()))
@@ -100,10 +104,11 @@ class RankSender:
             self._loop = asyncio.new_event_loop()
         if isinstance(order, OpenSender):
             return self._loop.run_until_complete(self._open(order, rank))
-        return self._loop.run_until_complete(self._send(stream(), order.version))
+        return self._loop.run_until_complete(self._send(stream(self._needs), order.version))
 
     async def _open(self, order: OpenSender, rank: int) -> Answer:
         await self._end()  # a sync that failed before it was sent
+        self._needs = tuple(text if some else None for text, some in zip(order.boxes, order.receivers, strict=True))
         receivers = order.receivers[rank]
         if not receivers:
             return None
@@ -154,13 +159,15 @@ class RankSender:
 
 
 def cut(weights: NamedTensors, boxes: BoxMap, made: dict[str, Boxed]) -> Iterator[NamedTensor]:
-    """Yield the boxes of whole tensors, as views, and tensors without a box whole; `made` gets each box."""
+    """Yield boxes of tensors, and tensors without a box whole; `made` gets each box.
+
+    The tensors are whole, or views (`hone.models.parts.views`) that have at least the box.
+    """
     for name, tensor in weights:
         if name in boxes:
             made[name] = boxes[name]
-            yield name, made[name].of(name, tensor)
-        else:
-            yield name, tensor
+            tensor = made[name].of(name, tensor)
+        yield name, tensor.read() if isinstance(tensor, Viewed) else tensor
 
 
 class _RankEngine(IpcEngine):

@@ -21,6 +21,7 @@ LOADERS = {  # what a loader does -> the box that it reads
     "split": (lambda x: x.split([1, 5], dim=1)[1] + 0, ((0, 4), (1, 6), (0, 8))),
     "split in equal parts": (lambda x: torch.split(x, 4, 2)[1] + 0, ((0, 4), (0, 6), (4, 8))),
     "unbind": (lambda x: x.unbind(0)[3] + 0, ((3, 4), (0, 6), (0, 8))),
+    "squeeze": (lambda x: x.chunk(4)[2].squeeze().narrow(0, 1, 1).squeeze(0) + 0, ((2, 3), (1, 2), (0, 8))),
     "iteration": (lambda x: list(x)[2].chunk(2, 0)[1] + 0, ((2, 3), (3, 6), (0, 8))),
     "transpose": (lambda x: x.transpose(1, 2).narrow(1, 0, 2) + 0, ((0, 4), (0, 6), (0, 2))),
     "permute": (lambda x: x.permute(2, 0, 1)[7] + 0, ((0, 4), (0, 6), (7, 8))),
