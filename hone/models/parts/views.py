@@ -1,6 +1,6 @@
 """A tensor for a loader, of which only a box may be here, and which records the box that the loader reads.
 
-    narrow, slices, select, chunk, split, squeeze, transpose  -->  another `Viewed`: nothing is read
+    narrow, slices, select, chunk, unsqueeze, transpose  -->  another `Viewed`: nothing is read
     everything else (copy_, to, arithmetic ...)                 -->  reads this view, and works on ordinary tensors
 
 So the same code of an engine first shows what it needs of a whole tensor, and later gets no more than that. It sees
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.models.parts.boxes import Box, Boxed, contains, hull, is_empty, lengths, narrowed, nothing, whole
+from hone.models.parts.boxes import Box, Boxed, contains, hull, lengths, narrowed, nothing, whole
 
 LOOKS = frozenset(
     {"__len__", "dim", "element_size", "is_contiguous", "is_floating_point", "nelement", "numel", "size", "stride"}
 )
 """Methods that read a tensor's metadata only."""
+NEW = -1  # a dimension of a view that the whole tensor does not have
 VALUES = frozenset({"data", "T", "mT", "H", "mH"})  # attributes that are more than metadata
 
 
@@ -46,7 +47,7 @@ class Reads:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a view shows: for each of its dimensions the dimension of the whole tensor, and [start, stop) there."""
+    """What a view shows: for each of its dimensions the dimension of the whole tensor (or `NEW`), and [start, stop)."""
 
     dims: tuple[tuple[int, int, int], ...]
     fixed: tuple[tuple[int, int], ...] = ()  # dimensions that are selected away, and the index
@@ -62,7 +63,7 @@ class Window:
 
     def box(self) -> Box:
         """The box of the whole tensor."""
-        ends = {dim: (start, stop) for dim, start, stop in self.dims}
+        ends = {dim: (start, stop) for dim, start, stop in self.dims if dim != NEW}
         ends |= {dim: (index, index + 1) for dim, index in self.fixed}
         return tuple(ends[dim] for dim in sorted(ends))
 
@@ -73,7 +74,11 @@ class Window:
 
     def select(self, dim: int, index: int) -> Window:
         which, first, _ = self.dims[dim]
-        return Window((*self.dims[:dim], *self.dims[dim + 1 :]), (*self.fixed, (which, first + index)))
+        fixed = self.fixed if which == NEW else (*self.fixed, (which, first + index))
+        return Window((*self.dims[:dim], *self.dims[dim + 1 :]), fixed)
+
+    def unsqueeze(self, dim: int) -> Window:
+        return Window((*self.dims[:dim], (NEW, 0, 1), *self.dims[dim:]), self.fixed)
 
     def permute(self, order: Sequence[int]) -> Window:
         return Window(tuple(self.dims[dim] for dim in order), self.fixed)
@@ -90,7 +95,7 @@ class Viewed(Tensor):
 
     @staticmethod
     def __new__(cls: type[Viewed], weight: str, part: Tensor, boxed: Boxed, window: Window, reads: Reads) -> Viewed:
-        strides = _strides(boxed.shape)
+        strides = (*_strides(boxed.shape), 1)  # the last one is of new dimensions
         mine = _strides(window.shape) if window.dense else tuple(strides[dim] for dim, _, _ in window.dims)
         made: Viewed = Tensor._make_wrapper_subclass(
             cls, window.shape, strides=mine, dtype=part.dtype, device=part.device
@@ -105,7 +110,7 @@ class Viewed(Tensor):
     def read(self) -> Tensor:
         """Read this view. Raises OutsideBox if a part of it is not here."""
         box = self.window.box()
-        if is_empty(box):
+        if 0 in self.window.shape:
             return self.part.new_empty(self.window.shape)
         self.reads.add(self.weight, box)
         if not contains(self.boxed.box, box):
@@ -118,7 +123,9 @@ class Viewed(Tensor):
         for dim in sorted(gone, reverse=True):
             found = found.select(dim, 0)
         left = [dim for dim in range(len(box)) if dim not in gone]
-        found = found.permute([left.index(dim) for dim, _, _ in self.window.dims])
+        found = found.permute([left.index(dim) for dim, _, _ in self.window.dims if dim != NEW])
+        for place, (dim, _, _) in enumerate(self.window.dims):
+            found = found.unsqueeze(place) if dim == NEW else found
         return found.contiguous() if self.window.dense else found
 
     @classmethod
@@ -198,19 +205,22 @@ def _select(tensor: Viewed, dim: int, index: Any) -> Viewed | None:
 def _index(tensor: Viewed, key: Any) -> Viewed | None:
     keys = key if isinstance(key, tuple) else (key,)
     dots = [place for place, one in enumerate(keys) if one is Ellipsis]
-    if len(dots) > 1 or not all(one is Ellipsis or type(one) in (int, slice) for one in keys):
+    if len(dots) > 1 or not all(one is Ellipsis or one is None or type(one) in (int, slice) for one in keys):
+        return None
+    given = len(keys) - len(dots) - keys.count(None)
+    if given > tensor.dim():
         return None
     if dots:
-        rest = (slice(None),) * (tensor.dim() - len(keys) + 1)
-        keys = (*keys[: dots[0]], *rest, *keys[dots[0] + 1 :])
-    if len(keys) > tensor.dim():
-        return None
+        keys = (*keys[: dots[0]], *[slice(None)] * (tensor.dim() - given), *keys[dots[0] + 1 :])
     found: Viewed | None = tensor
     dim = 0
     for one in keys:
         if found is None:
             return None
-        if isinstance(one, slice):
+        if one is None:
+            found = _unsqueeze(found, dim)
+            dim += 1
+        elif isinstance(one, slice):
             start, stop, step = one.indices(found.shape[dim])
             found = _narrow(found, dim, start, max(stop - start, 0)) if step == 1 else None
             dim += 1
@@ -248,6 +258,12 @@ def _squeeze(tensor: Viewed, dim: int | None = None) -> Viewed:
     for one in range(tensor.dim())[::-1] if dim is None else (_at(tensor, dim),):
         window = window.select(one, 0) if window.shape[one] == 1 else window
     return tensor.through(window)
+
+
+def _unsqueeze(tensor: Viewed, dim: int) -> Viewed:
+    if not -tensor.dim() - 1 <= dim <= tensor.dim():
+        raise TypeError(dim)
+    return tensor.through(tensor.window.unsqueeze(dim % (tensor.dim() + 1)))
 
 
 def _iterate(tensor: Viewed) -> Iterator[Viewed]:
@@ -301,6 +317,7 @@ _VIEWS: dict[str, Callable[..., Any]] = {
     "chunk": _chunk,
     "unbind": _unbind,
     "squeeze": _squeeze,
+    "unsqueeze": _unsqueeze,
     "__iter__": _iterate,
     "transpose": _transpose,
     "swapaxes": _transpose,

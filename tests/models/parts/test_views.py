@@ -35,7 +35,15 @@ LOADERS = {  # what a loader does -> the box that it reads
     "steps": (lambda x: x[::2] + 0, whole(SHAPE)),
     "a mask": (lambda x: x[x > 3], whole(SHAPE)),
     "a view": (lambda x: x.view(24, 8)[:2], whole(SHAPE)),
-    "a new dimension": (lambda x: x[None, :1] + 0, whole(SHAPE)),
+    "a new dimension": (lambda x: x[None, :1, None] + 0, ((0, 1), (0, 6), (0, 8))),
+    "a new dimension that goes": (
+        lambda x: x[2].unsqueeze(0).unbind()[0].narrow(1, 2, 3) + 0,
+        ((2, 3), (0, 6), (2, 5)),
+    ),
+    "new dimensions elsewhere": (
+        lambda x: x.unsqueeze(-1).unsqueeze(1).transpose(0, 1)[0, 3:] + 0,
+        ((3, 4), (0, 6), (0, 8)),
+    ),
     "another dtype": (lambda x: x.to(torch.float64)[:1], whole(SHAPE)),
     "a copy": (lambda x: torch.zeros(SHAPE).copy_(x), whole(SHAPE)),
     "a part that is joined": (lambda x: torch.cat([torch.ones(1, 6, 8), x[3:]]), ((3, 4), (0, 6), (0, 8))),
