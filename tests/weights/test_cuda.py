@@ -7,7 +7,7 @@ import torch
 
 from hone.weights import TRANSPORTS
 from hone.weights.sync import CheckpointEngineManager
-from hone.weights.transports.memory import DeviceBuffers
+from hone.weights.transports.memory import DeviceBuffers, SharedBuffers
 from tests.weights.conftest import every_kind
 from tests.weights.receiving import TOKEN
 
@@ -29,3 +29,13 @@ def test_buckets_in_the_memory_of_the_device(replicas):
         await engine.close()
 
     asyncio.run(whole())
+
+
+@one_device
+def test_buckets_in_host_memory_are_page_locked_while_they_are_open():
+    torch.zeros(1).cuda()  # this process uses its device
+    buffers = SharedBuffers(1 << 20)
+    kept = list(buffers.tensors)
+    assert all(tensor.is_pinned() for tensor in kept)
+    buffers.close()
+    assert not any(tensor.is_pinned() for tensor in kept)
