@@ -50,7 +50,7 @@ def shared_settings(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "bf16": args.precision == "bf16",
         "model_init_kwargs": {"dtype": dtype, "attn_implementation": "sdpa"},
         "gradient_checkpointing": False,
-        "use_cpu": True,
+        "use_cpu": not torch.accelerator.is_available(),
         "report_to": "none",
         "logging_strategy": "no",
         "save_strategy": "no",

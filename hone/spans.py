@@ -27,3 +27,19 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """The positions start, start + 1 ... of all spans, concatenated: [sum of lengths] int64."""
     shift = repeat(starts - (lengths.cumsum(0) - lengths), lengths)
     return shift.add_(torch.arange(len(shift), device=lengths.device))
+
+
+def running_sums(rows: Tensor) -> Tensor:
+    """The sum of each row's values up to each place: [N, V] -> [N, V]; repeats to the bit where torch has to.
+
+    Where only deterministic kernels are allowed, torch refuses to add up floats on a GPU, because its kernel for a
+    single row does not repeat (its issue 75240). The kernel for several rows has a fixed order.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return rows.cumsum(-1)
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        return rows.expand(2, -1).cumsum(-1)[:1] if len(rows) == 1 else rows.cumsum(-1)
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)

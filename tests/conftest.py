@@ -7,6 +7,7 @@ from importlib.metadata import version
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or NVIDIA's products may not repeat (`deterministic`)
 
 import pytest
 import torch
@@ -55,6 +56,29 @@ def pytest_xdist_make_scheduler(config, log):
 
     config.option.loadscopereorder = False
     return InOrder(config, log)
+
+
+@pytest.fixture(params=["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)])
+def each_device(request, monkeypatch):
+    """A device's name in torch: that of the CPU, which is then the process's platform, and of an accelerator."""
+    from hone.platforms.base import PLATFORM_VARIABLE, current_platform
+
+    if request.param == "cpu":
+        monkeypatch.setenv(PLATFORM_VARIABLE, "cpu")
+        return "cpu"
+    if current_platform().device == "cpu":
+        pytest.skip("there is no accelerator here")
+    return current_platform().device
+
+
+@pytest.fixture
+def deterministic(each_device):
+    """Only kernels that repeat to the bit, on that device too."""
+    from hone.platforms.base import use_deterministic_kernels
+
+    use_deterministic_kernels()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hone.spans import cumulative, ranges, repeat
+from hone.spans import cumulative, ranges, repeat, running_sums
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 
@@ -27,3 +27,18 @@ def test_ranges_run_from_each_start_and_leave_their_input():
     assert (starts.tolist(), lengths.tolist()) == ([7, 3, 0], [2, 0, 3])
     assert ranges(starts[:0], lengths[:0]).tolist() == []
     assert cumulative(lengths).tolist() == [0, 2, 2, 5]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_running_sums_are_the_same_where_only_deterministic_kernels_are_allowed(rows):
+    values = torch.rand(rows, 50)
+    expected = values.cumsum(-1)
+    assert torch.equal(running_sums(values), expected)
+    for warn_only in (False, True):
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        try:
+            assert torch.equal(running_sums(values), expected)
+            assert torch.are_deterministic_algorithms_enabled()
+            assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
+        finally:
+            torch.use_deterministic_algorithms(False)

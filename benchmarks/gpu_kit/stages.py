@@ -1,12 +1,13 @@
 """Runs the GPU kit: stages with a time limit each, most informative first, and one line of JSON for each.
 
     python benchmarks/gpu_kit/stages.py --out OUT                      every stage
-    python benchmarks/gpu_kit/stages.py --out OUT doctor tests         these
-    python benchmarks/gpu_kit/stages.py --out OUT --shapes tiny        on a CPU, to try the kit itself
+    python benchmarks/gpu_kit/stages.py --out OUT doctor tests         these; `tests` stands for every `tests-...`
+    python benchmarks/gpu_kit/stages.py --out OUT --rehearse           every stage on a CPU, as small as possible
 
-`OUT/results.jsonl` has a line for each stage as soon as it ends: its name, whether it succeeded, its seconds, its
-figures, and the end of its output. The whole output is in `OUT/NAME.log`. A stage that runs over its limit is killed
-with everything that it started, and the next one begins. The exit code is the number of stages that failed.
+`OUT` gets two files. `results.jsonl` has a line for each stage as soon as it ends: its name, whether it succeeded, its
+seconds, its figures, and the end of its output. `output.log` has the output of all stages, of each at most its last
+MiB. Models and runs are in a temporary folder. A stage that runs over its limit is killed with everything that it
+started, and the next one begins. The exit code is the number of stages that failed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,7 +35,35 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PYTHON = sys.executable
+PEER = ROOT / ".venv-bench/bin/python"  # TRL's environment for `make bench`, if it is there
 TAIL_LINES = 25
+OUTPUT_BYTES = 1 << 20  # of one stage, that `output.log` keeps
+TOP_KERNELS = 25
+TRITON = "tests/engines/test_triton_scores.py"  # on a CPU by `make test-triton`
+TESTS = {  # each in a process of its own: an error of a device spoils every later use of it by the same process
+    "tests/models/test_attention.py": 90,
+    "tests/engines/test_logprobs.py": 60,
+    "tests/engines/test_device.py": 120,
+    "tests/rollout/test_device.py": 120,
+    "tests/weights/test_device.py": 90,
+    TRITON: 120,
+    "tests/trainers/test_resume.py": 240,
+    "tests/models/test_flex_attention.py": 180,
+    "tests/platforms/test_platforms.py": 60,
+}
+SMALL = {  # what a rehearsal changes
+    "sft": ("samples_per_step=2", "run.steps=3", "runtime.threads=1"),
+    "grpo": (
+        *("update.prompts_per_step=2", "update.samples_per_prompt=2", "rollout.sampling.max_response_tokens=8"),
+        *("run.steps=3", "runtime.threads=1"),
+    ),
+    "decode": ("--rows", "1,4", "--short", "4", "--long", "8", "--rounds", "1", "--copy-mib", "16"),
+    "trl": ("--max-tokens", "8", "--rounds", "1", "--batch", "64"),
+    "head": ("--rows", "64", "--width", "64", "--tokens", "4096", "--rounds", "1"),
+    "weight-sync": ("--gb", "0.07", "--rounds", "1", "--device", "cpu"),
+    "quickstart": ("run.steps=1", "evaluation.every_steps=0"),
+    "reverse": ("run.steps=1", "evaluation.every_steps=0"),
+}
 WARM_UP_STEPS = 2  # of a run that is measured
 H200_BF16_FLOPS = 989e12  # dense, from the vendor's data sheet
 
@@ -57,8 +88,11 @@ def hone(*arguments: str) -> list[str]:
 
 
 def count_tests(output: str) -> Figures:
-    """What pytest's last line says."""
-    return {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", output)}
+    """How many tests ended in which way, also where the run was cut; and the names of those that failed."""
+    found = re.findall(r"^(\S+::.*?) (PASSED|FAILED|SKIPPED|ERROR)\b", output, re.MULTILINE)
+    counts = dict(Counter(outcome.lower() for _, outcome in found))
+    failed = [name for name, outcome in found if outcome in ("FAILED", "ERROR")]
+    return {**counts, "failures": failed} if failed else counts
 
 
 def exact_match(output: str) -> Figures:
@@ -76,6 +110,30 @@ def step_figures(run: Path, parameters: int, output: str) -> Figures:
     if "perf/tokens_per_s" in figures:
         figures["mfu"] = figures["perf/tokens_per_s"] * 6 * parameters / H200_BF16_FLOPS
     return figures
+
+
+def profile_figures(run: Path, step: int, output: str) -> Figures:
+    """Where a traced step spent the device's time (without a device: torch's operations), longest first."""
+    trace = run / "profile" / f"step-{step}.json"
+    if not trace.is_file():
+        return {}
+    events = [one for one in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"] if one.get("ph") == "X"]
+    of_device = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    total, calls = Counter[str](), Counter[str]()
+    for event in of_device or [one for one in events if one.get("cat") == "cpu_op"]:
+        total[event["name"]] += event["dur"]
+        calls[event["name"]] += 1
+    every = sum(total.values()) or 1
+    lines = [
+        f"{spent / 1e3:9.2f} ms {spent / every:6.1%} {calls[name]:7} x {name[:100]}"
+        for name, spent in total.most_common(TOP_KERNELS)
+    ]
+    return {"device_ms": sum(one["dur"] for one in of_device) / 1e3, "kernels": lines}
+
+
+def json_lines(output: str) -> Figures:
+    """The lines of a benchmark that are JSON."""
+    return {"rows": [json.loads(line) for line in output.splitlines() if line.startswith("{")]}
 
 
 def printed_numbers(output: str) -> Figures:
@@ -96,37 +154,74 @@ def make_material(shape: str, folder: Path) -> int:
     return int(found[1].replace(",", ""))
 
 
-def run_of(kind: str, shape: str, material: Path, out: Path) -> Callable[[], Stage]:
-    """Supervised or GRPO steps of a model of this shape; the model is made when the stage begins."""
+@dataclass(frozen=True)
+class Kit:
+    """Where everything is, and how large it is."""
 
-    def make() -> Stage:
-        parameters = make_material(shape, material / shape)
-        run = out / f"{kind}-{shape}"
-        data = material / shape / ("samples.jsonl" if kind == "sft" else "prompts.jsonl")
-        keys = [f"run.dir={run}", f"model.path={material / shape / 'model'}", f"data.train.path={data}"]
-        command = hone("sft" if kind == "sft" else "train", str(HERE / f"{kind}.yaml"), *keys)
-        return Stage(f"{kind}-{shape}", command, 150, partial(step_figures, run, parameters))
+    work: Path  # models, data and runs
+    shapes: Sequence[str]
+    rehearse: bool = False
 
-    return make
+    def stages(self) -> dict[str, Callable[[], Stage]]:
+        """Name -> what makes the stage, in the order in which they run."""
+        sync = [PYTHON, str(ROOT / "benchmarks/weight_sync.py"), "--transports", "ipc", "--rounds", "5"]
+        head = [PYTHON, str(ROOT / "benchmarks/head.py")]
+        stages = [
+            Stage("doctor", hone("doctor", "--full", "--json"), 60),
+            *(self._tests(path, limit_s) for path, limit_s in TESTS.items() if path != TRITON or not self.rehearse),
+            self._recipe("quickstart", 150),
+            Stage("weight-sync", [*sync, *self._small("weight-sync", "--device", "cuda")], 60, printed_numbers),
+            Stage("head", [*head, *self._small("head")], 60, printed_numbers),
+        ]
+        makers: dict[str, Callable[[], Stage]] = {stage.name: partial(_same, stage) for stage in stages}
+        for kind in ("decode", "grpo", "profile", "trl", "sft"):
+            makers |= {f"{kind}-{shape}": partial(self._of_shape, kind, shape) for shape in self.shapes_of(kind)}
+        reverse = self._recipe("reverse", 120)
+        return {**makers, reverse.name: partial(_same, reverse)}
 
+    def shapes_of(self, kind: str) -> Sequence[str]:
+        """The largest shape trains by SFT only, and a trace is of the first."""
+        if kind in ("decode", "grpo", "trl"):
+            return [shape for shape in self.shapes if shape != "4b"]
+        return self.shapes[:1] if kind == "profile" else self.shapes
 
-def all_stages(out: Path, material: Path, shapes: Sequence[str]) -> dict[str, Callable[[], Stage]]:
-    """Name -> what makes the stage, in the order in which they run."""
-    quickstart, reverse = str(ROOT / "recipes/quickstart/grpo.yaml"), str(ROOT / "recipes/reverse/grpo.yaml")
-    tests = [PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests")]
-    transports = [PYTHON, str(ROOT / "benchmarks/weight_sync.py"), "--transports", "ipc", "--rounds", "5"]
-    stages = [
-        Stage("doctor", hone("doctor", "--full", "--json"), 60),
-        Stage("tests", tests, 240, count_tests),
-        Stage("quickstart", hone("train", quickstart, f"run.dir={out / 'quickstart'}"), 150, exact_match),
-        Stage("head", [PYTHON, str(ROOT / "benchmarks/head.py")], 60, printed_numbers),
-        Stage("weight-sync", [*transports, "--device", "cuda"], 60, printed_numbers),
-        Stage("reverse", hone("train", reverse, f"run.dir={out / 'reverse'}"), 120, exact_match),
-    ]
-    makers: dict[str, Callable[[], Stage]] = {stage.name: partial(_same, stage) for stage in stages}
-    for kind, shape in [("sft", shape) for shape in shapes] + [("grpo", shape) for shape in shapes]:
-        makers[f"{kind}-{shape}"] = run_of(kind, shape, material, out)
-    return makers
+    def _small(self, kind: str, *otherwise: str) -> tuple[str, ...]:
+        return SMALL.get(kind, ()) if self.rehearse else otherwise
+
+    def _tests(self, path: str, limit_s: float) -> Stage:
+        """One file of tests; a rehearsal runs on the CPU what is for each device."""
+        chosen = ["-k", "cpu"] if self.rehearse else ["-m", "gpu and not vllm and not sglang"]
+        command = [PYTHON, "-m", "pytest", "-v", "--tb=short", "-W", "default", "-p", "no:cacheprovider", *chosen]
+        name = "tests-" + re.sub(r"tests/|test_|\.py", "", path).replace("/", "-")
+        return Stage(name, [*command, str(ROOT / path)], limit_s, count_tests)
+
+    def _recipe(self, name: str, limit_s: float) -> Stage:
+        command = hone("train", str(ROOT / f"recipes/{name}/grpo.yaml"), f"run.dir={self.work / name}")
+        return Stage(name, [*command, *self._small(name)], limit_s, exact_match)
+
+    def _of_shape(self, kind: str, shape: str) -> Stage:
+        """A stage with a model of this shape, which is made when the stage begins."""
+        folder, run = self.work / "models" / shape, self.work / f"{kind}-{shape}"
+        shutil.rmtree(folder.parent, ignore_errors=True)  # one at a time is enough for the disk
+        parameters, name = make_material(shape, folder), f"{kind}-{shape}"
+        if kind == "decode":
+            command = [PYTHON, str(ROOT / "benchmarks/decode.py"), str(folder / "model"), *self._small(kind)]
+            return Stage(name, command, 150, json_lines)
+        if kind == "trl":
+            fits = ("--batch", "16" if shape == "0.6b" else "8", "actor.max_tokens_per_microbatch=16384")
+            peer = ["--peer-python", str(PEER)] if self.rehearse and PEER.exists() else []
+            command = [PYTHON, str(HERE / "beside_trl.py"), str(folder), *peer, *self._small(kind, *fits)]
+            return Stage(name, command, 300, json_lines)
+        algorithm = "sft" if kind == "sft" else "grpo"
+        data = folder / ("samples.jsonl" if kind == "sft" else "prompts.jsonl")
+        keys = [f"run.dir={run}", f"model.path={folder / 'model'}", f"data.train.path={data}"]
+        if shape == "4b":
+            keys.append("actor.activation_checkpointing=true")
+        if kind == "profile":
+            keys += ["rollout.sampling.max_response_tokens=64", "run.steps=3", "profile.steps=3"]
+        command = hone("sft" if kind == "sft" else "train", str(HERE / f"{algorithm}.yaml"), *keys)
+        figures = partial(profile_figures, run, 3) if kind == "profile" else partial(step_figures, run, parameters)
+        return Stage(name, [*command, *self._small(algorithm)], 150, figures)
 
 
 def _same(stage: Stage) -> Stage:
@@ -135,12 +230,12 @@ def _same(stage: Stage) -> Stage:
 
 def run_stage(name: str, make: Callable[[], Stage], out: Path) -> dict[str, Any]:
     """Run one stage to its end or its limit; what its line says."""
-    started, log = time.monotonic(), out / f"{name}.log"
+    started = time.monotonic()
     try:
         stage = make()
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         return {"stage": name, "ok": False, "seconds": time.monotonic() - started, "error": str(error)}
-    with log.open("w", encoding="utf-8") as file:
+    with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(stage.command, stdout=file, stderr=file, cwd=ROOT, start_new_session=True)
         try:
             code: int | None = process.wait(timeout=stage.limit_s)
@@ -148,7 +243,10 @@ def run_stage(name: str, make: Callable[[], Stage], out: Path) -> dict[str, Any]
             code = None
         finally:
             _kill_session(process)
-    output = log.read_text(encoding="utf-8", errors="replace")
+        file.seek(0)
+        output = file.read().decode(errors="replace")
+    with (out / "output.log").open("a", encoding="utf-8") as log:
+        log.write(f"\n===== {name}: {shlex.join(stage.command)}\n{output[-OUTPUT_BYTES:]}")
     line: dict[str, Any] = {"stage": name, "ok": code == 0, "seconds": round(time.monotonic() - started, 1)}
     if code is None:
         line["error"] = f"stopped after {stage.limit_s:g} s"
@@ -166,26 +264,32 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", help="names of stages; all of them by default")
+    parser.add_argument("stages", nargs="*", help="names of stages, or what they begin with; all of them by default")
     parser.add_argument("--out", type=Path, default=ROOT / ".gpu-kit" / "out")
     parser.add_argument("--shapes", default="0.6b,1.7b,4b", help="model shapes of the runs that are measured")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, each stage as small as possible")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    material = Path(tempfile.mkdtemp(prefix="gpu-kit-"))
+    if args.rehearse:
+        os.environ |= {"HONE_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="gpu-kit-"))
     failed = 0
     try:
-        makers = all_stages(args.out.resolve(), material, args.shapes.split(","))
-        unknown = set(args.stages) - set(makers)
-        if unknown:
-            parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(makers)}")
-        with (args.out / "results.jsonl").open("a", encoding="utf-8") as results:
-            for name in args.stages or makers:
-                line = run_stage(name, makers[name], args.out.resolve())
+        makers = Kit(work, ["tiny"] if args.rehearse else args.shapes.split(","), args.rehearse).stages()
+        chosen = {given: [n for n in makers if n == given or n.startswith(f"{given}-")] for given in args.stages}
+        if unknown := [given for given, names in chosen.items() if not names]:
+            parser.error(f"no stage {', '.join(unknown)}; there are {', '.join(makers)}")
+        names = [name for names in chosen.values() for name in names] or list(makers)
+        with (out / "results.jsonl").open("a", encoding="utf-8") as results:
+            for name in names:
+                line = run_stage(name, makers[name], out)
                 failed += not line["ok"]
                 print(json.dumps(line), file=results, flush=True)
-                print(f"{name}: {'ok' if line['ok'] else 'FAILED'} in {line['seconds']} s {line.get('figures', '')}")
+                outcome = "ok" if line["ok"] else "FAILED"
+                print(f"{name}: {outcome} in {line['seconds']:.1f} s {line.get('figures', '')}", flush=True)
     finally:
-        shutil.rmtree(material)
+        shutil.rmtree(work)
     return failed
 
 

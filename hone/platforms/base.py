@@ -66,6 +66,7 @@ class PlatformBase(MemorySharing, ABC):
     attention_kernels: ClassVar[tuple[str, ...]] = ("sdpa",)  # "varlen": packed rows; "flex": caps, sinks
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")  # that the devices compute in
     fused_optimizers: ClassVar[bool] = False  # whether torch.optim's `fused=True` runs on the devices
+    determinism: ClassVar[tuple[str, str]] = ("", "")  # variable and value without which products do not repeat
     compiles_triton: ClassVar[bool] = False  # whether Triton compiles hone's kernels for the devices
     grouped_products: ClassVar[tuple[str, ...]] = ()  # dtypes of torch's `grouped_mm` where bfloat16 is native
     profiler_activity: ClassVar[str] = ""  # member of `torch.profiler.ProfilerActivity` besides CPU; "" if none
@@ -306,6 +307,14 @@ def why_no_triton(platform: PlatformBase) -> str:
         return "triton is not installed, which torch for GPUs brings on Linux: pip install triton"
     old = "" if interpreted else platform.why_bfloat16_is_slow()
     return f"{old}, as does Triton" if old else ""
+
+
+def use_deterministic_kernels() -> None:
+    """Let torch use only kernels that repeat to the bit. Call it before this process's first product on a device."""
+    variable, value = current_platform().determinism
+    if variable:
+        os.environ.setdefault(variable, value)
+    torch.use_deterministic_algorithms(True)
 
 
 def current_platform() -> PlatformBase:

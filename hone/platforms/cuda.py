@@ -78,6 +78,7 @@ class CudaPlatform(GpuPlatform):
     grouped_products = ("bfloat16",)
     ray_override_variables = ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",)
     allocator_variable = "PYTORCH_CUDA_ALLOC_CONF"
+    determinism = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # torch reads it once, and refuses products without it
     container = "--gpus all"
     sources = {  # noqa: RUF012  a ClassVar of the base class
         **dict.fromkeys(("device", "vendor", "dtypes", "fused_optimizers"), "torch.cuda of torch 2.13"),

@@ -17,6 +17,7 @@ from hone.rollout.images import PlacedImages, place_images
 from hone.types import Image, PromptTooLong, SamplingParams
 
 WAKE_TAGS = ("weights", "kv_cache")
+CONSTRAINS_NOT = "has no such constraint: use rollout.backend=vllm or sglang, or ask for JSON in the prompt"
 
 
 class ReplicaState:
@@ -45,6 +46,13 @@ class ReplicaState:
             raise RuntimeError(f"rollout replica {self.replica} is asleep ({', '.join(asleep)}); call wake_up first")
         if self.obstacle:
             raise RuntimeError(f"rollout replica {self.replica} cannot generate: {self.obstacle}")
+
+    def check_kept(self, request_id: str) -> None:
+        """Raise RuntimeError if a request was aborted because the weights were lost: sending it again is of no use."""
+        if self.obstacle:
+            raise RuntimeError(
+                f"request {request_id!r}: rollout replica {self.replica} lost its weights: {self.obstacle}"
+            )
 
     def check_update(self, is_adapter: bool) -> None:
         """Raise RuntimeError if weights cannot be taken in now, before anything changes."""
@@ -92,7 +100,8 @@ class RequestLimits:
     longest: float  # tokens of prompt and completion together
     has_tokenizer: bool
     adapters: Collection[str] = ()  # names of the adapters besides the policy's own
-    constrains: bool = False  # whether answers can be made to follow a JSON schema
+    engine: str = "the built-in rollout engine"  # for errors
+    no_schema: str = CONSTRAINS_NOT  # why it cannot make answers follow a JSON schema; empty: it can
 
     @cached_property
     def vocabulary(self) -> int:
@@ -107,10 +116,9 @@ class RequestLimits:
         """
         self.check_prompt(request_id, token_ids)
         check_sampling(request_id, sampling, self.vocabulary, self.has_tokenizer)
-        if sampling.json_schema and not self.constrains:
+        if sampling.json_schema and self.no_schema:
             raise ValueError(
-                f"request {request_id!r} wants an answer that follows a JSON schema, and the built-in rollout engine "
-                "has no such constraint: use rollout.backend=vllm or sglang, or ask for JSON in the prompt"
+                f"request {request_id!r} wants an answer that follows a JSON schema, and {self.engine} {self.no_schema}"
             )
         if sampling.adapter:
             check_adapter(sampling.adapter, self.adapters)
@@ -157,4 +165,4 @@ def _check_ids(what: str, ids: Collection[int], vocabulary: int) -> None:
         raise ValueError(f"{what} should be within the vocabulary of {vocabulary}, found {bad}")
 
 
-__all__ = ["WAKE_TAGS", "ReplicaState", "RequestLimits", "check_prompt"]
+__all__ = ["CONSTRAINS_NOT", "WAKE_TAGS", "ReplicaState", "RequestLimits", "check_prompt"]

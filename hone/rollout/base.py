@@ -44,6 +44,10 @@ class ReplicaLost(RuntimeError):
     """A replica's process died or its connection broke: its requests can be sent to another replica."""
 
 
+class ScoreAborted(RuntimeError):
+    """A replica aborted the scoring of a sequence: it can be asked again."""
+
+
 class Generating(Protocol):
     """The verbs of every engine. All coroutines run on one event loop."""
 
@@ -63,7 +67,7 @@ class Generating(Protocol):
     async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
         """Log-probs of the tokens of a sequence, and the `top_k` most likely tokens at each place.
 
-        Raises as `generate` does.
+        Raises as `generate` does, and ScoreAborted where `generate` returns an aborted completion.
         """
 
     @property
@@ -194,6 +198,7 @@ __all__ = [
     "LoadedWeights",
     "ReplicaLost",
     "RolloutEngine",
+    "ScoreAborted",
     "ServerAdapter",
     "ServerSpec",
     "WeightReceipt",

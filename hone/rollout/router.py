@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -25,13 +25,13 @@ from typing import Any, TypeVar
 from hone.data.routes import Routes, joined_routes
 from hone.deadline import SeatWait
 from hone.processes.restarts import Restarts
-from hone.rollout.base import Generating, ReplicaLost
+from hone.rollout.base import Generating, ReplicaLost, ScoreAborted
 from hone.rollout.builtin.requests import StopStrings
 from hone.rollout.placement import Placement
 from hone.rollout.prompt_scores import scorer_of, with_prompt_scores
 from hone.rollout.replicas import Replica, ReplicaPool, RestoreFn, RoutedRequest, end_task, is_alive
 from hone.rollout.settings import RolloutConfig
-from hone.schedule.replay import Spans
+from hone.schedule.replay import ReplayError, Spans
 from hone.schedule.seats import Versions, fits
 from hone.types import Completion, Image, Metric, Metrics, PauseMode, SamplingParams, Scored, StopReason
 
@@ -151,9 +151,8 @@ class _Pieces:
     routes: Routes | None = None
     prompt: int = 0  # its length
     sent: int = 0  # how often it was sent again
-    whole: bool = (
-        False  # an aborted piece is dropped: an engine follows a JSON schema from the answer's first token only
-    )
+    # An aborted piece is dropped, because an engine follows a JSON schema from the answer's first token only.
+    whole: bool = False
 
     def add(self, piece: Completion) -> None:
         if self.whole and piece.stop_reason is StopReason.ABORTED:
@@ -259,7 +258,7 @@ class Router:
         request_id = piece_id = request.request_id
 
         async def send(replica: Replica) -> Completion:
-            rest = _rest(sampling, joined, replica.engine, most)
+            rest = _rest(request, sampling, joined, replica.engine, most)
             found: Completion = await replica.engine.generate(piece_id, (*prompt, *joined.tokens), rest, *images)
             return found
 
@@ -292,13 +291,13 @@ class Router:
         """How likely the tokens of a sequence are, by weights of `versions`; raises as `generate` does."""
         request = RoutedRequest(request_id, versions, tuple(token_ids))
         self._open.add(request_id)
+        aborts, piece_id = self._aborts, request_id
         try:
-            while (replica := await self._seat(request)) is not None:
-                found: Scored | None = await self._ask(
-                    replica, request, lambda one: scorer_of(one.engine, one.name)(request_id, token_ids, top_k)
-                )
-                if found is not None:
+            while self._aborts == aborts and (replica := await self._seat(request)) is not None:
+                if found := await self._ask(replica, request, partial(_score_once, piece_id, token_ids, top_k)):
                     return found
+                self._resent += 1
+                piece_id += "+"  # a replica may still know the last one
             raise RuntimeError(f"request {request_id!r} was aborted")
         finally:
             self._open.discard(request_id)
@@ -435,9 +434,27 @@ def _check_versions(replica: Replica, request: RoutedRequest, piece: Completion)
         )
 
 
-def _rest(sampling: SamplingParams, joined: _Pieces, engine: Any, most: int | None) -> SamplingParams:
+async def _score_once(request_id: str, token_ids: tuple[int, ...], top_k: int, replica: Replica) -> Scored | None:
+    """What one replica finds; None if it aborted the request."""
+    with suppress(ScoreAborted):
+        return await scorer_of(replica.engine, replica.name)(request_id, token_ids, top_k)
+    return None
+
+
+def _rest(
+    request: RoutedRequest, sampling: SamplingParams, joined: _Pieces, engine: Any, most: int | None
+) -> SamplingParams:
     """What the next piece samples: fewer tokens, `most` at most, and another random stream where the same one would
-    begin anew."""
+    begin anew.
+
+    Raises ReplayError for the rest of an answer that follows a JSON schema, of another version than its beginning.
+    """
+    if joined.whole and joined.tokens:
+        raise ReplayError(
+            f"request {request.request_id!r} cannot be replayed: it wants an answer that follows a JSON schema, and in "
+            f"the recorded run several weight versions sampled it ({request.spans}); an engine follows a schema from "
+            "an answer's first token only"
+        )
     tokens = sampling.max_tokens - len(joined.tokens)
     left = replace(sampling, max_tokens=tokens if most is None else min(tokens, most))
     if engine.positional_seed or not joined.tokens:

@@ -59,7 +59,7 @@ class LocalWorkerGroup:
     @classmethod
     def server_devices(
         cls, role: str, colocated_with: str, count: int, devices: int, runtime: RuntimeConfig
-    ) -> Sequence[ServerDevices]:
+    ) -> Sequence[Sequence[ServerDevices]]:
         """None: servers are started on this machine."""
         return ()
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hone.config import Config, forget_reads, sections
-from hone.platforms.base import current_platform
+from hone.platforms.base import current_platform, use_deterministic_kernels
 from hone.runtime import ranks
 from hone.runtime.base import RankLost
 from hone.runtime.batch_plan import STAYING, Arrays, BatchPlan, TensorsPlan, to_array, unpack, unpack_tensors
@@ -149,7 +149,7 @@ class RankProcess:
             platform.set_device(place.device)
         torch.set_num_threads(setup.threads or max(1, len(os.sched_getaffinity(0)) // place.local_ranks))
         if setup.deterministic:
-            torch.use_deterministic_algorithms(True)
+            use_deterministic_kernels()
         if place.ranks > 1:
             if address.startswith("127."):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -377,8 +377,10 @@ class RayWorkerGroup:
     @classmethod
     def server_devices(
         cls, role: str, colocated_with: str, count: int, devices: int, runtime: RuntimeConfig
-    ) -> Sequence[ServerDevices]:
+    ) -> Sequence[Sequence[ServerDevices]]:
         """Where servers of a role go: into the pool that names it, else on the devices of `colocated_with`.
+
+        Of each server, the devices on each of its machines.
 
         None, if these are all on the driver's machine: then servers are started there. Raises ConfigError.
         """

@@ -324,12 +324,14 @@ class ReservedDevices(RayDevices):
         return {**found, "scheduling_strategy": where, **({"resources": others} if others else {})}
 
 
-def reserved_devices(shape: Shape, settings: RaySettings, count: int, devices: int) -> list[RayDevices]:
+def reserved_devices(shape: Shape, settings: RaySettings, count: int, devices: int) -> list[list[RayDevices]]:
     """Reserve a pool and divide it among `count` servers of `devices` devices each, spread over its machines.
 
-    Raises ConfigError if the pool is too small, or the cluster does not have it.
+    A server that needs more devices than a machine has gets all devices of several machines. Raises ConfigError if the
+    pool is too small, or the cluster does not have it.
     """
-    room = shape.nodes * (shape.devices // devices)
+    machines = machines_of(devices, shape.devices, shape.key)
+    room = shape.nodes // machines if machines > 1 else shape.nodes * (shape.devices // devices)
     if count > room:
         raise ConfigError(
             f"{shape.key}: {shape.nodes} node(s) with {shape.devices} device(s) each have room for {room} server(s) "
@@ -337,8 +339,26 @@ def reserved_devices(shape: Shape, settings: RaySettings, count: int, devices: i
         )
     owner = Reservation(shape, settings)
     bundles = list(nodes_of(owner.group).items())
-    chosen = [bundles[number % len(bundles)] for number in range(count)]
-    return [ReservedDevices(owner, node, settings.start_timeout_s, devices, bundle) for bundle, node in chosen]
+    chosen = [bundles[number % len(bundles)] for number in range(count * machines)]
+    each = devices // machines
+    parts = [ReservedDevices(owner, node, settings.start_timeout_s, each, bundle) for bundle, node in chosen]
+    return [[*parts[first : first + machines]] for first in range(0, len(parts), machines)]
+
+
+def machines_of(devices: int, each: int, key: str) -> int:
+    """How many machines with `each` devices a server of `devices` devices needs.
+
+    Raises ConfigError if it would use only some devices of one of several; `key` is where `each` comes from.
+    """
+    if devices <= each:
+        return 1
+    if devices % each:
+        raise ConfigError(
+            f"a rollout server has {devices} ranks (rollout.tensor_parallel, and pipeline and data parallel in "
+            f"rollout.engine), which is more than the {each} device(s) of a machine ({key}.devices) and no multiple of "
+            "it; on several machines a server uses all devices of each"
+        )
+    return devices // each
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,23 +371,33 @@ class RankDevices:
 
 def shared_devices(
     owner: Any, ranks: Sequence[RankDevices], start_s: float, count: int, devices: int
-) -> list[RayDevices]:
+) -> list[list[RayDevices]]:
     """Divide the devices of the ranks among `count` servers of `devices` devices each, from machine to machine.
 
-    Raises ConfigError if a machine has fewer.
+    A server that needs more devices than a machine has gets those of several. Raises ConfigError if there are fewer.
     """
-    machines = dict.fromkeys(rank.node for rank in ranks)
-    places: list[list[tuple[str, tuple[str, ...]]]] = []
-    for node in machines:
-        ids = [one for rank in ranks if rank.node == node for one in rank.accelerators]
-        parts = [tuple(ids[first : first + devices]) for first in range(0, len(ids) - devices + 1, devices)]
-        if ids and not parts:
-            raise ConfigError(
-                f"rollout.tensor_parallel = {devices} is more than the {len(ids)} device(s) of a machine's ranks "
-                "(runtime.backend.devices)"
-            )
-        places.append([(node, part) for part in parts or [()]])
+    owned: dict[str, list[str]] = {}
+    for rank in ranks:
+        owned.setdefault(rank.node, []).extend(rank.accelerators)
+    each = min(len(ids) for ids in owned.values())
+    machines = machines_of(devices, each, "runtime.backend") if each else 1  # CPUs have no names
+    if machines > len(owned):
+        raise ConfigError(
+            f"a rollout server has {devices} ranks (rollout.tensor_parallel, and pipeline and data parallel in "
+            f"rollout.engine), and the run's ranks have {len(owned)} machine(s) with {each} device(s) "
+            "(runtime.backend.nodes and devices)"
+        )
+    places: list[list[list[tuple[str, tuple[str, ...]]]]] = []  # group of machines, servers of it, parts of a server
+    groups = list(owned.items())
+    for first in range(0, len(groups) - machines + 1, machines):
+        group = groups[first : first + machines]
+        if machines > 1:
+            places.append([[(node, tuple(ids)) for node, ids in group]])
+            continue
+        ((node, ids),) = group
+        parts = [tuple(ids[start : start + devices]) for start in range(0, len(ids) - devices + 1, devices)]
+        places.append([[(node, part)] for part in parts or [()]])
     rounds = max(len(one) for one in places)
     order = [one[number] for number in range(rounds) for one in places if number < len(one)]
     chosen = [order[number % len(order)] for number in range(count)]
-    return [SharedDevices(owner, node, start_s, part) for node, part in chosen]
+    return [[SharedDevices(owner, node, start_s, part) for node, part in parts] for parts in chosen]

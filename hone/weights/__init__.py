@@ -22,6 +22,7 @@ TRANSPORTS = Registry(
     },
 )
 LOOPBACK = "127.0.0.1"
+PATIENCE = 1 / 3  # of the deadline of a sync: how long one silent replica may hold up the others
 ANCHOR_EVERY = 20  # syncs of `delta`; one in this many sends everything
 
-__all__ = ["ANCHOR_EVERY", "LOOPBACK", "TRANSPORTS"]
+__all__ = ["ANCHOR_EVERY", "LOOPBACK", "PATIENCE", "TRANSPORTS"]

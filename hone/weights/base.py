@@ -32,7 +32,6 @@ NamedTensor = tuple[str, torch.Tensor]
 NamedTensors = Iterable[NamedTensor]
 
 FORMAT = 2  # of an Offer; a server of another release refuses instead of guessing
-PATIENCE = 1 / 3  # of the deadline of a sync: how long one silent replica may hold up the others
 
 
 class WeightSyncError(RuntimeError):

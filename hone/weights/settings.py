@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import SerializeAsAny
 
 from hone.config import Choice, Config, FromRegistry, setting
-from hone.weights import ANCHOR_EVERY, LOOPBACK, TRANSPORTS
+from hone.weights import ANCHOR_EVERY, LOOPBACK, PATIENCE, TRANSPORTS
 
 
 class CollectiveSettings(Choice):
@@ -57,3 +57,8 @@ class WeightSyncConfig(Config):
         "digest", "check after each sync: a digest of all tensors; probe: also the log-probs of a prompt on both sides"
     )
     timeout_s: float = setting(600.0, "deadline of one sync", unit="s", gt=0)
+
+    @property
+    def patience_s(self) -> float:
+        """How long one silent server may hold up the others."""
+        return self.timeout_s * PATIENCE

@@ -19,8 +19,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from hone.types import Metric, Metrics, PauseMode
+from hone.weights import PATIENCE
 from hone.weights.base import (
-    PATIENCE,
     CheckpointEngine,
     Full,
     NamedTensors,

@@ -21,6 +21,7 @@ from hone.rollout.servers.adapter import RolloutServer
 from hone.rollout.servers.attached import AttachedHost
 from hone.rollout.servers.front import Front
 from hone.rollout.servers.host import SOCKET
+from hone.rollout.servers.shape import shape_of
 from hone.rollout.settings import split_address
 
 WITHOUT_EFFECT = (
@@ -46,6 +47,7 @@ def served(spec: ServerSpec, tokenizer: Any) -> dict[str, Any]:
         "context": spec.context,
         "dtype": spec.dtype if chosen == "auto" else chosen,
         "tensor_parallel": settings.tensor_parallel,
+        "ranks": shape_of(settings).ranks,
         "keep_cache": spec.keep_cache,
         "adapter": None if kind is None else {"rank": kind.rank, "dora": kind.dora, "whole": kind.whole_modules},
         "adapters": sorted(spec.adapters),

@@ -11,29 +11,22 @@ then the supervisor ends the server. On the driver's own machine requests use th
 
 from __future__ import annotations
 
-import ipaddress
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from socket import gaierror, gethostbyname, gethostname
+from socket import gethostname, socket
 from typing import Any
 
 import aiohttp
 
-from hone.config import Choice, ConfigError, count_as_read
 from hone.platforms.base import current_platform
 from hone.processes.child import END_S, Process, ServerFailed, ServerProcess, tail_of
 from hone.processes.supervisor import FOLDER
-from hone.rollout.servers.attached import AttachedHost
-from hone.rollout.servers.host import SOCKET, Host, LocalHost, Site, private_folder
+from hone.rollout.servers.host import SOCKET, Launch, Site, private_folder
 from hone.rollout.servers.relay import Relay, connector_to
-from hone.runtime import RUNTIMES
 from hone.runtime.base import ActorLost, Call, RemoteActor, ServerDevices
-from hone.runtime.settings import RuntimeConfig
-from hone.weights import LOOPBACK
-from hone.weights.settings import CollectiveSettings, DeltaSettings, DiskSettings, NixlSettings, WeightSyncConfig
 
 ASK_S = 60.0  # deadline of a call that should return at once
 LAST_LINES = 500  # of a server's log, sent when it ends
@@ -55,6 +48,13 @@ class ServerActor:
         """(private folder, hone's interpreter, port of the relay on `address`; 0 without an address)."""
         port = await self._relay.open(address) if address else 0
         return str(self._folder), sys.executable, port
+
+    async def free_port(self, address: str) -> int:
+        """A TCP port of `address` that nothing uses now; the server may still find it taken."""
+        with socket() as asked:
+            asked.bind((address, 0))
+            port: int = asked.getsockname()[1]
+        return port
 
     async def launch(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: str) -> str:
         """Start the server; returns an empty string, or why it cannot be started."""
@@ -191,8 +191,9 @@ class ClusterHost:
             raise
         return Path(folder), python
 
-    def process(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    def process(self, name: str, launches: Sequence[Launch], log: Path) -> Process:
         assert self._actor is not None
+        ((command, environment),) = launches
         return ClusterProcess(name, command, environment, log, self._actor)
 
     def connector(self, **options: Any) -> aiohttp.BaseConnector:
@@ -200,6 +201,15 @@ class ClusterHost:
         if self._port:
             return connector_to(self._actor.address, self._port, **options)
         return aiohttp.UnixConnector(str(self._folder / SOCKET), **options)
+
+    async def meeting_place(self) -> tuple[str, int]:
+        """The machine's address in the cluster, and a port that was free on it just now. Raises ServerFailed."""
+        assert self._actor is not None
+        try:
+            port: int = await self._actor.ask("free_port", self._actor.address, timeout_s=ASK_S)
+        except (TimeoutError, RuntimeError) as error:
+            raise ServerFailed(f"{self._name} on {self._actor.address} has no free port: {error}") from error
+        return self._actor.address, port
 
     async def close(self) -> None:
         actor, self._actor = self._actor, None
@@ -212,56 +222,4 @@ class ClusterHost:
             actor.leave()
 
 
-def hosts_of(role: str, count: int, devices: int, runtime: RuntimeConfig | None, logs: Path) -> list[Host]:
-    """Choose the hosts of a role's `count` servers, each with `devices` devices. Raises ConfigError."""
-    shares: Sequence[ServerDevices] = ()
-    if runtime is not None:
-        shares = RUNTIMES.get(runtime.backend.name).server_devices(role, "actor", count, devices, runtime)
-    placed: list[Host] = [ClusterHost(f"server {number} of {role}", share, logs) for number, share in enumerate(shares)]
-    return placed or [LocalHost() for _ in range(count)]
-
-
-def driver_of(hosts: Sequence[Host]) -> str:
-    """Return the address at which other machines reach this one; loopback if there are no others."""
-    return next((one.driver for one in hosts if isinstance(one, ClusterHost | AttachedHost) and one.machine), LOOPBACK)
-
-
-def reaching(config: WeightSyncConfig, hosts: Sequence[Host]) -> WeightSyncConfig:
-    """Adapt the settings of the weight sync so that they reach these machines.
-
-    Raises ConfigError for a chosen transport that works on this machine only.
-    """
-    others = sorted({one.machine for one in hosts if one.machine})
-    if not others:
-        return config
-    chosen: Choice | None = config.transport
-    problem = f"and {sum(bool(one.machine) for one in hosts)} of {len(hosts)} rollout servers are on other machines"
-    if isinstance(chosen, DiskSettings) and not chosen.folder:
-        raise ConfigError(
-            f"weights.transport.folder: without one, disk writes into this machine's temporary folder, {problem}; "
-            "name a folder that all machines see, or choose collective"
-        )
-    over_ipc = isinstance(chosen, DeltaSettings) and chosen.over == "ipc"
-    if chosen is not None and (chosen.name == "ipc" or over_ipc):
-        key = "weights.transport.over" if over_ipc else "weights.transport"
-        raise ConfigError(
-            f"{key}: ipc is memory of this machine, {problem}; choose collective"
-            + ("" if over_ipc else ", delta, nixl, or disk with a folder that all machines see")
-        )
-    if chosen is None:
-        chosen = CollectiveSettings(host=driver_of(hosts))
-    elif isinstance(chosen, CollectiveSettings | DeltaSettings | NixlSettings) and _is_loopback(chosen.host):
-        count_as_read(chosen)
-        chosen = chosen.model_copy(update={"host": driver_of(hosts)})
-    return config.model_copy(update={"transport": chosen})
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether the address is a loopback address, which other machines cannot use."""
-    try:
-        return ipaddress.ip_address(host if ":" in host else gethostbyname(host)).is_loopback
-    except (ValueError, gaierror):
-        return False  # `make_sender` reports it
-
-
-__all__ = ["ClusterHost", "hosts_of", "reaching"]
+__all__ = ["ClusterHost"]

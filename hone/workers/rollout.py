@@ -39,14 +39,15 @@ from hone.rollout.lending import LentServer
 from hone.rollout.router import Router
 from hone.rollout.servers.attached import shared_token
 from hone.rollout.servers.builtin import BuiltinServer
-from hone.rollout.servers.host import LocalHost
+from hone.rollout.servers.host import Host, LocalHost
+from hone.rollout.servers.shape import Shape, shape_of
 from hone.rollout.settings import RolloutConfig
 from hone.runtime.base import PhaseFn
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.attaching import attached, serve_at
-from hone.workers.cluster_hosts import hosts_of, reaching
 from hone.workers.control import CONTROL
+from hone.workers.placing import hosts_of, reaching
 from hone.workers.probe import Probe
 from hone.workers.publication import (
     ADAPTER,
@@ -59,6 +60,7 @@ from hone.workers.publication import (
     RolloutParts,
     ServerPublisher,
 )
+from hone.workers.spanning_hosts import SpanningHost
 
 NewWeights = Literal["finish", "recompute", "keep_cache"]
 """What new weights do to answers that are being written. `finish`: a replica lets its answers end before it takes them;
@@ -150,6 +152,11 @@ def _specs(spec: RolloutSpec, token: str, rule: AdapterRule | None, routed: tupl
 def is_batch_invariant(backend: str) -> bool:
     """Return whether the tokens of a request do not depend on the requests that the engine computes with it."""
     return bool(getattr(ROLLOUT_ENGINES.get(backend), "batch_invariant", False))
+
+
+def server_shape(settings: RolloutConfig) -> Shape:
+    """Return the ranks of one server with these settings. Raises ConfigError for sizes that are none."""
+    return shape_of(settings)
 
 
 def _routed_layers(spec: RolloutSpec, engine_class: Any) -> tuple[int, ...]:
@@ -323,18 +330,18 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
     adapters = adapter_files(spec.adapters)
     found = []
     runtime = None if settings.addresses else spec.runtime  # which has no place for servers that it does not start
-    hosts = hosts_of(spec.role, settings.replicas, settings.tensor_parallel, runtime, logs)
+    shape = shape_of(settings)
+    hosts = hosts_of(spec.role, settings.replicas, shape.ranks, runtime, logs)
+    _check_spread(settings, spec.lora, hosts)
     for number, host in enumerate(hosts):
         devices: tuple[int, ...] = ()
         is_placed = not isinstance(host, LocalHost)
         if platform.device != "cpu" and not is_placed:
-            first, count = number * settings.tensor_parallel, platform.device_count()
-            first += spec.new_weights is not None and count > settings.tensor_parallel  # the trainer is on the first
-            devices = tuple(sorted({(first + rank) % count for rank in range(settings.tensor_parallel)}))
-            if len(devices) < settings.tensor_parallel:
-                raise ConfigError(
-                    f"rollout.tensor_parallel = {settings.tensor_parallel} is more than the {count} devices there are"
-                )
+            first, count = number * shape.ranks, platform.device_count()
+            first += spec.new_weights is not None and count > shape.ranks  # the trainer is on the first
+            devices = tuple(sorted({(first + rank) % count for rank in range(shape.ranks)}))
+            if len(devices) < shape.ranks:
+                raise ConfigError(f"{shape} is more than the {count} devices there are")
         found.append(
             ServerSpec(
                 settings=settings,
@@ -355,6 +362,24 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
             )
         )
     return found
+
+
+def _check_spread(settings: RolloutConfig, lora: LoraConfig | None, hosts: Sequence[Host]) -> None:
+    """Raise ConfigError if servers are to use several machines, and cannot."""
+    if not any(isinstance(one, SpanningHost) for one in hosts):
+        return
+    refused = getattr(ROLLOUT_ENGINES.get(settings.backend), "why_one_machine", None)
+    reason = f"a server of {settings.backend} uses one machine" if refused is None else refused(settings)
+    if reason:
+        raise ConfigError(
+            f"rollout.backend = {settings.backend}: {shape_of(settings)} is more than the devices of one machine, and "
+            f"{reason}; lower it, or give the machines more devices"
+        )
+    if lora is not None and lora.sync != "merged":
+        raise ConfigError(
+            f"actor.lora.sync = {lora.sync}: hone sends an adapter by itself to servers on one machine only, and "
+            f"{shape_of(settings)} is more than the devices of one; set actor.lora.sync=merged"
+        )
 
 
 def _environment(devices: tuple[int, ...]) -> dict[str, str]:
@@ -463,6 +488,7 @@ __all__ = [
     "prepare_rollout",
     "serve_rollout",
     "served_dtype",
+    "server_shape",
     "server_specs",
     "start_rollout",
 ]

@@ -39,7 +39,7 @@ SETTINGS_READERS = frozenset({"trainers", "workers"})
 
 THIRD_PARTY = {  # heavy or optional package -> files that may import it, or a folder
     "triton": ["triton_scores.py"],
-    "vllm": ["vllm.py"],
+    "vllm": ["vllm.py", "vllm_follower.py"],
     "sglang": ["sglang.py", "sglang_adapters.py"],
     "megatron": ["engines/megatron/", "megatron/modules/"],
     "veomni": ["engines/veomni/"],

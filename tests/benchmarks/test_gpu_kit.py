@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,11 +30,12 @@ def python(code):
 
 
 def test_a_stage_gives_its_figures_and_the_end_of_its_output(kit, tmp_path):
-    stage = kit.Stage("tests", python("print('3 passed, 1 failed in 2 s')"), 60, kit.count_tests)
-    line = kit.run_stage("tests", lambda: stage, tmp_path)
+    stage = kit.Stage("tests", python("print('a.py::x[cpu-a b] PASSED [ 50%]'); print('a.py::y FAILED')"), 60)
+    line = kit.run_stage("tests", lambda: replace(stage, figures=kit.count_tests), tmp_path)
     assert line["ok"]
-    assert line["figures"] == {"passed": 3, "failed": 1}
-    assert line["tail"] == ["3 passed, 1 failed in 2 s"]
+    assert line["figures"] == {"passed": 1, "failed": 1, "failures": ["a.py::y"]}
+    assert line["tail"] == ["a.py::x[cpu-a b] PASSED [ 50%]", "a.py::y FAILED"]
+    assert (tmp_path / "output.log").read_text().endswith("\na.py::x[cpu-a b] PASSED [ 50%]\na.py::y FAILED\n")
 
 
 def test_a_stage_that_fails_keeps_its_output(kit, tmp_path):
@@ -67,4 +70,36 @@ def test_an_unknown_stage_is_refused_by_name(tmp_path):
     command = [sys.executable, str(STAGES), "--out", str(tmp_path), "docter"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "no stage docter; there are doctor, tests" in done.stderr
+    assert "no stage docter; there are doctor, tests-models-attention" in done.stderr
+
+
+def test_every_file_with_tests_for_a_device_has_a_stage(kit):
+    needs_more = {"tests/rollout/servers/test_expert_routes.py"}  # vLLM on a GPU
+    wanted = re.compile(r"mark\.gpu\b|\beach_device\b")
+    found = {str(p.relative_to(ROOT)) for p in ROOT.glob("tests/**/test_*.py") if wanted.search(p.read_text("utf-8"))}
+    assert found - {"tests/benchmarks/test_gpu_kit.py"} - needs_more == set(kit.TESTS)
+
+
+def test_a_rehearsal_has_every_stage_but_that_of_triton(kit, tmp_path):
+    real, small = kit.Kit(tmp_path, ["tiny"]).stages(), kit.Kit(tmp_path, ["tiny"], rehearse=True).stages()
+    assert [name for name in real if name not in small] == ["tests-engines-triton_scores"]
+    assert [name for name in real if not name.startswith("tests-")] == [
+        *("doctor", "quickstart", "weight-sync", "head"),
+        *("decode-tiny", "grpo-tiny", "profile-tiny", "trl-tiny", "sft-tiny", "reverse"),
+    ]
+    assert {"--device", "cpu"} <= set(small["weight-sync"]().command)
+    large = kit.Kit(tmp_path, ["0.6b", "4b"]).stages()
+    assert [name for name in large if name.endswith("b")] == [
+        *("decode-0.6b", "grpo-0.6b", "profile-0.6b", "trl-0.6b", "sft-0.6b", "sft-4b")
+    ]
+
+
+def test_a_trace_becomes_a_table_of_its_kernels(kit, tmp_path):
+    rows = [("kernel", "gemm", 3000), ("kernel", "gemm", 1000), ("gpu_memcpy", "copy", 1000), ("cpu_op", "mm", 9000)]
+    events = [{"ph": "X", "cat": kind, "name": name, "dur": dur} for kind, name, dur in rows]
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "step-3.json").write_text(json.dumps({"traceEvents": [{"ph": "M"}, *events]}))
+    found = kit.profile_figures(tmp_path, 3, "")
+    assert found["device_ms"] == 5.0
+    assert [" ".join(line.split()) for line in found["kernels"]] == ["4.00 ms 80.0% 2 x gemm", "1.00 ms 20.0% 1 x copy"]
+    assert kit.profile_figures(tmp_path, 4, "") == {}

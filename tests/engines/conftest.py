@@ -32,15 +32,16 @@ class Spec:
 
 @pytest.fixture
 def make_engine():
-    """make_engine(engine settings..., model=..., spec fields...) -> an initialised engine on the CPU."""
+    """make_engine(engine settings..., model=..., spec fields..., device="cpu") -> an initialised engine."""
 
     def make(model=None, model_type="language_model", temperature=1.0, total_steps=100, optimizer=None, **engine):
-        reference, follows = engine.pop("reference", None), engine.pop("follows", False)
+        device, reference = engine.pop("device", "cpu"), engine.pop("reference", None)
+        follows = engine.pop("follows", False)
         engine.setdefault("compute_dtype", "float32")
         engine.setdefault("max_tokens_per_microbatch", 64)
         config = build(EngineConfig, {"optimizer": {"lr": 1e-3} | (optimizer or {}), **engine}, "test")
         spec = Spec(model or ModelConfig(build=BUILD), config, model_type, temperature, total_steps, reference, follows)
-        made = Fsdp2Engine(spec, "cpu")
+        made = Fsdp2Engine(spec, device)
         made.initialize()
         return made
 

@@ -95,7 +95,7 @@ class Case:
         return f"{self.architecture} {where} {extra} {'frozen' if self.frozen else ''}".strip()
 
 
-def make_engine(case: Case, total_steps=100) -> Fsdp2Engine:
+def make_engine(case: Case, total_steps=100, device="cpu") -> Fsdp2Engine:
     vision = VisionConfig(freeze_tower=True) if case.frozen else None
     where = {"path": case.path} if case.path else {"build": build(case.architecture)}
     engine = EngineConfig(
@@ -113,7 +113,7 @@ def make_engine(case: Case, total_steps=100) -> Fsdp2Engine:
         reference=None,
         follows=False,
     )
-    made = Fsdp2Engine(spec, "cpu")
+    made = Fsdp2Engine(spec, device)
     made.initialize()
     return made
 

@@ -1,7 +1,5 @@
 """The engine: gradients that do not depend on how a batch is cut, precision, refusals, and its public calls."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -10,7 +8,7 @@ from hone.data.packing import microbatches, select
 from hone.engines.base import BaseEngine
 from hone.engines.fsdp2.settings import Fsdp2Settings
 from hone.engines.layout import lay_out
-from hone.engines.memory import kept_in_cpu_memory, worth_moving
+from hone.engines.memory import worth_moving
 from hone.models.attention.packed import packed
 from hone.models.settings import BuildConfig, ModelConfig, UseConfig
 from hone.types import LossOutput
@@ -269,23 +267,6 @@ def test_with_checkpointing_only_the_input_of_each_layer_is_worth_moving(make_en
     assert {shape[-1] for shape in moved if len(shape) > 1} <= {width, 1}
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator to take activations from")
-def test_gradients_through_cpu_memory_are_the_same():
-    def gradient(context):
-        x = torch.linspace(-1, 1, 1 << 20, device="cuda").requires_grad_()
-        with context:
-            y = (x * 2).sin().exp().sum()
-        before = torch.cuda.memory_allocated()
-        y.backward()
-        return x.grad, before
-
-    plain, held = gradient(nullcontext())
-    moved, less = gradient(kept_in_cpu_memory())
-    assert torch.equal(plain, moved)
-    assert less < held
-
-
 def test_dropout_is_on_in_training_and_off_in_inference(make_engine, make_batch, losses):
     build = BuildConfig(**SMALL, options={"attention_dropout": 0.5})
     model = ModelConfig(build=build, use=UseConfig(dropout="config"))
@@ -315,21 +296,6 @@ def test_weights_come_under_their_names_and_own_their_storage(make_engine, make_
     after = dict(engine.get_per_tensor_param()[0])
     assert not torch.equal(after["lm_head.weight"], sent["lm_head.weight"])
     assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no second device to move to")
-def test_parts_move_between_devices(make_engine, make_batch, losses):
-    engine, batch = make_engine(compute_dtype="bfloat16"), make_batch()
-    engine.to("cuda")
-    engine.train_batch(batch, losses.likelihood)
-    before = engine.infer_batch(batch).logprobs
-    assert before.device.type == "cpu"
-    engine.to("cpu", model=False, grad=False)
-    assert {w.device.type for w in engine.weights.masters.values()} == {"cpu"}
-    assert torch.equal(engine.infer_batch(batch).logprobs, before)
-    engine.to("cuda")
-    assert engine.train_batch(batch, losses.likelihood)["train/skipped_steps"].value == 0
 
 
 def test_offload_changes_where_weights_are_and_nothing_else(make_engine, make_batch, losses):

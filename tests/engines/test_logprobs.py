@@ -56,6 +56,25 @@ def test_values_and_gradients_equal_the_plain_computation(chunk, kind, dtype, to
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-4)], ids=str)
+def test_a_head_on_a_device_equals_the_plain_computation_in_float64(dtype, near, each_device):
+    """Values and gradients; on GPUs, Triton's kernels compute them."""
+    hidden, weight = torch.randn(ROWS, 64), torch.randn(VOCABULARY, 64) / 8
+    targets, upstream = torch.randint(0, VOCABULARY, (ROWS,)), torch.randn(2, ROWS)
+    inputs = [one.to(each_device, dtype).requires_grad_() for one in (hidden, weight)]
+    wide = [one.detach().cpu().double().requires_grad_() for one in inputs]
+    needs, there = frozenset({"entropy"}), targets.to(each_device)
+    ours = score_tokens(inputs[0], there, Head(inputs[1]), temperature=0.7, chunk_tokens=7, needs=needs)
+    logprobs, entropy, _ = plain(wide[0], targets, Head(wide[1]), 0.7)
+    found, exact = [ours.logprobs, ours.entropy], [logprobs, entropy]
+    for results, tensors in ((found, inputs), (exact, wide)):
+        total = sum((one * up.to(one.device)).sum() for one, up in zip(tuple(results), upstream, strict=True))
+        results += torch.autograd.grad(total, tensors)
+    for one, other in zip(found, exact, strict=True):
+        assert one.device.type == each_device
+        assert (one.double().cpu() - other).norm() < near * other.norm()
+
+
 def test_two_tokens_by_hand():
     # Logits (0, ln 3): probabilities 1/4 and 3/4; at temperature 1/2, (0, 2 ln 3): 1/10 and 9/10.
     head = Head(torch.tensor([[0.0], [1.0986123]]))

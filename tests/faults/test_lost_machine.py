@@ -91,7 +91,7 @@ def test_a_run_that_loses_the_machine_of_a_server_ends_as_one_that_does_not(whol
     monkeypatch.setattr(BuiltinServer, "generate", lambda *given: loss.generate(*given))
     backend = {"name": "ray", "address": machines.address, "start_timeout_s": PATIENCE_S, "pools": {"rollout": WIDE}}
     own = {"threads": 1, "stall_timeout_s": PATIENCE_S, "backend": backend}
-    path = recipe(tmp_path, evaluated(replicas=2), {"runtime": own})
+    path = recipe(tmp_path, evaluated(replicas=2), {"runtime": own, "weights": {"timeout_s": PATIENCE_S / 2}})
     run = run_policy(load_recipe(path), RunControl(on_step=loss.wait_for_the_server))
     assert loss.places == {1: {LOOPBACK}, 2: {SECOND, THIRD}}
     assert loss.moved_to == SECOND

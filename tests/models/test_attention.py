@@ -194,16 +194,16 @@ def test_what_packed_attention_cannot_do_is_refused():
     assert packed_mask(4, 4, local_size=2) == Window(2)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention for packed rows needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-3)], ids=str)
 @pytest.mark.parametrize("window", [None, 16])
-def test_flash_attention_on_packed_rows_equals_the_loop(window):
+def test_a_packed_row_on_a_device_equals_attention_in_float64(window, dtype, near, each_device):
+    """Values and gradients; on GPUs, FlashAttention computes bfloat16."""
     lengths = (33, 64, 64, 5)
-    q, k, v = (row(h, sum(lengths), 64, torch.bfloat16).detach().cuda().requires_grad_() for h in (4, 2, 2))
-    out = packed_sdpa(q, k, v, starts(lengths).cuda(), window=window)
+    q, k, v = (row(h, sum(lengths), 64, dtype).detach().to(each_device).requires_grad_() for h in (4, 2, 2))
+    out = packed_sdpa(q, k, v, starts(lengths).to(each_device), window=window)
     grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
     wide = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
     exact = reference(*wide, lengths, 64**-0.5, window)
     expected = torch.autograd.grad(exact.square().sum(), wide)
     for one, other in zip((out, *grads), (exact, *expected), strict=True):
-        assert (one.double().cpu() - other).norm() < 0.02 * other.norm()
+        assert (one.double().cpu() - other).norm() < near * other.norm()

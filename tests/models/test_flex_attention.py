@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from hone.models.attention import flex
+from hone.models.attention import flex, packed
 from hone.models.attention.packed import Run, Scoring, attend, flex_rows
+from hone.platforms.base import current_platform
 from tests.models.dense_attention import (
     HEADS,
     PACKINGS,
@@ -120,7 +121,7 @@ def test_a_cpu_has_no_kernel():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention's kernels need a CUDA device")
+@pytest.mark.skipif("flex" not in current_platform().attention_kernels, reason="no flex attention on this device")
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_the_kernel_is_as_close_as_tiles(scoring, window):
@@ -134,12 +135,31 @@ def test_the_kernel_is_as_close_as_tiles(scoring, window):
     tiles = outputs_and_gradients(
         lambda q, k, v, asked: attend(q, k, v, packing, asked), narrow, upstream, softcap, window
     )
-    there = [x.detach().cuda().requires_grad_() for x in narrow]
+    device = current_platform().device
+    there = [x.detach().to(device).requires_grad_() for x in narrow]
     placed = packing_of(lengths, parents, there[0].device)
     assert flex.fits(there[0], there[2])
     found = outputs_and_gradients(
-        lambda q, k, v, asked: attend(q, k, v, placed, asked), there, upstream.cuda(), softcap, window
+        lambda q, k, v, asked: attend(q, k, v, placed, asked), there, upstream.to(device), softcap, window
     )
     for one, other, expected in zip(found, tiles, exact, strict=True):
         error, allowed = ((x.double().cpu() - expected).norm() / expected.norm() for x in (one, other))
         assert error < 2 * allowed + 0.01
+
+
+def test_the_soft_cap_is_a_number_in_what_is_compiled():
+    """Lengths are dynamic there, and torch would make a tensor of every other number too: no kernel can read it."""
+    found = []
+
+    def backend(graph, _):
+        found.extend(part.code for name, part in graph.named_modules() if name.startswith("score_mod"))
+        return graph.forward
+
+    packing = packing_of(*PACKINGS[next(iter(PACKINGS))])
+    tokens = packing.num_tokens
+    mask = flex.block_mask(*packed._ranges(packing, None, torch.device("cpu")))
+    q, k = torch.randn(1, 4, tokens, 32), torch.randn(1, 2, tokens, 32)
+    flex._compiled(backend)(q, k, k, flex._capped(30.0), mask, 0.2, True)
+    assert len(found) == 1
+    assert "30.0 * tanh" in found[0]
+    assert "item" not in found[0]

@@ -1,5 +1,6 @@
 """The contract of a platform, probing, and the choice between platforms."""
 
+import os
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from hone.platforms.base import (
     PlatformRegistry,
     compute_dtype,
     current_platform,
+    use_deterministic_kernels,
     why_compute_dtype,
     why_no_triton,
 )
@@ -332,3 +334,17 @@ def test_triton_kernels_run_where_triton_compiles_them(platforms, monkeypatch):
 def test_auto_is_the_dtype_that_the_devices_multiply_fastest(platforms, slow, chosen, found, why):
     platform = make("fast", why_bfloat16_is_slow=lambda self: slow) and PlatformRegistry.choose("fast")
     assert (compute_dtype(chosen, platform), why_compute_dtype(chosen, platform)) == (found, why)
+
+
+@pytest.mark.parametrize("platform", [CpuPlatform(), CudaPlatform()], ids=["cpu", "cuda"])
+def test_deterministic_kernels_come_with_the_variable_that_products_need(platform, monkeypatch):
+    """Without it, torch refuses every product on an NVIDIA GPU."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr("hone.platforms.base.current_platform", lambda: platform)
+    try:
+        use_deterministic_kernels()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    found = os.environ.pop("CUBLAS_WORKSPACE_CONFIG", "")
+    assert found == (":4096:8" if platform.device == "cuda" else "")

@@ -177,6 +177,20 @@ def test_reasoning_gym_scores_by_the_tasks_own_verifier(task):
             assert reasoning_gym(entry["answer"], row, tag="a") < 0.1
 
 
+@pytest.mark.parametrize(
+    ("task", "answer"), [("prime_factorization", "two x three"), ("game_of_life", "{}"), ("boxnet", "[[1]]")]
+)
+def test_an_answer_that_a_verifier_cannot_read_scores_0(task, answer):
+    entry = json.loads(json.dumps(gym.create_dataset(task, size=1, seed=5)[0]))
+    assert reasoning_gym(answer, entry) == 0.0
+
+
+def test_a_row_whose_own_answer_a_verifier_cannot_read_is_an_error():
+    row = {"question": "?", "answer": "no number", "metadata": {"source_dataset": "prime_factorization"}}
+    with pytest.raises(ValueError, match="no number"):
+        reasoning_gym("words", row)
+
+
 def test_reasoning_gym_names_what_is_missing():
     with pytest.raises(ValueError, match=r"is not a Reasoning Gym problem.*found question"):
         reasoning_gym("1", {"question": "1+0?"})

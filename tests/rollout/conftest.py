@@ -51,6 +51,7 @@ CONFIGS = {
     "llama_yarn": lambda: LlamaConfig(**SIZES, rope_parameters=YARN),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
     "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS),
+    "qwen3_moe_wide": lambda: Qwen3MoeConfig(**{**SIZES, "head_dim": 32}, **{**EXPERTS, "moe_intermediate_size": 64}),
     "mistral_window": lambda: MistralConfig(**SIZES, sliding_window=8),
     "gemma2": lambda: Gemma2Config(**SIZES, sliding_window=8, attn_logit_softcapping=0.5),  # alternating windows
     "gpt_oss": lambda: GptOssConfig(  # attention sinks

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from hone.deadline import Deadline
-from hone.rollout.base import ReplicaLost
+from hone.rollout.base import ReplicaLost, ScoreAborted
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.router import RESTART_WINDOW_S, PoisonRequest, RequestLate, Router
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
-from hone.types import Completion, SamplingParams, StopReason
+from hone.schedule.replay import ReplayError
+from hone.types import Completion, SamplingParams, Scored, StopReason
 
 WANTED = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
 
@@ -312,17 +313,22 @@ def test_a_caller_that_leaves_gives_its_seat_back(fleet, finish):
 
 
 class Pieces:
-    """Gives a completion in two pieces: the first ends aborted after so many tokens."""
+    """Gives a completion in two pieces: the first ends after so many tokens, aborted unless another reason is given."""
 
-    def __init__(self, ids, first, positional_seed):
+    def __init__(self, ids, first, positional_seed, ends=StopReason.ABORTED):
         self.positional_seed = positional_seed
+        self._ends = ends
         self._ids, self._first = ids, first
         self.asked = []
+
+    @property
+    def weight_version(self):
+        return len(self.asked) + 1
 
     async def generate(self, request_id, token_ids, sampling):
         self.asked.append((request_id, token_ids, sampling))
         piece = self._ids[: self._first] if len(self.asked) == 1 else self._ids[self._first :]
-        reason = StopReason.ABORTED if len(self.asked) == 1 else StopReason.LENGTH
+        reason = self._ends if len(self.asked) == 1 else StopReason.LENGTH
         version = len(self.asked)
         return Completion(request_id, tuple(piece), (-0.25,) * len(piece), (version,) * len(piece), reason)
 
@@ -352,10 +358,57 @@ def test_an_answer_that_follows_a_schema_begins_anew(finish):
     assert len(found.logprobs) == len(found.weight_versions) == 3
 
 
+def test_an_answer_that_follows_a_schema_is_not_replayed_across_versions(finish):
+    """Its later versions would begin the schema anew, in the middle of the answer."""
+    wanted = replace(WANTED, max_tokens=5, json_schema="{}")
+
+    def replay(first, spans):
+        engine = Pieces([11, 12, 13, 14, 15], first, True, ends=StopReason.LENGTH)
+        router = Router([engine], RolloutConfig())
+        return finish(router.generate("1/2/3/0", (9,), wanted, spans=spans))
+
+    with pytest.raises(ReplayError, match=r"request '1/2/3/0' cannot be replayed: .* \(\(\(1, 2\), \(2, 3\)\)\)"):
+        replay(2, ((1, 2), (2, 3)))
+    assert replay(5, ((1, 5), (2, 3))).token_ids == (11, 12, 13, 14, 15), "the next turn has the other version"
+
+
 def test_an_engine_that_cannot_score_a_prompt_is_named(finish):
     router = Router([Pieces([11], 1, True)], RolloutConfig())
     with pytest.raises(ValueError, match=r"rollout engine \S+ cannot compute log-probs of a prompt: it has no `score`"):
         finish(router.generate("r", (9,), replace(WANTED, max_tokens=0, prompt_logprobs=0)))
+
+
+class Scoring(Pieces):
+    """Aborts so many scorings before it answers one."""
+
+    aborts = 1
+
+    async def score(self, request_id, token_ids, top_k=0):
+        self.asked.append(request_id)
+        if len(self.asked) <= self.aborts:
+            raise ScoreAborted("aborted")
+        return Scored((0.0, -1.0))
+
+
+def test_a_scoring_that_a_replica_aborts_is_sent_again(finish):
+    engine = Scoring([11], 1, True)
+    router = Router([engine], RolloutConfig())
+    assert finish(router.score("r", (9, 10))).logprobs == (0.0, -1.0)
+    assert engine.asked == ["r", "r+"]
+
+
+def test_a_scoring_that_everybody_aborts_ends(finish):
+    engine = Scoring([11], 1, True)
+    router = Router([engine], RolloutConfig())
+
+    async def aborted(request_id, token_ids, top_k=0):
+        router._aborts += 1
+        await asyncio.sleep(0)
+        raise ScoreAborted("aborted")
+
+    engine.score = aborted
+    with pytest.raises(RuntimeError, match="request 'r' was aborted"):
+        finish(router.score("r", (9, 10)))
 
 
 def test_a_stop_string_may_lie_across_two_pieces(finish, tokenizer):

@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+from transformers import OPTConfig
 
 from hone.rollout.adapters import AdapterFiles
+from hone.rollout.builtin.cache import PackedPrompts
 from hone.rollout.builtin.engine import BuiltinEngine
+from hone.rollout.builtin.generic import GenericDecoder
 from hone.rollout.builtin.scoring import in_turns
 from hone.rollout.settings import BuiltinSettings
 from hone.types import SamplingParams
 from tests.rollout.peft_adapters import adapt
 
+CPU = torch.device("cpu")
 SEQUENCES = [tuple(range(10, 10 + n)) for n in (1, 2, 25, 7, 18)]
 
 
@@ -28,6 +32,33 @@ def test_scores_are_the_log_probs_of_the_plain_forward(kind, path, temperature, 
         expected = logits.log_softmax(-1).gather(1, torch.tensor(sequence[1:], dtype=torch.int64)[:, None])[:, 0]
         assert scores[0] == 0
         torch.testing.assert_close(scores[1:], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "mistral_window"])
+def test_logits_of_a_long_prompt_are_computed_a_few_tokens_at_a_time(kind, tiny, forward, monkeypatch):
+    """By the model's own head: Gemma 2's caps its logits."""
+    monkeypatch.setattr("hone.rollout.builtin.scoring._ROWS", 8)
+    model = tiny(kind)
+    engine = BuiltinEngine(BuiltinSettings(execution="generic"), model)
+    rows = []
+    head = engine._decoder._model.get_output_embeddings()
+    head.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[1]))
+    (found,) = engine.score_all([SEQUENCES[2]], 1.0, top_k=3)
+    assert max(rows) == 8
+    expected = forward(model, SEQUENCES[2])[:-1].log_softmax(-1)
+    own = expected.gather(1, torch.tensor(SEQUENCES[2][1:])[:, None])[:, 0]
+    torch.testing.assert_close(found.logprobs[1:], own, atol=1e-5, rtol=1e-5)
+    assert found.top_ids[1:].tolist() == expected.topk(3)[1].tolist()
+
+
+def test_a_model_whose_head_cannot_be_run_apart_scores_up_to_a_limit(monkeypatch):
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "pad_token_id": 0}
+    decoder = GenericDecoder(OPTConfig(vocab_size=104, word_embed_proj_dim=32, **sizes), torch.float32, CPU)
+    prompts = PackedPrompts.of([SEQUENCES[2]], [0], CPU)
+    assert decoder.score(prompts, 1.0).logprobs.shape == (25,)
+    monkeypatch.setattr("hone.rollout.builtin.generic.MOST_LOGITS", 2599)
+    with pytest.raises(ValueError, match=r"score 25 tokens with OPTForCausalLM.*all 2600 logits .* at most 2599"):
+        decoder.score(prompts, 1.0)
 
 
 def test_what_cannot_be_scored_is_refused(tiny):

@@ -66,7 +66,8 @@ def ppo(folder):
     warm = {"data": {"train": {**rows, "answer_template": "{{ ground_truth }}"}}, "steps": 2, "samples_per_step": 4}
     warm["actor"] = {"compute_dtype": "float32", "max_tokens_per_microbatch": 64}
     rollout = {**BASE["rollout"], "builtin": {"process": "separate", "execution": "generic"}}
-    return "train", recipe(folder, PPO, {"warm_start": warm, "rollout": rollout, "run": {"steps": 3}})
+    sections = {"warm_start": warm, "rollout": rollout, "weights": {"timeout_s": 120}, "run": {"steps": 3}}
+    return "train", recipe(folder, PPO, sections)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
 from hone.types import SamplingParams
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.cluster_hosts import hosts_of
+from hone.workers.placing import hosts_of
 from hone.workers.rollout import RolloutSpec, start_rollout
 from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 from tests.runtime.machines import SECOND, THIRD, Machines
@@ -258,19 +258,26 @@ def test_a_folder_that_all_machines_see_and_changes_alone_reach_them_too(start, 
 
 
 def test_servers_share_devices_with_ranks_from_machine_to_machine(machines):
-    """Four ranks on each of two machines, by Ray's names of their devices; servers of two devices."""
+    """Four ranks on each of two machines, by Ray's names of their devices; servers of two devices, and of eight."""
     connect(RaySettings(address=machines.address))
     ranks = [RankDevices(node, (str(device),)) for node in ("a", "b") for device in range(4)]
     shares = shared_devices(None, ranks, 60.0, 5, 2)
-    assert [(one._node, one._devices()) for one in shares] == [
+    assert [(one._node, one._devices()) for (one,) in shares] == [
         ("a", ("0", "1")),
         ("b", ("0", "1")),
         ("a", ("2", "3")),
         ("b", ("2", "3")),
         ("a", ("0", "1")),
     ]
-    with pytest.raises(ConfigError, match=r"tensor_parallel = 8 is more than the 4 device\(s\) of a machine's ranks"):
-        shared_devices(None, ranks, 60.0, 1, 8)
+    every = ("0", "1", "2", "3")
+    wide = shared_devices(None, ranks, 60.0, 2, 8)
+    assert [[(one._node, one._devices()) for one in parts] for parts in wide] == [[("a", every), ("b", every)]] * 2
+    with pytest.raises(
+        ConfigError, match=r"6 ranks .* more than the 4 device\(s\) .* and no multiple of it; on several"
+    ):
+        shared_devices(None, ranks, 60.0, 1, 6)
+    with pytest.raises(ConfigError, match=r"12 ranks .* the run's ranks have 2 machine\(s\) with 4 device\(s\)"):
+        shared_devices(None, ranks, 60.0, 1, 12)
 
 
 def test_servers_end_with_the_driver_that_is_killed(machines, tmp_path):

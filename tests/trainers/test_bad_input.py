@@ -87,6 +87,11 @@ def with_data(path, **settings):
          "set episode.env.client_sampling=false, or algorithm.correction.old=trainer"),
         (lambda tmp: {"actor": {"max_tokens_per_microbatch": 5}},
          "less than the longest sequence of 9 tokens: prompt train/"),
+        (lambda tmp: {"rollout": {"builtin": {"process": "separate"}}, "runtime": {"stall_timeout_s": 600}},
+         "runtime.stall_timeout_s = 600 should be more than weights.timeout_s = 600, because"),
+        (lambda tmp: {"rollout": {"builtin": {"process": "separate"}},
+                      "runtime": {"backend": {"name": "ray", "devices": 2}, "collective_timeout_s": 200}},
+         "runtime.collective_timeout_s = 200 should be more than 200, a third of weights.timeout_s = 600: so long"),
         (lambda tmp: {"rollout": {"backend": "biultin"}}, "unknown rollout engine 'biultin'; did you mean 'builtin'"),
     ],
 )  # fmt: skip

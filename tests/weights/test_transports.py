@@ -14,6 +14,7 @@ from hone.weights.delivery import receive
 from hone.weights.digests.packed import size_of
 from hone.weights.sync import CheckpointEngineManager
 from hone.weights.transports.delta import DeltaEngine
+from hone.weights.transports.memory import SharedBuffers
 from tests.weights.conftest import every_kind
 from tests.weights.receiving import CONTEXT, TOKEN
 
@@ -97,6 +98,30 @@ def test_large_tensors_come_in_parts_between_small_ones(copy, in_place, replicas
             assert replica.facts == {name: (str(t.dtype), tuple(t.shape)) for name, t in weights.items()}
 
     run(engine, body)
+
+
+def test_a_receiver_is_given_the_memory_again_only_if_it_has_not_kept_it(replicas, monkeypatch):
+    """A handle of device memory counts as a user of it until somebody opens it, so none is made without need."""
+    first, second, described = replicas("r0", ranks=2), replicas("r1"), []
+    describe = SharedBuffers.describe
+
+    def noting(buffers, is_mapped):
+        described.append(is_mapped)
+        return describe(buffers, is_mapped)
+
+    monkeypatch.setattr(SharedBuffers, "describe", noting)
+
+    async def body(manager):
+        manager.add_replica(first)
+        await manager.sync(plain().items(), 1)
+        assert described == [False, False]
+        manager.add_replica(second)
+        await manager.sync(plain().items(), 2)
+        assert sorted(described[2:]) == [False, True, True]
+        await manager.sync(plain().items(), 3)
+        assert described[5:] == [True, True, True]
+
+    run(MAKE["ipc"](), body)
 
 
 @every_transport

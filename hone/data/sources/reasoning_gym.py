@@ -74,11 +74,19 @@ def open_task(config: RowsConfig) -> TaskRows:
 def score(answer: str | None, row: Mapping[str, Any]) -> float:
     """The score of an answer by the task's verifier, usually 0.0 or 1.0; some tasks give partial scores.
 
+    An answer that the verifier cannot read scores 0.0: some verifiers raise for it, such as that of
+    `prime_factorization` for words. If it raises for the row's own answer too, that error is raised.
+
     The row has `task` and `entry`, as this source writes them, or is an entry itself (`question`, `answer`, `metadata`
     with `source_dataset`). Raises ValueError for any other row.
     """
     task, entry = _problem(row)
-    return float(_verifier(task)(None if answer is None else answer.strip(), as_made(task, entry)))
+    verify, problem = _verifier(task), as_made(task, entry)
+    try:
+        return float(verify(None if answer is None else answer.strip(), problem))
+    except Exception:  # noqa: BLE001  the package's code; whatever it raises, the next line tells whose fault it is
+        verify(entry["answer"], problem)
+        return 0.0
 
 
 def _problem(row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -19,7 +19,7 @@ from megatron.core import utils as core_utils
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.tensor_parallel import layers, mappings, random, utils
-from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
+from megatron.core.transformer.moe import router, token_dispatcher
 from torch import Tensor
 
 FACTORIES = ("empty", "zeros", "ones", "tensor")
@@ -114,12 +114,8 @@ def stage_messages() -> None:
 
 
 def routers() -> None:
-    """A router moves its weight to `torch.cuda.current_device()`, and wants a kernel of Transformer Engine.
-
-    Without Transformer Engine the kernel's name is not even defined; None makes the router multiply in torch.
-    """
+    """A router moves its weight to `torch.cuda.current_device()`."""
     router.torch = _CPU
-    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
 def expert_dispatch() -> None:

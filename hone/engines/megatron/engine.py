@@ -29,7 +29,9 @@ from hone.engines.megatron.families import ModelShape, model_shape
 from hone.engines.megatron.mesh import MegatronRanks, open_mesh
 from hone.engines.megatron.model import Model, build_part
 from hone.engines.megatron.modules.thd import choose_attention
+from hone.engines.megatron.moving import keep_hooks
 from hone.engines.megatron.names import Box, Names
+from hone.engines.megatron.patches import patch
 from hone.engines.megatron.pipeline import Pipeline
 from hone.engines.megatron.recompute import recompute_layers, recompute_modules, require_modules
 from hone.engines.megatron.routed import RoutedParts, share_corrections
@@ -64,6 +66,7 @@ class MegatronEngine(OffloadingEngine):
         self._backend = backend
         self._parallel = backend.parallel or MegatronParallel()
         _require_supported(spec)
+        patch()
         if device == "cpu":
             patch_for_cpu()
         ranks = open_mesh(self._parallel, device, backend.key_of("parallel"), self)
@@ -146,8 +149,9 @@ class MegatronEngine(OffloadingEngine):
             use_distributed_optimizer=True,
             check_for_nan_in_grad=False,
         )
-        wrapped: nn.Module = DistributedDataParallel(shape, config, part)
-        return wrapped
+        wrapped: Any = DistributedDataParallel(shape, config, part)
+        keep_hooks(wrapped)
+        return wrapped  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------------------------------------------ computing
 
@@ -170,6 +174,7 @@ class MegatronEngine(OffloadingEngine):
 
         micro_batches, idle = self._micro_batches(batch, cut)
         self._pipeline.run(micro_batches, forward, loss, backward=True)
+        self.weights.collect()
         step.add(self._routed.stage_sums(self.device))
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from hone.engines.megatron.modules.latent import Latent
 from hone.engines.megatron.modules.router import Routes
 from hone.engines.megatron.settings import MegatronParallel
 from hone.engines.rebuilt.configs import DENSE as COMPUTED
-from hone.engines.rebuilt.configs import head_size, require_computed, require_family, windows_of
+from hone.engines.rebuilt.configs import head_size, padding_token, require_computed, require_family, windows_of
 from hone.models.errors import ModelError
 from hone.models.routing import expert_count
 
@@ -100,7 +100,7 @@ def model_shape(
         has_sinks=config.model_type == "gpt_oss",
         latent=_latent(config) if config.model_type == "deepseek_v3" else None,
         windows=windows_of(config),
-        padding_token=config.pad_token_id,
+        padding_token=padding_token(config),
         **_mixture(config),
     )
 

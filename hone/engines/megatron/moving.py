@@ -29,6 +29,17 @@ def relocate(tensors: Iterable[Tensor], device: str) -> None:
         tensor.data = view.set_(new, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def keep_hooks(part: DistributedDataParallel) -> None:
+    """Have gradients reach Megatron's buffers also after the weights have been on another device.
+
+    Megatron adds a gradient to its buffer in a hook on the parameter's gradient accumulator, which torch replaces when
+    the parameter's device changes. A hook on the parameter stays. Where both run, the second finds no gradient.
+    """
+    for parameter in part.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(part._make_backward_post_hook(parameter))
+
+
 class Buffers:
     """Megatron's buffers of one engine; without any, the model is never trained."""
 
@@ -80,4 +91,3 @@ class Buffers:
             buffer.grad_data.untyped_storage().resize_(buffer.grad_data.nbytes)
             buffer.grad_data.zero_()
         self._freed = False
-        self.is_cleared = False  # whoever brings them will add to them

@@ -152,12 +152,13 @@ class MegatronWeights:
 
     def collect(self) -> None:
         """Megatron's hooks have added gradients to the buffers."""
+        self._memory.is_cleared = False
 
     def settle(self) -> None:
         """Sum gradients over the ranks that share a weight: data, context, tensor (norms), stages (tied head)."""
         finalize_model_grads(list(self._parts), None)
         for held in self._held:
-            held.master.grad = held.gradient
+            held.master.grad = None if held.gradient is None else held.gradient.to(held.master.dtype)
 
     def gradient_norm(self) -> float:
         total = torch.zeros((), dtype=torch.float64)

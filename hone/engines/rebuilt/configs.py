@@ -35,6 +35,10 @@ DENSE: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_
 """Of a dense decoder's config.json: what these engines compute."""
 
 
+WINDOWED = frozenset({"mistral", "mixtral", "qwen3_moe"})
+"""Model types whose `sliding_window` holds for every layer. Others have `layer_types`, or ignore the key (Llama)."""
+
+
 def fixed_rotary(body: Any, name: str, backend: str) -> tuple[Tensor, float]:
     """Frequencies [d / 2] in float32 and the scale of queries and of keys, of a body on the meta device.
 
@@ -51,9 +55,16 @@ def fixed_rotary(body: Any, name: str, backend: str) -> tuple[Tensor, float]:
 
 def windows_of(config: Any) -> tuple[int | None, ...]:
     """The sliding window of each layer's attention; None: a token sees all before it."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    if config.model_type in WINDOWED:
+        kinds = ["sliding_attention"] * config.num_hidden_layers
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def padding_token(config: Any) -> int | None:
+    """The token whose embedding gets no gradient; torch's embedding counts a negative one from the end."""
+    token = config.pad_token_id
+    return None if token is None else int(token) % int(config.vocab_size)
 
 
 def head_size(config: Any) -> int:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from hone.models.errors import ModelError
 from hone.models.loading import check_model_source, empty_model, folder_of, load_language_model, load_value_model
+from hone.models.quantised import refuse_leftovers
+from hone.models.rotary import fix_rotary
 from hone.models.settings import ModelConfig
 from hone.models.value_head import SCORE, read_value_head
 
@@ -64,6 +66,19 @@ class StoredWeights:
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path} is truncated or damaged: {error}") from error
             self._files |= dict.fromkeys(file.keys(), file)
+        refuse_leftovers(self._files, f"model.path {str(folder)!r}")
+
+    def require_tied(self) -> None:
+        """Raise ModelError if the files have a head that is not the embedding, although config.json ties both."""
+        head, embedding = (self._find(name) for name in ("lm_head.weight", f"{self._prefix}embed_tokens.weight"))
+        if head is None or embedding is None or head == embedding:
+            return
+        values = [self._files[name].get_tensor(name) for name in (head, embedding)]
+        if not torch.equal(*values):
+            raise ModelError(
+                f"{self._folder}: config.json has tie_word_embeddings=true, and {head} differs from {embedding}; set "
+                "tie_word_embeddings to false there, or use backend fsdp2"
+            )
 
     def read(self, region: Region) -> Tensor:
         if region.name == SCORE:
@@ -134,10 +149,15 @@ def open_model(model: ModelConfig, is_value_model: bool) -> tuple[Any, Reader]:
     A model from `model.build` is built whole first. Raises ModelError as `load_language_model` does.
     """
     if model.build is None:
-        return empty_model(model, is_value_model), StoredWeights(folder_of(model), body_prefix(is_value_model), model)
+        empty: Any = empty_model(model, is_value_model)
+        fix_rotary(empty, model.used.context, f"model.path {model.path!r}")
+        stored = StoredWeights(folder_of(model), body_prefix(is_value_model), model)
+        if not is_value_model and empty.config.tie_word_embeddings:
+            stored.require_tied()
+        return empty, stored
     loaded: Any = load_value_model(model) if is_value_model else load_language_model(model)
     reader = LoadedWeights(loaded)
-    empty = loaded.to("meta")
+    emptied = loaded.to("meta")
     if not is_value_model:
-        empty.tie_weights()
-    return empty, reader
+        emptied.tie_weights()
+    return emptied, reader

@@ -14,7 +14,15 @@ from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-from hone.engines.rebuilt.configs import DENSE, fixed_rotary, head_size, require_computed, require_family, windows_of
+from hone.engines.rebuilt.configs import (
+    DENSE,
+    fixed_rotary,
+    head_size,
+    padding_token,
+    require_computed,
+    require_family,
+    windows_of,
+)
 from hone.engines.torchtitan.mesh import TitanRanks
 from hone.engines.torchtitan.modules import CalledHead, PackedAttention, PaddedEmbedding, Rotary
 from hone.engines.torchtitan.settings import TitanParallel
@@ -44,7 +52,7 @@ def decoder_config(body: Any, name: str, ranks: TitanRanks, parallel: TitanParal
         vocab_size=config.vocab_size,
         dim=config.hidden_size,
         enable_weight_tying=bool(config.tie_word_embeddings) and not is_value_model,
-        tok_embeddings=PaddedEmbedding.Config(**shapes, padding_token=config.pad_token_id),
+        tok_embeddings=PaddedEmbedding.Config(**shapes, padding_token=padding_token(config)),
         layers=[_layer(config, rotary, window) for window in windows_of(config)],
         norm=_norm(config, config.hidden_size),
         lm_head=CalledHead.Config(in_features=config.hidden_size, out_features=outputs),

@@ -1,6 +1,6 @@
 """Several attempts at a problem of Reasoning Gym: its verifier scores each answer, and a wrong one may be mended.
 
-    prompt --> answer --verifier, in a process of its own--> score --below the target--> "Try again." --> answer ...
+    prompt --> answer --verifier, in processes of its own--> score --below the target--> "Try again." --> answer ...
 
 The rewards of an episode's turns add up to the score of its best answer, so an attempt earns what it improved.
 """
@@ -12,6 +12,8 @@ import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from threading import Lock
 from typing import Any
 
 from hone.config import ConfigError
@@ -25,6 +27,7 @@ from hone.types import Completion, Message, Prompt
 
 CHILD = ChildSpec("process of Reasoning Gym's verifiers", "hone.envs.games.puzzle_program")
 PARTS = ("task", "entry", "question", "answer", "metadata")  # of a row, that verifiers read
+PROCESSES = 4  # at most; an answer that hangs one does not hold up the others
 RESTARTS, RESTARTS_S = 5, 120.0
 
 
@@ -44,7 +47,7 @@ class PuzzleEnv:
 
     @classmethod
     def for_run(cls, settings: EpisodeConfig) -> Verifier:
-        """Start the verifiers' process. Raises ConfigError if it cannot run."""
+        """Start the first of the verifiers' processes. Raises ConfigError if it cannot run."""
         assert isinstance(settings.env, PuzzleSettings)
         return Verifier(settings.env)
 
@@ -76,66 +79,110 @@ class PuzzleEnv:
 
 
 class Verifier:
-    """Creates the environments of a run's episodes, and has the process that scores (`hone.envs.base.Shared`)."""
+    """Creates the environments of a run's episodes, and has the processes that score (`hone.envs.base.Shared`).
+
+    Each thread uses one process at a time. A process is started when an answer comes and all others are busy. A start
+    that replaces a process which died counts as a restart; one that replaces a process which an answer hung does not.
+    """
 
     def __init__(self, settings: PuzzleSettings) -> None:
         self._settings = settings
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hone-verifiers")  # one answer at a time
+        self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="hone-verifiers")
+        self._idle: SimpleQueue[RequestProcess] = SimpleQueue()
+        self._processes: set[RequestProcess] = set()
+        self._starting = Lock()
         self._restarts = Restarts(RESTARTS, RESTARTS_S)
-        self._process: RequestProcess | None = None
+        self._deaths = 0  # that no restart has replaced
+        self._closed = False
         try:
-            self._thread.submit(self._start).result(settings.start_timeout_s + 2 * END_S)
+            self._idle.put(self._threads.submit(self._start).result(settings.start_timeout_s + 2 * END_S))
         except (ChildLost, OSError) as error:
-            self._thread.shutdown(wait=False)
+            self._threads.shutdown(wait=False)
             raise ConfigError(f"episode.env: Reasoning Gym's verifiers do not start: {error}") from error
 
     def __call__(self, prompt: Prompt, sample: int, settings: EpisodeConfig) -> PuzzleEnv:
         return PuzzleEnv(self, prompt, self._settings)
 
     async def score(self, answer: str | None, row: Mapping[str, Any]) -> float:
-        """Raises VerifierFailed, and ToolLost if the process died or hangs."""
+        """Raises VerifierFailed, and ToolLost if the process died, or hangs whatever the answer is."""
         problem = {part: row[part] for part in PARTS if part in row}
-        asked = json.dumps({"answer": answer, "row": problem})
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, asked)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, answer, problem)
 
-    def _score(self, asked: str) -> float:
+    def _score(self, answer: str | None, problem: Mapping[str, Any]) -> float:
+        """An answer that hangs two processes scores 0, if the next one scores the problem's own answer in time."""
+        for _ in range(2):
+            score = self._ask(answer, problem)
+            if score is not None:
+                return score
+        entry = problem.get("entry")
+        if self._ask((entry if isinstance(entry, Mapping) else problem)["answer"], problem) is not None:
+            return 0.0
+        late = f"{self._settings.step_timeout_s:g} s (episode.env.step_timeout_s)"
+        raise ToolLost(f"the verifier did not answer within {late}, and neither for the problem's own answer")
+
+    def _ask(self, answer: str | None, problem: Mapping[str, Any]) -> float | None:
+        """The score; None if the verifier hangs, and its process was ended."""
         try:
-            process = self._process or self._start()
-            process.request(asked)
+            process = self._free_process()
+        except (ChildLost, OSError) as error:
+            raise ToolLost(str(error)) from error
+        try:
+            process.request(json.dumps({"answer": answer, "row": problem}))
             replies = process.replies(time.monotonic() + self._settings.step_timeout_s)
         except (ChildLost, OSError) as error:
-            self._kill()
+            self._end(process)
+            with self._starting:
+                self._deaths += 1
             raise ToolLost(str(error)) from error
         if not replies:
-            self._kill()
-            raise ToolLost(
-                f"the verifier did not answer within {self._settings.step_timeout_s:g} s (episode.env.step_timeout_s)"
-            )
+            self._end(process)
+            return None
+        self._idle.put(process)
         if "error" in replies[0]:
             raise VerifierFailed(replies[0]["error"])
         return float(replies[0]["score"])
 
-    def _start(self) -> RequestProcess:
-        if not self._restarts.take():
-            raise ChildLost(f"the {CHILD.name} ended again and again, and is given up after {self._restarts}")
-        process = RequestProcess(CHILD)
+    def _free_process(self) -> RequestProcess:
         try:
-            process.hello({}, self._settings.start_timeout_s)
-        except BaseException:
-            process.kill()
-            raise
-        self._restarts.worked()
-        self._process = process
-        return process
+            return self._idle.get_nowait()
+        except Empty:
+            return self._start()
 
-    def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
+    def _start(self) -> RequestProcess:
+        with self._starting:
+            died = self._deaths > 0
+            if died:
+                if not self._restarts.take():
+                    raise ChildLost(f"the {CHILD.name} ended again and again, and is given up after {self._restarts}")
+                time.sleep(self._restarts.pause_s)
+            if self._closed:
+                raise ChildLost(f"the {CHILD.name} is closed")
+            self._deaths += not died  # until it is ready
+            process = RequestProcess(CHILD)
+            self._processes.add(process)
+            try:
+                process.hello({}, self._settings.start_timeout_s)
+            except BaseException:
+                self._end(process)
+                raise
+            self._deaths -= 1
+            self._restarts.worked()
+            return process
+
+    def _end(self, process: RequestProcess) -> None:
+        process.kill()
+        self._processes.discard(process)
 
     async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._kill)
-        self._thread.shutdown(wait=False)
+        self._closed = True
+        for process in tuple(self._processes):
+            process.stop()  # threads that wait for it go on at once
+        await asyncio.to_thread(self._end_all)
+
+    def _end_all(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for process in tuple(self._processes):
+            self._end(process)
 
 
 __all__ = ["PuzzleEnv", "Verifier", "VerifierFailed"]

@@ -20,15 +20,14 @@ from typing import Any
 from hone.config import ConfigError
 from hone.envs.base import Start, StepResult, ToolLost
 from hone.envs.games.text_actions import Refusals, opening, seed_of
+from hone.envs.mcp.restarted import RestartedProgram
 from hone.envs.mcp.transports import PipeTransport
 from hone.envs.settings import EpisodeConfig, TextWorldSettings
 from hone.envs.tool_calls import Said
 from hone.processes.child import END_S
-from hone.processes.restarts import Restarts
 from hone.types import Completion, Message, Prompt
 
 PROGRAM = Path(__file__).with_name("textworld_program.py")
-RESTARTS, RESTARTS_S = 5, 120.0
 LONGEST_COMMAND = 200  # characters
 
 
@@ -101,9 +100,7 @@ class TextWorldGames:
         if missing is not None:
             raise ConfigError(f"episode.env.games: {missing} does not exist; make one with tw-make, from TextWorld")
         self._settings = settings
-        self._transport: PipeTransport | None = None
-        self._starting = asyncio.Lock()
-        self._restarts = Restarts(RESTARTS, RESTARTS_S)
+        self._program = RestartedProgram("TextWorld", lambda: self._started(()))
         self._numbers = itertools.count(1)
         with ThreadPoolExecutor(1) as thread:  # the caller may be on an event loop, which it would block anyway
             thread.submit(asyncio.run, self._check()).result(settings.start_timeout_s + 2 * END_S)
@@ -116,16 +113,7 @@ class TextWorldGames:
 
     async def process(self) -> PipeTransport:
         """The process; starts it if it does not run. Raises ToolLost."""
-        async with self._starting:
-            if self._transport is not None and self._transport.lost:
-                if not self._restarts.take():
-                    raise ToolLost(f"TextWorld ended again and again, and is given up after {self._restarts}")
-                await asyncio.sleep(self._restarts.pause_s)
-                await self.close()
-            if self._transport is None:
-                self._transport = await self._started(())
-                self._restarts.worked()
-            return self._transport
+        return await self._program.running()
 
     async def ask(self, process: PipeTransport, method: str, params: Mapping[str, Any]) -> Any:
         """Raises GameFailed, and ToolLost for a process that died or hangs."""
@@ -143,9 +131,7 @@ class TextWorldGames:
         return response["result"]
 
     async def close(self) -> None:
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            await transport.close()
+        await self._program.close()
 
     async def _started(self, games: tuple[str, ...]) -> PipeTransport:
         """A new process that has imported TextWorld and started `games` once. Raises ToolLost."""

@@ -26,14 +26,13 @@ from hone.envs.agents.program import Verdict
 from hone.envs.agents.runner import AgentRunner
 from hone.envs.base import ToolLost
 from hone.envs.episode import Play, ScoreFn
+from hone.envs.mcp.restarted import RestartedProgram
 from hone.envs.mcp.transports import PipeTransport, Rpc
 from hone.envs.settings import EpisodeConfig, VerifiersSettings
 from hone.processes.child import END_S
-from hone.processes.restarts import Restarts
 from hone.types import Prompt, TrajectoryGroup
 
 PROGRAM = Path(__file__).with_name("program.py")
-RESTARTS, RESTARTS_S = 5, 120.0
 
 
 class EpisodeFailed(RuntimeError):
@@ -51,35 +50,18 @@ class Taskset:
         """Start the process, load the environment, and end it. Raises ConfigError."""
         self._settings = settings
         self._max_turns = max_turns
-        self._transport: PipeTransport | None = None
-        self._starting = asyncio.Lock()
-        self._restarts = Restarts(RESTARTS, RESTARTS_S)
+        self._program = RestartedProgram("verifiers", self._started)
         self._numbers = itertools.count(1)
         with ThreadPoolExecutor(1) as thread:  # the caller may be on an event loop, which it would block anyway
             thread.submit(asyncio.run, self._check()).result(settings.start_timeout_s + 2 * END_S)
 
     async def __call__(self, base_url: str, api_key: str, prompt: Prompt) -> Verdict:
         """Play one episode. Raises EpisodeFailed, ToolLost."""
-        transport = await self._running()
+        transport = await self._program.running()
         return verdict_of(await self._ask(transport, "play", {"task": prompt.row["task"], "base_url": base_url}))
 
     async def close(self) -> None:
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            await transport.close()
-
-    async def _running(self) -> PipeTransport:
-        """The process; starts it if it does not run. Raises ToolLost."""
-        async with self._starting:
-            if self._transport is not None and self._transport.lost:
-                if not self._restarts.take():
-                    raise ToolLost(f"verifiers ended again and again, and is given up after {self._restarts}")
-                await asyncio.sleep(self._restarts.pause_s)
-                await self.close()
-            if self._transport is None:
-                self._transport = await self._started()
-                self._restarts.worked()
-            return self._transport
+        await self._program.close()
 
     async def _started(self) -> PipeTransport:
         """A new process that has loaded the environment. Raises ToolLost, with the last lines that it printed."""

@@ -45,9 +45,16 @@ def flex_packed(
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def _compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     # With `fullgraph`, an error and not all scores in memory, should torch give up compiling for new lengths.
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
+
+    def call(*args: Any, **named: Any) -> Any:
+        # Otherwise `dynamic` makes a tensor of the soft cap too, which the generated kernel cannot read.
+        with torch._dynamo.config.patch(specialize_float=True):
+            return compiled(*args, **named)
+
+    return call
 
 
 @functools.cache

@@ -9,10 +9,11 @@ or convolution layers) and attention features that `slot_attention` does not hav
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from hone.models.vision.model import attention_names, auto_class, hidden_states
 from hone.rollout.builtin.cache import CacheShape, KVCache, PackedPrompts, Step
 from hone.rollout.builtin.scoring import Following, following_logprobs
 
+MOST_LOGITS = 2**29  # 2 GiB in float32; of a model whose head cannot be run apart
 SLOTS = "hone_slots"  # the name of `slot_attention` in transformers' registries
 
 
@@ -48,6 +50,44 @@ class _Forward:
 
 
 _CURRENT: ContextVar[_Forward] = ContextVar("hone_slots_forward")
+
+
+class _Body:
+    """Stands in for a model's body: it is run once, and then the head gets a few of its states at a time."""
+
+    states: Tensor  # [T, H], of the body's one run
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.was_called = False
+        self._forward = forward
+        self._output: Any = None
+        self._rows: Tensor | None = None
+
+    def __call__(self, *args: Any, **asked: Any) -> Any:
+        if not self.was_called:
+            self.was_called = True
+            self._output = self._forward(*args, **asked)
+            self.states = self._output.last_hidden_state[0]
+            self._rows = self.states[:1]
+        assert self._rows is not None
+        self._output.last_hidden_state = self._rows[None]
+        return self._output
+
+    def head_on(self, forward: Callable[[], Tensor], rows: Tensor) -> Tensor:
+        """The logits of `rows` of the states, by the model's `forward`."""
+        self._rows = rows
+        return forward()
+
+
+@contextmanager
+def _body_of(model: PreTrainedModel) -> Iterator[_Body]:
+    """While this lasts, a `_Body` stands in for the model's body."""
+    body = _Body(model.base_model.forward)
+    model.base_model.forward = body
+    try:
+        yield body
+    finally:
+        del model.base_model.forward  # the class has it
 
 
 @contextmanager
@@ -160,12 +200,38 @@ class GenericDecoder:
             hidden_states(self._model.base_model, prompts.token_ids, turned, prompts.images)
 
     def score(self, prompts: PackedPrompts, temperature: float, top_k: int = 0) -> Following:
-        """See `Decoder`. All logits of the prompts exist at once, because a model may post-process them."""
-        with torch.inference_mode(), _during(_Forward(prompts.rows.shape[0])), packed(prompts.packing):
-            output = self._model(
-                input_ids=prompts.token_ids[None], position_ids=prompts.positions[None], use_cache=False
-            )
-        return following_logprobs(prompts, output.logits[0], lambda logits: logits, temperature, top_k)
+        """See `Decoder`. The model's own head computes the logits, of a few tokens at a time if it can be run apart.
+
+        Raises ValueError for more than `MOST_LOGITS` if it cannot.
+        """
+        tokens = prompts.rows.shape[0]
+        with torch.inference_mode(), _during(_Forward(tokens)), packed(prompts.packing):
+            if self._head_runs_apart:
+                with _body_of(self._model) as body:
+                    self._logits(prompts)
+                    head = partial(body.head_on, lambda: self._logits(prompts))
+                    return following_logprobs(prompts, body.states, head, temperature, top_k)
+            size = tokens * self._model.config.get_text_config().vocab_size
+            if size > MOST_LOGITS:
+                raise ValueError(
+                    f"the built-in engine cannot score {tokens} tokens with {type(self._model).__name__}, whose head "
+                    f"cannot be run apart: all {size} logits would be in memory at once; at most {MOST_LOGITS} may be"
+                )
+            return following_logprobs(prompts, self._logits(prompts), lambda logits: logits, temperature, top_k)
+
+    @cached_property
+    def _head_runs_apart(self) -> bool:
+        """Whether the model's forward calls its body as a whole, which OPT's does not."""
+        prompts = PackedPrompts.of([(0,)], [0], self._device)
+        with torch.inference_mode(), _during(_Forward(tokens=1)), packed(prompts.packing):
+            with _body_of(self._model) as body:
+                self._logits(prompts)
+            return body.was_called
+
+    def _logits(self, prompts: PackedPrompts) -> Tensor:
+        output = self._model(input_ids=prompts.token_ids[None], position_ids=prompts.positions[None], use_cache=False)
+        logits: Tensor = output.logits[0]
+        return logits
 
     def decode(self, step: Step, cache: KVCache) -> Tensor:
         at = cache.addresses(torch.arange(step.rows, device=self._device), step.positions[: step.rows])

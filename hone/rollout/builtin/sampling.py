@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.spans import running_sums
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27))
@@ -74,7 +76,7 @@ def sample(logits: Tensor, rules: Rules, u: NDArray[np.float32]) -> tuple[Tensor
 
 def _invert(probabilities: Tensor, u: Tensor) -> Tensor:
     """Return [n]: the first token whose cumulative probability exceeds u; never one of probability 0."""
-    cumulative = probabilities.cumsum(-1)
+    cumulative = running_sums(probabilities)
     total = cumulative[:, -1:]
     threshold = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
@@ -115,14 +117,13 @@ def _top_p(logits: Tensor, p: Tensor) -> Tensor:
     ordered = torch.topk(probabilities, min(_TOP_P_FIRST_LOOK, logits.shape[1]), dim=-1).values
     if bool((ordered.sum(-1, keepdim=True) < wanted).any()):
         ordered = torch.sort(probabilities, dim=-1, descending=True).values
-    before = ordered.cumsum(-1) - ordered
+    before = running_sums(ordered) - ordered
     last_kept = (before < wanted).sum(-1, keepdim=True).clamp_(min=1) - 1
     return logits.masked_fill(probabilities < ordered.gather(1, last_kept), float("-inf"))
 
 
 def _min_p(logits: Tensor, fraction: Tensor) -> Tensor:
-    floor = logits.amax(-1, keepdim=True) + fraction.log()[:, None]
-    return logits.masked_fill(logits < floor, float("-inf"))
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + fraction.log()[:, None], float("-inf"))
 
 
 def _to(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -2,5 +2,6 @@
 
 In reading order: `adapter` (what all servers share), `connection` (process and HTTP), `open_requests`, `builtin`;
 `engine` (engines with a Python environment of their own), `vllm`, `vllm_images`, `sglang`, `sglang_cpu`; the machine
-that a server runs on: `host`, `relay`; servers that were started elsewhere: `front` (their side), `attached`.
+that a server runs on: `host`, `relay`, and how many devices it needs: `shape`; servers that were started elsewhere:
+`front` (their side), `attached`.
 """

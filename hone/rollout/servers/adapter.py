@@ -26,12 +26,13 @@ from hone.config import count_as_read
 from hone.data.routes import Routes, mixture_rows
 from hone.models.source import check_source
 from hone.rollout.adapters import AdapterKind
-from hone.rollout.admission import WAKE_TAGS, ReplicaState, RequestLimits
-from hone.rollout.base import ReplicaLost, ServerSpec, WeightReceipt
+from hone.rollout.admission import CONSTRAINS_NOT, WAKE_TAGS, ReplicaState, RequestLimits
+from hone.rollout.base import ReplicaLost, ScoreAborted, ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
 from hone.rollout.servers.connection import CONTROL_S, ServerConnection
 from hone.rollout.servers.host import Site
 from hone.rollout.servers.open_requests import OpenRequests
+from hone.rollout.servers.shape import shape_of
 from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams, Scored, StopReason
 
 STOP_S = 5.0  # what a server is given to confirm that it stopped, after it failed to take in weights
@@ -42,19 +43,20 @@ class RolloutServer(ABC):
     """A `ServerAdapter` over HTTP. Constructing checks model and settings, `start` starts the server."""
 
     health: str  # a path that answers 200 when the server is ready
-    takes_images = constrains = False  # whether a prompt may have images, and an answer a JSON schema
+    takes_images = False  # whether a prompt may have images
+    no_schema = CONSTRAINS_NOT  # why it cannot make an answer follow a JSON schema; empty: it can
     positional_seed: bool
 
     def __init__(self, spec: ServerSpec, config: PreTrainedConfig, dtype: torch.dtype, has_tokenizer: bool) -> None:
         """`config` is the model's (`model_config`); `dtype` is used for weights and computation."""
         count_as_read(spec.settings.builtin)
         self.name = spec.name
-        self.ranks = spec.settings.tensor_parallel
+        self.ranks = shape_of(spec.settings).ranks
         self.dtype = dtype
         self.connection = ServerConnection(spec, self.health)
         self._spec = spec
         self._request_timeout_s = spec.settings.request_timeout_s
-        self._limits = RequestLimits(config, math.inf, has_tokenizer, spec.adapters.keys(), self.constrains)
+        self._limits = RequestLimits(config, math.inf, has_tokenizer, spec.adapters.keys(), self.name, self.no_schema)
         self._requests = OpenRequests(spec.name)
         self._reset()
 
@@ -83,8 +85,8 @@ class RolloutServer(ABC):
         """Send one checked request: its completion, the tokens of its prompt, and how many of them were cached."""
 
     @abstractmethod
-    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored:
-        """Send one checked sequence, and read the log-prob of each of its tokens."""
+    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored | None:
+        """Send one checked sequence, and read the log-prob of each of its tokens; None if it was aborted."""
 
     async def _computed(self) -> int | None:
         """Ask the server how many tokens it has computed since its start; None if it does not say."""
@@ -179,25 +181,24 @@ class RolloutServer(ABC):
         if images and not self.takes_images:
             raise ValueError(f"request {request_id!r} has images, and {self.name} takes text only")
         placed, _ = self._limits.check(request_id, tuple(token_ids), sampling, images)
-        if sampling.routed_experts and not self._spec.routed_layers:
-            raise ValueError(
-                f"request {request_id!r} asks for the experts of its tokens, and {self.name} was started without them"
-            )
+        check_routes(request_id, sampling, self._spec)
         self._state.check_serving()
         with self._requests.opened(request_id):
             completion, prompt_tokens, cached_tokens = await self._generate(request_id, token_ids, sampling, placed)
         self._requests.count(completion, prompt_tokens, cached_tokens)
-        if completion.stop_reason is StopReason.ABORTED and self._state.obstacle:
-            raise RuntimeError(
-                f"request {request_id!r}: rollout replica {self.name} lost its weights: {self._state.obstacle}"
-            )
+        if completion.stop_reason is StopReason.ABORTED:
+            self._state.check_kept(request_id)
         return completion
 
     async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
-        """How likely each token is given those before it, at temperature 1; raises as `generate` does."""
+        """Log-probs of tokens given the earlier ones, at temperature 1; raises as `generate` does, or ScoreAborted."""
         self._limits.check_prompt(request_id, tuple(token_ids))
         self._state.check_serving()
-        scored = await self._score(request_id, token_ids, top_k)
+        with self._requests.opened(request_id):
+            scored = await self._score(request_id, token_ids, top_k)
+        if scored is None:
+            self._state.check_kept(request_id)
+            raise ScoreAborted(f"request {request_id!r} was aborted at {self.name}")
         found = [scored.logprobs, *([scored.top_ids, scored.top_logprobs] if top_k else [])]
         check_complete(f"request {request_id!r} at {self.name}", found, len(token_ids))
         return scored
@@ -288,6 +289,14 @@ class RolloutServer(ABC):
             self._state.wake(wanted)
         if wanted and self._state.is_awake:
             await (self._hold("keep") if self._state.paused else self._go_on())
+
+
+def check_routes(request_id: str, sampling: SamplingParams, spec: ServerSpec) -> None:
+    """Raise ValueError for a request that asks for experts which the server does not return."""
+    if sampling.routed_experts and not spec.routed_layers:
+        raise ValueError(
+            f"request {request_id!r} asks for the experts of its tokens, and {spec.name} was started without them"
+        )
 
 
 def check_complete(what: str, found: Sequence[Sequence[Any]], tokens: int) -> None:

@@ -18,7 +18,7 @@ import aiohttp
 from hone.config import ConfigError
 from hone.processes.child import Process, ServerFailed
 from hone.rollout.servers.front import ATTACH, keep_alive
-from hone.rollout.servers.host import Site
+from hone.rollout.servers.host import Launch, Site
 from hone.rollout.servers.relay import connector_to
 from hone.rollout.settings import split_address
 
@@ -34,6 +34,7 @@ KEYS = {  # what a server serves, and what says so in a run file
     "context": "model.use.context",
     "dtype": "actor.compute_dtype",
     "tensor_parallel": "rollout.tensor_parallel",
+    "ranks": "the number of ranks (rollout.tensor_parallel, and pipeline and data parallel in rollout.engine)",
     "keep_cache": "asynchrony.new_weights",
     "adapter": "actor.lora",
     "adapters": "adapters",
@@ -81,7 +82,7 @@ class AttachedHost:
     async def open(self) -> Site:
         return Site(Path(), "")
 
-    def process(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    def process(self, name: str, launches: Sequence[Launch], log: Path) -> Process:
         return AttachedProcess(name, log, self.address, self._token, self._expected)
 
     def connector(self, **options: Any) -> aiohttp.BaseConnector:

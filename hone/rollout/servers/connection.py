@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import aiohttp
 from hone.processes.child import SILENT_S, Process, ServerFailed
 from hone.processes.descriptors import OutOfDescriptors, is_exhausted, when_free
 from hone.rollout.base import ReplicaLost, ServerSpec
-from hone.rollout.servers.host import Site
+from hone.rollout.servers.host import Launch, Site
 from hone.rollout.settings import CONTROLS
 
 CONTROL_S = 60.0  # deadline of a control request that has nothing to wait for
@@ -28,7 +28,7 @@ LOG_LINES = 2_000  # of the server's log, searched for the error that began its 
 CAUSE = re.compile(r"(?:^|\] |\) )((?:[\w.]*(?:Error|Exception)|[\w. ]+: error): .+|[\w.]+(?:Error|Exception)$)")
 CONSEQUENCE = re.compile(r"[Ss]ee (?:the )?(?:stack trace|root cause)")  # an error that only points to another one
 
-LaunchFn = Callable[[Site], tuple[Sequence[str], Mapping[str, str]]]
+LaunchFn = Callable[[Site], Launch]
 """Command and environment of a server; the site gives its private folder and its interpreter."""
 
 
@@ -71,8 +71,8 @@ class ServerConnection:
     async def _launch(self, launch: LaunchFn, timeout_s: float) -> None:
         if self.folder is None:
             self.folder = (site := await self._host.open()).folder
-            command = launch(site) if site.python else ([], {})
-            self.process = self._host.process(self.name, *command, self._log)
+            launches = [launch(one) for one in (site, *site.others)] if site.python else []
+            self.process = self._host.process(self.name, launches, self._log)
         assert self.process is not None
         await self.process.start(self._is_ready, timeout_s)
 
@@ -92,7 +92,8 @@ class ServerConnection:
     async def close(self) -> None:
         """End the server with everything it started; again is fine. Requests that run raise ReplicaLost now."""
         for request in self._open:  # aiohttp would leave those waiting whose reply has begun
-            request.reschedule(0.0)
+            if not request.expired():  # it is, if this is the second call
+                request.reschedule(0.0)
         if self._session is not None and not self._session.closed:
             await self._session.close()
         self._session = None
@@ -126,11 +127,13 @@ class ServerConnection:
     async def _send(self, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
         process = self.process  # the one asked: by the time the reply comes, another may have been started
         ending = asyncio.timeout(None)
-        self._open.add(ending)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        url = f"http://server{path}"
         try:
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
-            url = f"http://server{path}"
-            async with ending, self.session().request(method, url, json=body, timeout=timeout) as reply:
+            async with (
+                self._ended_by_close(ending),
+                self.session().request(method, url, json=body, timeout=timeout) as reply,
+            ):
                 status, text = reply.status, await reply.text()
                 found = await reply.json() if "json" in reply.headers.get("content-type", "") else {"text": text}
         except TimeoutError as error:
@@ -144,8 +147,6 @@ class ServerConnection:
             if is_exhausted(error):  # says nothing about the replica
                 raise OutOfDescriptors(f"no connection to replica {self.name}: {error}") from error
             raise ReplicaLost(f"replica {self.name} was lost during {path}: {error!r}{self._last_words()}") from error
-        finally:
-            self._open.discard(ending)
         if status == 200:
             return found if isinstance(found, dict) else {}
         message = f"replica {self.name} refused {path} (status {status}): {error_text(found, text)}"
@@ -154,6 +155,16 @@ class ServerConnection:
         if status >= 500 and (process is None or await self._is_ending(process)):
             raise ReplicaLost(f"{message}{self._last_words()}")
         raise RuntimeError(message)
+
+    @asynccontextmanager
+    async def _ended_by_close(self, ending: asyncio.Timeout) -> AsyncIterator[None]:
+        """Let `close` end what runs inside; what comes after it has a deadline of its own."""
+        async with ending:
+            self._open.add(ending)
+            try:
+                yield
+            finally:
+                self._open.discard(ending)
 
     def session(self) -> aiohttp.ClientSession:
         """The client session of the running event loop. Raises ReplicaLost if no server was started."""

@@ -1,7 +1,7 @@
 """The machine that a server runs on: `Host` gives its adapter a private folder, a process and an HTTP connector.
 
     Host.open() -> Site          a private folder on that machine, in which the server makes its socket
-        .process(command, ...)   the server, to be started, watched and stopped
+        .process(launches, ...)  the server, to be started, watched and stopped
         .connector()             HTTP to its socket
         .close()                 the folder is gone; `open` begins the next life
 
@@ -23,6 +23,7 @@ import aiohttp
 import hone
 from hone.processes.child import Process, ServerProcess
 from hone.processes.supervisor import FOLDER
+from hone.rollout.servers.shape import Span
 
 SOCKET = "s"  # its name in the folder; a socket's whole path has to be short
 
@@ -33,6 +34,12 @@ class Site:
 
     folder: Path  # private; `folder/path` holds hone's package and nothing else
     python: str  # the interpreter that runs hone there; empty: no process is started, because the server runs already
+    span: Span | None = None  # of a server that uses several machines
+    others: tuple[Site, ...] = ()  # on the server's other machines, which only compute
+
+
+Launch = tuple[Sequence[str], Mapping[str, str]]
+"""Command and environment of a process."""
 
 
 class Host(Protocol):
@@ -53,8 +60,8 @@ class Host(Protocol):
     async def open(self) -> Site:
         """Make the folder. Raises ServerFailed if no machine is available."""
 
-    def process(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-        """A server, not started yet; `log` is a file of the run folder."""
+    def process(self, name: str, launches: Sequence[Launch], log: Path) -> Process:
+        """A server, not started yet, with a launch for each of its machines; `log` is a file of the run folder."""
 
     def connector(self, **options: Any) -> aiohttp.BaseConnector:
         """An aiohttp connector to the server's socket; `options` are aiohttp's."""
@@ -83,7 +90,8 @@ class LocalHost:
             raise RuntimeError("this host is not open: a server has no folder on it")
         return self._folder
 
-    def process(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    def process(self, name: str, launches: Sequence[Launch], log: Path) -> Process:
+        ((command, environment),) = launches
         return ServerProcess(name, command, {**environment, FOLDER: str(self._opened)}, log)
 
     def connector(self, **options: Any) -> aiohttp.BaseConnector:
@@ -106,4 +114,4 @@ def private_folder() -> Path:
     return folder
 
 
-__all__ = ["SOCKET", "Host", "LocalHost", "Site"]
+__all__ = ["SOCKET", "Host", "Launch", "LocalHost", "Site"]

@@ -19,6 +19,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from hone.rollout.servers.adapter import AGAIN_S, with_routes
 from hone.rollout.servers.connection import CONTROL_S
 from hone.rollout.servers.engine import EngineDefaults, EngineServer, command_arguments
 from hone.rollout.servers.host import SOCKET, Site
+from hone.rollout.servers.shape import Span, size_option
+from hone.rollout.settings import RolloutConfig
 from hone.types import Completion, PauseMode, SamplingParams, Scored, StopReason
 
 HOW_TO_INSTALL = (
@@ -47,8 +50,18 @@ RESERVED = {
     "enable_custom_logit_processor": "it would unpickle what requests bring",
     "trust_remote_code": "it is model.trust_remote_code",
     **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "it is rollout.tensor_parallel"),
-    **dict.fromkeys(("dp_size", "data_parallel_size", "dp"), "it is rollout.replicas"),
-    **dict.fromkeys(("pp_size", "pipeline_parallel_size"), "use rollout.tensor_parallel"),
+    **dict.fromkeys(
+        ("dp_size", "data_parallel_size", "dp", "enable_dp_attention"),
+        "servers are rollout.replicas; for data parallel attention set attn_dp_size",
+    ),
+    **dict.fromkeys(
+        ("pp_size", "pipeline_parallel_size"),
+        "SGLang's stages take weights one after the other, and hone sends them to all ranks at once; use "
+        "rollout.tensor_parallel",
+    ),
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "dist_init_addr"), "hone starts the ranks, on the machines of runtime.backend"
+    ),
     **dict.fromkeys(("random_seed", "sampling_backend"), "every request has its own seed"),
     "enable_return_routed_experts": "it is actor.moe.routing_replay: rollout",
     **dict.fromkeys(("lora_paths", "enable_lora_overlap_loading", "max_loaded_loras"), "hone loads adapters itself"),
@@ -64,7 +77,7 @@ DEFAULTS: Mapping[str, Any] = {
 CPU_DEFAULTS: Mapping[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
-    "grammar_backend": "none",
+    "grammar_backend": "xgrammar",  # the one that masks logits on a CPU and reads every tokenizer
     "disable_overlap_schedule": True,
     "disable_prefill_cuda_graph": True,
     "disable_decode_cuda_graph": True,
@@ -84,7 +97,9 @@ ENVIRONMENT = {
 ADAPTED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose adapters are tested to equal PEFT's
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # their layers
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+EXPERT_OPTIONS = ("ep_size", "expert_parallel_size", "ep")
 MARGIN = 6  # SGLang rejects prompts within this distance of its context, so hone sets a longer one
+ABORTED = "Aborted by AbortReq."  # SGLang's refusal of a request that is aborted while its schema is compiled
 SEEDS = 2**63  # SGLang takes seeds below this
 FINISH = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
@@ -93,6 +108,7 @@ class SglangServer(EngineServer):
     """SGLang. With top-k, top-p or min-p, log-probs are normalised over the tokens that the filters keep."""
 
     returns_experts = True
+    no_schema = ""  # log-probs are of the tokens that the schema leaves
     positional_seed = True  # random numbers are a hash of seed and position
     health = "/ready"
     package = "sglang"
@@ -110,6 +126,16 @@ class SglangServer(EngineServer):
                 "the likeliest token wherever something was proposed, whatever the temperature, so what it gives is no "
                 "sample of the policy; leave it out"
             )
+        if self._options.get("grammar_backend") == "none":
+            self._limits = replace(self._limits, no_schema="was started with rollout.engine.grammar_backend=none")
+        elif not self._limits.has_tokenizer:
+            self._limits = replace(self._limits, no_schema="was started without a tokenizer, which it needs for that")
+        experts = next((name for name in EXPERT_OPTIONS if (self._options.get(name) or 1) != 1), "")
+        if experts and current_platform().device == "cpu":
+            raise ConfigError(
+                f"rollout.engine.{experts}: on a CPU SGLang computes a mixture in plain torch, which fails for experts "
+                "that a rank does not have; leave it out"
+            )
         self._context = int(self._options.get("context_length") or self._config.max_position_embeddings)
         self._numbers = itertools.count()
         self._gates: dict[str, asyncio.Future[bool]] = {}
@@ -121,11 +147,19 @@ class SglangServer(EngineServer):
 
     def _launch(self, site: Site) -> tuple[list[str], dict[str, str]]:
         context = {"context_length": self._context + MARGIN}
-        options = {**server_options(self._spec, self._limits.vocabulary), **self._options, **context}
+        spread = {} if site.span is None else spread_options(site.span)
+        options = {**server_options(self._spec, self._limits.vocabulary), **self._options, **context, **spread}
         flags = {name: value for name, value in options.items() if value is not False}  # switches have no `--no-` form
         command = [str(self._python), "-P", "-m", "hone.workers.inside.sglang", *command_arguments(flags)]
         sockets = {"HONE_SOCKET": str(site.folder / SOCKET), "TMPDIR": str(site.folder)}  # for its own sockets
         return command, {**self.defaults.server_environment(self._spec, site.folder), **sockets}
+
+    @staticmethod
+    def why_one_machine(settings: RolloutConfig) -> str:
+        """Why the ranks of a server have to be on one machine; empty: they may be on several."""
+        if size_option(settings.engine, "attn_dp_size") > 1:
+            return "with attn_dp_size hone starts SGLang on one machine only"
+        return ""
 
     @staticmethod
     def unfit_for_adapter(kind: AdapterKind) -> str:
@@ -170,6 +204,10 @@ class SglangServer(EngineServer):
         body = _generate_body(rid, token_ids, sampling, int(self._limits.longest), sampling.adapter or self._adapter)
         try:
             reply = await self.connection.post("/generate", body, self._request_timeout_s)
+        except ValueError as error:
+            if sampling.json_schema and ABORTED in str(error):
+                return Completion(request_id, (), (), (), StopReason.ABORTED), 0, 0
+            raise
         except (asyncio.CancelledError, TimeoutError):
             with suppress(ReplicaLost, TimeoutError, RuntimeError):  # frees its slot at once
                 await asyncio.shield(self.connection.post("/abort_request", {"rid": rid}))
@@ -182,7 +220,9 @@ class SglangServer(EngineServer):
             found = with_routes(found, routes, len(token_ids), self._spec)
         return found, len(token_ids), int(meta.get("cached_tokens") or 0)
 
-    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored:
+    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored | None:
+        if not await self._may_begin(request_id):
+            return None
         body = {
             "rid": f"{next(self._numbers)}:{request_id}",
             "input_ids": list(token_ids),
@@ -193,7 +233,7 @@ class SglangServer(EngineServer):
             "lora_path": self._adapter,
         }
         meta = (await self.connection.post("/generate", body, self._request_timeout_s))["meta_info"]
-        return _scored(meta, top_k)
+        return None if FINISH[meta["finish_reason"]["type"]] is StopReason.ABORTED else _scored(meta, top_k)
 
     async def _abort_open(self) -> None:
         """Abort all requests. A paused scheduler aborts only queued requests, so running ones are queued first."""
@@ -350,6 +390,15 @@ def _read_receipts(name: str, message: str) -> tuple[list[WeightReceipt], set[st
     wanted = ("version", "digest", "tensors", "bytes")
     found = [WeightReceipt(name, **{key: receipt[key] for key in wanted}) for receipt in receipts]
     return found, set(receipts[0]["adapters"])
+
+
+def spread_options(span: Span) -> dict[str, Any]:
+    """Return the options of SGLang on one of several machines; those after the first have schedulers only."""
+    return {
+        "nnodes": len(span.addresses),
+        "node_rank": span.number,
+        "dist_init_addr": f"{span.addresses[0]}:{span.port}",
+    }
 
 
 def server_options(spec: ServerSpec, vocabulary: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from hone.config import ConfigError
 from hone.data.routes import routes_of_text
+from hone.models.routing import expert_count
 from hone.models.vision.model import sees_images
 from hone.platforms.base import current_platform
 from hone.rollout.adapters import AdapterKind
@@ -28,7 +29,9 @@ from hone.rollout.servers.adapter import with_routes
 from hone.rollout.servers.connection import CONTROL_S
 from hone.rollout.servers.engine import EngineDefaults, EngineServer, command_arguments
 from hone.rollout.servers.host import SOCKET, Site
+from hone.rollout.servers.shape import Shape, Span, size_option
 from hone.rollout.servers.vllm_images import features_of
+from hone.rollout.settings import RolloutConfig
 from hone.types import Completion, PauseMode, SamplingParams, Scored, StopReason
 
 HOW_TO_INSTALL = (
@@ -44,8 +47,19 @@ RESERVED = {
     "trust_remote_code": "it is model.trust_remote_code",
     "enable_return_routed_experts": "it is actor.moe.routing_replay: rollout",
     "tensor_parallel_size": "it is rollout.tensor_parallel",
-    "data_parallel_size": "it is rollout.replicas",
-    "pipeline_parallel_size": "each rank must hold a part of every layer; use rollout.tensor_parallel",
+    "prefill_context_parallel_size": "hone counts tensor, pipeline and data parallel ranks only",
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "master_addr", "master_port", "headless", "distributed_executor_backend"),
+        "hone starts the ranks, on the machines of runtime.backend",
+    ),
+    **dict.fromkeys(
+        ("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address"),
+        "one server has all data parallel ranks; set data_parallel_size",
+    ),
+    **dict.fromkeys(
+        ("data_parallel_backend", "data_parallel_external_lb", "data_parallel_hybrid_lb", "api_server_count"),
+        "hone speaks to one server process",
+    ),
     "logprobs_mode": "the trainer needs log-probs of the distribution that was sampled (processed_logprobs)",
     "mm_device_do_normalize": "hone sends patches that are normalised",
     "seed": "every request has its own",
@@ -95,6 +109,7 @@ CPU_ENVIRONMENT = {
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 SEEDS = 2**63  # vLLM takes seeds below this
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM supports for LoRA buffers
+NAMED = 5  # most layers in a message
 FINISH = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
 
@@ -103,7 +118,7 @@ class VllmServer(EngineServer):
 
     returns_experts = True
     takes_images = True
-    constrains = True
+    no_schema = ""
     positional_seed = False  # the random stream restarts with each request
     health = "/health"
     package = "vllm"
@@ -115,14 +130,26 @@ class VllmServer(EngineServer):
 
     def __init__(self, spec: ServerSpec) -> None:
         super().__init__(spec)
-        size = head_size(self._config)
-        if current_platform().device == "cpu" and size is not None and size not in CPU_HEAD_SIZES:
-            known = ", ".join(map(str, CPU_HEAD_SIZES))
+        self._shape = self.shape_of(spec.settings)
+        check_fits(self._shape, self._config, self._options, spec.model)
+        if spec.routed_layers and self._shape.pipeline * self._shape.data > 1:
             raise ConfigError(
-                f"rollout.backend=vllm: on a CPU, vLLM supports the attention head sizes {known}, and {spec.model} "
-                f"(model.path) has {size} (head_dim in its config.json): set rollout.backend=builtin, or choose "
-                "another model (model.build.head_size=32 for one that is built)"
+                f"actor.moe.routing_replay: rollout with {self._shape}: vLLM's stages and data parallel ranks know "
+                "the experts of a part only; use rollout.tensor_parallel, or set routing_replay=old_logprobs"
             )
+
+    @staticmethod
+    def shape_of(settings: RolloutConfig) -> Shape:
+        """The ranks of one server. Raises ConfigError for sizes that are none."""
+        sizes = (size_option(settings.engine, f"{name}_parallel_size") for name in ("pipeline", "data"))
+        return Shape(settings.tensor_parallel, *sizes)
+
+    @classmethod
+    def why_one_machine(cls, settings: RolloutConfig) -> str:
+        """Why the ranks of a server have to be on one machine; empty: they may be on several."""
+        if cls.shape_of(settings).data > 1:
+            return "with data_parallel_size hone starts vLLM on one machine only"
+        return ""
 
     def _reset(self) -> None:
         super()._reset()
@@ -131,11 +158,14 @@ class VllmServer(EngineServer):
 
     def _launch(self, site: Site) -> tuple[list[str], dict[str, str]]:
         vision = VISION_OPTIONS if sees_images(self._limits.config) else {}
-        options = {**server_options(self._spec, site.folder), **vision, **self._options}
-        command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server", *command_arguments(options)]
+        spread = {} if site.span is None else spread_options(site.span)
+        options = {**server_options(self._spec, site.folder), **vision, **self._options, **spread}
+        module = "hone.workers.inside.vllm_follower" if "headless" in spread else "vllm.entrypoints.openai.api_server"
+        command = [str(self._python), "-m", module, *command_arguments(options)]
         # only vLLM's newer model runner returns routed experts
         routed = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self._spec.routed_layers else {}
-        return command, {**self.defaults.server_environment(self._spec, site.folder), **routed}
+        own = {} if site.span is None else {"VLLM_HOST_IP": site.span.addresses[site.span.number]}
+        return command, {**self.defaults.server_environment(self._spec, site.folder), **routed, **own}
 
     @staticmethod
     def unfit_for_adapter(kind: AdapterKind) -> str:
@@ -153,6 +183,12 @@ class VllmServer(EngineServer):
         every = cls._adapter_kinds(spec, config.model_type)
         if not every:
             return {}
+        if cls.shape_of(spec.settings).data > 1:
+            raise ConfigError(
+                "rollout.engine.data_parallel_size with a LoRA adapter that is sent or served by itself: vLLM reports "
+                "of the first data parallel rank only whether it took the adapter; set actor.lora.sync=merged, or "
+                "remove data_parallel_size"
+            )
         largest = max(kind.rank for kind in every)
         room = next(rank for rank in RANKS if rank >= largest)
         # On a CPU, vLLM's kernels compute requests without an adapter with the last adapter slot
@@ -162,6 +198,8 @@ class VllmServer(EngineServer):
     async def start(self) -> None:
         """Start the server. A frozen model starts with the weights of its folder, as version 0."""
         await super().start()
+        if self._shape.pipeline > 1:
+            await self._call_workers("hone_enter_pipeline")
         if self._spec.frozen:  # vLLM calls them "default"
             await self.connection.post("/update_weight_version", {"new_version": "0"})
 
@@ -188,7 +226,7 @@ class VllmServer(EngineServer):
             found = with_routes(found, routes, len(token_ids), self._spec)
         return found, usage.get("prompt_tokens", 0), cached
 
-    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored:
+    async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored | None:
         body = {
             "request_id": request_id,
             "token_ids": list(token_ids),
@@ -196,6 +234,8 @@ class VllmServer(EngineServer):
             "model": self._adapter,
         }
         reply = await self.connection.post("/inference/v1/generate", body, self._request_timeout_s)
+        if FINISH[reply["choices"][0]["finish_reason"]] is StopReason.ABORTED:
+            return None
         return _scored(token_ids, reply.get("prompt_logprobs") or [], top_k)
 
     async def _computed(self) -> int | None:
@@ -228,12 +268,20 @@ class VllmServer(EngineServer):
         await self._call_workers("hone_abandon")
         await self.connection.post("/start_weight_update", {})
         await self.connection.post("/update_weights", {"update_info": {"offer": offer}}, timeout_s)
-        receipts = _read_receipts(self.name, await self._call_workers("hone_receipt"))
+        receipts = _read_receipts(self.name, await self._receipts())
         await self.connection.post("/finish_weight_update", {"weight_version": str(offer["version"])})
         self._adapter = None
         for name, files in self._spec.adapters.items():
             await self._load_adapter(name, str(files.folder), timeout_s)
         return receipts
+
+    async def _receipts(self) -> list[dict[str, Any]]:
+        """The receipt or error of every worker, in the order of ranks."""
+        if self._shape.data == 1:
+            return await self._call_workers("hone_receipt")
+        await self._call_workers("hone_note_receipt")  # returns when every data parallel rank has done it
+        by_worker: Any = await self._call_workers("hone_noted_receipts")
+        return [receipt for of_one_rank in zip(*by_worker, strict=True) for receipt in of_one_rank]
 
     async def _load_adapter(self, name: str, folder: str, timeout_s: float) -> None:
         """Make vLLM load an adapter from files, replacing one of the same name, and check that every tensor is used."""
@@ -243,7 +291,7 @@ class VllmServer(EngineServer):
             _read_errors(self.name, await self._call_workers("hone_reload_adapter", number, folder))
         else:
             await self.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, timeout_s)
-        checks = await self._call_workers("hone_check_adapter", number)
+        checks = _with_unbound(await self._call_workers("hone_check_adapter", number))
         if not number and any("error" in check for check in checks):
             await self.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
         _read_errors(self.name, checks)
@@ -284,6 +332,30 @@ class VllmServer(EngineServer):
     async def _take_again(self, tags: list[str]) -> None:
         """Wake the given parts. vLLM resumes computing when everything is awake."""
         await self.connection.post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+
+
+def check_fits(shape: Shape, config: Any, options: Mapping[str, Any], model: str) -> None:
+    """Raise ConfigError for what vLLM cannot compute with a model of this transformers configuration."""
+    if shape.data > 1 and not expert_count(config):
+        raise ConfigError(
+            f"rollout.engine.data_parallel_size = {shape.data}: {model} (model.path) has no experts, so its data "
+            "parallel ranks would be servers that share nothing; set rollout.replicas instead"
+        )
+    if current_platform().device != "cpu":
+        return
+    if options.get("enable_expert_parallel"):
+        raise ConfigError(
+            "rollout.engine.enable_expert_parallel: on a CPU, vLLM's kernel reads experts that the rank does not "
+            "have, which ends in a segmentation fault; leave it out"
+        )
+    size = head_size(config)
+    if size is not None and size not in CPU_HEAD_SIZES:
+        known = ", ".join(map(str, CPU_HEAD_SIZES))
+        raise ConfigError(
+            f"rollout.backend=vllm: on a CPU, vLLM supports the attention head sizes {known}, and {model} "
+            f"(model.path) has {size} (head_dim in its config.json): set rollout.backend=builtin, or choose "
+            "another model (model.build.head_size=32 for one that is built)"
+        )
 
 
 def head_size(config: Any) -> int | None:
@@ -361,6 +433,18 @@ def _scored(token_ids: Sequence[int], places: Sequence[Mapping[str, Any] | None]
     return Scored(logprobs, ids, tuple(tuple(logprob for _, _, logprob in place) for place in top))
 
 
+def _with_unbound(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The workers' checks of an adapter, with an error in each if no worker has some of its layers."""
+    unbound = [set(check.get("unbound", ())) for check in checks]
+    nowhere = sorted(set.intersection(*unbound))
+    if not nowhere:
+        return checks
+    more = f" and {len(nowhere) - NAMED} more" if len(nowhere) > NAMED else ""
+    are = "is" if len(nowhere) == 1 else "are"
+    error = f"the adapter's {', '.join(nowhere[:NAMED])}{more} {are} not in the model"
+    return [{"error": error, **check} for check in checks]
+
+
 def _read_errors(name: str, replies: list[dict[str, Any]]) -> None:
     errors = [f"worker {rank}: {reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
     if errors:
@@ -371,6 +455,18 @@ def _read_receipts(name: str, replies: list[dict[str, Any]]) -> list[WeightRecei
     _read_errors(name, replies)
     wanted = ("version", "digest", "tensors", "bytes")
     return [WeightReceipt(name, **{key: reply[key] for key in wanted}) for reply in replies]
+
+
+def spread_options(span: Span) -> dict[str, Any]:
+    """Return the options of vLLM on one of several machines; those after the first have workers only."""
+    return {
+        "distributed_executor_backend": "mp",
+        "nnodes": len(span.addresses),
+        "node_rank": span.number,
+        "master_addr": span.addresses[0],
+        "master_port": span.port,
+        **({} if span.is_first else {"headless": True}),
+    }
 
 
 def server_options(spec: ServerSpec, folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from hone.schedule.settings import AsynchronyConfig
 from hone.trainers.policy.annotators import Stage, check_stages, declared_stages
 from hone.trainers.policy.settings import PolicyRunConfig, learns_from_teachers
 from hone.types import Prompt
-from hone.workers.rollout import is_batch_invariant
+from hone.workers.rollout import is_batch_invariant, server_shape
 
 OBJECTIVE_OUTPUTS = frozenset({"entropy", "sum_pi_squared", FULL_KL})  # of an engine's forward, beyond log-probs
 
@@ -96,6 +96,7 @@ def check_policy_run(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequ
     _check_answers_differ(config)
     _check_roles(config, algorithm)
     _check_metric(config, algorithm)
+    _check_sync_deadline(config)
     if config.asynchrony is not None and config.asynchrony.stream:
         _check_streaming(config, config.asynchrony, stages)
     if config.asynchrony is not None and config.asynchrony.lend_trainer:
@@ -353,8 +354,30 @@ def _check_metric(config: PolicyRunConfig, algorithm: Algorithm) -> None:
         raise ConfigError(unknown("algorithm.dynamic_sampling.metric", sampling.metric, ["reward", *parts]))
 
 
+def _check_sync_deadline(config: PolicyRunConfig) -> None:
+    """No shorter limit ends a run whose weight sync may still succeed."""
+    rollout, runtime, sync_s = config.rollout, config.runtime, config.weights.timeout_s
+    if rollout.backend == "builtin" and rollout.builtin.process == "inside":  # weights are copied, without a deadline
+        return
+    if runtime.stall_timeout_s <= sync_s:
+        raise ConfigError(
+            f"runtime.stall_timeout_s = {runtime.stall_timeout_s:g} should be more than weights.timeout_s = "
+            f"{sync_s:g}, because the run makes no other progress during a sync; raise runtime.stall_timeout_s, or "
+            "lower weights.timeout_s"
+        )
+    backend, silent_s = runtime.backend, config.weights.patience_s
+    several = isinstance(backend, RaySettings) and backend.nodes * backend.devices > 1
+    if several and runtime.collective_timeout_s <= silent_s:
+        raise ConfigError(
+            f"runtime.collective_timeout_s = {runtime.collective_timeout_s:g} should be more than {silent_s:g}, a "
+            f"third of weights.timeout_s = {sync_s:g}: so long a rank may wait for a silent server, and the other "
+            "ranks for that rank; raise runtime.collective_timeout_s, or lower weights.timeout_s"
+        )
+
+
 def _check_lending(config: PolicyRunConfig, asynchrony: AsynchronyConfig) -> None:
     """The trainer's device can be a server's in turns, and there are turns."""
+    server = server_shape(config.rollout)
     refused = {
         "asynchrony.staleness = 0": (
             asynchrony.staleness == 0,
@@ -365,10 +388,7 @@ def _check_lending(config: PolicyRunConfig, asynchrony: AsynchronyConfig) -> Non
             "its servers get their devices from the cluster's pools, which the trainer's are not part of; set "
             "runtime.backend=local",
         ),
-        f"rollout.tensor_parallel = {config.rollout.tensor_parallel}": (
-            config.rollout.tensor_parallel > 1,
-            "the trainer has one device; set rollout.tensor_parallel=1",
-        ),
+        str(server): (server.ranks > 1, "the trainer has one device; set rollout.tensor_parallel=1"),
     }
     for what, (is_so, reason) in refused.items():
         if is_so:

@@ -12,7 +12,7 @@ from hone.config import ConfigError
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
-from hone.platforms.base import compute_dtype, current_platform
+from hone.platforms.base import compute_dtype, current_platform, use_deterministic_kernels
 from hone.platforms.host_memory import keep_freed
 from hone.runtime import RUNTIMES, ranks
 from hone.runtime.settings import RuntimeConfig
@@ -37,7 +37,7 @@ def prepare_process(runtime: RuntimeConfig) -> None:
     keep_freed()
     torch.set_num_threads(runtime.threads or max(1, len(os.sched_getaffinity(0)) // ranks.local_ranks()))
     if runtime.deterministic:
-        torch.use_deterministic_algorithms(True)
+        use_deterministic_kernels()
 
 
 def require_same_vocabulary(key: str, model: ModelConfig, tokenizer: Any) -> None:

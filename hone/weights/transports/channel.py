@@ -28,7 +28,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
-from hone.weights.base import PATIENCE, Offer, WeightSyncError
+from hone.weights import PATIENCE
+from hone.weights.base import Offer, WeightSyncError
 from hone.weights.transports.wire import (
     LARGEST_MESSAGE,
     BrokenMessage,

@@ -28,6 +28,7 @@ from hone.weights.transports.memory import (
     MemoryListener,
     SharedBuffers,
     connect,
+    mapped,
     open_buffers,
 )
 from hone.weights.transports.wire import BrokenMessage, Message, expect, rank_token
@@ -81,7 +82,9 @@ class IpcEngine(BucketedEngine):
         self._choose_buffers(channel)
         for peer in channel.left():
             ticket = self._listener.ticket(peer.name) if self._listener is not None else ""
-            message = {"type": "memory", **self._opened().describe(), "ticket": ticket, "boxes": self._boxes}
+            buffers = self._opened()
+            described = buffers.describe(is_mapped=buffers.identity in peer.facts.get("mapped", ()))
+            message = {"type": "memory", **described, "ticket": ticket, "boxes": self._boxes}
             await channel.send(message, to=peer)
 
     def _bucket(self, number: int) -> Tensor:
@@ -157,9 +160,14 @@ class IpcReceiver(BucketedReceiver):
         expect({"type": "address", **address}, session=str, memory=str, channel=str)
         connection = connect(address["memory"], self._channel.name, self._channel.remaining_s())
         self._channel.watch(connection)
-        facts = {"devices": current_platform().device_uuids(), "device": own_device(), "holds": self.holds}
-        wants = self.wants if len(self.wants) <= LARGEST_WANTS else ""
-        self._channel.connect(address["channel"], address["session"], {**facts, "wants": wants})
+        facts = {
+            "devices": current_platform().device_uuids(),
+            "device": own_device(),
+            "holds": self.holds,
+            "mapped": mapped(),
+            "wants": self.wants if len(self.wants) <= LARGEST_WANTS else "",
+        }
+        self._channel.connect(address["channel"], address["session"], facts)
         return connection, self._channel.receive("open its memory for")
 
     def _agreed(self, message: Message) -> BoxMap:

@@ -59,8 +59,8 @@ class SharedBuffers:
         self.tensors = [_mapped(descriptor, size) for descriptor in self.descriptors]
         self._pinned = [tensor for tensor in self.tensors if current_platform().pin(tensor)]
 
-    def describe(self) -> dict[str, Any]:
-        """What a receiver needs to open the buckets."""
+    def describe(self, is_mapped: bool) -> dict[str, Any]:
+        """What a receiver needs to open the buckets; `is_mapped`: it has, in an earlier sync."""
         return {"kind": self.kind, "identity": self.identity, "size": self.size}
 
     def synchronize(self) -> None:
@@ -88,9 +88,13 @@ class DeviceBuffers:
         self.uuid = current_platform().device_uuids()[index]
         self.tensors = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(COUNT)]
 
-    def describe(self) -> dict[str, Any]:
-        """Handles for one receiver: each counts as one user of the memory."""
-        handles = [_handle(tensor) for tensor in self.tensors]
+    def describe(self, is_mapped: bool) -> dict[str, Any]:
+        """Handles for one receiver, unless it has opened its own in an earlier sync.
+
+        torch counts each handle as a user of the memory until its receiver releases it. A handle that nobody opens is
+        never released: then the memory stays allocated for the life of this process (torch/csrc/CudaIPCTypes.cpp).
+        """
+        handles = [] if is_mapped else [_handle(tensor) for tensor in self.tensors]
         return {"kind": self.kind, "identity": self.identity, "size": self.size, "uuid": self.uuid, "handles": handles}
 
     def synchronize(self) -> None:
@@ -199,6 +203,11 @@ class MemoryListener:
 _kept: dict[str, list[Tensor]] = {}  # identity -> buckets; only of the last sender
 
 
+def mapped() -> list[str]:
+    """The identities of the buckets that this process has mapped."""
+    return list(_kept)
+
+
 def connect(path: str, who: str, timeout_s: float) -> socket.socket:
     """Connect to the sender; the connection closes when it ends. Raises WeightSyncError if nobody listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -231,6 +240,8 @@ def open_buffers(message: Mapping[str, Any], connection: socket.socket) -> list[
 
 def _opened(message: Mapping[str, Any], descriptors: list[int]) -> list[Tensor]:
     if message["kind"] == DeviceBuffers.kind:
+        if len(message["handles"]) != COUNT:
+            raise BrokenMessage(f"{len(message['handles'])} handles of device memory came, expected {COUNT}")
         index = current_platform().device_uuids().index(message["uuid"])
         return [_from_handle(handle, index) for handle in message["handles"]]
     if message["kind"] != SharedBuffers.kind or len(descriptors) != COUNT:

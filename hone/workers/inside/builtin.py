@@ -167,6 +167,7 @@ class EngineApp:
 
     async def _sleep(self, body: Body) -> dict[str, Any]:
         await self._engine.sleep(body["level"])
+        current_platform().empty_cache()  # otherwise the allocator keeps the memory from the trainer
         return {}
 
     async def _wake_up(self, body: Body) -> dict[str, Any]:

@@ -29,6 +29,7 @@ import torch
 import uvicorn
 from sglang.srt.entrypoints import http_server
 from sglang.srt.layers import sampler
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -182,6 +183,17 @@ def unregistered(dims: tuple[int, ...], dtype: torch.dtype, device: str, allocat
     return allocator.allocate(dims, dtype=dtype, device=device)
 
 
+# -------------------------------------------------------------------------------------------- attention on a CPU
+
+
+def padded_length(backend: TorchNativeAttnBackend) -> int:
+    """Return the length of the sequences that pad a batch to that of other data parallel ranks.
+
+    SGLang asks its attention on CPUs for it, and the one in plain torch has no answer.
+    """
+    return 1
+
+
 # ------------------------------------------------------------------------------------------------- weight transfer
 
 
@@ -264,6 +276,7 @@ def unfilled(model: torch.nn.Module) -> list[str]:
 
 
 ALLOC_MEMORY_FUNCS["cpu"] = unregistered
+TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = padded_length
 WeightUpdater.update_weights_from_ipc = update_weights_from_offer
 schedule_batch.Req._check_token_based_finish = ends_at_a_token
 sampler.top_k_top_p_min_p_sampling_from_probs_torch = sample_filtered

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -42,7 +44,7 @@ from vllm.v1.sample import rejection_sampler
 
 from hone.models.checkpoint_names import as_in_files
 from hone.processes.guard import App, TokenGuard, same_token
-from hone.processes.supervisor import die_with_parent
+from hone.processes.supervisor import FOLDER, die_with_parent
 from hone.weights.base import Adapter, WeightSyncError
 from hone.weights.delivery import receive
 from hone.weights.wants import Wants, watched
@@ -55,7 +57,15 @@ from hone.workers.inside.receiving import (
     receipt,
     variable,
 )
-from hone.workers.inside.vllm_patches import as_loaders_want, expand_batch_to_tokens, pack_cpu_experts_again
+from hone.workers.inside.vllm_patches import (
+    as_loaders_want,
+    expand_batch_to_tokens,
+    gather_rows,
+    make_room_between_stages,
+    pack_cpu_experts_again,
+    put_cpu_kernels_back,
+    scatter_rows,
+)
 
 BACKEND = "hone"
 TRIAL = 2**30  # a number that no adapter has
@@ -99,6 +109,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
         die_with_parent()
         if current_platform.is_cpu():
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+            CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_rows
         self.receipt: dict[str, Any] = {"error": "no weights were received"}
         self._wants = Wants()
 
@@ -129,7 +140,8 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
         """Do nothing; no state is kept between syncs."""
 
     def _take_in(self, offer: Mapping[str, Any]) -> dict[str, Any]:
-        rank, config = self.parallel_config.rank, config_in_files(self.model_config)
+        rank, config = rank_in_server(self.parallel_config), config_in_files(self.model_config)
+        part = get_tp_group().rank_in_group
         if self.parallel_config.enable_eplb:  # experts move between ranks, so no rank needs the same ones twice
             self._wants.forget()
         with self._wants.learning(offer, rank, variable(TOKEN_VARIABLE)) as (delivery, reads):
@@ -139,7 +151,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
             try:
                 with disable_mtp_completeness_check():
                     weights = _noting(as_in_files(config, watched(delivery, reads)), names)
-                    self.model.load_weights(as_loaders_want(self.model, config, weights, rank))
+                    self.model.load_weights(as_loaders_want(self.model, config, weights, part))
             except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
                 if isinstance(error, WeightSyncError) or not names:
                     raise
@@ -149,6 +161,11 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
             if lost := lost_biases(reads):
                 raise WeightSyncError(f"vLLM's model has no place for {listing(lost)}, which its loader left out")
         return receipt(delivery, rank)
+
+
+def rank_in_server(parallel: Any) -> int:
+    """This worker's number among all workers of the server: vLLM numbers those of each data parallel rank from 0."""
+    return int(parallel.data_parallel_rank * parallel.world_size + parallel.rank)
 
 
 def config_in_files(model_config: Any) -> Any:
@@ -189,6 +206,7 @@ def put_back(model: torch.nn.Module, config: Any) -> None:
         info.loaded_weights.clear()  # tensors that do not fit would fail again
         info.load_numel = 0
     finalize_layerwise_reload(model, config)
+    put_cpu_kernels_back(model)
 
 
 def _loadable(layer: torch.nn.Module) -> int:
@@ -222,9 +240,15 @@ class HoneWorker:
     """Methods that vLLM adds to its workers, for `/collective_rpc`. Arguments and results are JSON values."""
 
     rank: int
+    vllm_config: Any
     model_runner: Any
     weight_transfer_engine: Any
     _weight_update_active: bool
+
+    def hone_enter_pipeline(self) -> None:
+        """Prepare this worker for requests if it is a later stage of a pipeline."""
+        if current_platform.is_cpu() and not get_pp_group().is_first_rank:
+            make_room_between_stages(self.model_runner)
 
     def hone_abandon(self) -> None:
         """End an update whose caller went away, so that another can begin."""
@@ -236,6 +260,17 @@ class HoneWorker:
         """Return the receipt of this worker's last update, or its error."""
         receipt: dict[str, Any] = self.weight_transfer_engine.receipt
         return receipt
+
+    def hone_note_receipt(self) -> None:
+        """Write this worker's receipt into the server's folder: vLLM returns those of one data parallel rank only."""
+        number = rank_in_server(self.vllm_config.parallel_config)
+        _noted_receipt(number).write_text(json.dumps(self.hone_receipt()), encoding="utf-8")
+
+    def hone_noted_receipts(self) -> list[dict[str, Any]]:
+        """Return what this worker and those of the same number in the other data parallel ranks have written."""
+        parallel = self.vllm_config.parallel_config
+        numbers = [self.rank + data * parallel.world_size for data in range(parallel.data_parallel_size)]
+        return [json.loads(_noted_receipt(number).read_text(encoding="utf-8")) for number in numbers]
 
     def hone_receive_adapter(self, offer: dict[str, Any], folder: str) -> dict[str, Any]:
         """Receive a LoRA adapter; the first worker writes it to `folder`, from where vLLM loads it."""
@@ -271,18 +306,21 @@ class HoneWorker:
         return {}
 
     def hone_check_adapter(self, number: int) -> dict[str, Any]:
-        """Check that every tensor of an adapter (0: the newest) belongs to a layer: vLLM silently drops others."""
+        """Find the layers of an adapter (0: the newest) that this worker does not have: vLLM silently drops them.
+
+        A worker of a pipeline has the layers of its stage only.
+        """
         manager = self.model_runner.lora_manager._adapter_manager
         number = number or max(manager.list_adapters(), default=0)
         adapter = manager.get_adapter(number)
         layers = [] if adapter is None else sorted(adapter.loras)
-        unbound = [name for name in layers if name not in manager.modules]
-        if unbound:
-            are = "is" if len(unbound) == 1 else "are"
-            return {"error": f"the adapter's {listing(unbound)} {are} not in the model"}
         if not layers:
             return {"error": "the adapter is bound to no layer of the model"}
-        return {"number": number, "layers": len(layers)}
+        return {"number": number, "unbound": [name for name in layers if name not in manager.modules]}
+
+
+def _noted_receipt(number: int) -> Path:
+    return Path(variable(FOLDER)) / f"receipt-{number}"
 
 
 def _write_adapter(folder: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:

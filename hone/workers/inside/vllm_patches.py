@@ -20,7 +20,18 @@ def pack_cpu_experts_again(model: torch.nn.Module) -> None:
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and _on_cpu(module):
-            method.moe_kernel = None  # type: ignore[union-attr]
+            method.hone_old_kernel, method.moe_kernel = method.moe_kernel, None  # type: ignore[union-attr]
+
+
+def put_cpu_kernels_back(model: torch.nn.Module) -> None:
+    """After a failed update, give experts that kept their old weights their old kernel.
+
+    With several data parallel ranks, vLLM computes a batch without requests before it pauses for the next update.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "hone_old_kernel", None) is not None and method.moe_kernel is None:  # type: ignore[union-attr]
+            method.moe_kernel = method.hone_old_kernel  # type: ignore[union-attr]
 
 
 def _on_cpu(module: torch.nn.Module) -> bool:
@@ -39,6 +50,51 @@ def expand_batch_to_tokens(
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     found = x.repeat_interleave(counts, output_size=num_tokens)
     return found.masked_fill(found == replace_from, replace_to)
+
+
+def make_room_between_stages(runner: Any) -> None:
+    """Make the tensors into which a stage of a pipeline receives the previous stage's output.
+
+    vLLM makes them in its warm-up, which it leaves out on a CPU if the KV cache has a set size; then every stage but
+    the first fails at its first request. Remove this when `CPUModelRunner` makes them without a warm-up.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/cpu_worker.py
+    """
+    if runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
+def gather_rows(
+    communicator: Any, given: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> torch.Tensor | list[torch.Tensor]:
+    """Join the rows of all ranks, of which rank r has `sizes[r]`: [rows, ...] -> [sum(sizes), ...].
+
+    vLLM has no such collective for CPUs, so a mixture fails with several data parallel ranks. Remove this and
+    `scatter_rows` when `CpuCommunicator` has `all_gatherv` and `reduce_scatterv`.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/distributed/device_communicators/cpu_communicator.py
+    """
+    if isinstance(given, list):
+        return [torch.cat(_of_all(communicator, one, sizes)) for one in given]
+    return torch.cat(_of_all(communicator, given, sizes))
+
+
+def _of_all(communicator: Any, rows: torch.Tensor, sizes: list[int] | None) -> list[torch.Tensor]:
+    lengths = sizes or [len(rows)] * communicator.world_size
+    longest = max(lengths)  # gloo gathers equal shapes only
+    own = rows.new_zeros((longest, *rows.shape[1:]))
+    own[: len(rows)] = rows
+    found = [torch.empty_like(own) for _ in lengths]
+    torch.distributed.all_gather(found, own, group=communicator.device_group)
+    return [one[:length] for one, length in zip(found, lengths, strict=True)]
+
+
+def scatter_rows(communicator: Any, rows: torch.Tensor, dim: int = 0, sizes: list[int] | None = None) -> torch.Tensor:
+    """Sum the rows of all ranks, and return this rank's part: [sum(sizes), ...] -> [sizes[rank], ...]."""
+    total, rank = rows.contiguous().clone(), communicator.rank_in_group
+    torch.distributed.all_reduce(total, group=communicator.device_group)
+    lengths = sizes or [len(rows) // communicator.world_size] * communicator.world_size
+    return total.narrow(0, sum(lengths[:rank]), lengths[rank])
 
 
 def as_loaders_want(model: torch.nn.Module, config: Any, weights: Iterable[Named], rank: int) -> Iterator[Named]:
@@ -62,13 +118,16 @@ def _gpt_oss(model: torch.nn.Module, weights: Iterable[Named], rank: int) -> Ite
     Remove this when `GptOssModel._load_weights_other` calls the loaders of all parameters.
     Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/gpt_oss.py
     """
+    held: dict[str, Any] = dict(model.named_parameters())
     for name, tensor in weights:
         before, experts, part = name.partition(".mlp.experts.")
         if experts:
             for number, expert in enumerate(tensor):
                 yield f"{before}{experts}{number}.{part}", expert
         elif name.endswith(".self_attn.sinks"):
-            sinks: Any = model.get_parameter(name.replace(".self_attn.", ".attn."))
+            sinks = held.get(name.replace(".self_attn.", ".attn."))
+            if sinks is None:  # a layer of another pipeline stage
+                continue
             heads = len(sinks)
             sinks.weight_loader(sinks, tensor.narrow(0, heads * rank, heads))
         else:

@@ -1,5 +1,6 @@
 """Models that the engine does not build are refused with what their config.json says."""
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -7,13 +8,17 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.transformer.moe import moe_utils
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig
 
 from hone.engines.megatron.families import mixture_layers, model_shape
 from hone.engines.megatron.mesh import MegatronRanks
+from hone.engines.megatron.patches import patch
 from hone.engines.megatron.rows import Rows
 from hone.engines.megatron.settings import MegatronParallel, Sizes
 from hone.models.errors import ModelError
+from tests.engines.contract.cases import Mesh, save_model, train_models
+from tests.ranks import run_ranks
 
 ALONE = MegatronRanks(Sizes(1, 1, 1, 1, 1, 1, False), 0, None, None)
 
@@ -70,3 +75,44 @@ def test_dense_layers_come_first():
     config.first_k_dense_replace = 5
     assert mixture_layers(config) == 0
     assert model_shape(config, "m", ALONE, MegatronParallel(), torch.float32, "cpu").num_moe_experts is None
+
+
+def test_a_router_needs_no_transformer_engine(monkeypatch):
+    """Where that package is missing, on a GPU too. When the patch has become needless, the first call works."""
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    states, weight = torch.randn(3, 4, dtype=torch.bfloat16), torch.randn(2, 4, dtype=torch.bfloat16)
+    if importlib.util.find_spec("transformer_engine") is None:
+        with pytest.raises(NameError, match="te_general_gemm"):
+            moe_utils.router_gating_linear(states, weight, None, torch.float32)
+    patch()
+    found = moe_utils.router_gating_linear(states, weight, None, torch.float32)
+    torch.testing.assert_close(found, states.float() @ weight.float().T)
+
+
+DENSE = {"first_k_dense_replace": 4}
+
+
+@pytest.mark.slow
+def test_latent_attention_on_tensor_ranks_without_a_mixture(tmp_path):
+    """Such a model may leave `sequence` out; the rotary key's gradient is then a sum over the tensor ranks."""
+    cases = [("dense", save_model("deepseek_v3", tmp_path, **DENSE), {})]
+    wanted = train_models(Mesh("fsdp2", 1), cases)
+    ranks = run_ranks(2, train_models, Mesh("megatron", 2, {"tensor": 2}), cases)
+    for (loss, norm), *found in zip(wanted["dense/steps"], *(rank["dense/steps"] for rank in ranks), strict=True):
+        assert [one[1] for one in found] == pytest.approx([norm] * 2, rel=1e-5)
+        assert sum(one[0] for one in found) == pytest.approx(loss, rel=1e-5, abs=1e-5)
+    for key in (key for key in wanted if key.endswith(".weight")):
+        torch.testing.assert_close(ranks[0][key], wanted[key], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_masters_in_bfloat16_train_as_those_of_fsdp2(tmp_path):
+    settings = {"model": {"dtype": "bfloat16"}, "compute_dtype": "bfloat16"}
+    cases = [("narrow", save_model("qwen3", tmp_path), settings)]
+    wanted = train_models(Mesh("fsdp2", 1), cases)
+    found = run_ranks(1, train_models, Mesh("megatron", 1), cases)[0]
+    for (loss, norm), mine in zip(wanted["narrow/steps"], found["narrow/steps"], strict=True):
+        assert mine == pytest.approx([loss, norm], rel=0.03, abs=0.03)
+    for key in (key for key in wanted if key.endswith(".weight")):
+        assert found[key].dtype == wanted[key].dtype == torch.bfloat16
+        torch.testing.assert_close(found[key], wanted[key], rtol=0.02, atol=0.02)

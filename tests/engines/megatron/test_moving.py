@@ -49,6 +49,10 @@ class Moving(MegatronEngine):
             assert not new & old.keys()
             for one in old.values():
                 one.fill_(float("nan"))
+            for parameter in (one for part in self._parts for one in part.parameters()):
+                here = parameter.data  # another dtype makes torch replace what another device does: see `keep_hooks`
+                parameter.data = here.to(torch.float64)
+                parameter.data = here
         if grad and self.trained:
             held = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in self.weights._memory)
             self.gradient_bytes = [*getattr(self, "gradient_bytes", ()), held]
@@ -72,6 +76,11 @@ def use(engine, saved):
         for part in (mine[::2], mine[1::2]):
             engine.forward_backward(select(batch, part), policy)
         with engine.train_mode():
+            engine.optimizer_step()
+        with engine.train_mode():
+            engine.train_batch(select(batch, mine), policy)
+            engine.forward_backward(select(make_batch(4), own_part(engine, make_batch(4))), policy)
+        with engine.train_mode():  # the gradients of that call have been away
             engine.optimizer_step()
         found |= {f"after {key}": one for key, one in scores(engine).items()}
         found |= {f"weight {key}": one for key, one in weights(engine).items()}

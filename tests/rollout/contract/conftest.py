@@ -34,6 +34,7 @@ class Bench:
     hides_aborts: bool = False  # whether requests that a pause aborted are sent again
     positional_seed: bool = True  # whether a request that is sent again goes on with the same random numbers
     min_p_first: bool = False  # whether min-p comes before top-k and top-p
+    constrains: bool = False  # whether it can make an answer follow a JSON schema
     joint_filters: bool = False  # whether top-p looks at the probabilities that top-k has not renormalised
 
     def prompts(self, number, longest=24):
@@ -214,6 +215,7 @@ def bench(request, tiny, tokenizer, server, finish):
         server = lambda: shared  # noqa: E731
     made = kind(ENGINES[request.param](model, tokenizer, server), model, other, tokenizer)
     made.hides_aborts = request.param == "router"
+    made.constrains = request.param in REAL
     if request.param == "vllm":
         made.tolerance, made.positional_seed, made.min_p_first = 1e-4, False, True
     if request.param == "sglang":

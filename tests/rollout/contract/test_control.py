@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from hone.rollout.base import ScoreAborted
 from hone.types import SamplingParams, StopReason
 from hone.weights.base import WeightSyncError
 
@@ -37,6 +38,21 @@ def test_abort_gives_the_tokens_so_far_and_a_resend_continues_them(bench, finish
         assert len(completion.token_ids) == len(completion.logprobs) < MANY
         rest = finish(resend(i, completion.token_ids))
         assert completion.token_ids + rest.token_ids == whole[i].token_ids
+
+
+def test_an_aborted_scoring_says_so_or_is_complete(bench, finish):
+    """A server may abort it before it has read the prompt; a router asks again, so its caller does not see it."""
+    prompt = bench.prompts(2)[1]
+
+    async def story():
+        scorings = [asyncio.create_task(bench.engine.score(f"s{i}", prompt)) for i in range(16)]
+        await asyncio.sleep(0)
+        await bench.engine.pause("abort")
+        await bench.engine.resume()
+        return await asyncio.gather(*scorings, return_exceptions=not bench.hides_aborts)
+
+    for found in finish(story()):
+        assert isinstance(found, ScoreAborted) or len(found.logprobs) == len(prompt)
 
 
 def test_aborting_nothing_is_fine(bench, finish):

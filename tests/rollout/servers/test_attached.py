@@ -48,7 +48,7 @@ class Place:
 
     def process(self, token=TOKEN, **changed):
         host = AttachedHost(f"127.0.0.1:{self.port}", token, {**SERVES, **changed})
-        return host.process("builtin-0", [], {}, self.path)
+        return host.process("builtin-0", [], self.path)
 
     async def say(self, line):
         """An answer to one line, and the connection."""

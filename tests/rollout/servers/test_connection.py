@@ -31,14 +31,18 @@ Server(sys.argv[1], Handler).serve_forever()
 """
 
 
-@pytest.mark.parametrize("path", ["/silent", "/begun"])
-def test_requests_of_a_server_that_is_ended_are_lost_at_once(path, tmp_path):
-    """Also those whose reply has begun: the router sends them to another replica, and does not wait for a deadline."""
-    spec = ServerSpec(RolloutConfig(), "model", "float32", 0, tmp_path, "token")
-    connection = ServerConnection(spec, "/health")
+@pytest.fixture
+def connection(tmp_path):
+    return ServerConnection(ServerSpec(RolloutConfig(), "model", "float32", 0, tmp_path, "token"), "/health")
 
-    def launch(site):
-        return [str(site.python), "-c", SERVER, str(site.folder / SOCKET)], {}
+
+def launch(site):
+    return [str(site.python), "-c", SERVER, str(site.folder / SOCKET)], {}
+
+
+@pytest.mark.parametrize("path", ["/silent", "/begun"])
+def test_requests_of_a_server_that_is_ended_are_lost_at_once(path, connection):
+    """Also those whose reply has begun: the router sends them to another replica, and does not wait for a deadline."""
 
     async def asked():
         while "asked" not in connection.process.last_lines():
@@ -53,5 +57,34 @@ def test_requests_of_a_server_that_is_ended_are_lost_at_once(path, tmp_path):
         await asyncio.wait_for(connection.close(), 60)
         with pytest.raises(ReplicaLost, match=f"replica builtin-0 was ended during {path}"):
             await asyncio.wait_for(request, 60)
+
+    asyncio.run(story())
+
+
+def test_a_server_ends_though_a_late_request_waits_to_see_whether_it_died(connection):
+    """On another machine, a late request waits up to 90 s for its process to die: closing must end that process."""
+
+    async def story():
+        await connection.start(launch, 60)
+        connection._host.machine = "elsewhere"
+        request = asyncio.create_task(connection.post("/silent", {}, timeout_s=0.2))
+        await asyncio.sleep(0.6)
+        assert not request.done()
+        await asyncio.wait_for(asyncio.gather(connection.close(), connection.close()), 60)
+        assert not connection.alive
+        with pytest.raises(ReplicaLost, match=r"did not answer /silent within 0.2 s; it ended with"):
+            await asyncio.wait_for(request, 60)
+
+    asyncio.run(story())
+
+
+def test_closing_again_while_requests_end_is_fine(connection):
+    async def story():
+        await connection.start(launch, 60)
+        requests = [asyncio.create_task(connection.post("/silent", {}, timeout_s=3600)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(asyncio.gather(connection.close(), connection.close()), 60)
+        for one in await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), 60):
+            assert isinstance(one, ReplicaLost)
 
     asyncio.run(story())

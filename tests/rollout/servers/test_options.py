@@ -14,8 +14,10 @@ from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.base import ServerSpec
 from hone.rollout.servers.engine import command_arguments
 from hone.rollout.servers.host import Site
+from hone.rollout.servers.shape import Span
 from hone.rollout.servers.vllm import head_size
 from hone.rollout.settings import RolloutConfig
+from hone.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ EXPECTED = {
         {
             "tensor_parallel_size": "rollout.tensor_parallel",
             "trust-remote-code": "model.trust_remote_code",
+            "nnodes": "runtime.backend",
+            "data-parallel-rank": "set data_parallel_size",
+            "distributed_executor_backend": "hone starts the ranks",
             "logprobs_mode": "processed_logprobs",
             "middleware": "hone puts its own",
             "host": "only hone",
@@ -60,6 +65,9 @@ EXPECTED = {
         {"--tp-size=2", "--sampling-backend=pytorch", "--weight-version=-1"},
         {
             "tp-size": "rollout.tensor_parallel",
+            "dp_size": "set attn_dp_size",
+            "pp_size": "one after the other",
+            "nnodes": "runtime.backend",
             "trust_remote_code": "model.trust_remote_code",
             "enable_custom_logit_processor": "unpickle",
             "tokenizer_worker_num": "one server process",
@@ -147,6 +155,14 @@ def test_sglangs_speculation_on_a_cpu_is_refused(adapter_of):
         adapter_of("sglang", {"speculative-algorithm": "NGRAM"})
 
 
+def test_sglangs_expert_parallel_on_a_cpu_is_refused(adapter_of):
+    with pytest.raises(
+        ConfigError, match=r"engine\.ep_size: on a CPU .* experts that a rank does not have; leave it out"
+    ):
+        adapter_of("sglang", {"ep-size": 2})
+    assert adapter_of("sglang", {"attn_dp_size": 2}, tensor_parallel=2).ranks == 2
+
+
 def test_hones_defaults_can_each_be_overridden(adapter, expected):
     assert expected.defaults <= set(command(adapter()))
     changed = command(adapter(expected.changes))
@@ -203,6 +219,49 @@ def test_a_model_without_a_tokenizer_is_served_without_one(adapter, tmp_path):
     assert "--skip-tokenizer-init" in command(adapter())
     (tmp_path / "model/tokenizer.json").write_text("{}")
     assert "--skip-tokenizer-init" not in command(adapter())
+
+
+def test_sglang_says_when_it_was_started_without_what_a_json_schema_needs(adapter_of, tmp_path):
+    wanted = SamplingParams(max_tokens=1, json_schema="{}")
+
+    def refusal(**engine):
+        with pytest.raises(ValueError, match="wants an answer that follows a JSON schema, and sglang-0") as found:
+            adapter_of("sglang", engine)._limits.check("r", (9,), wanted, ())
+        return str(found.value)
+
+    assert "started without a tokenizer" in refusal()
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    adapter_of("sglang")._limits.check("r", (9,), wanted, ())
+    assert "started with rollout.engine.grammar_backend=none" in refusal(grammar_backend="none")
+
+
+def test_every_rank_of_vllm_receives_weights(adapter_of, tiny, tmp_path):
+    server = adapter_of("vllm", {"pipeline-parallel-size": 3}, tensor_parallel=2)
+    assert server.ranks == 6
+    assert "--pipeline-parallel-size=3" in command(server)
+    said = r"data_parallel_size = 2: .* has no experts, .* set rollout.replicas"
+    with pytest.raises(ConfigError, match=said):
+        adapter_of("vllm", {"data_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.pipeline_parallel_size should be a whole .*, found '2'"):
+        adapter_of("vllm", {"pipeline_parallel_size": "2"})
+    with pytest.raises(ConfigError, match=r"enable_expert_parallel: on a CPU, .* segmentation fault"):
+        adapter_of("vllm", {"enable_expert_parallel": True})
+    tiny("qwen3_moe_wide").save_pretrained(tmp_path / "model")
+    assert adapter_of("vllm", {"data_parallel_size": 2}, tensor_parallel=2).ranks == 4
+
+
+def test_vllm_on_several_machines_has_workers_only_on_all_but_the_first(adapter_of):
+    server = adapter_of("vllm", tensor_parallel=2)
+    machines = "10.0.0.1", "10.0.0.2"
+    launched = [server._launch(Site(Path("folder"), "python", Span(machines, n, 7000))) for n in range(2)]
+    for number, (arguments, environment) in enumerate(launched):
+        assert {"--nnodes=2", f"--node-rank={number}", "--master-addr=10.0.0.1", "--master-port=7000"} <= {*arguments}
+        assert "--distributed-executor-backend=mp" in arguments
+        assert environment["VLLM_HOST_IP"] == machines[number]
+    modules = [arguments[2] for arguments, _ in launched]
+    assert modules == ["vllm.entrypoints.openai.api_server", "hone.workers.inside.vllm_follower"]
+    assert ["--headless" in arguments for arguments, _ in launched] == [False, True]
+    assert "VLLM_HOST_IP" not in server._launch(Site(Path("folder"), "python"))[1]
 
 
 def test_constructing_starts_nothing(adapter):

@@ -1,14 +1,22 @@
-"""Real servers say how likely they find tokens: as the plain forward, and as a teacher of a distillation run."""
+"""Real servers say how likely they find tokens: as the plain forward, and as a teacher of a distillation run.
+
+Their replies to a request that was aborted are given by a small stand-in for the connection.
+"""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hone.cli.recipe import load_recipe
 from hone.models.settings import BuildConfig, ModelConfig
+from hone.rollout import ROLLOUT_ENGINES
+from hone.rollout.base import ScoreAborted, ServerSpec
+from hone.rollout.settings import RolloutConfig
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
+from hone.types import SamplingParams, StopReason
 from tests.rollout.conftest import REAL
 from tests.trainers.tiny import BASE, metrics, recipe
 
@@ -44,6 +52,86 @@ def test_a_server_scores_with_the_weights_of_its_folder(backend, real_adapter, r
         likely, ids = expected.topk(5)
         assert torch.tensor(more.top_ids[1:]).tolist() == ids.tolist()
         torch.testing.assert_close(torch.tensor(more.top_logprobs[1:]), likely, atol=1e-4, rtol=0)
+
+
+ABORTED = {
+    "vllm": {"choices": [{"token_ids": [], "finish_reason": "abort"}], "prompt_logprobs": None},
+    "sglang": {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "input_token_logprobs": []}},
+}
+
+
+class Aborting:
+    """A connection to a server that answers a request when it is aborted."""
+
+    alive = True
+
+    def __init__(self, reply):
+        self._reply = reply
+        self._aborted = asyncio.Event()
+
+    async def post(self, path, body=None, timeout_s=60.0):
+        if "abort" in path:
+            self._aborted.set()
+        if "generate" not in path:
+            return {}
+        await self._aborted.wait()
+        if isinstance(self._reply, ValueError):
+            raise self._reply
+        return self._reply
+
+
+@pytest.fixture
+def unstarted(tiny, tokenizer, tmp_path):
+    """`unstarted(backend)`: an adapter with the weights of its folder, whose interpreter is only a file."""
+    (tmp_path / "python").touch()
+    tiny("qwen3_wide").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    def make(backend):
+        config = RolloutConfig(backend=backend, python=str(tmp_path / "python"))
+        spec = ServerSpec(config, str(tmp_path / "model"), "float32", 0, tmp_path, "secret", frozen=True)
+        server = ROLLOUT_ENGINES.get(backend)(spec)
+        server._limits = replace(server._limits, longest=128)
+        return server
+
+    return make
+
+
+@pytest.mark.parametrize("backend", sorted(REAL))
+def test_a_scoring_that_a_server_aborts_is_waited_for_and_no_result(backend, unstarted, finish):
+    server = unstarted(backend)
+
+    async def abort(how):
+        server.connection = Aborting(ABORTED[backend])
+        scoring = asyncio.create_task(server.score("p", SEQUENCES[1]))
+        await asyncio.sleep(0)
+        await how()
+        assert scoring.done(), "the abort ends when the scoring has ended"
+        await scoring
+
+    with pytest.raises(ScoreAborted, match=f"request 'p' was aborted at {backend}-0"):
+        finish(abort(server.abort_all))
+    with pytest.raises(RuntimeError, match=f"request 'p': rollout replica {backend}-0 lost its weights: .*mixed"):
+        finish(abort(lambda: stop(server)))
+
+
+async def stop(server):
+    server._state.stop("mixed")
+    await server.abort_all()
+
+
+def test_sglang_refuses_an_aborted_request_whose_schema_it_compiles_and_hone_sends_it_again(unstarted, finish):
+    server = unstarted("sglang")
+    wanted = SamplingParams(max_tokens=4, json_schema="{}")
+
+    async def refused(text):
+        server.connection = Aborting(ValueError(f"replica sglang-0 refused /generate (status 400): {text}"))
+        found, _ = await asyncio.gather(server.generate("r", (9,), wanted), server.abort_all())
+        return found
+
+    assert finish(refused("Aborted by AbortReq.")).stop_reason is StopReason.ABORTED
+    with pytest.raises(ValueError, match="Failed to compile json grammar"):
+        finish(refused("Failed to compile json grammar"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

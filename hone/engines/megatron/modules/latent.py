@@ -18,6 +18,7 @@ import torch
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
@@ -113,6 +114,8 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no 
         both, _ = self.kv_b_proj(self.kv_a_layernorm(latent))
         if self.config.sequence_parallel:
             key = gather_from_sequence_parallel_region(key, group=self._group)
+        else:  # each rank has the gradient from its own heads: the backward adds them up
+            key = copy_to_tensor_model_parallel_region(key, group=self._group)
         plain, value = both.unflatten(-1, (-1, sizes.plain + sizes.value)).split([sizes.plain, sizes.value], -1)
         query, turned = queries.unflatten(-1, (-1, sizes.key)).split([sizes.plain, sizes.rotary], -1)
         turned, key = (self._rotated(x, angles, row.scale) for x in (turned, key[:, :, None]))
