@@ -5,6 +5,6 @@ which box of which Hugging Face weight each Megatron parameter is; `model`, buil
 `recompute`, what of it the backward computes again; `adapters`, LoRA in them; `rows`, a micro-batch as the model wants
 it; `routed`, forwards of mixtures of experts; `pipeline`, micro-batches through the stages; `weights`, masters over
 Megatron's buffers, and `moving`, to CPU memory and back; `engine`. `quiet_import` imports megatron-core without its
-warnings. `patches` has what every device needs of megatron-core; what it takes for CUDA is in `cpu_patches`, and nothing
-of it is applied on an accelerator.
+warnings. `patches` are for every device. What megatron-core takes for CUDA is in `cpu_patches`; nothing of it is
+applied on an accelerator.
 """

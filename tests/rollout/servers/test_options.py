@@ -1,5 +1,6 @@
 """What is checked before a server is started, and what its engine's own parser is left to check."""
 
+import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from hone.config import ConfigError
 from hone.models.errors import ModelError
 from hone.processes.child import ServerFailed
 from hone.rollout import ROLLOUT_ENGINES
-from hone.rollout.base import ServerSpec
+from hone.rollout.base import ReplicaLost, ServerSpec
 from hone.rollout.servers.engine import command_arguments
 from hone.rollout.servers.host import Site
 from hone.rollout.servers.shape import Span
@@ -288,3 +289,17 @@ def test_the_engines_own_parser_refuses_with_its_message(real_adapter, finish, b
     with pytest.raises(ServerFailed, match=says):
         finish(server.start())
     assert not server.alive
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_a_server_that_is_closed_is_lost_to_requests_with_a_seat(backend, adapter_of):
+    """The router sends such a request to another replica; any other error would end the run."""
+
+    async def ask(server):
+        await server.close()
+        with pytest.raises(ReplicaLost, match="cannot generate: it was closed"):
+            await server.generate("r", (5, 6), SamplingParams(max_tokens=1))
+        with pytest.raises(ReplicaLost, match="cannot generate: it was closed"):
+            await server.score("r", (5, 6))
+
+    asyncio.run(ask(adapter_of(backend)))
