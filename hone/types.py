@@ -184,7 +184,7 @@ class SamplingParams:
     adapter: str = ""  # name of a served LoRA adapter that answers instead of the policy; empty: the policy
     routed_experts: bool = False  # whether the completion records the experts of each token
     keep_kv: bool = False  # one turn of several: the built-in engine keeps the KV of its prompt for the next
-    json_schema: str = ""  # as JSON text: the answer follows it, and log-probs are those of the tokens that it allows
+    json_schema: str = ""  # as JSON text: the answer follows it, and log-probs are over the tokens that it allows
     # How many of the most likely tokens to return at each place of the prompt, with the log-probs of its own tokens.
     # None: the prompt is not scored. With 0 or more, `max_tokens` may be 0: then nothing is sampled.
     prompt_logprobs: int | None = None

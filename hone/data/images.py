@@ -158,11 +158,8 @@ def encoded(source: Any, folder: Path) -> bytes:
         if source.get("bytes") is not None:
             return encoded(source["bytes"], folder)
         source = source.get("path")
-    if isinstance(source, str) and (data := _DATA_URL.match(source)):
-        try:
-            return base64.b64decode(source[data.end() :], validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise ImageError(f"an image given as base64 is not valid: {error}") from error
+    if isinstance(source, str) and source.startswith("data:"):
+        return data_of_url(source)
     if isinstance(source, str) and _REMOTE.match(source):
         raise ImageError(f"image {source:.200} is elsewhere: hone fetches none; save it to a file, and give its path")
     if isinstance(source, str | Path) and str(source):
@@ -170,6 +167,17 @@ def encoded(source: Any, folder: Path) -> bytes:
     raise ImageError(
         f"an image should be a path, bytes, 'data:...;base64,...' or a PIL image, found {type(source).__name__}"
     )
+
+
+def data_of_url(url: str) -> bytes:
+    """The bytes in a data URL; reads no file. Raises ImageError for anything but "data:...;base64,..."."""
+    head = _DATA_URL.match(url)
+    if head is None:
+        raise ImageError(f"a data URL of an image should begin with data:image/png;base64, found {url!r:.80}")
+    try:
+        return base64.b64decode(url[head.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"an image given as base64 is not valid: {error}") from error
 
 
 def _read(path: Path) -> bytes:
@@ -187,4 +195,4 @@ def _as_png(image: Pillow.Image) -> bytes:
     return buffer.getvalue()
 
 
-__all__ = ["ImageError", "ImageReader", "encoded", "images_in", "put_images", "without_images"]
+__all__ = ["ImageError", "ImageReader", "data_of_url", "encoded", "images_in", "put_images", "without_images"]

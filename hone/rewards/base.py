@@ -149,6 +149,7 @@ def judge(returned: Any) -> tuple[float, dict[str, float]]:
 def judge_group(returned: Any, answers: int) -> list[tuple[float, dict[str, float]] | Exception]:
     """Convert what a function of a whole group returned to one result for each answer, or why it has none.
 
+    An exception in the list is the reason why this answer has none.
     Raises TypeError or ValueError if it is not a list of as many values as there are answers.
 
     >>> judge_group([1, {"reward": 0.5}], 2)
@@ -166,6 +167,8 @@ def judge_group(returned: Any, answers: int) -> list[tuple[float, dict[str, floa
 
 
 def _judged(value: Any) -> tuple[float, dict[str, float]] | Exception:
+    if isinstance(value, Exception):
+        return value
     try:
         return judge(value)
     except (TypeError, ValueError) as error:

@@ -103,17 +103,19 @@ class PairwiseJudge(JudgeClient):
 
     async def __call__(
         self, responses: Sequence[str], ground_truth: Any, row: Mapping[str, Any], roles: Sequence[str] = ()
-    ) -> list[float]:
-        """The share of wins of each answer, from 0 to 1. Raises JudgeFailed."""
+    ) -> list[float | JudgeFailed]:
+        """The share of wins of each answer, from 0 to 1; a JudgeFailed for the only answer of a role.
+
+        Raises JudgeFailed if no role has two answers, or if the judge fails.
+        """
         members: dict[str, list[int]] = {}
         for place, role in enumerate(roles or [""] * len(responses)):
             members.setdefault(role, []).append(place)
-        for role, places in members.items():
-            if len(places) < 2:
-                of_role = f" of the role {role}" if role else ""
-                raise JudgeFailed(
-                    f"pairwise_judge compares answers to one prompt, but this group has one answer{of_role} only"
-                )
+        if all(len(places) == 1 for places in members.values()):
+            of_each = " of each role" if len(members) > 1 else ""
+            raise JudgeFailed(
+                f"pairwise_judge compares answers to one prompt, but this group has one answer{of_each} only"
+            )
         task = _task(row, ground_truth if self.show_ground_truth else None)
         chosen = [
             (places[first], places[second])
@@ -128,7 +130,10 @@ class PairwiseJudge(JudgeClient):
             points[second] += 1 - won
             games[first] += 1
             games[second] += 1
-        return [own / played for own, played in zip(points, games, strict=True)]
+        return [
+            points[place] / games[place] if games[place] else JudgeFailed(f"no other answer has the role {role}")
+            for place, role in enumerate(roles or [""] * len(responses))
+        ]
 
     async def _all_compared(
         self, task: Sequence[str], responses: Sequence[str], orders: Sequence[tuple[int, int]]

@@ -94,7 +94,7 @@ def functions(config: RewardConfig, logs: Path | None = None) -> Hosting:
 
 
 Texts = str | Sequence[str]
-"""Of one answer, or of all answers to a prompt."""
+"""The text of one answer, or the texts of all answers to a prompt."""
 
 Call = tuple[str, Sequence[int], Future[Outcome]]
 """A component, the answers to a prompt that it is asked about, and its outcome."""

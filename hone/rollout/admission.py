@@ -13,11 +13,13 @@ from functools import cached_property
 from transformers import PreTrainedConfig
 
 from hone.rollout.adapters import check_adapter
+from hone.rollout.base import ReplicaLost
 from hone.rollout.images import PlacedImages, place_images
 from hone.types import Image, PromptTooLong, SamplingParams
 
 WAKE_TAGS = ("weights", "kv_cache")
 CONSTRAINS_NOT = "has no such constraint: use rollout.backend=vllm or sglang, or ask for JSON in the prompt"
+CLOSED = "it was closed"
 
 
 class ReplicaState:
@@ -41,11 +43,12 @@ class ReplicaState:
         return self.is_awake and not (self.paused or self.obstacle)
 
     def check_serving(self) -> None:
-        """Raise RuntimeError if requests cannot be taken; a paused replica takes them."""
+        """Raise RuntimeError if requests cannot be taken, ReplicaLost if it was closed; a paused replica takes them."""
         if asleep := sorted(set(WAKE_TAGS) - self._awake):
             raise RuntimeError(f"rollout replica {self.replica} is asleep ({', '.join(asleep)}); call wake_up first")
         if self.obstacle:
-            raise RuntimeError(f"rollout replica {self.replica} cannot generate: {self.obstacle}")
+            kind = ReplicaLost if self.obstacle == CLOSED else RuntimeError  # a request may have got its seat before
+            raise kind(f"rollout replica {self.replica} cannot generate: {self.obstacle}")
 
     def check_kept(self, request_id: str) -> None:
         """Raise RuntimeError if a request was aborted because the weights were lost: sending it again is of no use."""
@@ -68,6 +71,10 @@ class ReplicaState:
     def lose(self, obstacle: str) -> None:
         """The weights are gone, unknown or partly new; `obstacle` is the reason that later requests are given."""
         self.version, self.obstacle, self.has_base = -1, obstacle, False
+
+    def close(self) -> None:
+        """The engine has ended."""
+        self.lose(CLOSED)
 
     def stop(self, reason: str) -> None:
         """Serve nothing more until whole weights have come."""

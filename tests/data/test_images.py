@@ -180,6 +180,7 @@ def test_preference_pairs_show_the_image_on_both_sides(tmp_path, renderer, write
         ({"messages": asking("line.png")}, "image line.png: absolute aspect ratio must be smaller than 200"),
         ({"messages": asking("https://a.b/c.png")}, "image https://a.b/c.png is elsewhere: hone fetches none"),
         ({"messages": asking("data:image/png;base64,!!")}, "given as base64 is not valid"),
+        ({"messages": asking("data:image/png,raw")}, "should begin with data:image/png;base64"),
         ({"messages": asking(7)}, "should be a path, bytes, .* or a PIL image, found int"),
         ({"messages": asking(None)}, "should be a path, bytes, .* or a PIL image, found NoneType"),
         (

@@ -70,6 +70,22 @@ async def counts(base_url, api_key, prompt):
     await once(base_url, api_key, prompt)
     return 3
 
+async def says_good(base_url, api_key, prompt):
+    await once(base_url, api_key, prompt)
+    return Verdict(reward="good")
+
+async def divides_by_zero(base_url, api_key, prompt):
+    await once(base_url, api_key, prompt)
+    return Verdict(reward=float("nan"))
+
+async def lists_files(base_url, api_key, prompt):
+    await once(base_url, api_key, prompt)
+    return Verdict(reward=1.0, metrics={"files": ["a"]})
+
+async def answers_a_number(base_url, api_key, prompt):
+    await once(base_url, api_key, prompt)
+    return Verdict(42)
+
 async def idle(base_url, api_key, prompt):
     pass
 
@@ -181,6 +197,10 @@ def test_one_endpoint_serves_the_whole_run_and_ends_with_it(programs, language, 
     [
         ("breaks", 40, Status.ENV_FAILED, "OSError: the tool is gone"),
         ("counts", 40, Status.ENV_FAILED, "should return a text, None or a Verdict, found int"),
+        ("says_good", 40, Status.ENV_FAILED, "the reward of the verdict should be a number, found 'good'"),
+        ("divides_by_zero", 40, Status.ENV_FAILED, "the reward of the verdict should be a finite number, found nan"),
+        ("lists_files", 40, Status.ENV_FAILED, "the metric files of the verdict should be a number, found ['a']"),
+        ("answers_a_number", 40, Status.ENV_FAILED, "the answer of the verdict should be a text or None, found 42"),
         ("idle", 40, Status.ENV_FAILED, "asked the policy nothing"),
         ("greedy_for_words", 20, Status.TRUNCATED, "budget of sampled tokens"),
         ("greedy_for_words", 400, Status.TRUNCATED, "8 turns (episode.max_turns) are used up"),

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+import threading
+from collections import Counter
 
 import aiohttp
 import openai
@@ -326,6 +328,37 @@ def test_a_prompt_is_echoed_with_the_logprobs_of_the_model(talk, tokenizer, engi
     assert [one.token_ids[: len(ids)] for one in session.trajectories("p", 0)] == [tuple(ids)] * 2
 
 
+class Watching(Renderer):
+    """A renderer that notes what it decodes on the event loop, and how often it decodes a token alone."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.on_loop, self.alone = [], Counter()
+
+    def decode(self, ids, keep_special=False):
+        if threading.current_thread() is threading.main_thread():
+            self.on_loop.append(tuple(ids))
+        if len(ids) == 1:
+            self.alone.update(ids)
+        return super().decode(ids, keep_special=keep_special)
+
+
+def test_an_echo_is_decoded_in_a_thread_each_token_once(tokenizer, engine, finish):
+    language, ids = Watching(tokenizer), [5, 6, 5, 6, 5]
+
+    async def all_of_it():
+        async with Endpoint(language) as endpoint:
+            key = endpoint.open_session(AgentTask(engine.generate, SamplingParams(9), "1/7/0", lambda number: number))
+            async with client_of(endpoint, key) as client:
+                return await complete(client, [ids], echo=True, logprobs=2, max_tokens=0)
+
+    reply = finish(all_of_it())
+    assert len(reply.choices[0].logprobs.tokens) == len(ids)
+    assert language.alone
+    assert set(language.alone.values()) == {1}
+    assert [one for one in language.on_loop if one] == []
+
+
 def test_an_echo_that_cannot_be_is_refused(talk):
     async def story(client, session):
         for more, message in (
@@ -518,12 +551,28 @@ def test_a_schema_reaches_the_engine_by_each_protocol(talk):
             await ask(client, [USER], response_format=form, tools=[SEARCH])
         with pytest.raises(openai.BadRequestError, match="should have a schema"):
             await ask(client, [USER], response_format={"type": "json_schema", "json_schema": {"name": "one"}})
-        with pytest.raises(openai.BadRequestError, match="should be text, json_object or json_schema"):
-            await ask(client, [USER], response_format={"type": "grammar"})
+        grammar = {"type": "grammar"}
+        with pytest.raises(openai.BadRequestError, match="response_format should be of type text, json_object or"):
+            await ask(client, [USER], response_format=grammar)
+        for asked, message in (
+            ({"format": grammar}, "text.format should be of type"),
+            ({"format": plain, "grammar": "abc"}, "text.grammar = 'abc' is not supported"),
+            ({"verbosity": "low"}, "text.verbosity = 'low' is not supported"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.responses.create(model="policy", input="ab", text=asked)
+        for asked, message in (
+            ({"format": grammar}, "output_config.format should be of type"),
+            ({"format": plain, "task_budget": {"tokens": 9}}, "output_config.task_budget = .* is not supported"),
+            ("low", "output_config should be a JSON object"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.post(path, body={**body, "output_config": asked}, cast_to=object)
+        await complete(client, "ab", extra_body={"response_format": None})
 
-    _, _, recording = talk(story, lambda language: saying(language, *["{}"] * 5), client_sampling=True)
+    _, _, recording = talk(story, lambda language: saying(language, *["{}"] * 6), client_sampling=True)
     schemas = [sampling.json_schema and json.loads(sampling.json_schema) for _, _, sampling in recording.asked]
-    assert schemas == [SCHEMA, {"type": "object"}, "", SCHEMA, SCHEMA]
+    assert schemas == [SCHEMA, {"type": "object"}, "", SCHEMA, SCHEMA, ""]
 
 
 def test_the_built_in_engine_has_no_schemas_and_says_so(talk):

@@ -58,6 +58,10 @@ async def forgets_one(base_url, api_key, prompt):
         await ask(client, "solver", list(prompt.messages))
     return Verdict(reward={"solver": 1.0})
 
+async def judges_by_words(base_url, api_key, prompt):
+    await forgets_one(base_url, api_key, prompt)
+    return Verdict(reward={"solver": 1.0, "proposer": None})
+
 def helps_solvers(response, role):
     return {"proposer": 0.0, "solver": 2.0}[role]
 
@@ -125,6 +129,11 @@ def test_a_request_names_a_role_and_a_verdict_all_of_them(play):
     partial = play("forgets_one")
     assert {one.status for one in partial} == {Status.ENV_FAILED}
     assert "rewards for solver; the roles are proposer, solver" in partial[0].error
+    (worded, *_) = play("judges_by_words")
+    assert (worded.status, "reward of the verdict for proposer should be a number, found None" in worded.error) == (
+        Status.ENV_FAILED,
+        True,
+    )
     assert {one.response for one in play("lists_models")} == {"proposer solver"}
 
 
@@ -195,6 +204,21 @@ def test_a_role_that_one_episode_has_alone_is_not_trained_on_its_raw_reward():
     assert kept.trajectories[1].error == "no other episode of this prompt has the role solver"
     (by_setting,), _ = split_trainable([group_of(trajectory(0, "proposer", 0.0), trajectory(0, "solver", 5.0))], None)
     assert len(by_setting.trainable) == 2, "one episode to a prompt: A = r by setting"
+
+
+def test_a_prompt_without_two_episodes_of_a_role_is_dropped_for_that_reason():
+    failed = trajectory(1, "", 0.0, sampled=0).with_(status=Status.ENV_FAILED)
+    two_roles = trajectory(0, "proposer", 0.0), trajectory(0, "solver", 5.0)
+    for group, reason in (
+        (group_of(*two_roles, failed), "one of 2 trajectories is left to compare with: 1 env_failed, 2 ok"),
+        (
+            group_of(two_roles[0], trajectory(1, "solver", 1.0)),
+            "no role was played in two of the 2 episodes that are left: proposer, solver",
+        ),
+    ):
+        for mask_truncated in (False, True):
+            kept, ((_, found),) = split_trainable([group], None, mask_truncated=mask_truncated)
+            assert (kept, found) == ([], reason)
 
 
 def test_dynamic_sampling_looks_for_variance_within_a_role():

@@ -7,7 +7,7 @@ import pytest
 
 from hone.cli.main import main
 from hone.rewards.judge import JudgeFailed, PairwiseJudge
-from hone.types import TrajectoryGroup
+from hone.types import Status, TrajectoryGroup
 
 ROLES = ("proposer", "solver", "proposer", "solver")
 
@@ -42,8 +42,21 @@ def test_answers_are_compared_within_a_role():
     """The judge is asked about proposers and about solvers; equal texts are ties that need no judge."""
     judge = PairwiseJudge(url="http://127.0.0.1:1/v1", model="m")
     assert asyncio.run(judge(["a", "b", "a", "b"], None, {}, ROLES)) == [0.5] * 4
-    with pytest.raises(JudgeFailed, match="has one answer of the role solver only"):
-        asyncio.run(judge(["a", "b", "a"], None, {}, ROLES[:3]))
+    with pytest.raises(JudgeFailed, match="has one answer of each role only"):
+        asyncio.run(judge(["a", "b"], None, {}, ROLES[:2]))
+
+
+def test_the_only_answer_of_a_role_fails_alone(score, group):
+    """Episodes may end before a role has played: the others of the prompt are compared all the same."""
+    plain = group(["a", "b", "a"], None)
+    roles = [one.with_(role=role) for one, role in zip(plain.trajectories, ROLES[:3], strict=True)]
+    options = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+    (scored,), _ = score(
+        {"better": {"reward": "pairwise_judge", "options": options}}, [TrajectoryGroup(plain.prompt, tuple(roles))]
+    )
+    assert [one.status for one in scored.trajectories] == [Status.OK, Status.REWARD_FAILED, Status.OK]
+    assert [one.reward for one in scored.trainable] == [0.5, 0.5]
+    assert "no other answer has the role solver" in scored.trajectories[1].error
 
 
 def test_a_file_may_have_the_role_of_each_answer(tmp_path, user, capsys):

@@ -158,12 +158,10 @@ def split_trainable(
     """Sort groups into those to train on and those dropped, each of the latter with its reason.
 
     A group is dropped if none of its trajectories has a token to train on, or if its greedy answer failed: it has no
-    baseline. With `compares_group` also if failures left one episode of several, which has nothing to be compared
-    with; a role that only one of several episodes has is filtered out of its group for the same reason. With dynamic
-    sampling also if in each role the metric is the same for all trainable trajectories (arXiv 2503.14476, section 3.2).
-    With `mask_truncated`, truncated trajectories keep their reward and lose their loss mask (overlong
-    filtering, section 3.4 there). Order is kept.
-
+    baseline. With `compares_group` also if failures left one episode of several, or if no role has two episodes; a role
+    with one episode is filtered out of its group. With dynamic sampling also if in each role the metric is the same for
+    all trainable trajectories (arXiv 2503.14476, section 3.2). With `mask_truncated`, truncated trajectories keep their
+    reward and lose their loss mask (overlong filtering, section 3.4 there). Order is kept.
     Raises ValueError if a trajectory lacks the metric.
     """
     kept: list[TrajectoryGroup] = []
@@ -210,13 +208,15 @@ def _reason(
         return "no trainable trajectory: " + _statuses(group.trajectories)
     if not any(one.response_length for one in group.trainable):
         return "no trainable trajectory has a generated token"
+    left, episodes = (len({one.episode for one in some}) for some in (group.trainable, group.trajectories))
+    if compares_group and left == 1 < episodes:
+        return f"one of {episodes} trajectories is left to compare with: " + _statuses(group.trajectories)
+    if not masked.trainable:
+        return f"no role was played in two of the {left} episodes that are left: {', '.join(group.compared)}"
     if not any(one.response_length for one in masked.trainable):
         return "every trainable trajectory is truncated, and algorithm.overlong.mask is on"
     if group.greedy is not None and not group.greedy.status.trainable:
         return f"the greedy answer failed: {group.greedy.status}"
-    left, episodes = (len({one.episode for one in some}) for some in (group.trainable, group.trajectories))
-    if compares_group and left == 1 < episodes:
-        return f"one of {episodes} trajectories is left to compare with: " + _statuses(group.trajectories)
     if settings is None:
         return ""
     values = {role: [metric_of(one, settings.metric) for one in found] for role, found in group.compared.items()}

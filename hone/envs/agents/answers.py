@@ -1,9 +1,10 @@
-"""What a client is told: the text of an answer with its tool calls, and the prompt if the request asks for it."""
+"""What a client gets: the text of an answer with its tool calls, and the prompt if the request asks for it."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from hone.envs.agents.protocol import Answer, BadRequest, ChatRequest, Echo, TextRequest
@@ -62,17 +63,18 @@ def answer_to(
     return Answer(completion, text, tuple(calls), tuple(tokens), stopped_by)
 
 
-def echo_of(
-    language: Language, body: ChatRequest | TextRequest, prompt: Sequence[int], scored: Scored | None
-) -> Echo | None:
-    """The prompt as the answer shows it, with its log-probs if it was scored; None: the answer does not show it."""
-    if not isinstance(body, TextRequest) or not body.echo:
-        return None
+def echo_of(language: Language, body: TextRequest, prompt: Sequence[int], scored: Scored | None) -> Echo:
+    """The prompt as an answer with `echo` shows it, with its log-probs if it was scored."""
     asked = body.only_prompt
     text = asked if isinstance(asked, str) else language.decode(prompt, keep_special=True)
     if scored is None:
         return Echo(text)
-    tokens = tuple(language.decode([one], keep_special=True) for one in prompt)
+
+    @cache
+    def shown(token: int) -> str:
+        return language.decode([token], keep_special=True)
+
+    tokens = tuple(map(shown, prompt))
     logprobs = (None, *scored.logprobs[1:])
     if not body.alternatives:
         return Echo(text, tokens, logprobs)
@@ -80,7 +82,7 @@ def echo_of(
     for place in range(1, len(tokens)):
         likely = zip(scored.top_ids[place], scored.top_logprobs[place], strict=True)
         # two tokens may have the same text, such as halves of a character: the more likely one counts
-        texts = {language.decode([one], keep_special=True): value for one, value in reversed(list(likely))}
+        texts = {shown(one): value for one, value in reversed(list(likely))}
         top.append({tokens[place]: scored.logprobs[place], **texts})
     return Echo(text, tokens, logprobs, tuple(top))
 

@@ -16,6 +16,7 @@ from hone.envs.agents.protocol import (
     ChatRequest,
     Reply,
     event,
+    form_in,
     pieces,
     schema_of,
     supported,
@@ -42,12 +43,10 @@ class AnthropicMessages:
         messages = [told for one in fields.pop("messages", ()) for told in _messages(one)]
         if system := fields.pop("system", None):
             messages.insert(0, {"role": "system", "content": text_of(system, TEXT, "system")})
-        config = dict(fields.pop("output_config", None) or {})
-        form = config.pop("format", None)
-        supported(config, {"effort": (None,)})
+        form = form_in(fields.pop("output_config", None), "output_config")
         return ChatRequest(
             messages=messages,
-            json_schema=schema_of(form, ""),
+            json_schema=schema_of(form, "output_config.format"),
             tools=[_tool(one) for one in fields.pop("tools", None) or ()] or None,
             tool_choice=_choice(fields.pop("tool_choice", None)),
             stop=fields.pop("stop_sequences", None),
@@ -116,7 +115,7 @@ def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         else:
             raise BadRequest(f"a {role} message with a block of type {kind!r:.40} here is not supported", "unsupported")
     if shown or calls or not results:
-        said = content_of(shown, TEXT, "image", f"a {role} message")
+        said = content_of(shown, role, TEXT, "image")
         yield {"role": role, "content": said, **({"tool_calls": calls} if calls else {})}
 
 

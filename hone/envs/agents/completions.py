@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
+from hone.envs.agents.images import content_of
 from hone.envs.agents.protocol import (
     Answer,
     ChatRequest,
@@ -59,7 +60,10 @@ class ChatCompletions:
 
     def read(self, data: Any) -> ChatRequest:
         fields = supported(data, NEUTRAL, WITHOUT_EFFECT)
-        return ChatRequest(json_schema=schema_of(fields.pop("response_format", None), "json_schema"), **fields)
+        if isinstance(messages := fields.get("messages"), list):
+            fields["messages"] = [_message(one) for one in messages]
+        schema = schema_of(fields.pop("response_format", None), "response_format", "json_schema")
+        return ChatRequest(json_schema=schema, **fields)
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         choices = [
@@ -88,7 +92,7 @@ class TextCompletions:
     error = staticmethod(openai_error)
 
     def read(self, data: Any) -> TextRequest:
-        return TextRequest(**supported(data, NEUTRAL, WITHOUT_EFFECT))
+        return TextRequest(**supported(data, {**NEUTRAL, "response_format": (None,)}, WITHOUT_EFFECT))
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         choices = [
@@ -109,6 +113,13 @@ class TextCompletions:
 
     def _head(self, reply: Reply, kind: str) -> dict[str, Any]:
         return {"id": f"cmpl-{reply.id}", "object": kind, "created": int(time.time()), "model": reply.model}
+
+
+def _message(message: Any) -> Any:
+    """A message whose content is a text, or has images; messages without content are left as they are."""
+    if not isinstance(message, dict) or message.get("content") is None:
+        return message
+    return {**message, "content": content_of(message["content"], message.get("role"), ("text",), "image_url")}
 
 
 def _choice(reply: Reply, index: int) -> dict[str, Any]:

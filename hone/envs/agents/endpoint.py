@@ -21,6 +21,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -35,7 +36,8 @@ from hone.config import ConfigError
 from hone.envs.agents.answers import answer_to, check_tools, echo_of, opening_for, require_trainable
 from hone.envs.agents.anthropic_messages import AnthropicMessages
 from hone.envs.agents.completions import ChatCompletions, TextCompletions
-from hone.envs.agents.protocol import BadRequest, ChatRequest, Dialect, Reply, TextRequest
+from hone.envs.agents.images import has_images
+from hone.envs.agents.protocol import BadRequest, ChatRequest, Dialect, Echo, Reply, TextRequest
 from hone.envs.agents.responses import Responses
 from hone.envs.agents.sessions import AgentSession, AgentTask
 from hone.envs.base import Language
@@ -43,10 +45,11 @@ from hone.envs.tool_calls import ParseFn, hermes
 from hone.processes.guard import LOOPBACK, PathToken, TokenGuard, bearer_token
 from hone.processes.listening import Refusals, bounded, read_body
 from hone.processes.untrusted_json import parse_json
-from hone.types import Completion, Image, Message, PromptTooLong, SamplingParams, StopReason
+from hone.types import Completion, Image, Message, PromptTooLong, SamplingParams, Scored, StopReason
 
 START_S, STOP_S = 10.0, 10.0
 MOST_CONNECTIONS = 4096
+THREADS = 4  # of its own: the run's default threads stay free, whatever agents send
 LARGEST_BODY = 16 << 20  # bytes of one request
 ON_THE_LOOP = 1 << 16  # bytes; a longer request is tokenised in a thread, because that takes 4 s for each MiB
 BUDGET_EXHAUSTED, TURNS_EXHAUSTED, TOO_LONG = (  # error codes for length
@@ -76,6 +79,7 @@ class Endpoint:
         self._sessions: dict[str, AgentSession] = {}
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._threads = ThreadPoolExecutor(THREADS, "agent endpoint")
         self._listener: socket.socket | None = None
         app = FastAPI(openapi_url=None)
         for path, dialect in DIALECTS.items():
@@ -114,6 +118,7 @@ class Endpoint:
             await asyncio.wait_for(self._serving, STOP_S)
         finally:
             self._listener.close()
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def base_url(self) -> str:
@@ -138,6 +143,10 @@ class Endpoint:
         """End a session and return it with its record; its key is no longer valid."""
         return self._sessions.pop(key)
 
+    async def in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do work in a thread of the endpoint. It is short, and goes on if the caller is cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
     # ------------------------------------------------------------------------------------------------- requests
 
     async def _models(self, request: Request) -> Response:
@@ -158,8 +167,10 @@ class Endpoint:
         try:
             with _client_errors():
                 text = await read_body(request, LARGEST_BODY)
-                place = _in_turn if len(text) <= ON_THE_LOOP else asyncio.to_thread
+                place = _in_turn if len(text) <= ON_THE_LOOP else self.in_thread
                 body = dialect.read(await place(parse_json, text))
+                if isinstance(body, ChatRequest) and has_images(body.messages):
+                    place = self.in_thread  # a few kilobytes may be an image of 33 million pixels
                 check_tools(body, self._parse_tools)
             reply = await self._answer_unless_gone(request, session, body, place)
         except (ConfigError, ValueError) as error:  # invalid request, rendering, or refused by the engine
@@ -216,9 +227,9 @@ class Endpoint:
         completion = Completion("", (), (), (), StopReason.LENGTH)
         if body.alternatives is not None:
             nothing = replace(session.task.sampling, max_tokens=0, prompt_logprobs=body.alternatives)
-            (completion,) = await self._sample(session, prompt, nothing, 1)
+            (completion,) = await _sample(session, prompt, nothing, 1)
         answers = [answer_to(self._language, self._parse_tools, completion, body)] * (body.n or 1)
-        return Reply(body, answers, len(prompt), echo_of(self._language, body, prompt, completion.prompt_scores))
+        return Reply(body, answers, len(prompt), await self._echo(body, prompt, completion.prompt_scores))
 
     async def _ask_adapter(self, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn) -> Reply:
         """Answer by an adapter other than the policy's; the answer is not recorded and uses no token budget."""
@@ -232,7 +243,7 @@ class Endpoint:
                 prompt, images = await place(session.encoded, body.only_prompt)
             sampling = body.sampling(task.sampling, task.sampling.max_tokens, task.client_sampling)
         sampling = replace(sampling, adapter=body.model)
-        completions = await self._sample(session, prompt, sampling, body.n or 1, images)
+        completions = await _sample(session, prompt, sampling, body.n or 1, images)
         with _server_errors():
             answers = [answer_to(self._language, self._parse_tools, one, body) for one in completions]
         return Reply(body, answers, len(prompt))
@@ -256,7 +267,7 @@ class Endpoint:
                 if isinstance(body, TextRequest):
                     sampling = replace(sampling, prompt_logprobs=body.alternatives)
             prompt = placed.prompt  # what the policy reads; the track grows by the answer
-            completions = await self._sample(session, prompt, sampling, body.n or 1, placed.track.images)
+            completions = await _sample(session, prompt, sampling, body.n or 1, placed.track.images)
             with _server_errors():
                 answers = [
                     answer_to(self._language, self._parse_tools, one, body, placed.opening) for one in completions
@@ -267,46 +278,52 @@ class Endpoint:
         except BaseException:
             session.release(placed)
             raise
-        echo = echo_of(self._language, body, prompt, completions[0].prompt_scores)
-        return Reply(body, answers, len(prompt), echo)
+        return Reply(body, answers, len(prompt), await self._echo(body, prompt, completions[0].prompt_scores))
 
-    async def _sample(
-        self,
-        session: AgentSession,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
-        count: int,
-        images: tuple[Image, ...] = (),
-    ) -> Sequence[Completion]:
-        task = session.task
-        numbers = [session.next_number() for _ in range(count)]
-        session.waiting += count
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(
-                        task.generate(
-                            f"{task.request_id}/{number}",
-                            prompt,
-                            replace(
-                                sampling,
-                                seed=task.seed_of(number),
-                                keep_kv=True,
-                                prompt_logprobs=sampling.prompt_logprobs if number == numbers[0] else None,
-                            ),
-                            *((images,) if images else ()),
-                        )
+    async def _echo(self, body: ChatRequest | TextRequest, prompt: Sequence[int], scored: Scored | None) -> Echo | None:
+        """The prompt in an answer; in a thread, because up to 21 tokens are decoded at each place of the prompt."""
+        if not isinstance(body, TextRequest) or not body.echo:
+            return None
+        echo: Echo = await self.in_thread(echo_of, self._language, body, prompt, scored)
+        return echo
+
+
+async def _sample(
+    session: AgentSession,
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    count: int,
+    images: tuple[Image, ...] = (),
+) -> Sequence[Completion]:
+    task = session.task
+    numbers = [session.next_number() for _ in range(count)]
+    session.waiting += count
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(
+                    task.generate(
+                        f"{task.request_id}/{number}",
+                        prompt,
+                        replace(
+                            sampling,
+                            seed=task.seed_of(number),
+                            keep_kv=True,
+                            prompt_logprobs=sampling.prompt_logprobs if number == numbers[0] else None,
+                        ),
+                        *((images,) if images else ()),
                     )
-                    for number in numbers
-                ]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
-        finally:
-            session.waiting -= count
-        completions = [await one for one in running]
-        if any(one.stop_reason is StopReason.ABORTED for one in completions):
-            raise RuntimeError("the request was aborted")
-        return completions
+                )
+                for number in numbers
+            ]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    finally:
+        session.waiting -= count
+    completions = [await one for one in running]
+    if any(one.stop_reason is StopReason.ABORTED for one in completions):
+        raise RuntimeError("the request was aborted")
+    return completions
 
 
 async def _in_turn(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -12,6 +12,7 @@ model: `model="solver"`. An exception means that the episode failed, which is no
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ class Verdict:
     """What a program says of its episode. Verdict("42", reward=1.0, metrics={"files_changed": 3.0})"""
 
     answer: str | None = None  # what the rewards judge; None: everything that the policy wrote
-    reward: float | Mapping[str, float] | None = None  # added to those of `reward.components`: of all, or by role
+    reward: float | Mapping[str, float] | None = None  # added to the rewards of `reward.components`: of all, or by role
     metrics: Mapping[str, float] = field(default_factory=dict)  # recorded as the mean of rollout/<name>
 
     def of_role(self, role: str) -> float | None:
@@ -34,11 +35,28 @@ class Verdict:
         return self.reward.get(role) if isinstance(self.reward, Mapping) else self.reward
 
     def check(self, roles: Sequence[str]) -> None:
-        """Raise ValueError unless rewards by role name the roles of the run, each once."""
+        """Raise TypeError or ValueError unless it has texts, finite numbers, and all `roles` if rewards are by role."""
+        if not isinstance(self.answer, str | None):
+            raise TypeError(f"the answer of the verdict should be a text or None, found {self.answer!r:.80}")
+        if isinstance(self.reward, Mapping):
+            for role, reward in self.reward.items():
+                _check_number(reward, f"the reward of the verdict for {role}")
+        elif self.reward is not None:
+            _check_number(self.reward, "the reward of the verdict")
+        for name, value in self.metrics.items():
+            _check_number(value, f"the metric {name} of the verdict")
         if isinstance(self.reward, Mapping) and set(self.reward) != set(roles):
             expected = ", ".join(roles) or "none: set episode.env.roles"
             found = ", ".join(self.reward) or "nobody"
             raise ValueError(f"the verdict has rewards for {found}; the roles are {expected}")
+
+
+def _check_number(value: Any, what: str) -> None:
+    """Raise TypeError or ValueError unless `value` is a finite number, such as one of NumPy or torch."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"{what} should be a number, found {value!r:.80}")
+    if not math.isfinite(value):
+        raise ValueError(f"{what} should be a finite number, found {value!r:.80}")
 
 
 class AgentProgram(Protocol):

@@ -239,10 +239,20 @@ def supported(
     return {key: value for key, value in body.items() if key not in neutral and key not in without_effect}
 
 
-def schema_of(form: Any, key: str) -> str:
-    """The JSON schema of a `response_format`, as text; empty: the answer is free. Raises BadRequest.
+def form_in(fields: Any, name: str) -> Any:
+    """The `format` of an answer in the field `name` of a request. Raises BadRequest for other fields that are set."""
+    if not isinstance(fields, dict | None):
+        raise BadRequest(f"{name} should be a JSON object, found {fields!r:.60}")
+    for key, value in (fields or {}).items():
+        if key != "format" and value is not None:
+            raise BadRequest(f"{name}.{key} = {value!r:.80} is not supported; leave it out", "unsupported")
+    return (fields or {}).get("format")
 
-    `key`: the field that has `schema` within it; empty: `form` itself has it.
+
+def schema_of(form: Any, name: str, key: str = "") -> str:
+    """The JSON schema of the form of an answer, as text; empty: the answer is free. Raises BadRequest.
+
+    `name`: the request's field that has the form. `key`: the field that has `schema` within it; empty: `form` itself.
     """
     kind = form.get("type") if isinstance(form, dict) else None
     if form is None or kind == "text":
@@ -250,10 +260,11 @@ def schema_of(form: Any, key: str) -> str:
     if kind == "json_object":
         return json.dumps({"type": "object"})
     if kind != "json_schema":
-        raise BadRequest(f"the form of an answer should be text, json_object or json_schema, found {form!r:.80}")
-    schema = (form.get(key) or {} if key else form).get("schema")
+        raise BadRequest(f"{name} should be of type text, json_object or json_schema, found {form!r:.80}")
+    holder = form.get(key) if key else form
+    schema = holder.get("schema") if isinstance(holder, dict) else None
     if not isinstance(schema, dict):
-        raise BadRequest(f"json_schema should have a schema, found {form!r:.80}")
+        raise BadRequest(f"{'.'.join(filter(None, (name, key)))} should have a schema, found {form!r:.80}")
     return json.dumps(schema)
 
 
@@ -293,6 +304,7 @@ __all__ = [
     "Reply",
     "TextRequest",
     "event",
+    "form_in",
     "openai_error",
     "pieces",
     "schema_of",

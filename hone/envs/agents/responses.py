@@ -16,6 +16,7 @@ from hone.envs.agents.protocol import (
     ChatRequest,
     Reply,
     event,
+    form_in,
     openai_error,
     pieces,
     schema_of,
@@ -62,12 +63,10 @@ class Responses:
         messages = _messages(fields.pop("input", None))
         if instructions := fields.pop("instructions", None):
             messages.insert(0, {"role": "system", "content": instructions})
-        text = dict(fields.pop("text", None) or {})
-        form = text.pop("format", None)
-        supported(text, {"verbosity": (None,)})
+        form = form_in(fields.pop("text", None), "text")
         return ChatRequest(
             messages=messages,
-            json_schema=schema_of(form, ""),
+            json_schema=schema_of(form, "text.format"),
             tools=[_tool(one) for one in fields.pop("tools", None) or ()] or None,
             tool_choice=_choice(fields.pop("tool_choice", None)),
             max_tokens=fields.pop("max_output_tokens", None),
@@ -119,7 +118,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     for item in given:
         kind = item.get("type", "message")
         if kind == "message":
-            content = content_of(item["content"], TEXTS, "input_image", "a message")
+            content = content_of(item["content"], item["role"], TEXTS, "input_image")
             messages.append({"role": item["role"], "content": content})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":

@@ -56,7 +56,7 @@ class AgentRunner:
     async def run(self, prompts: Sequence[Prompt], play: Play, score: ScoreFn) -> list[TrajectoryGroup]:
         """Return the groups of `prompts`, in their order; errors of the rollout engine and of scoring are raised.
 
-        Raises ConfigError for a prompt whose images nobody would see.
+        Raises ConfigError for a prompt whose images nobody would see, or that the endpoint would refuse.
         """
         unseen = next((one for one in prompts if one.images and not self._reads_prompts), None)
         if unseen is not None:
@@ -85,10 +85,11 @@ class AgentRunner:
             return self._endpoint
 
     async def _group(self, endpoint: Endpoint, prompt: Prompt, play: Play, score: ScoreFn) -> TrajectoryGroup:
+        told = await endpoint.in_thread(told_to_agents, prompt) if prompt.images else prompt
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._episode(endpoint, prompt, i, play)) for i in range(play.samples)]
+            running = [tasks.create_task(self._episode(endpoint, told, i, play)) for i in range(play.samples)]
             alone = (
-                tasks.create_task(self._episode(endpoint, prompt, play.samples, play.greedily)) if play.greedy else None
+                tasks.create_task(self._episode(endpoint, told, play.samples, play.greedily)) if play.greedy else None
             )
         played = [one for task in running for one in await task]
         scored = await score(TrajectoryGroup(prompt, tuple(played)))
@@ -112,10 +113,9 @@ class AgentRunner:
         key = endpoint.open_session(task)
         session = endpoint.session(key)
         verdict, status, error = Verdict(), Status.OK, ""
-        told = told_to_agents(prompt) if prompt.images else prompt
         try:
             async with deadline:
-                verdict = _verdict(await self._program(endpoint.url_of(key), key, told), self._roles)
+                verdict = _verdict(await self._program(endpoint.url_of(key), key, prompt), self._roles)
         except Exception as failure:  # noqa: BLE001  user code: its error becomes the trajectory's
             status, error = self._failed(session, failure, deadline)
         finally:
@@ -158,7 +158,7 @@ def _parser(name: str, template: str) -> ParseFn | None:
 
 
 def _verdict(returned: object, roles: Sequence[str]) -> Verdict:
-    """What a program returned. Raises TypeError unless it is a text, None or a Verdict, ValueError for wrong roles."""
+    """What a program returned. Raises TypeError or ValueError for anything but a text, None or a valid Verdict."""
     if isinstance(returned, Verdict):
         returned.check(roles)
         return returned

@@ -19,9 +19,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from hone.data.images import images_in, is_image, parts_of
+from hone.data.images import images_in, is_image
 from hone.data.routes import Routes, joined_routes
-from hone.envs.agents.images import with_bytes
+from hone.envs.agents.images import DecodedImages, has_images, with_bytes
 from hone.envs.agents.protocol import BadRequest
 from hone.envs.base import Language
 from hone.processes.untrusted_json import parse_json
@@ -131,6 +131,7 @@ class AgentSession:
         self._spent = 0
         self._reserved = 0  # by open requests
         self._released = asyncio.Event()
+        self._images = DecodedImages()
         self.recording = asyncio.Lock()  # held while tracks are read or changed, which may be in a thread
 
     @property
@@ -230,9 +231,9 @@ class AgentSession:
 
     def _with_images(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with their images read. Raises ConfigError for a model of text only."""
-        if not any(is_image(part) for part in parts_of(messages)):
+        if not has_images(messages):
             return messages
-        return self.language.with_images(with_bytes(messages))
+        return self._images.in_place(with_bytes(messages), self.language.with_images)
 
     def encoded(self, prompt: str | Sequence[int]) -> tuple[tuple[int, ...], tuple[Image, ...]]:
         """Return the ids of a text completion's prompt, which has no images."""

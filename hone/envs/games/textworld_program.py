@@ -62,7 +62,7 @@ class Games:
 
 
 def _told(state: Any, done: bool) -> dict[str, Any]:
-    """What hone is told of a state."""
+    """What the program sends to hone about a state."""
     lines = STATUS.sub("", state.feedback).splitlines()
     while lines and not LETTERS.search(lines[0]):  # the title is drawn in lines and slashes
         lines.pop(0)

@@ -36,7 +36,6 @@ from hone.rollout.servers.shape import shape_of
 from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams, Scored, StopReason
 
 STOP_S = 5.0  # what a server is given to confirm that it stopped, after it failed to take in weights
-CLOSED = "it was closed"
 AGAIN_S = 0.02  # between two looks whether aborted requests have ended
 
 
@@ -161,14 +160,8 @@ class RolloutServer(ABC):
 
     async def close(self) -> None:
         """End the server with everything it started; again is fine."""
-        self._state.lose(CLOSED)
+        self._state.close()
         await self.connection.close()
-
-    def _check_serving(self) -> None:
-        """Raise as `generate` does. A closed server is a lost one: its seat may have been given just before."""
-        if self._state.obstacle == CLOSED:
-            raise ReplicaLost(f"{self.name} cannot generate: {CLOSED}")
-        self._state.check_serving()
 
     async def beat(self) -> int | None:
         """See `ServerAdapter.beat`."""
@@ -189,7 +182,7 @@ class RolloutServer(ABC):
             raise ValueError(f"request {request_id!r} has images, and {self.name} takes text only")
         placed, _ = self._limits.check(request_id, tuple(token_ids), sampling, images)
         check_routes(request_id, sampling, self._spec)
-        self._check_serving()
+        self._state.check_serving()
         with self._requests.opened(request_id):
             completion, prompt_tokens, cached_tokens = await self._generate(request_id, token_ids, sampling, placed)
         self._requests.count(completion, prompt_tokens, cached_tokens)
@@ -200,7 +193,7 @@ class RolloutServer(ABC):
     async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
         """Log-probs of tokens given the earlier ones, at temperature 1; raises as `generate` does, or ScoreAborted."""
         self._limits.check_prompt(request_id, tuple(token_ids))
-        self._check_serving()
+        self._state.check_serving()
         with self._requests.opened(request_id):
             scored = await self._score(request_id, token_ids, top_k)
         if scored is None:

@@ -356,9 +356,10 @@ def _check_metric(config: PolicyRunConfig, algorithm: Algorithm) -> None:
 
 def _check_sync_deadline(config: PolicyRunConfig) -> None:
     """No shorter limit ends a run whose weight sync may still succeed."""
-    rollout, runtime, sync_s = config.rollout, config.runtime, config.weights.timeout_s
+    rollout, runtime = config.rollout, config.runtime
     if rollout.backend == "builtin" and rollout.builtin.process == "inside":  # weights are copied, without a deadline
         return
+    sync_s = config.weights.timeout_s
     if runtime.stall_timeout_s <= sync_s:
         raise ConfigError(
             f"runtime.stall_timeout_s = {runtime.stall_timeout_s:g} should be more than weights.timeout_s = "
