@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+
+from hone.models.parts.boxes import BoxMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,18 @@ class Weights(Protocol):
         """Gather some of `parts`. Every rank calls it."""
 
 
+@runtime_checkable
+class PartlyGathered(Protocol):
+    """Weights of which each rank can get only a box."""
+
+    def layout(self) -> Mapping[str, Tensor]:
+        """Every entry of `Weights.whole`, whole, on the meta device."""
+
+    def needed(self, needs: Sequence[BoxMap]) -> AbstractContextManager[None]:
+        """In this context, `Weights.whole` yields views (`hone.models.parts.views`) that have only the box that this
+        rank needs. `needs` are of every rank, and name every entry of `layout`."""
+
+
 def blend_parts(parts: Sequence[Part], tensors: Mapping[str, Tensor], mixup: float) -> None:
     """Set each part to mixup * its whole tensor + (1 - mixup) * itself. Raises ValueError for another shape."""
     for name, _, shard in parts:
@@ -131,4 +146,15 @@ def _blend(live: Tensor, shard: Shard, whole: Tensor, mixup: float) -> None:
             own.copy_(new)
 
 
-__all__ = ["CastFn", "GatherFn", "Part", "Piece", "PlaceFn", "Shard", "Weights", "Whole", "blend_parts"]
+__all__ = [
+    "CastFn",
+    "GatherFn",
+    "Part",
+    "PartlyGathered",
+    "Piece",
+    "PlaceFn",
+    "Shard",
+    "Weights",
+    "Whole",
+    "blend_parts",
+]

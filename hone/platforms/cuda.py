@@ -54,6 +54,16 @@ class GpuPlatform(PlatformBase):
         storage = opener._new_shared_cuda(index, *parts)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
+    def pin(self, memory: torch.Tensor) -> bool:
+        if not torch.cuda.is_initialized():  # registering would open a context on the device
+            return False
+        runtime: Any = torch.cuda.cudart()
+        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        runtime: Any = torch.cuda.cudart()
+        runtime.cudaHostUnregister(memory.data_ptr())
+
     def device_group(self, store: Any, rank: int, world: int) -> Any:
         group: Any = dist.ProcessGroupNCCL  # its stub asks for options, which have a default
         return group(store, rank, world)

@@ -31,6 +31,16 @@ class MemorySharing:
         """The storage that `share` of another process described, as uint8 on device `index` of this process."""
         raise NotImplementedError(self.why_no_ipc())
 
+    def pin(self, memory: torch.Tensor) -> bool:
+        """Register host memory for direct copies from this process's device; whether that was possible.
+
+        Needs `unpin` before the memory is freed. Does nothing in a process that does not use a device.
+        """
+        return False
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Undo a `pin` that returned True."""
+
     def device_group(self, store: Any, rank: int, world: int) -> Any:
         """A process group of `torch.distributed` over device memory, for weight sync only.
 

@@ -1,8 +1,8 @@
 """Weight sync: send named tensors from a trainer to rollout replicas in buckets, and compare checksums.
 
 Read `base` (the interface), `settings`, `snapshot` (what is sent), `sender` (makes the transport), `sync` (drives it in
-the trainer), `delivery` (receives in a rollout server), `transports/` (`TRANSPORTS` names them), `digests/`
-(checksums). `in_process` copies within one process. This file imports no torch.
+the trainer), `delivery` (receives in a rollout server), `wants` (learns which parts a server needs), `transports/`
+(`TRANSPORTS` names them), `digests/` (checksums). `in_process` copies within one process. This file imports no torch.
 """
 
 from hone.registry import Entry, Registry

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from hone.models.parts.boxes import BoxMap
 from hone.types import PauseMode
 from hone.weights.digests.digest import Method, WeightDigest
 from hone.weights.digests.packed import Packed
@@ -133,6 +134,12 @@ class Sent:
     buckets: int = 0
     lost: Mapping[str, str] = field(default_factory=dict)  # replica -> why it did not get everything
     by_rank: Mapping[int, int] = field(default_factory=dict)  # training rank -> bytes it sent; empty: one process sent
+    digests: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Replica -> what each of its ranks was sent, where senders sent different boxes of the weights."""
+
+    def to(self, replica: str, rank: int) -> Sent:
+        """What was sent to one rank of a replica."""
+        return replace(self, digest=self.digests[replica][rank]) if self.digests else self
 
 
 class RankWeights(ABC):
@@ -236,6 +243,8 @@ class WeightReceiver(ABC):
         self.rank = rank
         self.expected = ""  # the sender's digest, known when the stream has ended
         self.holds = ""  # what this process has from an earlier sync; sent to the sender
+        self.wants = ""  # the boxes that this process needs, as text; empty: whole tensors
+        self.boxes: BoxMap = {}  # the boxes that are sent, known once the sender is connected; others come whole
         self._token = token
 
     @property

@@ -16,9 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
+from hone.models.parts.boxes import Boxed, BoxMap, to_text
 from hone.weights import TRANSPORTS
 from hone.weights.base import Intake, NamedTensor, Offer, Payload, WeightReceiver, WeightSyncError
-from hone.weights.digests.digest import Method, new_digest
+from hone.weights.digests.digest import Method, add_label, new_digest
 
 
 class Delivery:
@@ -49,6 +50,11 @@ class Delivery:
         return self._receiver.offer.payload
 
     @property
+    def boxes(self) -> BoxMap:
+        """The tensors of which only a box comes; empty if everything comes whole."""
+        return self._receiver.boxes
+
+    @property
     def complete(self) -> bool:
         """Whether the sender finished and every tensor was iterated over."""
         return self._state == "complete"
@@ -74,10 +80,16 @@ class Delivery:
             )
         self._state = "partial"
         digest = new_digest(self.method)
+        known, boxes = self.boxes, dict[str, Boxed]()  # `boxes`: of what came
         for came in self._receiver.stream(Intake(digest, self._copy, self._targets)):
             self.tensors += came.count
             self.bytes += came.bytes
-            yield from came.tensors
+            for name, tensor in came.tensors:
+                if name in known:
+                    boxes[name] = known[name]
+                yield name, tensor
+        if boxes:
+            add_label(digest, to_text(boxes))
         self._hexdigest = digest.hexdigest()
         if self._receiver.expected not in ("", self._hexdigest):
             raise WeightSyncError(
@@ -94,13 +106,16 @@ def receive(
     token: str,
     copy: bool = True,
     targets: Mapping[str, Tensor] | None = None,
+    wants: str = "",
 ) -> Iterator[Delivery]:
     """Connect to the sender of `offer` as `rank` of its replica, and receive its weights.
 
     With `copy` each tensor owns its memory; without, it is valid only until the next one is requested. `targets` are
     tensors of this process by name. A received tensor may be written directly into the target of the same name, dtype
     and shape, which is then returned for it. A failed sync leaves targets partly written. `digest` covers what was
-    received; if targets share memory, digest the targets themselves to learn what they hold.
+    received; if targets share memory, digest the targets themselves to learn what they hold. `wants` is the text of the
+    boxes that this process needs (`hone.models.parts.boxes`). The sender may send no more than them: see
+    `Delivery.boxes`.
 
     The sender is told how the block ended: everything received, or the exception. Leaving the block early is a failure
     too. Raises WeightSyncError if the token is refused, the version differs, or the sender is absent, dies, stays
@@ -108,6 +123,7 @@ def receive(
     """
     parsed = Offer.from_json(offer)
     receiver: WeightReceiver = TRANSPORTS.get(parsed.transport).receiver(parsed, rank, token)
+    receiver.wants = wants
     delivery = Delivery(receiver, copy, targets or {})
     failure = "it stopped without an error"
     try:

@@ -219,6 +219,7 @@ def _check(name: str, ranks: int, sent: Sent, receipts: Sequence[Receipt], faile
         failed[name] = f"{len(receipts)} of its {ranks} ranks acknowledged version {sent.version}"
         return
     try:
-        verify(sent, receipts)
+        for rank, receipt in enumerate(receipts):
+            verify(sent.to(name, rank), [receipt])
     except WeightSyncError as error:
         failed[name] = str(error)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,20 @@ import torch
 from transformers import AutoConfig
 
 from hone.engines.base import BaseEngine
+from hone.engines.parts import PartlyGathered
 from hone.engines.registry import EngineRegistry
 from hone.engines.settings import EngineConfig
 from hone.models.checkpoint_names import as_in_files
 from hone.models.loading import check_model_source, folder_of
+from hone.models.parts.boxes import BoxMap, from_text
+from hone.models.parts.sources import boxes_before
 from hone.models.settings import ModelConfig
 from hone.platforms.base import compute_dtype, current_platform
 from hone.runtime import ranks
 from hone.runtime.base import WorkerGroup
 from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput
 from hone.weights.base import NamedTensor, RankWeights
-from hone.weights.transports.rank_sender import Order, RankSender
+from hone.weights.transports.rank_sender import Needs, Order, RankSender
 
 RecordFn = Callable[[Metrics], None]
 BLEND_BYTES = 256 * 2**20  # of the policy's weights in one call of `blend`
@@ -69,6 +72,7 @@ class TrainWorker:
         self._model = spec.model
         self.engine: BaseEngine = EngineRegistry.create(spec, current_platform())
         self._sender = RankSender()
+        self._boxes: tuple[Any, Sequence[BoxMap]] | None = None  # what was needed in the last sync, and of what
 
     def initialize(self) -> None:
         self.engine.initialize()
@@ -144,8 +148,25 @@ class TrainWorker:
 
     def send_weights(self, order: Order, method: str, arguments: Sequence[Any]) -> list[Any]:
         """Carry out an order about the stream that `method` opens, on every rank; return the answers of all ranks."""
-        answer = self._sender.follow(order, ranks.rank(), lambda: getattr(self, method)(*arguments))
+        answer = self._sender.follow(order, ranks.rank(), lambda needs: self._needed(needs, method, arguments))
         return [json.loads(one) for one in ranks.exchange(json.dumps(answer).encode())]
+
+    def _needed(self, needs: Needs, method: str, arguments: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Open the stream of `method`. If the engine can, each rank gathers only the boxes that it sends."""
+        weights = getattr(self.engine, "weights", None)
+        stream: Iterator[tuple[str, torch.Tensor]] = getattr(self, method)(*arguments)
+        less = any(text != "" for text in needs)
+        merged = self.adapter_config() is not None  # whole tensors, in master precision
+        if not less or merged or not isinstance(weights, PartlyGathered):
+            yield from stream
+            return
+        in_files = len(arguments) > 1 and arguments[1]
+        if self._boxes is None or self._boxes[0] != (needs, in_files):
+            convert = partial(as_in_files, self._config) if in_files else iter
+            maps = [None if text is None else from_text(text) for text in needs]
+            self._boxes = (needs, in_files), boxes_before(weights.layout(), convert, maps)
+        with weights.needed(self._boxes[1]):
+            yield from stream
 
     def adapter_config(self) -> dict[str, Any] | None:
         """PEFT's `adapter_config.json` of the model's LoRA adapter; None: it has no adapter."""

@@ -5,6 +5,7 @@ import torch
 
 from hone.weights.transports.buckets import DTYPES
 from tests.weights.receiving import ProcessReplica
+from tests.weights.sending import Ranks
 
 ALL_DTYPES = tuple(DTYPES.values())
 
@@ -21,6 +22,22 @@ def replicas():
     yield make
     for replica in made:
         replica.close()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """`ranks(2)`: processes that live as long as these tests, rank n on the device gpu-n."""
+    made = {}
+
+    def get(count):
+        if count not in made:
+            made[count] = Ranks([f"gpu-{n}" for n in range(count)], tmp_path_factory.mktemp("store") / "store")
+        made[count].orders.clear()
+        return made[count]
+
+    yield get
+    for one in made.values():
+        one.close()
 
 
 def raw(dtype, *shape):

@@ -86,9 +86,11 @@ def _take(delivery, holds, fault, pipe):
 class Rank:
     """One receiving process."""
 
+    target = staticmethod(serve)
+
     def __init__(self, *devices):
         self._pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=serve, args=(theirs, *devices), daemon=True)
+        self.process = CONTEXT.Process(target=self.target, args=(theirs, *devices), daemon=True)
         self.process.start()
         theirs.close()
         self._turn = threading.Lock()
@@ -112,8 +114,10 @@ class Rank:
 class ProcessReplica:
     """A replica whose ranks are processes; what the manager's protocol asks for, and notes of what was asked."""
 
-    def __init__(self, name="r0", ranks=1, token=TOKEN, devices=()):
+    def __init__(self, name="r0", ranks=1, token=TOKEN, devices=(), kind=Rank):
         """`devices`: of each rank, the names of the devices it sees, its own first; without: none."""
+        self.kind = kind
+        self.devices = devices or [()] * ranks
         self.name = name
         self.ranks = ranks
         self.token = token
@@ -124,7 +128,7 @@ class ProcessReplica:
         self.facts = {}
         self.delays = {}  # what -> seconds
         self.senders = []  # of each rank: the process that sent, and the name of its buckets
-        self.processes = [Rank(*seen) for seen in (devices or [()] * ranks)]
+        self.processes = [kind(*seen) for seen in self.devices]
 
     async def pause(self, mode):
         self.asked.append(f"pause {mode}")
@@ -153,7 +157,7 @@ class ProcessReplica:
 
     def replace_rank(self, number=-1):
         self.processes[number].stop()
-        self.processes[number] = Rank()
+        self.processes[number] = self.kind(*self.devices[number])
 
     def close(self):
         for rank in self.processes:

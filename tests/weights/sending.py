@@ -1,19 +1,31 @@
 """Training ranks for the tests: real processes that gather their shards by gloo, and send what they gathered."""
 
+import asyncio
 import os
 import signal
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from hone.models.parts.boxes import Boxed
 from hone.runtime import ranks
+from hone.weights import TRANSPORTS
 from hone.weights.base import RankWeights
+from hone.weights.sync import CheckpointEngineManager
+from hone.weights.transports import rank_sender
+from hone.weights.transports.folders import PREFIX
+from hone.weights.transports.ipc import IpcEngine
 from hone.weights.transports.rank_sender import RankSender
 from tests.weights.devices import have_devices
-from tests.weights.receiving import CONTEXT
+from tests.weights.receiving import CONTEXT, TOKEN
 
 ROWS = 48  # divided by 2 and by 4 ranks
 LAYERS = 8
+BUCKET = 1 << 14
 
 
 def weights_of(version, dtype=torch.float32):
@@ -30,7 +42,38 @@ def gathered(version, dtype, fault):
             os.kill(os.getpid(), signal.SIGKILL)
         whole = torch.empty_like(tensor)
         dist.all_gather(list(whole.chunk(world)), tensor.chunk(world)[rank].clone())
+        if fault == f"leaves out:{rank}" and number == 3:
+            continue
         yield name, (whole + 1 if fault == f"differs:{rank}" and number == 3 else whole)
+
+
+@contextmanager
+def broken(fault, rank):
+    """Break this process's sender: it cuts other boxes than it says, or a bit of a bucket changes after the digest."""
+    cut, ship = rank_sender.cut, IpcEngine._ship
+
+    def other(weights, boxes, made):
+        shifted = {name: Boxed(shape, mirrored(shape, box)) for name, (shape, box) in boxes.items()}
+        return cut(weights, shifted, made)
+
+    async def torn(self, number, filled, last):
+        if number == 1 and filled.groups:
+            self._bucket(number)[filled.used - 1] ^= 1
+        await ship(self, number, filled, last)
+
+    try:
+        if fault == f"other boxes:{rank}":
+            rank_sender.cut = other
+        if fault == f"tears:{rank}":
+            IpcEngine._ship = torn
+        yield
+    finally:
+        rank_sender.cut, IpcEngine._ship = cut, ship
+
+
+def mirrored(shape, box):
+    """The box at the other end."""
+    return tuple((length - stop, length - start) for length, (start, stop) in zip(shape, box, strict=True))
 
 
 def serve(pipe, rank, world, store, device):
@@ -45,7 +88,8 @@ def serve(pipe, rank, world, store, device):
         except EOFError:
             return
         try:
-            answer = sender.follow(order, ranks.rank(), lambda given=given: gathered(*given))
+            with broken(given[2], rank):
+                answer = sender.follow(order, ranks.rank(), lambda needs, given=given: gathered(*given))
             pipe.send((answer, type(order).__name__))
         except Exception as error:  # noqa: BLE001  told to the test
             pipe.send((f"{type(error).__name__}: {error}", "failed"))
@@ -103,3 +147,26 @@ class Gathered(RankWeights):
 
     def order(self, order):
         return self._ranks.ask(order, self._given)
+
+
+def run(body, timeout_s=30):
+    """Run `await body(manager, engine)` on a new driver; afterwards no folder of it is left."""
+
+    async def whole():
+        threads = ThreadPoolExecutor(32)  # each receiver waits in one
+        asyncio.get_running_loop().set_default_executor(threads)
+        engine = TRANSPORTS.get("ipc")(BUCKET, timeout_s, TOKEN)
+        try:
+            async with asyncio.timeout(60):
+                return await body(CheckpointEngineManager(engine), engine)
+        finally:
+            await engine.close()
+
+    usual = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="hone-") as own:  # other tests have such folders at the same time
+        tempfile.tempdir = own
+        try:
+            return asyncio.run(whole())
+        finally:
+            tempfile.tempdir = usual
+            assert list(Path(own).glob(f"{PREFIX}*")) == []

@@ -1,44 +1,20 @@
 """Every training rank sends to the receivers on its device: ranks and receivers are processes, the test drives."""
 
-import asyncio
 import os
 import re
 import signal
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 
-from hone.weights import TRANSPORTS
 from hone.weights.base import WeightSyncError
 from hone.weights.digests.digest import digest_tensors
 from hone.weights.digests.packed import size_of
-from hone.weights.sync import CheckpointEngineManager
 from hone.weights.transports.by_rank import assign
 from hone.weights.transports.channel import Peer
-from hone.weights.transports.folders import PREFIX
 from hone.weights.transports.rank_sender import OpenSender, Place
 from tests.weights.receiving import TOKEN
-from tests.weights.sending import Gathered, Ranks, weights_of
-
-BUCKET = 1 << 14
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """`ranks(2)`: processes that live as long as these tests, rank n on the device gpu-n."""
-    made = {}
-
-    def get(count):
-        if count not in made:
-            made[count] = Ranks([f"gpu-{n}" for n in range(count)], tmp_path_factory.mktemp("store") / "store")
-        made[count].orders.clear()
-        return made[count]
-
-    yield get
-    for one in made.values():
-        one.close()
+from tests.weights.sending import Gathered, Ranks, run, weights_of
 
 
 @pytest.fixture
@@ -47,27 +23,6 @@ def doomed(tmp_path):
     made = Ranks(["gpu-0", "gpu-1"], tmp_path / "store")
     yield made
     made.close()
-
-
-def run(body, timeout_s=30):
-    """Run `await body(manager, engine)` on a new driver; afterwards no folder of it is left."""
-
-    async def whole():
-        engine = TRANSPORTS.get("ipc")(BUCKET, timeout_s, TOKEN)
-        try:
-            async with asyncio.timeout(60):
-                return await body(CheckpointEngineManager(engine), engine)
-        finally:
-            await engine.close()
-
-    usual = tempfile.tempdir
-    with tempfile.TemporaryDirectory(prefix="hone-") as own:  # other tests have such folders at the same time
-        tempfile.tempdir = own
-        try:
-            return asyncio.run(whole())
-        finally:
-            tempfile.tempdir = usual
-            assert list(Path(own).glob(f"{PREFIX}*")) == []
 
 
 def pids(ranks):

@@ -13,7 +13,7 @@ from hone.platforms.cuda import CudaPlatform
 from hone.weights import TRANSPORTS
 from hone.weights.digests.digest import digest_tensors
 from hone.weights.sync import CheckpointEngineManager
-from hone.weights.transports.memory import DeviceBuffers
+from hone.weights.transports.memory import DeviceBuffers, SharedBuffers
 from tests.weights.conftest import every_kind
 from tests.weights.receiving import TOKEN
 
@@ -74,3 +74,14 @@ def test_a_handle_is_made_once_for_each_receiver_and_bucket(replicas, monkeypatc
         await engine.close()
 
     asyncio.run(whole())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locking needs a CUDA device")
+def test_buckets_in_host_memory_are_page_locked_while_they_are_open():
+    torch.zeros(1).cuda()  # this process uses its device
+    buffers = SharedBuffers(1 << 20)
+    kept = list(buffers.tensors)
+    assert all(tensor.is_pinned() for tensor in kept)
+    buffers.close()
+    assert not any(tensor.is_pinned() for tensor in kept)

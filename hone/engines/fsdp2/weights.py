@@ -16,7 +16,8 @@ through the same fused kernels, and an elementwise update of a part is the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hone.engines.base import Ranks
+from hone.engines.fsdp2.exchange import Held, everyones_boxes, exchange
 from hone.engines.fsdp2.shards import MeshPart, MeshShard, gather, local_part
 from hone.engines.parts import CastFn, Part, Whole
+from hone.models.parts.boxes import BoxMap, around
+from hone.models.parts.views import Reads, viewed
 from hone.models.precision import wide_weights
 
 
@@ -165,6 +169,8 @@ class ShardedWeights:
             if weight.requires_grad
         }
         self._shards = {name: MeshShard.of(weight.detach(), ranks) for name, weight in self._sharded.items()}
+        self._needs: Sequence[BoxMap] = ()  # of every rank; empty: ranks gather whole weights
+        self._held: dict[str, Held] = {}  # what every rank holds, once it was asked
         self._partial = partial or Partial()
         ends = tuple(f".{name}" for name in self._partial.names)
         self._summed = [name for name in self.masters if f".{name}".endswith(ends)]
@@ -219,14 +225,35 @@ class ShardedWeights:
         parts = self.parts()
         if cast is not None:
             parts = ((name, cast(name, local), shard) for name, local, shard in parts)
-        for name, tensor in gather(parts):
+        for name, tensor in self._exchanged(parts, aliases) if self._needs else gather(parts):
             yield name, tensor
             for alias in aliases[name][1:]:
-                yield alias, tensor.clone()
+                yield alias, tensor if self._needs else tensor.clone()
         weights = {alias for same in aliases.values() for alias in same}
         for name, tensor in self._model.state_dict().items():
             if self._rename(name) not in weights:
                 yield self._rename(name), tensor.clone()
+
+    @contextmanager
+    def needed(self, needs: Sequence[BoxMap]) -> Iterator[None]:
+        """See `parts.PartlyGathered`."""
+        self._needs = needs
+        try:
+            yield
+        finally:
+            self._needs = ()
+
+    def layout(self) -> dict[str, Tensor]:
+        state = self._model.state_dict().items()
+        return {self._rename(name): torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in state}
+
+    def _exchanged(
+        self, parts: Iterator[MeshPart], aliases: Mapping[str, Sequence[str]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        self._held = self._held or everyones_boxes(self.parts())
+        needs = [{name: around([need[one] for one in same]) for name, same in aliases.items()} for need in self._needs]
+        for name, part, boxed in exchange(parts, self._held, needs):
+            yield name, viewed(name, part, Reads(), boxed)
 
     def move(self, device: str, *, model: bool, optimizer: bool, grad: bool) -> None:
         """Move the shards (`model`), which are the masters too, with their gradients."""

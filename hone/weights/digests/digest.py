@@ -55,6 +55,11 @@ class WeightDigest(Protocol):
         """The 32 hexadecimal digits of everything added so far."""
 
 
+def add_label(digest: WeightDigest, text: str) -> None:
+    """Add a text to a digest, such as which boxes of the tensors it covers. No tensor has its name."""
+    digest.add("\0label", torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+
+
 def new_digest(method: Method) -> WeightDigest:
     return ByteDigest() if method == "bytes" else RowDigest()
 

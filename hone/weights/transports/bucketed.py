@@ -72,10 +72,15 @@ class BucketedEngine(CheckpointEngine):
         except BaseException as error:
             await self.channel.send({"type": "abort", "reason": f"{type(error).__name__}: {error}"})
             raise
+        packer.label(self._label())
         digest = packer.hexdigest()
         await self.channel.send({"type": "end", "tensors": packer.tensors, "bytes": packer.bytes, "digest": digest})
         await self.channel.until(lambda peer: peer.done, "take in all of")
         return Sent(version, digest, packer.tensors, packer.bytes, number, self.channel.lost())
+
+    def _label(self) -> str:
+        """What the digest covers besides the tensors, once they are sent."""
+        return ""
 
     async def _fill(self, packer: Packer, number: int, full: int) -> bool:
         """Send bucket `number` part by part; return whether any tensor was left for it."""

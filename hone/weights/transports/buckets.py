@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hone.weights.base import Arrival, Intake, NamedTensor, NamedTensors
-from hone.weights.digests.digest import Method, PartDigest, new_digest
+from hone.weights.digests.digest import Method, PartDigest, add_label, new_digest
 from hone.weights.digests.packed import (
     REMEMBERED,
     ROW,
@@ -82,6 +82,11 @@ class Packer:
     def hexdigest(self) -> str:
         """The digest of everything that was packed."""
         return self._digest.hexdigest()
+
+    def label(self, text: str) -> None:
+        """Make the digest cover a text too."""
+        if text:
+            add_label(self._digest, text)
 
     @property
     def midway(self) -> bool:

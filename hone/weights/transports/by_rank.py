@@ -23,10 +23,11 @@ import zmq
 from hone.weights.base import NamedTensors, RankWeights, Sent, WeightSyncError
 from hone.weights.transports.channel import Peer, lock
 from hone.weights.transports.ipc import IpcEngine
+from hone.weights.transports.needs import boxes_of_ranks, wanted
 from hone.weights.transports.rank_sender import Locate, OpenSender, Place, SendStream, machine
 from hone.weights.transports.wire import encode, rank_token
 
-COMPARED = ("digest", "tensors", "bytes")  # equal in what all ranks sent
+COMPARED = ("digest", "tensors", "bytes")  # equal in what ranks sent that sent the same boxes
 
 
 class ByRankEngine(IpcEngine):
@@ -53,11 +54,12 @@ class ByRankEngine(IpcEngine):
 
     async def _send_by_rank(self, weights: RankWeights, places: Sequence[Place], version: int) -> Sent:
         channel = self.channel
-        peers = list(channel.left())
-        if not peers:  # all are lost, and nothing has begun
+        texts = wanted(channel)
+        if not texts:  # all are lost, and nothing has begun
             return Sent(version, "", 0, 0, lost=channel.lost())
-        chosen = assign(peers, places)
-        addresses = await asyncio.to_thread(weights.order, self._opening(chosen, places, version))
+        chosen = assign(list(texts), places)
+        order = self._opening(chosen, places, version, boxes_of_ranks(chosen, texts, len(places)))
+        addresses = await asyncio.to_thread(weights.order, order)
         for address in filter(None, addresses):
             self._drops.append(_connected(address["drops"], rank_token(self._token)))
         for peer, rank in chosen.items():
@@ -65,9 +67,12 @@ class ByRankEngine(IpcEngine):
         for replica, reason in channel.lost().items():  # while the senders were opened
             self.drop(replica, reason)
         answers = await asyncio.to_thread(weights.order, SendStream(version))
-        return _together({rank: answer for rank, answer in enumerate(answers) if answer}, channel.lost())
+        sent = {rank: answer for rank, answer in enumerate(answers) if answer}
+        return _together(sent, order.boxes, chosen, channel.lost())
 
-    def _opening(self, chosen: Mapping[Peer, int], places: Sequence[Place], version: int) -> OpenSender:
+    def _opening(
+        self, chosen: Mapping[Peer, int], places: Sequence[Place], version: int, boxes: tuple[str, ...]
+    ) -> OpenSender:
         assert self._folder is not None
         return OpenSender(
             folder=str(self._folder.path),
@@ -83,6 +88,7 @@ class ByRankEngine(IpcEngine):
                 tuple((peer.replica, peer.rank) for peer, of in chosen.items() if of == rank)
                 for rank in range(len(places))
             ),
+            boxes=boxes,
         )
 
     def drop(self, replica: str, reason: str) -> None:
@@ -98,14 +104,16 @@ class ByRankEngine(IpcEngine):
 
 
 def assign(peers: Sequence[Peer], places: Sequence[Place]) -> dict[Peer, int]:
-    """Choose each receiver's sender: the rank on its device, else one whose device it sees, else the first.
+    """Choose each receiver's sender: the rank on its device, else one whose device it sees, else any.
 
     Of several, the one with the fewest receivers; receivers with the best match choose first. Receivers on no rank's
-    device share the first rank's buckets: they read host memory, where a second sender would only copy once more.
+    device read host memory. Those that need the same boxes share one rank's buckets, because a second sender would only
+    copy once more; other boxes come from other ranks, and whole tensors from the first one.
     """
     able = [rank for rank, place in enumerate(places) if _can_send(place)]
     chosen: dict[Peer, int] = {}
     busy: Counter[int] = Counter()
+    alike: dict[str, int] = {"": able[0]}  # boxes -> who sends them to receivers on no rank's device
 
     def match(peer: Peer, rank: int) -> int:
         device = places[rank].device
@@ -114,8 +122,14 @@ def assign(peers: Sequence[Peer], places: Sequence[Place]) -> dict[Peer, int]:
         return 2 if peer.facts.get("device") == device else int(device in peer.facts.get("devices", ()))
 
     for peer in sorted(peers, key=lambda peer: -max(match(peer, rank) for rank in able)):
-        chosen[peer] = min(able, key=lambda rank: (-match(peer, rank), busy[rank], rank))
-        busy[chosen[peer]] += match(peer, chosen[peer]) > 0
+        best = min(able, key=lambda rank: (-match(peer, rank), busy[rank], rank))
+        if match(peer, best):
+            busy[best] += 1
+        else:
+            needs = peer.facts.get("wants", "")
+            busy[best] += needs not in alike
+            best = alike.setdefault(needs, best)
+        chosen[peer] = best
     return chosen
 
 
@@ -131,21 +145,28 @@ def _connected(address: str, token: str) -> Any:
     return socket
 
 
-def _together(sent: Mapping[int, Mapping[str, Any]], lost: Mapping[str, str]) -> Sent:
-    """What all ranks sent. Raises WeightSyncError if it differs."""
-    first = min(sent)
+def _together(
+    sent: Mapping[int, Mapping[str, Any]], boxes: Sequence[str], chosen: Mapping[Peer, int], lost: Mapping[str, str]
+) -> Sent:
+    """What all ranks sent. Raises WeightSyncError if ranks sent the same boxes with different content."""
     for rank, one in sent.items():
         for name in COMPARED:
+            first = next(other for other in sent if name == "tensors" or boxes[other] == boxes[rank])
             if one[name] != sent[first][name]:
                 raise WeightSyncError(
                     f"training rank {rank} sent weights with {name} {one[name]} for version {one['version']}, rank "
                     f"{first} sent {sent[first][name]}: the ranks gathered different tensors"
                 )
     found = {replica: reason for one in sent.values() for replica, reason in one["lost"].items()}
-    same = {name: sent[first][name] for name in ("version", *COMPARED)}
+    most = max(sent.values(), key=lambda one: one["bytes"])
+    same = {name: most[name] for name in ("version", *COMPARED)}
     buckets = max(one["buckets"] for one in sent.values())
     by_rank = {rank: int(one["bytes"]) for rank, one in sent.items()}
-    return Sent(**same, buckets=buckets, lost={**found, **lost}, by_rank=by_rank)
+    digests: dict[str, dict[int, str]] = {}
+    for peer, rank in chosen.items() if any(boxes) else ():
+        digests.setdefault(peer.replica, {})[peer.rank] = sent[rank]["digest"]
+    in_order = {replica: [of[rank] for rank in sorted(of)] for replica, of in digests.items()}
+    return Sent(**same, buckets=buckets, lost={**found, **lost}, by_rank=by_rank, digests=in_order)
 
 
 __all__ = ["ByRankEngine", "assign"]

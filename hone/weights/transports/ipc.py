@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.models.parts.boxes import BoxError, BoxMap, contains, from_text
 from hone.platforms.base import current_platform
 from hone.weights.base import Offer, WeightReceiver, WeightSyncError
 from hone.weights.transports.bucketed import COUNT, BucketedEngine, BucketedReceiver
@@ -33,6 +34,7 @@ from hone.weights.transports.memory import (
 from hone.weights.transports.wire import BrokenMessage, Message, expect, rank_token
 
 PART = 16 << 20  # bytes per part in host memory; receivers read one part while the next is written
+LARGEST_WANTS = 3 << 18  # bytes of text; who wants more than fits into one message gets whole tensors
 ENOUGH = 32 << 20  # bytes after which the next bucket begins; two of this size stay in the processor's cache
 
 
@@ -46,6 +48,7 @@ class IpcEngine(BucketedEngine):
         self._buffers: Buffers | None = None
         self._folder: OwnFolder | Subfolder | None = None
         self._listener: MemoryListener | None = None
+        self._boxes = ""  # of the tensors that are not sent whole, as text
 
     async def finalize(self) -> None:
         """Keep the buckets: allocating and mapping them again would cost a page fault per 4 KiB."""
@@ -81,7 +84,8 @@ class IpcEngine(BucketedEngine):
             ticket = self._listener.ticket(peer.name) if self._listener is not None else ""
             buffers = self._opened()
             described = buffers.describe(is_mapped=buffers.identity in peer.facts.get("mapped", ()))
-            await channel.send({"type": "memory", **described, "ticket": ticket}, to=peer)
+            message = {"type": "memory", **described, "ticket": ticket, "boxes": self._boxes}
+            await channel.send(message, to=peer)
 
     def _bucket(self, number: int) -> Tensor:
         return self._opened().tensors[number % COUNT]
@@ -148,6 +152,7 @@ class IpcReceiver(BucketedReceiver):
         if message["type"] != "memory":
             raise BrokenMessage(f"a {message['type'][:40]} message came where memory was due")
         self._buckets = open_buffers(message, connection)
+        self.boxes = self._agreed(message)
         self._channel.send({"type": "ready"})
 
     def _meet(self, address: Mapping[str, Any]) -> tuple[socket, Message]:
@@ -160,9 +165,22 @@ class IpcReceiver(BucketedReceiver):
             "device": own_device(),
             "holds": self.holds,
             "mapped": mapped(),
+            "wants": self.wants if len(self.wants) <= LARGEST_WANTS else "",
         }
         self._channel.connect(address["channel"], address["session"], facts)
         return connection, self._channel.receive("open its memory for")
+
+    def _agreed(self, message: Message) -> BoxMap:
+        """The boxes that will come. Raises BrokenMessage for boxes that this process did not ask for."""
+        expect(message, boxes=str)
+        try:
+            boxes, wanted = from_text(message["boxes"]), from_text(self.wants)
+        except BoxError as error:
+            raise BrokenMessage(str(error)) from error
+        for name, (shape, box) in boxes.items():
+            if name not in wanted or wanted[name].shape != shape or not contains(box, wanted[name].box):
+                raise BrokenMessage(f"the sender sends {list(box)} of {name!r} {list(shape)}, where another was needed")
+        return boxes
 
     def _meet_rank(self, address: Mapping[str, Any]) -> tuple[socket, Message]:
         """Leave the driver's channel for that of the training rank that sends to this process."""

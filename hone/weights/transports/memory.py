@@ -8,7 +8,8 @@
 The memory has no name (Linux: memfd; elsewhere a file that is unlinked before use), so nothing is left behind when a
 process is killed: the kernel frees it with the last process that maps it. It does not count towards the size of
 /dev/shm, which containers limit to 64 MiB. Descriptors are sent by SCM_RIGHTS, and only to a receiver that got a ticket
-over the authenticated control channel. A receiver keeps its mapping for the next sync, because mapping costs a page
+over the authenticated control channel. The sender's mapping is page-locked if its weights are on a device, so that
+they are copied without a stage between. A receiver keeps its mapping for the next sync, because mapping costs a page
 fault per 4 KiB.
 
 On an accelerator that can share its memory the buckets are device memory, and the receiver opens the platform's
@@ -56,6 +57,7 @@ class SharedBuffers:
         self.identity = secrets.token_hex(8)
         self.descriptors = [_anonymous(size) for _ in range(COUNT)]
         self.tensors = [_mapped(descriptor, size) for descriptor in self.descriptors]
+        self._pinned = [tensor for tensor in self.tensors if current_platform().pin(tensor)]
 
     def describe(self, is_mapped: bool) -> dict[str, Any]:
         """What a receiver needs to open the buckets; `is_mapped`: it has, in an earlier sync."""
@@ -65,9 +67,11 @@ class SharedBuffers:
         """Nothing to wait for: host memory is written synchronously."""
 
     def close(self) -> None:
+        for tensor in self._pinned:
+            current_platform().unpin(tensor)
         for descriptor in self.descriptors:
             os.close(descriptor)
-        self.descriptors, self.tensors = [], []
+        self.descriptors, self.tensors, self._pinned = [], [], []
 
 
 class DeviceBuffers:

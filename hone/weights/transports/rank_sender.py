@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from socket import gethostname
@@ -24,7 +24,9 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from hone.weights.base import Full, NamedTensors
+from hone.models.parts.boxes import Boxed, BoxMap, from_text, to_text
+from hone.models.parts.views import Viewed
+from hone.weights.base import Full, NamedTensor, NamedTensors, Sent
 from hone.weights.transports.channel import LARGEST_ANSWER, SenderChannel, lock
 from hone.weights.transports.folders import OwnFolder, Subfolder, is_free
 from hone.weights.transports.ipc import IpcEngine, own_device, shares_memory
@@ -52,6 +54,7 @@ class OpenSender:
     version: int
     on_device: bool  # whether buckets are in device memory; the same on all ranks, because digests depend on it
     receivers: tuple[tuple[tuple[str, int], ...], ...]  # of each rank: replica and rank
+    boxes: tuple[str, ...]  # of each rank: the boxes that its receivers need, as text; empty: whole tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class SendStream:
 
 Order = Locate | OpenSender | SendStream
 Answer = dict[str, Any] | None
+Needs = tuple[str | None, ...]
+"""Of each rank: the boxes that it sends, as text; empty: whole tensors, None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +93,10 @@ class RankSender:
         self._engine: _RankEngine | None = None
         self._drops: Any = None  # socket; None: no sync is open, or this rank has no receivers
         self._deadline = 0.0
+        self._needs: Needs = ()
 
-    def follow(self, order: Order, rank: int, stream: Callable[[], NamedTensors]) -> Answer:
-        """Carry out an order, on the thread of the worker; `stream` begins to gather."""
+    def follow(self, order: Order, rank: int, stream: Callable[[Needs], NamedTensors]) -> Answer:
+        """Carry out an order, on the thread of the worker; `stream` begins to gather what the ranks need."""
         if isinstance(order, Locate):
             here = order.machine == machine() and not is_free(Path(order.folder))
             return asdict(Place(here, os.getpid(), own_device(), shares_memory()))
@@ -98,10 +104,11 @@ class RankSender:
             self._loop = asyncio.new_event_loop()
         if isinstance(order, OpenSender):
             return self._loop.run_until_complete(self._open(order, rank))
-        return self._loop.run_until_complete(self._send(stream(), order.version))
+        return self._loop.run_until_complete(self._send(stream(self._needs), order.version))
 
     async def _open(self, order: OpenSender, rank: int) -> Answer:
         await self._end()  # a sync that failed before it was sent
+        self._needs = tuple(text if some else None for text, some in zip(order.boxes, order.receivers, strict=True))
         receivers = order.receivers[rank]
         if not receivers:
             return None
@@ -151,6 +158,18 @@ class RankSender:
             await self._engine.finalize()
 
 
+def cut(weights: NamedTensors, boxes: BoxMap, made: dict[str, Boxed]) -> Iterator[NamedTensor]:
+    """Yield boxes of tensors, and tensors without a box whole; `made` gets each box.
+
+    The tensors are whole, or views (`hone.models.parts.views`) that have at least the box.
+    """
+    for name, tensor in weights:
+        if name in boxes:
+            made[name] = boxes[name]
+            tensor = made[name].of(name, tensor)
+        yield name, tensor.read() if isinstance(tensor, Viewed) else tensor
+
+
 class _RankEngine(IpcEngine):
     """An `IpcEngine` for some receivers, in a folder of the driver."""
 
@@ -158,6 +177,7 @@ class _RankEngine(IpcEngine):
         super().__init__(order.bucket_bytes, order.timeout_s, order.token)
         self.sockets = Path()
         self._on_device = False
+        self._made: dict[str, Boxed] = {}  # the boxes that were sent
 
     def fits(self, order: OpenSender) -> bool:
         """Whether the engine of an earlier sync can serve this one."""
@@ -168,6 +188,15 @@ class _RankEngine(IpcEngine):
         self.sockets = Path(order.folder) / str(rank)
         self._on_device = order.on_device
         self._receivers = order.receivers[rank]
+        self._boxes = order.boxes[rank]
+        self._made = {}
+
+    async def send_weights(self, weights: NamedTensors, version: int) -> Sent:
+        """As `CheckpointEngine.send_weights`, of the boxes that the receivers need."""
+        return await super().send_weights(cut(weights, from_text(self._boxes), self._made), version)
+
+    def _label(self) -> str:
+        return to_text(self._made)
 
     def _make_folder(self) -> OwnFolder | Subfolder:
         return Subfolder(self.sockets.parent, self.sockets.name)

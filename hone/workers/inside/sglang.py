@@ -39,10 +39,11 @@ from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
 from hone.models.checkpoint_names import as_in_files
+from hone.models.parts.views import Reads
 from hone.processes.guard import App, Receive, Scope, Send, TokenGuard, same_token
 from hone.processes.supervisor import die_with_parent
 from hone.weights.base import Adapter, WeightSyncError
-from hone.weights.delivery import Delivery, receive
+from hone.weights.wants import Wants, watched
 from hone.workers.inside.receiving import (
     TOKEN_VARIABLE,
     checkpoint_shapes,
@@ -51,7 +52,6 @@ from hone.workers.inside.receiving import (
     one_line,
     receipt,
     variable,
-    watched,
 )
 from hone.workers.inside.sglang_adapters import errors_of, forget_slots, gather, loaded, take
 
@@ -71,6 +71,7 @@ PATHS = frozenset(
         "/resume_memory_occupation",
     }
 )
+WANTS = Wants()  # of the rank in this process
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
@@ -213,25 +214,24 @@ def update_weights_from_offer(updater: WeightUpdater, request: Any) -> tuple[boo
 
 def _take_in(updater: WeightUpdater, offer: Mapping[str, Any], rank: int) -> dict[str, Any]:
     adapters = updater.get_model_runner().lora_manager if get_lora().enable_lora else None
-    with receive(offer, rank, variable(TOKEN_VARIABLE)) as delivery:
+    with WANTS.learning(offer, rank, variable(TOKEN_VARIABLE)) as (delivery, reads):
         if isinstance(delivery.payload, Adapter):
             take(adapters, delivery.payload.name, dict(delivery), delivery.payload.config)
         else:
-            _take_in_whole(updater, delivery)
+            _take_in_whole(updater, watched(delivery, reads), reads)
             forget_slots(adapters)  # their memory may have been freed during sleep
     return {**receipt(delivery, rank), "adapters": loaded(adapters)}
 
 
-def _take_in_whole(updater: WeightUpdater, delivery: Delivery) -> None:
+def _take_in_whole(updater: WeightUpdater, weights: Iterable[tuple[str, torch.Tensor]], reads: Reads) -> None:
     model = updater.get_model()
     config = updater.model_config.hf_config
     names: list[str] = []
-    read: dict[str, bool] = {}
     known = checkpoint_shapes(config)
     updater.begin_weight_update()
     hollow(model)
     try:
-        model.load_weights(watched(_noting(as_in_files(config, delivery), names, known), read))
+        model.load_weights(_noting(as_in_files(config, weights), names, known))
     except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
         if isinstance(error, WeightSyncError) or not names:
             raise
@@ -240,7 +240,7 @@ def _take_in_whole(updater: WeightUpdater, delivery: Delivery) -> None:
         raise WeightSyncError(f"not sent: {listing(missing)}")
     if gaps := unfilled(model):
         raise WeightSyncError(f"not sent in full, or NaN: weights of SGLang's {listing(gaps)}")
-    if lost := lost_biases(read):
+    if lost := lost_biases(reads):
         raise WeightSyncError(f"SGLang's model has no place for {listing(lost)}, which its loader left out")
     updater.end_weight_update(run_post_load=False)
 

@@ -47,6 +47,7 @@ from hone.processes.guard import App, TokenGuard, same_token
 from hone.processes.supervisor import FOLDER, die_with_parent
 from hone.weights.base import Adapter, WeightSyncError
 from hone.weights.delivery import receive
+from hone.weights.wants import Wants, watched
 from hone.workers.inside.receiving import (
     TOKEN_VARIABLE,
     checkpoint_shapes,
@@ -55,7 +56,6 @@ from hone.workers.inside.receiving import (
     one_line,
     receipt,
     variable,
-    watched,
 )
 from hone.workers.inside.vllm_patches import (
     as_loaders_want,
@@ -111,6 +111,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
             CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_rows
         self.receipt: dict[str, Any] = {"error": "no weights were received"}
+        self._wants = Wants()
 
     def init_transfer_engine(self, init_info: HoneInit) -> None:
         """Nothing to do."""
@@ -141,22 +142,23 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
     def _take_in(self, offer: Mapping[str, Any]) -> dict[str, Any]:
         rank, config = rank_in_server(self.parallel_config), config_in_files(self.model_config)
         part = get_tp_group().rank_in_group
-        with receive(offer, rank, variable(TOKEN_VARIABLE)) as delivery:
+        if self.parallel_config.enable_eplb:  # experts move between ranks, so no rank needs the same ones twice
+            self._wants.forget()
+        with self._wants.learning(offer, rank, variable(TOKEN_VARIABLE)) as (delivery, reads):
             if isinstance(delivery.payload, Adapter):
                 raise WeightSyncError("an adapter was offered where whole weights are taken in")
             names: list[str] = []
-            read: dict[str, bool] = {}
             try:
                 with disable_mtp_completeness_check():
-                    weights = _noting(as_in_files(config, delivery), names)
-                    self.model.load_weights(watched(as_loaders_want(self.model, config, weights, part), read))
+                    weights = _noting(as_in_files(config, watched(delivery, reads)), names)
+                    self.model.load_weights(as_loaders_want(self.model, config, weights, part))
             except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError, IndexError) as error:
                 if isinstance(error, WeightSyncError) or not names:
                     raise
                 raise WeightSyncError(f"{names[-1]!r} does not fit the model: {one_line(error)}") from error
             if gaps := unfilled(self.model):
                 raise WeightSyncError(_not_sent(gaps, names, config))
-            if lost := lost_biases(read):
+            if lost := lost_biases(reads):
                 raise WeightSyncError(f"vLLM's model has no place for {listing(lost)}, which its loader left out")
         return receipt(delivery, rank)
 
