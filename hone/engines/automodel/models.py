@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_automodel.components.models.common import BackendConfig
-from nemo_automodel.components.models.qwen3.model import Qwen3ForCausalLM, Qwen3Model
+from nemo_automodel.components.models.qwen3 import model as qwen3
 from transformers import PreTrainedModel
 
 from hone.models.errors import ModelError
@@ -14,7 +14,10 @@ from hone.models.errors import ModelError
 OPERATORS = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch", "rope_fusion": False}
 
 
-class Qwen3(Qwen3ForCausalLM):  # type: ignore[misc]  # the package has no types
+# Exports name the class as the architecture, by which vLLM and SGLang choose a model: these are transformers' names.
+
+
+class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):  # type: ignore[misc]  # the package has no types
     """Automodel's Qwen3."""
 
     tie_weights = PreTrainedModel.tie_weights  # Automodel's does not tell transformers' loader which weights are tied
@@ -23,7 +26,7 @@ class Qwen3(Qwen3ForCausalLM):  # type: ignore[misc]  # the package has no types
         super().__init__(config, BackendConfig(**OPERATORS))
 
 
-class Qwen3Body(Qwen3Model):  # type: ignore[misc]
+class Qwen3Model(qwen3.Qwen3Model):  # type: ignore[misc]
     """The body of Automodel's Qwen3, for a value model."""
 
     def __init__(self, config: Any) -> None:
@@ -37,4 +40,4 @@ def model_class(kind: str, is_value_model: bool, key: str) -> type[PreTrainedMod
     """
     if kind != "qwen3":
         raise ModelError(f"{key} = automodel has qwen3 only, found model_type {kind!r}; set it to transformers")
-    return Qwen3Body if is_value_model else Qwen3
+    return Qwen3Model if is_value_model else Qwen3ForCausalLM
