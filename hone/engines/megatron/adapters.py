@@ -6,7 +6,7 @@
 
 Tensor ranks exchange `a`, which is as wide as the rank, and cut B by rows or A by columns, as the matrix itself is cut.
 PEFT's layers are attached to the transformers model without weights: they say which layers are adapted, with which
-names, scales and first values, so names and values are equal to those of the other engines. Adapters of experts are
+names, scales and first values, so names and values are the same in all engines. Adapters of experts are
 in `modules/expert_adapters`.
 """
 
@@ -179,8 +179,8 @@ class AdaptedModel:
     def insert(self, part: Any, table: Mapping[nn.Parameter, list[Box]], ranks: MegatronRanks) -> Table:
         """Freeze a part of the model and put the adapter's matrices into it.
 
-        `table` has the boxes of its parameters; returns those of the adapted part. Raises AdapterError for an adapted
-        layer that is in none of `MATRICES` and no weight of experts.
+        `table` has the boxes of its parameters; returns the boxes of the adapted part. Raises AdapterError for an
+        adapted layer that is in none of `MATRICES` and no weight of experts.
         """
         for name, parameter in part.named_parameters():
             parameter.requires_grad_(name == SCORE)

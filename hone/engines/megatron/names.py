@@ -130,7 +130,7 @@ class Names:
         ]
 
     def _experts(self, name: str, kind: str, parameter: Tensor) -> list[Box]:
-        """The matrices, or biases, of this rank's experts; transformers has those of all experts in one tensor.
+        """The matrices, or biases, of this rank's experts; transformers has all experts in one tensor.
 
         Ranks that share experts cut gate and up by rows, down by columns; of gpt-oss, which has them transposed, gate
         and up by columns, down by rows. Each of them holds the whole bias of the results.

@@ -32,7 +32,7 @@ def require_family(config: Any, name: str, backend: str, families: tuple[str, ..
 
 
 DENSE: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""Of a dense decoder's config.json: what these engines compute."""
+"""What these engines compute, by key of a dense decoder's config.json."""
 
 
 WINDOWED = frozenset({"mistral", "mixtral", "qwen3_moe"})

@@ -2,7 +2,7 @@
 
 Megatron's own MLP can clamp its gate, but wants the rows of gate and up one after the other. The files have them as
 alternating columns of a transposed matrix, of which a row range of Megatron's parameter would be no box. So these
-parameters have the layout of the files, those of all experts one under the other.
+parameters have the layout of the files, all experts one under the other.
 """
 
 from __future__ import annotations

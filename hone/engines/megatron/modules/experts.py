@@ -1,6 +1,6 @@
 """The experts of a mixture on one rank: one parameter has a matrix of all of them, one under the other.
 
-    gate_up_proj [experts * 2 inner, H]     of each expert: the rows of gate, then those of up
+    gate_up_proj [experts * 2 inner, H]     of each expert: the rows of gate, then the rows of up
     down_proj    [experts * H, inner]
 
 Megatron's own `SequentialMLP` has parameters for each expert, which a grouped product would copy together in every
