@@ -102,27 +102,29 @@ def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def kill_tree(child: subprocess.Popen[bytes]) -> bool:
-    """Send SIGKILL to every descendant of this process until none is left; False if some is left after `KILL_S`.
+    """Send SIGKILL to every descendant of this process until all are reaped; False if some are left after `KILL_S`.
 
     A process in an uninterruptible call of the kernel may never end.
     """
     deadline = time.monotonic() + KILL_S
-    while (living := descendants(os.getpid())) and time.monotonic() < deadline:
-        for pid in living:
+    while time.monotonic() < deadline:
+        for pid in descendants(os.getpid()):
             _kill(pid)
-        _reap(child)
+        if _reap(child):
+            return True
         time.sleep(0.01)
-    _reap(child)
-    return not living
+    return False
 
 
-def _reap(child: subprocess.Popen[bytes]) -> None:
-    """Reap ended processes: the command first, because its exit status counts."""
+def _reap(child: subprocess.Popen[bytes]) -> bool:
+    """Reap ended processes, the command first because its exit status counts; True if no process is left."""
     try:
-        while child.poll() is not None and os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while child.poll() is not None:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                return False
     except ChildProcessError:
-        return
+        return True
+    return False
 
 
 def _kill(pid: int) -> None:
@@ -133,7 +135,7 @@ def _kill(pid: int) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids below `root` without zombies, parents before their children."""
+    """Process ids below `root` that run, parents before their children."""
     children: dict[int, list[int]] = {}
     for pid, parent, _ in processes():
         children.setdefault(parent, []).append(pid)
@@ -159,14 +161,18 @@ def supervisors_of(leader: int) -> list[int]:
 
 
 def processes() -> list[tuple[int, int, int]]:
-    """(process id, parent's, session's) of every running process, without zombies."""
+    """(process id, parent's, session's) of every running process.
+
+    A zombie has ended, unless it has threads: its first thread is gone, and the others may run for ever.
+    """
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except OSError:
             continue  # it has ended
-        if fields[0] not in "ZX":
+        threads = int(fields[17])
+        if fields[0] not in "ZX" or threads > 1:
             found.append((int(entry.name), int(fields[1]), int(fields[3])))
     return found
 

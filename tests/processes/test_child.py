@@ -206,6 +206,33 @@ def test_a_server_that_ignores_sigterm_is_killed_after_its_time(tmp_path, finish
     assert "did not end within 0.5 s of SIGTERM" in process.last_lines()
 
 
+WITHOUT_FIRST_THREAD = """
+import ctypes, os, sys, threading, time
+def last():
+    while open("/proc/self/stat").read().rpartition(")")[2].split()[0] != "Z": time.sleep(0.01)
+    open(sys.argv[1], "w").close()
+    time.sleep(600)
+threading.Thread(target=last).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_server_whose_first_thread_has_ended_is_killed_too(tmp_path, finish):
+    """It looks like a zombie to whoever reads only its state, and cannot be reaped while its other threads run."""
+    alone = tmp_path / "alone"
+    command = [sys.executable, "-c", WITHOUT_FIRST_THREAD, str(alone)]
+    server = ServerProcess("s-0", command, {}, tmp_path / "s-0.log")
+
+    async def ready():
+        return alone.exists()
+
+    finish(server.start(ready, 30))
+    (pid,) = server.process_ids()[-1:]
+    finish(server.stop(0))
+    assert server.ended == "signal SIGKILL"
+    assert not os.path.exists(f"/proc/{pid}")
+
+
 def test_the_environment_is_added_and_stays_out_of_the_log(tmp_path, finish):
     process = python("import os, sys; sys.exit(os.environ['HONE_TOKEN'] != 'secret')", tmp_path, HONE_TOKEN="secret")
     with pytest.raises(ServerFailed, match="exit status 0") as caught:
