@@ -19,6 +19,7 @@ from hone.planner.grid import Base, Cell, cells
 from hone.planner.lengths import Lengths, parse_lengths, recorded
 from hone.planner.simulation import Outcome, Setting, simulate
 from hone.registry import unknown
+from hone.rollout.servers.shape import shape_of
 from hone.schedule.settings import AsynchronyConfig
 from hone.tracking.trackers.jsonl import ROLLOUTS_FILE
 from hone.trainers.policy.settings import PolicyRunConfig
@@ -81,7 +82,8 @@ def _base(config: PolicyRunConfig, given: Mapping[str, str], source: Path | None
         prompt_tokens=prompt_tokens,
         seed=config.run.seed,
     )
-    return Base(setting, lengths is not None, longest, config.rollout.tensor_parallel)
+    server = shape_of(config.rollout)
+    return Base(setting, lengths is not None, longest, server.ranks, str(server))
 
 
 def _longest(tokens: int) -> Lengths:

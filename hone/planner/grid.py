@@ -22,9 +22,10 @@ class Base:
     """What all cells of a grid share, from the run file and the costs."""
 
     setting: Setting
-    has_lengths: bool  # the setting's lengths are those of a recorded run
+    has_lengths: bool  # the setting's lengths come from a recorded run
     longest: int  # tokens of an answer
-    tensor_parallel: int  # devices of a server
+    server_devices: int  # of each server
+    server_shape: str  # the same in the words of a run file, for errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,11 @@ def _cell(base: Base, names: dict[str, str]) -> Cell | None:
         if split == SHARED and setting.staleness:
             return None
         trainer, left = (devices, devices) if split == SHARED else _divided(devices, split)
-        replicas = left // base.tensor_parallel
+        replicas = left // base.server_devices
         if not trainer or not replicas:
             raise ConfigError(
                 f"--grid devices={devices} split={split}: {trainer} devices for the trainer and {left} for servers of "
-                f"{base.tensor_parallel} (rollout.tensor_parallel); each side needs one at least"
+                f"{base.server_devices} ({base.server_shape}); each side needs one at least"
             )
         setting = replace(setting, trainer_devices=float(trainer), replicas=replicas)
         if "prompts_per_device" in names:

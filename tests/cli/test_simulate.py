@@ -40,6 +40,16 @@ def test_a_grid_is_simulated(capsys):
     assert found[2]["outcome"]["staleness_max"] == 1
 
 
+def test_all_ranks_of_a_server_need_a_device(capsys):
+    server = ["rollout.backend=vllm", "rollout.tensor_parallel=2", "rollout.engine.pipeline_parallel_size=2"]
+    arguments = [RECIPE, *server, *COSTS, *LENGTHS, "--grid", "split=0.5", "--json"]
+    assert main(["simulate", *arguments, "--grid", "devices=16"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["setting"]["replicas"] == 2
+    assert main(["simulate", *arguments, "--grid", "devices=4"]) == 2
+    said = "servers of 4 (rollout.tensor_parallel = 2 x pipeline parallel size = 2); each side needs one at least"
+    assert said in capsys.readouterr().err
+
+
 def test_a_table_has_a_row_for_each_combination(capsys):
     assert main(["simulate", RECIPE, "rollout.replicas=2", *COSTS, *LENGTHS, "--grid", "staleness=0,1"]) == 0
     shown = capsys.readouterr().out
