@@ -140,15 +140,20 @@ def test_exit_codes_of_the_command(tmp_path, capsys):
 
 def test_an_interrupt_ends_the_processes_and_writes_nothing(tmp_path):
     source = write(tmp_path / "in.jsonl", [{"response": "child", "ground_truth": 1, "pid_file": f"{tmp_path}/pid"}])
-    command = [sys.executable, "-c", "from hone.cli.main import run; run()"]
-    command += ["score", "--reward", f"{USER}:temper", "--input", str(source)]
+    command = [sys.executable, "-X", "faulthandler", "-c", "from hone.cli.main import run; run()"]
+    command += ["score", "--reward", f"{USER}:temper", "--timeout-s", "600", "--input", str(source)]
     with subprocess.Popen([*command, "--output", str(tmp_path / "out.jsonl")], stderr=subprocess.PIPE) as running:
         pid_file = tmp_path / "pid"
         while not (pid_file.is_file() and pid_file.read_text()):
             assert running.poll() is None
             time.sleep(0.02)
         running.send_signal(signal.SIGINT)
-        assert running.wait(30) == 130
+        try:
+            assert running.wait(60) == 130
+        except subprocess.TimeoutExpired:
+            masks = Path(f"/proc/{running.pid}/status").read_text().partition("SigQ")[2]
+            running.send_signal(signal.SIGABRT)  # faulthandler prints where each thread is
+            pytest.fail(f"the interrupt did nothing for 60 s\n{masks}{running.stderr.read().decode()}")
         assert b"interrupted" in running.stderr.read()
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "pid"]
     stat = Path("/proc") / pid_file.read_text() / "stat"
