@@ -29,7 +29,7 @@ KEY = "episode.env.corpus"
 
 
 class Index:
-    """A BM25 index of texts in memory. Its scores are those of Lucene, with k1 = 1.5 and b = 0.75."""
+    """A BM25 index of texts in memory. It scores as Lucene does, with k1 = 1.5 and b = 0.75."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         """Raises ValueError if no text has a word."""

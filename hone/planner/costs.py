@@ -19,7 +19,7 @@ WARM_UP = 2  # first steps, which compile and fill caches
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds. The costs of training are those of one device; n devices take an n-th of `train_token_s`."""
+    """Seconds. The costs of training are for one device; n devices take an n-th of `train_token_s`."""
 
     decode_s: float  # a decode step of a server
     decode_row_s: float = 0.0  # each answer in it, additionally

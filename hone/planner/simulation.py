@@ -4,7 +4,7 @@
                 |              ^                                                 |
     fleet       `--> answers of draws, scored when all to a prompt have ended    `--> send to servers that may take them
 
-`Window` and `moves` are those of a run (`hone.schedule`); only time is simulated: a queue of events, each a time and
+`Window` and `moves` come from `hone.schedule`, as in a run; only time is simulated: a queue of events, each a time and
 what happens then. Two events at the same time happen in the order in which they were planned, and lengths come from
 one seed in the order of the draws, so the same settings give the same result, and every schedule the same answers.
 """

@@ -100,7 +100,7 @@ class AscendPlatform(PlatformBase):
         return torch.empty(0, dtype=torch.uint8, device=self.torch_device(index)).set_(storage)
 
     def rollout_options(self, backend: str, nodes: int) -> dict[str, Any]:
-        """SGLang is told of the device; vLLM finds it by its plug-in, the package vllm-ascend."""
+        """SGLang needs an option for the device; vLLM finds it by its plug-in, the package vllm-ascend."""
         return {"device": "npu", "attention_backend": "ascend"} if backend == "sglang" else {}
 
 

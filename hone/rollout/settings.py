@@ -135,7 +135,7 @@ class RolloutConfig(Config):
                 f"replicas is {self.replicas}, and addresses names {len(self.addresses)} servers; remove replicas"
             )
         if self.backend == "builtin" and self.builtin.process == "inside":
-            raise ValueError("addresses are those of servers; set builtin.process to separate")
+            raise ValueError("addresses needs servers in processes of their own; set builtin.process to separate")
         if self.sleep_while_training not in ("auto", "none"):
             raise ValueError(
                 f"sleep_while_training is {self.sleep_while_training}, and servers at addresses never sleep"

@@ -374,7 +374,7 @@ def shared_devices(
 ) -> list[list[RayDevices]]:
     """Divide the devices of the ranks among `count` servers of `devices` devices each, from machine to machine.
 
-    A server that needs more devices than a machine has gets those of several. Raises ConfigError if there are fewer.
+    A server that needs more devices than one machine has uses several machines. Raises ConfigError if there are fewer.
     """
     owned: dict[str, list[str]] = {}
     for rank in ranks:

@@ -117,9 +117,9 @@ def receive(
     boxes that this process needs (`hone.models.parts.boxes`). The sender may send no more than them: see
     `Delivery.boxes`.
 
-    The sender is told how the block ended: everything received, or the exception. Leaving the block early is a failure
-    too. Raises WeightSyncError if the token is refused, the version differs, or the sender is absent, dies, stays
-    silent past the offer's deadline or breaks the protocol.
+    When the block ends, the sender gets the result: everything received, or the exception. Leaving the block early is a
+    failure too. Raises WeightSyncError if the token is refused, the version differs, or the sender is absent, dies,
+    stays silent past the offer's deadline or breaks the protocol.
     """
     parsed = Offer.from_json(offer)
     receiver: WeightReceiver = TRANSPORTS.get(parsed.transport).receiver(parsed, rank, token)

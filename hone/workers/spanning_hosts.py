@@ -34,7 +34,7 @@ class SpanningHost:
     address = ""
 
     def __init__(self, name: str, devices: Sequence[ServerDevices], logs: Path) -> None:
-        """`devices`: those of each machine."""
+        """`devices`: the devices of each machine."""
         self._machines = [ClusterHost(f"{name}, machine {n}", one, logs) for n, one in enumerate(devices)]
 
     @property

@@ -25,7 +25,7 @@ def sizes_of(parallel: MegatronParallel) -> dict[str, int | bool]:
     """The mesh under Megatron's names.
 
     Without the context size: hone's attention shares heads between these ranks itself, and MindSpeed would replace the
-    opening of process groups and Megatron's attention by those of its ring.
+    opening of process groups and Megatron's attention by its ring's.
     """
     return {
         "tensor_model_parallel_size": parallel.tensor,

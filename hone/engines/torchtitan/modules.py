@@ -102,7 +102,7 @@ class PackedAttention(Module):  # type: ignore[misc]
 class CalledHead(Linear):  # type: ignore[misc]
     """A head that calls a function with what it would multiply, within the forward of the decoder.
 
-    So `fully_shard` gathers the weight for the function, and sees its outputs as those of the forward.
+    So `fully_shard` gathers the weight for the function, and treats its outputs like outputs of the forward.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -91,7 +91,7 @@ class AnthropicMessages:
 
 
 def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One message of Anthropic's as those of Chat Completions: each tool result is a message of its own."""
+    """Convert one Anthropic message to Chat Completions: each tool result becomes a message."""
     role, content = message["role"], message["content"]
     if role not in ("user", "assistant"):
         raise BadRequest(f"the role of a message should be user or assistant, found {role!r:.40}")

@@ -1,7 +1,7 @@
 """HTTP endpoint of the policy, which records every token that an agent samples.
 
     agent program --HTTP, loopback, its key--> Endpoint --AgentSession: history -> ids--> generate(ids) --> rollout
-         ^--------- text, tool calls -----------'   `-- what was sampled, committed before it is told --> trajectories
+         ^--------- text, tool calls -----------'   `-- what was sampled, committed before the reply --> trajectories
 
     async with Endpoint(language) as endpoint:
         session = endpoint.open_session(AgentTask(generate, sampling, "1/7/0", seed_of))

@@ -265,7 +265,7 @@ def shown(found: Observed, settings: OpenEnvSettings) -> str:
 
 
 def _reasons(data: Mapping[str, Any]) -> str:
-    """The reasons in an error of the server: those of pydantic, or its message."""
+    """The reasons in the server's error: pydantic's list, or the message."""
     listed = data.get("errors")
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         return str(data.get("message", "no message"))[:500]

@@ -224,7 +224,7 @@ class Feed:
     def commit_part(self, step: int, groups: Sequence[TrajectoryGroup], minibatch: Batch) -> None:
         """Do the same for a mini-batch that trains before the others of its step are there.
 
-        `groups` are those of the step that no record has yet; `commit` records the rest.
+        `groups` holds the step's groups that no record has yet; `commit` records the rest.
         """
         self._window.ages(_version_counts(minibatch))
         self._journal.write({**self._record(step, groups), "more": True})

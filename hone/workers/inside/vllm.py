@@ -164,7 +164,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
 
 
 def rank_in_server(parallel: Any) -> int:
-    """This worker's number among all workers of the server: vLLM numbers those of each data parallel rank from 0."""
+    """This worker's number among all of the server: vLLM numbers the workers of each data parallel rank from 0."""
     return int(parallel.data_parallel_rank * parallel.world_size + parallel.rank)
 
 
@@ -262,12 +262,12 @@ class HoneWorker:
         return receipt
 
     def hone_note_receipt(self) -> None:
-        """Write this worker's receipt into the server's folder: vLLM returns those of one data parallel rank only."""
+        """Write this worker's receipt into the server's folder: vLLM returns only one data parallel rank's receipts."""
         number = rank_in_server(self.vllm_config.parallel_config)
         _noted_receipt(number).write_text(json.dumps(self.hone_receipt()), encoding="utf-8")
 
     def hone_noted_receipts(self) -> list[dict[str, Any]]:
-        """Return what this worker and those of the same number in the other data parallel ranks have written."""
+        """Return what this worker and the same-numbered workers of the other data parallel ranks have written."""
         parallel = self.vllm_config.parallel_config
         numbers = [self.rank + data * parallel.world_size for data in range(parallel.data_parallel_size)]
         return [json.loads(_noted_receipt(number).read_text(encoding="utf-8")) for number in numbers]
