@@ -163,7 +163,7 @@ def supervisors_of(leader: int) -> list[int]:
 def processes() -> list[tuple[int, int, int]]:
     """(process id, parent's, session's) of every running process.
 
-    A zombie has ended, unless it has threads: its first thread is gone, and the others may run for ever.
+    A zombie with more than one thread runs too: its first thread has ended, and the others may run for ever.
     """
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

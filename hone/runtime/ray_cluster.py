@@ -374,7 +374,7 @@ def shared_devices(
 ) -> list[list[RayDevices]]:
     """Divide the devices of the ranks among `count` servers of `devices` devices each, from machine to machine.
 
-    A server that needs more devices than one machine has uses several machines. Raises ConfigError if there are fewer.
+    If one machine has too few devices for a server, it gets devices of several. Raises ConfigError if all have too few.
     """
     owned: dict[str, list[str]] = {}
     for rank in ranks:

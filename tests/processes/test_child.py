@@ -218,7 +218,7 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 def test_a_server_whose_first_thread_has_ended_is_killed_too(tmp_path, finish):
-    """It looks like a zombie to whoever reads only its state, and cannot be reaped while its other threads run."""
+    """The kernel reports its state as zombie, and it cannot be reaped while its other threads run."""
     alone = tmp_path / "alone"
     command = [sys.executable, "-c", WITHOUT_FIRST_THREAD, str(alone)]
     server = ServerProcess("s-0", command, {}, tmp_path / "s-0.log")

@@ -148,7 +148,7 @@ class AdaptedModel:
         self._skeleton = skeleton
         self._name = name
         self._adapter = adapter
-        self._stored, self._key = bool(config.path), config.key_of("path" if config.path else "targets")
+        self._key = config.key_of("path" if config.path else "targets")
         is_value_model = isinstance(skeleton, ValueModel)
         self._prefix = "body." if is_value_model else ""
         adapter.layers.attach(skeleton.body if is_value_model else skeleton, name)
@@ -200,9 +200,10 @@ class AdaptedModel:
                 continue
             left -= {target.layer.path for targets in weights.values() for target in targets}
         if left:
-            what = f"the adapter's layer {min(left)}" if self._stored else f"{min(left)} of {self._name}"
-            instead = "use backend fsdp2" if self._stored else "exclude it, or use backend fsdp2"
-            raise AdapterError(f"{self._key}: {what} is no linear layer in the megatron engine; {instead}")
+            raise AdapterError(
+                f"{self._key}: {min(left)} of {self._name} is no linear layer in the megatron engine; train an adapter "
+                "without it (`exclude`), or use backend fsdp2"
+            )
         return found
 
     def _adapt_experts(

@@ -24,8 +24,8 @@ class MindSpeedEngine(MegatronEngine):
 def sizes_of(parallel: MegatronParallel) -> dict[str, int | bool]:
     """The mesh under Megatron's names.
 
-    Without the context size: hone's attention shares heads between these ranks itself, and MindSpeed would replace the
-    opening of process groups and Megatron's attention by its ring's.
+    Without the context size: hone's attention shares heads between these ranks itself, and MindSpeed would use its
+    ring attention instead, and open process groups for it.
     """
     return {
         "tensor_model_parallel_size": parallel.tensor,

@@ -40,7 +40,7 @@ class StreamingTrainer(PolicyTrainer):
         self._unrecorded: list[TrajectoryGroup] = []  # groups, dropped ones included, that the journal does not have
 
     def collect(self, step: int) -> Batch | None:
-        """The batch of the whole step; all groups but those of the last mini-batch have been trained."""
+        """Collect the batch of a step and train every mini-batch of it but the last."""
         self._kept, self._trained, self._unrecorded = [], 0, []
         return super().collect(step)
 

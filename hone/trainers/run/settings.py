@@ -41,7 +41,7 @@ class RunConfig(Config):
         return self.steps
 
     def counted(self, rows: int, per_step: int) -> RunConfig:
-        """The same section with `steps` set to `epochs` passes over so many rows, `per_step` rows in a step."""
+        """A copy with `steps` computed from `epochs`, for `rows` rows of which a step uses `per_step`."""
         assert self.epochs is not None
         exact = round(self.epochs * rows / per_step, 9)  # 1.1 * 100 / 10 is more than 11 in binary
         return self.model_copy(update={"steps": max(math.ceil(exact), 1)})

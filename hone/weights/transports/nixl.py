@@ -9,9 +9,9 @@ No receiver waits for another, so one that is lost costs the others nothing; wit
 sync. NIXL (https://github.com/ai-dynamo/nixl, Apache 2.0) is optional: `pip install nixl` in the environments of the
 trainer and of the servers. It moves the bytes by UCX, which chooses the network: see UCX_NET_DEVICES and UCX_TLS.
 
-The sender writes over the control channel where the buckets are, after both sides have proven the run's token. The
-bytes themselves are neither encrypted nor signed, and UCX has no token of its own, so the network has to be trusted. If
-the trainer listens on loopback, UCX is limited to it.
+The sender describes its buckets over the control channel, after both sides have proven the run's token. The bytes
+themselves are neither encrypted nor signed, and UCX has no token of its own, so the network has to be trusted. If the
+trainer listens on loopback, UCX is limited to it.
 """
 
 from __future__ import annotations

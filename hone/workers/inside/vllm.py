@@ -164,7 +164,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
 
 
 def rank_in_server(parallel: Any) -> int:
-    """This worker's number among all of the server: vLLM numbers the workers of each data parallel rank from 0."""
+    """This worker's number in the whole server; vLLM's own numbers begin at 0 in each data parallel rank."""
     return int(parallel.data_parallel_rank * parallel.world_size + parallel.rank)
 
 

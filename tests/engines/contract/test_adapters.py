@@ -173,6 +173,9 @@ def test_what_megatron_cannot_adapt_is_refused_with_the_reason(folders, tmp_path
     needs_backend("megatron")
     dora = tmp_path / "dora"
     make_engine(Mesh("fsdp2", 1), folders["qwen3"], lora={**LORA, "dora": True}).export_adapter(dora)
+    gate, gated = tmp_path / "gate", {"targets": ("q_proj", "experts.down_proj", "shared_expert_gate")}
+    make_engine(Mesh("fsdp2", 1), folders["qwen2_moe"], lora=gated).export_adapter(gate)
+    no_layer = "model.layers.0.mlp.shared_expert_gate of"
     mesh, folder = Mesh("megatron", 1), folders["qwen3"]
     bad = [
         (mesh, folder, {"lora": {"dora": True}}, "lora.dora=True: backend megatron does not have it: DoRA needs"),
@@ -182,11 +185,7 @@ def test_what_megatron_cannot_adapt_is_refused_with_the_reason(folders, tmp_path
         (mesh, folder, {"lora": {"quantise": {}}}, "lora.quantise: backend megatron does not have it: Megatron-Core's"),
         (mesh, folder, {"lora": {"path": str(dora)}}, "lora.path: backend megatron does not have adapters with DoRA"),
         (mesh, folder, {"lora": {"targets": ("q_prj",)}}, "did you mean 'q_proj'"),
-        (
-            mesh,
-            folders["qwen2_moe"],
-            {"lora": {"targets": ("q_proj", "experts.down_proj", "shared_expert_gate")}},
-            "lora.targets: model.layers.0.mlp.shared_expert_gate of",
-        ),
+        (mesh, folders["qwen2_moe"], {"lora": gated}, f"lora.targets: {no_layer}"),
+        (mesh, folders["qwen2_moe"], {"lora": {"path": str(gate)}}, f"lora.path: {no_layer}"),
     ]
     run_ranks(1, refuse_all, bad)
