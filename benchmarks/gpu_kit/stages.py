@@ -45,6 +45,7 @@ TESTS = {  # each in a process of its own: an error of a device spoils every lat
     "tests/engines/test_logprobs.py": 60,
     "tests/engines/test_device.py": 120,
     "tests/rollout/test_device.py": 120,
+    "tests/rollout/test_graphs.py": 90,
     "tests/weights/test_device.py": 90,
     TRITON: 120,
     "tests/trainers/test_resume.py": 240,
@@ -174,14 +175,15 @@ class Kit:
             Stage("head", [*head, *self._small("head")], 60, printed_numbers),
         ]
         makers: dict[str, Callable[[], Stage]] = {stage.name: partial(_same, stage) for stage in stages}
-        for kind in ("decode", "grpo", "profile", "trl", "sft"):
+        kinds = ("decode", "grpo", "profile", "trl", "sft")
+        for kind in kinds if self.rehearse else ("graphs", *kinds):  # no CPU records graphs
             makers |= {f"{kind}-{shape}": partial(self._of_shape, kind, shape) for shape in self.shapes_of(kind)}
         reverse = self._recipe("reverse", 120)
         return {**makers, reverse.name: partial(_same, reverse)}
 
     def shapes_of(self, kind: str) -> Sequence[str]:
         """The largest shape trains by SFT only, and a trace is of the first."""
-        if kind in ("decode", "grpo", "trl"):
+        if kind in ("decode", "graphs", "grpo", "trl"):
             return [shape for shape in self.shapes if shape != "4b"]
         return self.shapes[:1] if kind == "profile" else self.shapes
 
@@ -204,8 +206,9 @@ class Kit:
         folder, run = self.work / "models" / shape, self.work / f"{kind}-{shape}"
         shutil.rmtree(folder.parent, ignore_errors=True)  # one at a time is enough for the disk
         parameters, name = make_material(shape, folder), f"{kind}-{shape}"
-        if kind == "decode":
-            command = [PYTHON, str(ROOT / "benchmarks/decode.py"), str(folder / "model"), *self._small(kind)]
+        if kind in ("decode", "graphs"):
+            graphs = ["--graphs"] if kind == "graphs" else []
+            command = [PYTHON, str(ROOT / "benchmarks/decode.py"), str(folder / "model"), *graphs, *self._small(kind)]
             return Stage(name, command, 150, json_lines)
         if kind == "trl":
             fits = ("--batch", "16" if shape == "0.6b" else "8", "actor.max_tokens_per_microbatch=16384")

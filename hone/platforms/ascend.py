@@ -55,6 +55,7 @@ class AscendPlatform(PlatformBase):
         "grouped_products": "torch_npu has grouped products of its own, which torch's `grouped_mm` does not reach",
         "fused_optimizers": "torch_npu has fused optimizers of its own, which `fused=True` does not reach",
         "compiles_triton": "triton-ascend is a package of its own, with which hone's kernels were never compiled",
+        "records_graphs": "torch_npu has graphs of its own (torch.npu.NPUGraph), for which `record` is not written",
         "allocator_variable": "torch_npu's documentation, environment variables",
         "collectives_backend": "torch_npu: ProcessGroupHCCL",
         "supports_broadcast": "not written: the sync's groups use gloo and host memory",

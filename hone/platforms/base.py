@@ -46,6 +46,14 @@ class MemoryFacts:
     peak: int  # most that was allocated so far
 
 
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Work that was recorded as a graph."""
+
+    replay: Callable[[], object]  # queues the work anew: over what its inputs hold then, into `result`
+    result: torch.Tensor
+
+
 class PlatformBase(MemorySharing, ABC):
     """One kind of device. The defaults go through torch's own module for the device (`torch.cuda`, `torch.npu` ...).
 
@@ -68,6 +76,7 @@ class PlatformBase(MemorySharing, ABC):
     fused_optimizers: ClassVar[bool] = False  # whether torch.optim's `fused=True` runs on the devices
     determinism: ClassVar[tuple[str, str]] = ("", "")  # variable and value without which products do not repeat
     compiles_triton: ClassVar[bool] = False  # whether Triton compiles hone's kernels for the devices
+    records_graphs: ClassVar[bool] = False  # whether `record` is written for the devices
     grouped_products: ClassVar[tuple[str, ...]] = ()  # dtypes of torch's `grouped_mm` where bfloat16 is native
     profiler_activity: ClassVar[str] = ""  # member of `torch.profiler.ProfilerActivity` besides CPU; "" if none
     architectures: ClassVar[tuple[str, ...]] = ()  # chips that the vendor's builds of torch and vLLM are made for
@@ -78,10 +87,6 @@ class PlatformBase(MemorySharing, ABC):
     @abstractmethod
     def why_unavailable(self) -> str:
         """Empty if this process can compute on the platform, else the reason why not, for a person."""
-
-    @property
-    def available(self) -> bool:
-        return not self.why_unavailable()
 
     # -------------------------------------------------------------------------------------------------- devices
 
@@ -116,6 +121,14 @@ class PlatformBase(MemorySharing, ABC):
         """Queue the block's work on a stream from `new_stream`."""
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Recording:
+        """Record the work that a function queues on the current device, which may run once or more meanwhile.
+
+        The function must not read a tensor on the host, and what it reads must stay at its address; what it allocates
+        belongs to the recordings of this platform together, so a result is valid until the next replay of any.
+        """
+        raise NotImplementedError(f"platform {self.name} records no graphs")
 
     def collectives(self) -> str:
         """Backends of `torch.distributed`: gloo for CPU memory, this platform's own for its devices."""

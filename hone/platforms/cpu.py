@@ -43,6 +43,7 @@ class CpuPlatform(PlatformBase):
         "fused_optimizers": "torch.optim: fused AdamW and SGD for CPUs since torch 2.4",
         "grouped_products": "torch.nn.functional.grouped_mm of torch 2.13, run in all three",
         "compiles_triton": "Triton's README: CPUs are under development",
+        "records_graphs": "torch records graphs on GPUs only",
         "allocator_variable": "torch has no allocator for CPU memory; glibc's is set by hone/platforms/host_memory.py",
         "collectives_backend": "torch.distributed: gloo",
         "supports_broadcast": "weights are in host memory, which gloo sends",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hone.platforms.base import PlatformBase
+from hone.platforms.base import PlatformBase, Recording
 
 NATIVE_BFLOAT16 = (8, 0)  # compute capability: Ampere
 
@@ -37,12 +38,29 @@ class GpuPlatform(PlatformBase):
     dtypes = ("float32", "bfloat16", "float16", "float64")
     fused_optimizers = True
     compiles_triton = True
+    records_graphs = True
     profiler_activity = "CUDA"
 
     def device_uuids(self) -> list[str]:
         if not torch.cuda.is_available():
             return []
         return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Recording:
+        aside, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            work()  # libraries allocate their workspaces now, outside of the graph
+        current.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads, which may write a checkpoint, can go on using the device
+        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+            result = work()
+        return Recording(graph.replay, result)
+
+    @functools.cached_property
+    def _graph_memory(self) -> Any:
+        return torch.cuda.graph_pool_handle()
 
     def share(self, tensor: torch.Tensor) -> list[Any]:
         storage: Any = tensor.untyped_storage()
@@ -86,6 +104,7 @@ class CudaPlatform(GpuPlatform):
         "attention_kernels": "torch.nn.attention of torch 2.13: varlen (FlashAttention 2), flex_attention (Triton)",
         "grouped_products": "torch.nn.functional.grouped_mm of torch 2.13: compute capability 8.0 and newer",
         "compiles_triton": "Triton's README: compute capability 8.0 and newer",
+        "records_graphs": "torch's notes on CUDA semantics, `CUDA Graphs`; never run with hone",
         "allocator_variable": "torch's notes on CUDA semantics, `Memory management`",
         **dict.fromkeys(("collectives_backend", "supports_broadcast"), "torch.distributed: NCCL"),
         "supports_ipc": "torch.UntypedStorage._share_cuda_: CUDA's IPC handles",

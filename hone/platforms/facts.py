@@ -16,6 +16,7 @@ FACTS = (
     "fused_optimizers",
     "grouped_products",
     "compiles_triton",
+    "records_graphs",
     "allocator_variable",
     "collectives_backend",
     "supports_broadcast",

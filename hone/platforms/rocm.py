@@ -38,6 +38,7 @@ class RocmPlatform(GpuPlatform):
         "architectures": "vllm 0.32, vllm/platforms/rocm.py: gfx942 and gfx950 are its MI3xx",
         "attention_kernels": "torch.nn.attention of torch 2.13: varlen (AOTriton), flex_attention (Triton)",
         "compiles_triton": "Triton's README: ROCm 6.2 and newer",
+        "records_graphs": "torch's notes on HIP semantics: torch.cuda.CUDAGraph is a HIP graph; never run with hone",
         "allocator_variable": "torch's notes on HIP semantics, `Memory management`",
         **dict.fromkeys(("collectives_backend", "supports_broadcast"), "torch's notes on HIP semantics: nccl is RCCL"),
         "supports_ipc": "torch.UntypedStorage._share_cuda_: HIP's IPC handles; reports of failures: verl on ROCm",

@@ -74,8 +74,10 @@ class BuiltinSettings(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
         "auto", "dtype of weights and KV cache; auto: the dtype of the model that the engine is built from"
     )
-    execution: Literal["auto", "fused", "generic"] = setting(
-        "auto", "fused: the decoder written for Llama, Mistral, Qwen2 and Qwen3; generic: transformers' own forward"
+    execution: Literal["auto", "fused", "graphed", "generic"] = setting(
+        "auto",
+        "fused: the decoder written for Llama, Mistral, Qwen2 and Qwen3; graphed: that with decode steps replayed as "
+        "graphs, on GPUs (not run on one yet); generic: transformers' own forward",
     )
 
 

@@ -80,17 +80,17 @@ def test_every_file_with_tests_for_a_device_has_a_stage(kit):
     assert found - {"tests/benchmarks/test_gpu_kit.py"} - needs_more == set(kit.TESTS)
 
 
-def test_a_rehearsal_has_every_stage_but_that_of_triton(kit, tmp_path):
+def test_a_rehearsal_has_every_stage_but_those_of_triton_and_graphs(kit, tmp_path):
     real, small = kit.Kit(tmp_path, ["tiny"]).stages(), kit.Kit(tmp_path, ["tiny"], rehearse=True).stages()
-    assert [name for name in real if name not in small] == ["tests-engines-triton_scores"]
+    assert [name for name in real if name not in small] == ["tests-engines-triton_scores", "graphs-tiny"]
     assert [name for name in real if not name.startswith("tests-")] == [
         *("doctor", "quickstart", "weight-sync", "head"),
-        *("decode-tiny", "grpo-tiny", "profile-tiny", "trl-tiny", "sft-tiny", "reverse"),
+        *("graphs-tiny", "decode-tiny", "grpo-tiny", "profile-tiny", "trl-tiny", "sft-tiny", "reverse"),
     ]
     assert {"--device", "cpu"} <= set(small["weight-sync"]().command)
     large = kit.Kit(tmp_path, ["0.6b", "4b"]).stages()
     assert [name for name in large if name.endswith("b")] == [
-        *("decode-0.6b", "grpo-0.6b", "profile-0.6b", "trl-0.6b", "sft-0.6b", "sft-4b")
+        *("graphs-0.6b", "decode-0.6b", "grpo-0.6b", "profile-0.6b", "trl-0.6b", "sft-0.6b", "sft-4b")
     ]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,10 +54,8 @@ def test_both_paths_prefill_and_decode_alike(kind, tiny):
         with torch.inference_mode():
             cache.reserve(3, 64, live_rows=0)
             decoder.prefill(PackedPrompts.of([(5, 6, 7), tuple(range(10, 30))], [2, 0], device), cache)
-            tokens, positions = torch.zeros(2, 16, dtype=torch.int64)
-            tokens[:3], positions[:3] = torch.tensor([40, 41, 42]), torch.tensor([20, 0, 3])
-            hidden = torch.zeros(3, 32).masked_fill(torch.arange(32) > positions[:3, None], float("-inf"))
-            logits = decoder.decode(Step(tokens, positions, 3, 32, hidden[:, None, None]), cache)
+            step = Step.of(np.array([40, 41, 42]), np.array([20, 0, 3]), np.zeros(3, np.int64), cache)
+            logits = decoder.decode(step, cache)
         found.append((cache.keys, cache.values, logits))
     for one, two in zip(*found, strict=True):
         assert one.abs().max() > 0.1

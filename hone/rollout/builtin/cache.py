@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -51,31 +52,48 @@ class CacheLimits:
     kept_tokens: int = 0  # of ended requests, in addition
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
     """One decode step: row i of the batch is row i of the cache; the rows beyond `rows` are padding."""
 
-    token_ids: Tensor  # [max(rows, MINIMUM_ROWS)] int64, the token that each row reads now
-    positions: Tensor  # the same shape: the column that each row writes now
+    inputs: Tensor  # [3, max(rows, MINIMUM_ROWS)] int64: rows of `token_ids`, `positions` and `turned`
     rows: int
     columns: int  # of the cache, that attention looks at
-    hidden: Tensor  # [rows, 1, 1, columns]: 0 where a row may look, -inf where not
-    turned: Tensor | None = None  # as `positions`: what turns query and key, ahead of the column after images
+    dtype: torch.dtype  # of the cache
 
     @classmethod
     def of(
         cls, token_ids: NDArray[np.int64], positions: NDArray[np.int64], shift: NDArray[np.int64], cache: KVCache
     ) -> Step:
         """The step in which row i of `cache` reads token i, [rows] each; `shift`: what `turned` is ahead by."""
-        rows, device = len(token_ids), cache.device
+        rows = len(token_ids)
         inputs = np.zeros((3, max(rows, MINIMUM_ROWS)), np.int64)
         inputs[:, :rows] = token_ids, positions, positions + shift
         columns = min(rounded(int(inputs[1].max()) + 1, COLUMN_STEP), cache.columns)
-        placed_ids, placed, turned = torch.from_numpy(inputs).to(device)
-        beyond = torch.arange(columns, device=device) > placed[:rows, None]
-        hidden = torch.zeros(rows, columns, dtype=cache.dtype, device=device)
+        return cls(torch.from_numpy(inputs).to(cache.device), rows, columns, cache.dtype)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The token that each row reads now."""
+        return self.inputs[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """The column that each row writes now."""
+        return self.inputs[1]
+
+    @property
+    def turned(self) -> Tensor:
+        """What turns query and key: ahead of the column after images."""
+        return self.inputs[2]
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """[rows, 1, 1, columns]: 0 where a row may look, -inf where not."""
+        beyond = torch.arange(self.columns, device=self.inputs.device) > self.positions[: self.rows, None]
+        hidden = torch.zeros(self.rows, self.columns, dtype=self.dtype, device=self.inputs.device)
         hidden.masked_fill_(beyond, float("-inf"))
-        return cls(placed_ids, placed, rows, columns, hidden[:, None, None, :], turned)
+        return hidden[:, None, None, :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +191,11 @@ class KVCache:
     @property
     def columns(self) -> int:
         return self.keys.shape[3]
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where keys and values lie in memory: the same after `release` and `reserve` only if nothing has moved."""
+        return self.keys.data_ptr(), self.values.data_ptr(), *self.keys.shape
 
     @property
     def bytes(self) -> int:

@@ -10,9 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.models.routing import Routers
+from hone.platforms.base import current_platform
 from hone.rollout.builtin.cache import CacheShape, KVCache, PackedPrompts, Step
 from hone.rollout.builtin.fused import FusedDecoder, unfit_for_fusing
 from hone.rollout.builtin.generic import GenericDecoder
+from hone.rollout.builtin.graphs import GraphedDecoder, why_no_graphs
 from hone.rollout.builtin.scoring import Following
 
 
@@ -40,11 +42,15 @@ def build_decoder(
 ) -> Decoder:
     """The execution path for an architecture; weights are uninitialised. `longest` is the longest sequence in tokens.
 
-    Raises ValueError for an architecture that the wanted path cannot run exactly, with the reason.
+    Raises ValueError for an architecture that the wanted path cannot run exactly, or a device that records no graphs,
+    with the reason.
     """
     obstacle = unfit_for_fusing(config, longest)
-    if execution == "fused" and obstacle:
-        raise ValueError(f"execution 'fused' cannot run this model: {obstacle}; use 'auto' or 'generic'")
+    if execution == "graphed" and not obstacle:
+        obstacle = why_no_graphs(current_platform(), device)
+    if execution in ("fused", "graphed") and obstacle:
+        raise ValueError(f"execution {execution!r} cannot run this model: {obstacle}; use 'auto' or 'generic'")
     if execution == "generic" or obstacle:
         return GenericDecoder(config, dtype, device)
-    return FusedDecoder(config, dtype, device)
+    decoder = FusedDecoder(config, dtype, device)
+    return GraphedDecoder(decoder, current_platform().record) if execution == "graphed" else decoder

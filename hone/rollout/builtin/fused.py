@@ -101,7 +101,7 @@ class FusedDecoder:
         self.cache_shape = CacheShape(config.num_hidden_layers, self._kv_heads, self._head_size, self._head_size)
         self._rotary = type(skeleton.model.rotary_emb)(config=config).to(device)
         fix_rotary(self._rotary, getattr(config, "run_context", None), config.model_type)
-        self._rope = torch.zeros(2, 0, self._head_size, dtype=dtype, device=device)
+        self.rope = torch.zeros(2, 0, self._head_size, dtype=dtype, device=device)
         self._take_storage(_Storage(shapes, dtype, device), config)
         if unknown := shapes.keys() - self._named.keys():
             raise ValueError(f"execution 'fused' has no place for {sorted(unknown)[:4]}; use execution 'generic'")
@@ -192,13 +192,13 @@ class FusedDecoder:
 
     def _rope_at(self, positions: Tensor, reach: int) -> Tensor:
         """Return cos and sin [2, T, 1, head_size] of positions below `reach`, from a table that grows when needed."""
-        if reach > self._rope.shape[1]:
-            ids = torch.arange(max(reach, 2 * self._rope.shape[1], 512), device=positions.device)[None]
-            cos, sin = self._rotary(self._rope, ids)
+        if reach > self.rope.shape[1]:
+            ids = torch.arange(max(reach, 2 * self.rope.shape[1], 512), device=positions.device)[None]
+            cos, sin = self._rotary(self.rope, ids)
             sin = sin.clone()
             sin[..., : self._head_size // 2].neg_()
-            self._rope = torch.cat([cos, sin])
-        return self._rope[:, positions, None]
+            self.rope = torch.cat([cos, sin])
+        return self.rope[:, positions, None]
 
 
 def _layer(storage: _Storage, prefix: str) -> _Layer:

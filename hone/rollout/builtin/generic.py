@@ -236,7 +236,6 @@ class GenericDecoder:
     def decode(self, step: Step, cache: KVCache) -> Tensor:
         at = cache.addresses(torch.arange(step.rows, device=self._device), step.positions[: step.rows])
         with _during(_Forward(step.rows, cache, at, step)):
-            turned = step.positions if step.turned is None else step.turned
-            output = self._model(input_ids=step.token_ids[None], position_ids=turned[None], use_cache=False)
+            output = self._model(input_ids=step.token_ids[None], position_ids=step.turned[None], use_cache=False)
         logits: Tensor = output.logits[0, : step.rows]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
