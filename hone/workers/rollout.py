@@ -48,7 +48,7 @@ from hone.weights.settings import WeightSyncConfig
 from hone.workers.attaching import attached, serve_at
 from hone.workers.control import CONTROL
 from hone.workers.placing import hosts_of, reaching
-from hone.workers.probe import Probe
+from hone.workers.probe import QUANTISED, Probe
 from hone.workers.publication import (
     ADAPTER,
     AdapterRule,
@@ -452,7 +452,8 @@ def _probe(spec: RolloutSpec, dtype: torch.dtype) -> Probe | None:
     longest = [getattr(model, "max_position_embeddings", None), settings.builtin.max_sequence_tokens]
     longest += [settings.builtin.kv_cache_tokens, *(settings.engine.get(name) for name in CONTEXT_OPTIONS)]
     context = min(limit for limit in longest if isinstance(limit, int) and limit > 0)
-    return Probe(model.vocab_size, settings.sampling.temperature or 1.0, [dtype, DTYPES[spec.compute_dtype]], context)
+    dtypes = [dtype, DTYPES[spec.compute_dtype], *([QUANTISED] if settings.engine.get("quantization") else [])]
+    return Probe(model.vocab_size, settings.sampling.temperature or 1.0, dtypes, context)
 
 
 def engine_config(model: ModelConfig, compute_dtype: str) -> Any:

@@ -63,6 +63,11 @@ RESERVED = {
         ("nnodes", "node_rank", "dist_init_addr"), "hone starts the ranks, on the machines of runtime.backend"
     ),
     **dict.fromkeys(("random_seed", "sampling_backend"), "every request has its own seed"),
+    **dict.fromkeys(
+        ("quantization", "quantize_and_serve", "torchao_config"),
+        "SGLang would take the weights of a sync into quantised layers without quantising them; rollout.backend=vllm "
+        "quantises at each sync",
+    ),
     "enable_return_routed_experts": "it is actor.moe.routing_replay: rollout",
     **dict.fromkeys(("lora_paths", "enable_lora_overlap_loading", "max_loaded_loras"), "hone loads adapters itself"),
     "config": "options stand in rollout.engine",

@@ -270,6 +270,8 @@ class VllmServer(EngineServer):
         await self.connection.post("/update_weights", {"update_info": {"offer": offer}}, timeout_s)
         receipts = _read_receipts(self.name, await self._receipts())
         await self.connection.post("/finish_weight_update", {"weight_version": str(offer["version"])})
+        if self._options.get("quantization"):  # layers were compared with what came after they were quantised
+            receipts = _read_receipts(self.name, await self._receipts())
         self._adapter = None
         for name, files in self._spec.adapters.items():
             await self._load_adapter(name, str(files.folder), timeout_s)

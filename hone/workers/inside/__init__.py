@@ -1,5 +1,5 @@
 """Code that runs inside the processes of rollout servers.
 
-`receiving` (receives weights; every server uses it), `builtin`, `vllm` with `vllm_patches` and `vllm_follower` (its
-workers on further machines), `sglang` with `sglang_adapters`.
+`receiving` (receives weights; every server uses it), `builtin`, `vllm` with `vllm_patches`, `vllm_quantised` (layers
+that it quantises) and `vllm_follower` (its workers on further machines), `sglang` with `sglang_adapters`.
 """

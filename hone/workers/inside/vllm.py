@@ -33,6 +33,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -66,6 +68,7 @@ from hone.workers.inside.vllm_patches import (
     put_cpu_kernels_back,
     scatter_rows,
 )
+from hone.workers.inside.vllm_quantised import QuantisedLayers
 
 BACKEND = "hone"
 TRIAL = 2**30  # a number that no adapter has
@@ -112,6 +115,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
             CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_rows
         self.receipt: dict[str, Any] = {"error": "no weights were received"}
         self._wants = Wants()
+        self._quantised: QuantisedLayers | None = None  # during an update
 
     def init_transfer_engine(self, init_info: HoneInit) -> None:
         """Nothing to do."""
@@ -120,6 +124,9 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
         self.receipt = {"error": "the update was begun, and no weights came"}
         pack_cpu_experts_again(self.model)
         initialize_layerwise_reload(self.model)
+        self._leave_quantised()  # of an update that was abandoned
+        self._quantised = QuantisedLayers(quantised_layers(self.model), LinearMethodBase)
+        self._quantised.follow()
 
     def receive_weights(self, update_info: HoneUpdate) -> None:
         """Receive all tensors of the offer's sender. An error goes into the receipt, which the caller reads.
@@ -131,10 +138,22 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
             self.receipt = self._take_in(update_info.offer)
         except Exception as error:  # noqa: BLE001  reported in the receipt
             self.receipt = {"error": one_line(error)}
+            self._leave_quantised()
             put_back(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        if self._quantised is not None and "error" not in self.receipt:
+            try:
+                self._quantised.check()
+            except WeightSyncError as error:
+                self.receipt = {"error": one_line(error)}
+        self._leave_quantised()
+
+    def _leave_quantised(self) -> None:
+        if self._quantised is not None:
+            self._quantised.leave()
+            self._quantised = None
 
     def shutdown(self) -> None:
         """Do nothing; no state is kept between syncs."""
@@ -161,6 +180,14 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
             if lost := lost_biases(reads):
                 raise WeightSyncError(f"vLLM's model has no place for {listing(lost)}, which its loader left out")
         return receipt(delivery, rank)
+
+
+def quantised_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the layers that vLLM quantises when their weights are complete, with their names."""
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and not type(method).__name__.startswith("Unquantized"):
+            yield name, layer
 
 
 def rank_in_server(parallel: Any) -> int:

@@ -71,6 +71,7 @@ EXPECTED = {
             "nnodes": "runtime.backend",
             "trust_remote_code": "model.trust_remote_code",
             "enable_custom_logit_processor": "unpickle",
+            "quantization": "without quantising them",
             "tokenizer_worker_num": "one server process",
             "port": "only for hone",
         },
