@@ -20,7 +20,7 @@ from typing import Any
 from hone.config import ConfigError
 from hone.envs.base import Start, StepResult, ToolLost
 from hone.envs.games.text_actions import Refusals, opening, seed_of
-from hone.envs.mcp.restarted import RestartedProgram
+from hone.envs.mcp.restarted import RestartedProgram, loaded
 from hone.envs.mcp.transports import PipeTransport
 from hone.envs.settings import EpisodeConfig, TextWorldSettings
 from hone.envs.tool_calls import Said
@@ -138,22 +138,7 @@ class TextWorldGames:
         settings = self._settings
         transport = PipeTransport("textworld", [settings.python or sys.executable, str(PROGRAM)], {})
         message = {"jsonrpc": "2.0", "id": next(self._numbers), "method": "load", "params": {"games": list(games)}}
-        try:
-            async with asyncio.timeout(settings.start_timeout_s):
-                await transport.open()
-                response = await transport.request(message)
-            if "error" in response:
-                raise ToolLost(str(response["error"].get("message")))
-        except (ToolLost, TimeoutError) as error:
-            late = f"not ready after {settings.start_timeout_s:g} s (episode.env.start_timeout_s)"
-            lines = transport.log()
-            await transport.close()
-            printed = f"; the last lines of its log:\n{lines}" if lines else ""
-            raise ToolLost(f"{late if isinstance(error, TimeoutError) else error}{printed}") from error
-        except BaseException:
-            await transport.close()
-            raise
-        return transport
+        return await loaded(transport, message, settings.start_timeout_s)
 
     async def _check(self) -> None:
         try:

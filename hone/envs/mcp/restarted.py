@@ -1,4 +1,4 @@
-"""A program that is started when an episode needs it, and again after it ended: `RestartedProgram`."""
+"""A program that is started when an episode needs it, and again after it ended: `RestartedProgram`, `loaded`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from hone.envs.base import ToolLost
-from hone.envs.mcp.transports import PipeTransport
+from hone.envs.mcp.transports import PipeTransport, Rpc
 from hone.processes.restarts import Restarts
 
 RESTARTS, RESTARTS_S = 5, 120.0
@@ -46,4 +46,27 @@ class RestartedProgram:
             await transport.close()
 
 
-__all__ = ["RestartedProgram"]
+async def loaded(transport: PipeTransport, message: Rpc, start_timeout_s: float) -> PipeTransport:
+    """Start the process of `transport`, and wait for its answer to `message`, which makes it ready.
+
+    Raises ToolLost, with the last lines that it printed; then the process has ended.
+    """
+    try:
+        async with asyncio.timeout(start_timeout_s):
+            await transport.open()
+            response = await transport.request(message)
+        if "error" in response:
+            raise ToolLost(str(response["error"].get("message")))
+    except (ToolLost, TimeoutError) as error:
+        late = f"not ready after {start_timeout_s:g} s (episode.env.start_timeout_s)"
+        lines = transport.log()
+        await transport.close()
+        printed = f"; the last lines of its log:\n{lines}" if lines else ""
+        raise ToolLost(f"{late if isinstance(error, TimeoutError) else error}{printed}") from error
+    except BaseException:
+        await transport.close()
+        raise
+    return transport
+
+
+__all__ = ["RestartedProgram", "loaded"]

@@ -26,7 +26,7 @@ from hone.envs.agents.program import Verdict
 from hone.envs.agents.runner import AgentRunner
 from hone.envs.base import ToolLost
 from hone.envs.episode import Play, ScoreFn
-from hone.envs.mcp.restarted import RestartedProgram
+from hone.envs.mcp.restarted import RestartedProgram, loaded
 from hone.envs.mcp.transports import PipeTransport, Rpc
 from hone.envs.settings import EpisodeConfig, VerifiersSettings
 from hone.processes.child import END_S
@@ -69,20 +69,7 @@ class Taskset:
         command = [settings.python or sys.executable, str(PROGRAM)]
         transport = PipeTransport(f"verifiers {settings.taskset}", command, {})
         wanted = {"taskset": settings.taskset, "options": settings.options, "max_turns": self._max_turns}
-        try:
-            async with asyncio.timeout(settings.start_timeout_s):
-                await transport.open()
-                await self._ask(transport, "load", wanted)
-        except (ToolLost, EpisodeFailed, TimeoutError) as error:
-            late = f"not ready after {settings.start_timeout_s:g} s (episode.env.start_timeout_s)"
-            lines = transport.log()
-            await transport.close()
-            printed = f"; the last lines of its log:\n{lines}" if lines else ""
-            raise ToolLost(f"{late if isinstance(error, TimeoutError) else error}{printed}") from error
-        except BaseException:
-            await transport.close()
-            raise
-        return transport
+        return await loaded(transport, self._message("load", wanted), settings.start_timeout_s)
 
     async def _check(self) -> None:
         try:
@@ -92,12 +79,14 @@ class Taskset:
         await transport.close()
 
     async def _ask(self, transport: PipeTransport, method: str, params: Mapping[str, Any]) -> Rpc:
-        message = {"jsonrpc": "2.0", "id": next(self._numbers), "method": method, "params": dict(params)}
-        response = await transport.request(message)
+        response = await transport.request(self._message(method, params))
         if "error" in response:
             raise EpisodeFailed(str(response["error"].get("message")))
         result: Rpc = response["result"]
         return result
+
+    def _message(self, method: str, params: Mapping[str, Any]) -> Rpc:
+        return {"jsonrpc": "2.0", "id": next(self._numbers), "method": method, "params": dict(params)}
 
 
 class VerifiersRunner(AgentRunner):
