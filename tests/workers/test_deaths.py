@@ -171,7 +171,7 @@ def test_a_server_that_hangs_with_requests_is_restarted_and_nobody_notices(start
 @pytest.mark.parametrize("moment", ["before the sync", "in the middle"])
 @pytest.mark.parametrize("transport", [None, CollectiveSettings()], ids=["ipc", "collective"])
 def test_a_server_that_hangs_in_a_sync_costs_the_others_nothing_but_time(start, actor, loop, moment, transport):
-    rollout = start(replicas=2, weights=WeightSyncConfig(transport=transport, timeout_s=24))
+    rollout = start(replicas=2, weights=WeightSyncConfig(transport=transport, timeout_s=10))
     rollout.sync_from(actor, 0)
     router = rollout._engine
     victim, other = router.replicas
