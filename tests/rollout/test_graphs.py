@@ -15,6 +15,7 @@ from hone.platforms import PLATFORMS
 from hone.platforms.base import PLATFORM_VARIABLE, PlatformRegistry, Recording, current_platform
 from hone.platforms.cpu import CpuPlatform
 from hone.registry import Registry
+from hone.rollout.builtin import graphs
 from hone.rollout.builtin.cache import CacheLimits, KVCache, Step
 from hone.rollout.builtin.decoder import build_decoder
 from hone.rollout.builtin.engine import BuiltinEngine
@@ -23,7 +24,7 @@ from hone.rollout.settings import BuiltinSettings
 from hone.types import SamplingParams
 
 FAMILY = ["qwen3", "qwen2", "llama_yarn"]
-LENGTHS = [1, 3, 12, 30, 12, 100, 7, 45, 2, 5, 9, 61, 17, 33, 21, 4, 8, 70]  # two sizes of columns, two of rows
+LENGTHS = [1, 3, 12, 30, 12, 100, 7, 45, 2, 5, 9, 61, 17, 33, 21, 4, 8, 70]
 PROMPTS = [tuple(10 + i % 90 for i in range(n)) for n in LENGTHS]
 
 
@@ -50,8 +51,8 @@ def device(request, monkeypatch):
     return current_platform().device
 
 
-def loaded(model, device, dtype=torch.float32, graphs=True):
-    decoder = build_decoder("graphed" if graphs else "fused", model.config, dtype, torch.device(device), longest=128)
+def loaded(model, device, dtype=torch.float32, graphed=True):
+    decoder = build_decoder("graphed" if graphed else "fused", model.config, dtype, torch.device(device), longest=128)
     for name, tensor in model.state_dict().items():
         decoder.weights()[name].copy_(tensor)
     return decoder
@@ -59,6 +60,10 @@ def loaded(model, device, dtype=torch.float32, graphs=True):
 
 def new_cache(decoder, device, dtype=torch.float32):
     return KVCache(decoder.cache_shape, CacheLimits(64, 1 << 13), dtype, torch.device(device))
+
+
+def sizes(cache):
+    return [key for key in cache.bound if key != "logits"]
 
 
 def decoded(decoder, cache, steps):
@@ -102,14 +107,14 @@ def test_a_replayed_step_equals_a_computed_one(kind, dtype, device, tiny):
         ([22, 23, 24, 25, 26], [3, 3, 0, 0, 0]),  # rows that no request had, which the last replay wrote to
     ]
     found = []
-    for graphs in (True, False):
-        decoder = loaded(model, device, dtype, graphs)
+    for graphed in (True, False):
+        decoder = loaded(model, device, dtype, graphed)
         cache = new_cache(decoder, device, dtype)
         with torch.inference_mode():
             cache.reserve(20, 128, live_rows=0)
         found.append(decoded(decoder, cache, steps))
-        if graphs:
-            assert decoder.recorded == {(16, 128)}  # recorded once, replayed by every step
+        if graphed:
+            assert sizes(cache) == [(16, 128)]  # recorded once, replayed by every step
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     for (tokens, _), replayed, computed in zip(steps, *found, strict=True):
         assert replayed.shape == computed.shape == (len(tokens), model.config.vocab_size)
@@ -125,7 +130,7 @@ def test_new_weights_are_what_a_recorded_step_uses(device, tiny):
     for name, tensor in tiny("qwen3", seed=1).state_dict().items():
         decoder.weights()[name].copy_(tensor)
     (new,) = decoded(decoder, cache, [([5], [0])])
-    (expected,) = decoded(loaded(tiny("qwen3", seed=1), device, graphs=False), cache, [([5], [0])])
+    (expected,) = decoded(loaded(tiny("qwen3", seed=1), device, graphed=False), cache, [([5], [0])])
     assert torch.allclose(new, expected, atol=1e-5)
     assert not torch.allclose(new, old, atol=0.1)
 
@@ -142,8 +147,8 @@ def test_a_cache_that_moved_is_recorded_anew(device, tiny):
         for one in old:
             one.fill_(100.0)
     (found,) = decoded(decoder, cache, [([7, 8], [1, 1])])
-    assert decoder.recorded == {(16, 128)}
-    plain = loaded(tiny("qwen3"), device, graphs=False)
+    assert sizes(cache) == [(16, 128)]
+    plain = loaded(tiny("qwen3"), device, graphed=False)
     fresh = new_cache(plain, device)
     with torch.inference_mode():
         fresh.reserve(16, 128, live_rows=0)
@@ -163,14 +168,19 @@ async def answers(engine):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_with_graphs_gives_the_log_probs_of_the_plain_forward(dtype, device, tiny, finish, gap):
+def test_an_engine_with_graphs_gives_the_log_probs_of_the_plain_forward(dtype, device, tiny, finish, gap, monkeypatch):
     """Also after new weights, and after a sleep that takes the cache away."""
+    monkeypatch.setattr(graphs, "FEWEST_COLUMNS", 64)  # so that steps have several sizes
     model, other = tiny("qwen3"), tiny("qwen3", seed=1)
     engine = BuiltinEngine(BuiltinSettings(execution="graphed", dtype=dtype), model, device=device)
 
     async def run():
         first = await answers(engine)
+        cache = engine._scheduler.batch.cache
+        assert {rows for rows, _ in sizes(cache)} == {16, 18}  # the cache has 18 rows
+        assert {112, 128} < {columns for _, columns in sizes(cache)}
         await engine.sleep(1)
+        assert not cache.bound  # graphs keep memory
         await engine.wake_up()
         await engine.update_weights(other.state_dict().items(), 1)
         return first, await answers(engine)

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -177,6 +178,7 @@ class KVCache:
         self._head_by_head = device.type == "cpu" and dtype.itemsize == 2
         self._in_blocks = device.type == "cpu"
         self.prefixes = Prefixes(limits.kept_tokens)
+        self.bound: dict[Any, Any] = {}  # what has addresses of this memory, as recorded steps do; gone when it moves
         self.release()
 
     def release(self) -> None:
@@ -191,11 +193,6 @@ class KVCache:
     @property
     def columns(self) -> int:
         return self.keys.shape[3]
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        """Where keys and values lie in memory: the same after `release` and `reserve` only if nothing has moved."""
-        return self.keys.data_ptr(), self.values.data_ptr(), *self.keys.shape
 
     @property
     def bytes(self) -> int:
@@ -225,6 +222,7 @@ class KVCache:
 
     def _empty(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Zeros, not uninitialised memory: masked columns are multiplied by 0, and 0 x NaN is NaN."""
+        self.bound.clear()
         layers, heads = self.shape.layers, self.shape.kv_heads
         return (
             torch.zeros(layers, rows, heads, columns, self.shape.key_size, dtype=self.dtype, device=self.device),

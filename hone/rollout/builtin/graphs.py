@@ -1,8 +1,8 @@
 """Decode steps that are recorded once and replayed: a device then launches one graph in place of hundreds of kernels.
 
 A graph has fixed shapes and fixed addresses. So it is recorded for a number of rows and columns, rounded up (`bucket`),
-over buffers of its own for the step's inputs; and all graphs go when the cache moves in memory. The rows beyond those
-of the step read token 0 at column 0 of cache rows that no request has.
+over buffers of its own for the step's inputs. It belongs to the cache's memory and goes when that moves or is freed.
+The rows beyond those of the step read token 0 at column 0 of cache rows that no request has.
 
     step --inputs--> buffers of the bucket --replay--> logits[: step.rows]
 """
@@ -45,15 +45,8 @@ class GraphedDecoder:
         """`record` is `PlatformBase.record` of the decoder's device."""
         self._decoder = decoder
         self._record = record
-        self._place: tuple[int, ...] = ()  # of the cache that the graphs read
-        self._graphs: dict[tuple[int, int], _Recorded] = {}
         self.cache_shape: CacheShape = decoder.cache_shape
         self.routers = decoder.routers
-
-    @property
-    def recorded(self) -> frozenset[tuple[int, int]]:
-        """Rows and columns of every graph that is kept."""
-        return frozenset(self._graphs)
 
     def weights(self) -> Mapping[str, Tensor]:
         return self._decoder.weights()
@@ -66,26 +59,32 @@ class GraphedDecoder:
 
     def decode(self, step: Step, cache: KVCache) -> Tensor:
         """See `Decoder`. The logits are overwritten by the next step."""
-        if cache.place != self._place:
-            self._place = cache.place
-            self._graphs.clear()
         rows = min(bucket(step.rows, MINIMUM_ROWS), cache.rows)
         columns = min(bucket(step.columns, FEWEST_COLUMNS), cache.columns)
         inputs = F.pad(step.inputs, (0, max(rows, MINIMUM_ROWS) - step.inputs.shape[1]))
-        graph = self._graphs.get((rows, columns))
+        graph: _Recorded | None = cache.bound.get((rows, columns))
         if graph is None:
-            graph = self._graphs[rows, columns] = self._recorded(inputs, rows, columns, cache)
+            graph = cache.bound[rows, columns] = self._recorded(inputs, rows, columns, cache)
         graph.inputs.copy_(inputs)
         graph.recording.replay()
         return graph.recording.result[: step.rows]
 
     def _recorded(self, inputs: Tensor, rows: int, columns: int, cache: KVCache) -> _Recorded:
         """Record a step of this size. It may run meanwhile, which writes what the replay writes again."""
+        logits = self._logits(cache)[:rows]
 
         def work() -> Tensor:  # a new Step each time: its mask is part of the graph
-            return self._decoder.decode(Step(inputs, rows, columns, cache.dtype), cache)
+            return logits.copy_(self._decoder.decode(Step(inputs, rows, columns, cache.dtype), cache))
 
         return _Recorded(inputs, self._record(work), self._decoder.rope)
+
+    def _logits(self, cache: KVCache) -> Tensor:
+        """Where the graphs of every size write: [cache.rows, V]. Each would keep memory of its own for them."""
+        if "logits" not in cache.bound:
+            vocabulary, dtype = len(self.weights()["lm_head.weight"]), torch.promote_types(cache.dtype, torch.float32)
+            cache.bound["logits"] = torch.empty(cache.rows, vocabulary, dtype=dtype, device=cache.device)
+        found: Tensor = cache.bound["logits"]
+        return found
 
 
 def why_no_graphs(platform: PlatformBase, device: torch.device) -> str:
