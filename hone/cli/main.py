@@ -5,6 +5,7 @@ arguments --> command name --> import its module (for the others, only the help 
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,11 +49,13 @@ COMMANDS = {
     "list": Command("hone.cli.listing:listing", "List the names that a run file may use, by kind."),
 }
 
+OBJECTS_BETWEEN_COLLECTIONS = 20_000  # with Python's 700, importing torch and transformers takes 3.6 s instead of 2.8
 TAKES_KEYS = ("quickstart", "train", "sft", "prefer", "reward-model", "distill", "eval", "env", "config")
 
 
 def run() -> None:
     """The entry point of the installed `hone` command."""
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     sys.exit(main(sys.argv[1:]))
 
 

@@ -38,6 +38,9 @@ from hone.types import (
 
 ALWAYS = ("rollout/tokens", "rollout/prefill_tokens", "rollout/requests", "rollout/aborted")  # reported even if 0
 
+# While the garbage collector is on, it looks at everything thirty times during the imports: 3.2 s instead of 2.4.
+BOOT = "import gc, runpy, sys; gc.disable(); del sys.argv[0]; runpy.run_module(sys.argv[0], None, '__main__', True)"
+
 
 class BuiltinServer(RolloutServer):
     """The built-in engine with hone's own interpreter."""
@@ -45,7 +48,7 @@ class BuiltinServer(RolloutServer):
     positional_seed = True
     keeps_cache = True
     health = "/health"
-    program: ClassVar[tuple[str, ...]] = ("-m", "hone.workers.inside.builtin")
+    program: ClassVar[tuple[str, ...]] = ("-c", BOOT, "hone.workers.inside.builtin")
 
     def __init__(self, spec: ServerSpec) -> None:
         if spec.settings.tensor_parallel != 1:

@@ -1,4 +1,4 @@
-"""The built-in engine as a server: `python -m hone.workers.inside.builtin ARGUMENTS`, started by `BuiltinServer`.
+"""The built-in engine as a server, started by `BuiltinServer` with one argument, a JSON object.
 
     POST /generate         {request_id, token_ids, sampling}  -> {token_ids, logprobs, weight_versions, stop_reason,
                                                                  routed_experts (an .npy file as base64, or null)}
@@ -263,6 +263,7 @@ def main(command_line: list[str]) -> None:
         timeout_graceful_shutdown=1,
     )
     gc.freeze()  # what was imported stays: a full collection would look at a million objects, between two tokens
+    gc.enable()
     uvicorn.Server(config).run()
 
 
