@@ -67,7 +67,7 @@ test-oldest: $(OLDEST_VENV)/.oldest
 	$(OLDEST_VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" tests/algorithms tests/engines tests/models tests/rollout tests/trainers $(ARGS)
 
 test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
-	$(VENV)/bin/python -m pytest -m vllm tests/engines/contract tests/rollout $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile -m vllm tests/engines/contract tests/rollout $(ARGS)
 
 .venv-vllm: $(VLLM_VENV)/.vllm
 

@@ -257,8 +257,8 @@ def own_part(engine, batch):
     return balanced(sequence_costs(batch), engine.ranks.data_parallel_size)[engine.ranks.data_parallel_rank]
 
 
-def train(engine, steps=range(3)):
-    """Metrics of some steps: losses as this rank's part of a sum."""
+def train(engine, steps=range(2)):
+    """Metrics of some steps: losses as this rank's part of a sum. The second one has an optimizer's state already."""
     loss, first = LOSSES[engine.model_type], engine.ranks.is_output_rank
     found = []
     for seed in steps:
@@ -285,7 +285,7 @@ def weights(engine):
 
 
 def train_models(mesh, cases):
-    """For each (name, folder, settings): scores, three steps, and the weights after them."""
+    """For each (name, folder, settings): scores, two steps, and the weights after them."""
     found = {}
     for name, folder, settings in cases:
         engine = make_engine(mesh, folder, **settings)
