@@ -5,7 +5,6 @@ arguments --> command name --> import its module (for the others, only the help 
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from hone import __version__
 from hone.cli.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, report, say
 from hone.cli.keys import keys_of
 from hone.other_frameworks import COMMANDS as OTHER_COMMANDS
+from hone.processes.garbage import collect_rarely
 from hone.registry import CannotLoad, UnknownName, load_plugins, reason, resolve, unknown
 
 
@@ -49,13 +49,12 @@ COMMANDS = {
     "list": Command("hone.cli.listing:listing", "List the names that a run file may use, by kind."),
 }
 
-OBJECTS_BETWEEN_COLLECTIONS = 20_000  # with Python's 700, importing torch and transformers takes 3.6 s instead of 2.8
 TAKES_KEYS = ("quickstart", "train", "sft", "prefer", "reward-model", "distill", "eval", "env", "config")
 
 
 def run() -> None:
     """The entry point of the installed `hone` command."""
-    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+    collect_rarely()
     sys.exit(main(sys.argv[1:]))
 
 

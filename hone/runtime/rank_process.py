@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hone.config import Config, forget_reads, sections
 from hone.platforms.base import current_platform, use_deterministic_kernels
+from hone.processes.garbage import collect_rarely
 from hone.runtime import ranks
 from hone.runtime.base import RankLost
 from hone.runtime.batch_plan import STAYING, Arrays, BatchPlan, TensorsPlan, to_array, unpack, unpack_tensors
@@ -103,6 +104,7 @@ class RankProcess:
     """The workers of one rank."""
 
     def __init__(self) -> None:
+        collect_rarely()  # the workers' classes are imported after this
         self._workers: dict[str, Any] = {}
         self._specs: dict[str, Any] = {}
         self._streams: dict[str, Iterator[tuple[str, Tensor]]] = {}

@@ -1,0 +1,17 @@
+"""How often Python's garbage collector runs in a process of hone."""
+
+from __future__ import annotations
+
+import gc
+
+OBJECTS = 20_000
+"""New objects between two collections. With Python's own 700 (CPython 3.11) the collector looks at everything thirty
+times while torch and transformers are imported, which takes 3.6 s instead of 2.8 (AMD EPYC)."""
+
+
+def collect_rarely() -> None:
+    """Collect garbage less often from now on; call it before large imports."""
+    gc.set_threshold(OBJECTS)
+
+
+__all__ = ["collect_rarely"]
