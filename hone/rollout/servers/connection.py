@@ -24,6 +24,7 @@ from hone.rollout.settings import CONTROLS
 
 CONTROL_S = 60.0  # deadline of a control request that has nothing to wait for
 DYING_S = 5.0  # a server whose engine has failed ends within this time
+UNAWARE_S = 1.0  # within this time a server that still calls itself healthy learns that its engine has died, and ends
 LOG_LINES = 2_000  # of the server's log, searched for the error that began its end
 CAUSE = re.compile(r"(?:^|\] |\) )((?:[\w.]*(?:Error|Exception)|[\w. ]+: error): .+|[\w.]+(?:Error|Exception)$)")
 CONSEQUENCE = re.compile(r"[Ss]ee (?:the )?(?:stack trace|root cause)")  # an error that only points to another one
@@ -183,11 +184,12 @@ class ServerConnection:
     async def _is_ending(self, process: Process) -> bool:
         """Whether the server ends within a moment, because its engine has died."""
         timeout = aiohttp.ClientTimeout(total=DYING_S)
+        patience = DYING_S
         with suppress(aiohttp.ClientError, OSError, ReplicaLost):
             async with self.session().get(f"http://server{self._health}", timeout=timeout) as reply:
                 if reply.status == 200 and self.process is process:
-                    return False
-        return await process.ends_within(DYING_S)
+                    patience = UNAWARE_S
+        return await process.ends_within(patience)
 
     def _last_words(self) -> str:
         """How a server ended, and the first error in the end of its log; empty while it runs."""

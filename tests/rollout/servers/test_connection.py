@@ -9,9 +9,10 @@ from hone.rollout.servers.connection import ServerConnection
 from hone.rollout.servers.host import SOCKET
 from hone.rollout.settings import RolloutConfig
 
-# Answers GET with 200, with 401 without a token, and POST with the head of a reply (/begun) or with nothing (/silent).
+# Answers GET with 200, with 401 without a token, and POST with the head of a reply (/begun), with nothing (/silent), or
+# with an error: /dying, which ends the server while it calls itself healthy, and /wrong, which does not.
 SERVER = """
-import socketserver, sys, threading
+import os, socketserver, sys, threading
 class Handler(socketserver.StreamRequestHandler):
     def handle(self):
         first, head = self.rfile.readline(), b""
@@ -20,6 +21,11 @@ class Handler(socketserver.StreamRequestHandler):
         if first.startswith(b"GET"):
             status = b"200 OK" if b"Bearer token" in head else b"401 Unauthorized"
             self.wfile.write(b"HTTP/1.1 " + status + b"\\r\\ncontent-length: 0\\r\\nconnection: close\\r\\n\\r\\n")
+            return
+        if b"/dying" in first or b"/wrong" in first:
+            if b"/dying" in first:
+                threading.Timer(0.2, os._exit, [7]).start()
+            self.wfile.write(b"HTTP/1.1 500 Error\\r\\ncontent-length: 6\\r\\nconnection: close\\r\\n\\r\\nfailed")
             return
         print("asked", flush=True)
         if b"/begun" in first:
@@ -57,6 +63,20 @@ def test_requests_of_a_server_that_is_ended_are_lost_at_once(path, connection):
         await asyncio.wait_for(connection.close(), 60)
         with pytest.raises(ReplicaLost, match=f"replica builtin-0 was ended during {path}"):
             await asyncio.wait_for(request, 60)
+
+    asyncio.run(story())
+
+
+def test_an_error_of_a_server_that_dies_is_the_loss_of_it_and_of_one_that_lives_is_an_error(connection):
+    """A server may answer with an error, and still call itself healthy, in the moment in which its engine dies."""
+
+    async def story():
+        await connection.start(launch, 60)
+        with pytest.raises(RuntimeError, match=r"replica builtin-0 refused /wrong \(status 500\): failed"):
+            await connection.post("/wrong")
+        with pytest.raises(ReplicaLost, match=r"refused /dying \(status 500\): failed; it ended with"):
+            await connection.post("/dying")
+        await connection.close()
 
     asyncio.run(story())
 
