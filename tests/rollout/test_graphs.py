@@ -9,11 +9,9 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from hone.platforms import PLATFORMS
-from hone.platforms.base import PLATFORM_VARIABLE, PlatformRegistry, Recording, current_platform
-from hone.platforms.cpu import CpuPlatform
+from hone.platforms.base import PLATFORM_VARIABLE, PlatformRegistry, current_platform
 from hone.registry import Registry
 from hone.rollout.builtin import graphs
 from hone.rollout.builtin.cache import CacheLimits, KVCache, Step
@@ -22,21 +20,11 @@ from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.builtin.graphs import bucket
 from hone.rollout.settings import BuiltinSettings
 from hone.types import SamplingParams
+from tests.rollout.tracing import TracingCpu
 
 FAMILY = ["qwen3", "qwen2", "llama_yarn"]
 LENGTHS = [1, 3, 12, 30, 12, 100, 7, 45, 2, 5, 9, 61, 17, 33, 21, 4, 8, 70]
 PROMPTS = [tuple(10 + i % 90 for i in range(n)) for n in LENGTHS]
-
-
-class TracingCpu(CpuPlatform):
-    """A CPU that records work as a trace of torch's operations."""
-
-    records_graphs = True
-
-    def record(self, work):
-        trace = make_fx(work)()
-        result = trace()
-        return Recording(lambda: result.copy_(trace()), result)
 
 
 @pytest.fixture(params=["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)])

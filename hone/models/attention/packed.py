@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hone.models.attention import flex
+from hone.models.attention import flex, varlen
 from hone.models.attention.sequence_parallel import SequenceRanks, current_ranks
 from hone.models.attention.tiled import band, causal_mask, speeds_up, tiled_attention
 from hone.models.transformers_patches import SearchFn, replace_search_for_packed_rows
@@ -205,7 +204,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) 
         (_rows(one_q, run), _seen(keys, index, run), _seen(values, index, run))
         for index, (one_q, run) in enumerate(zip(queries, packing.runs, strict=True))
     ]
-    if _flash_varlen_fits(q, v, scoring):
+    if scoring.plain and scoring.dropout == 0.0 and varlen.fits(q.dtype, q.device, q.shape[-1], v.shape[-1]):
         return _flash_varlen(q, parts, packing, scoring)
     outputs = [attend_rows(*part, scoring) for part in parts]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))[None]
@@ -298,42 +297,14 @@ def _ranges(packing: Packing, window: int | None, device: torch.device) -> tuple
     return own, (first, end)
 
 
-def _flash_varlen_fits(q: Tensor, v: Tensor, scoring: Scoring) -> bool:
-    """Whether torch's FlashAttention for packed rows has a kernel for this."""
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    plain = scoring.plain and scoring.dropout == 0.0
-    return half and plain and q.shape[-1] == v.shape[-1] <= 256 and _has_flash_varlen(q.device.type)
-
-
-@lru_cache(maxsize=8)
-def _has_flash_varlen(device: str) -> bool:
-    """Whether torch, or the device's own package, has the kernel that `torch.nn.attention.varlen` calls."""
-    dispatcher: Any = torch._C
-    key = dispatcher._dispatch_key_for_device(device)
-    return bool(dispatcher._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", key))
-
-
 def _flash_varlen(
     q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], packing: Packing, scoring: Scoring
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # a kernel that exists only in builds with an accelerator
-
     keys, values = (torch.cat([part[i].transpose(1, 2).flatten(0, 1) for part in parts]) for i in (1, 2))
     seen = [run.prefix + run.length for run in packing.runs for _ in range(run.count)]
     cu_keys = F.pad(torch.tensor(seen, device=q.device).cumsum(0, dtype=torch.int32), (1, 0))
-    out = varlen_attn(
-        q[0].transpose(0, 1),
-        keys,
-        values,
-        packing.cu_seqlens,
-        cu_keys,
-        max(packing.lengths),
-        max(seen),
-        scale=scoring.scale,
-        window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
-        enable_gqa=q.shape[1] != keys.shape[1],
-    )
-    assert isinstance(out, Tensor)  # without `return_aux` it is the output alone
+    ends, most = (packing.cu_seqlens, cu_keys), (max(packing.lengths), max(seen))
+    out = varlen.attend_packed(q[0].transpose(0, 1), keys, values, ends, most, scoring.scale, scoring.window)
     return out.transpose(0, 1)[None]
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.data.routes import Routes
+from hone.models.attention import varlen
 from hone.models.attention.packed import Packing, Scoring, attend, attend_rows
 from hone.models.vision.model import RowImages
 from hone.rollout.builtin.prefixes import BLOCK, Prefixes, Root, joined
@@ -30,7 +31,7 @@ from hone.rollout.images import PlacedImages, row_of
 # Matrix and attention kernels round differently for a few rows, or for odd lengths. Keeping off those paths makes a
 # sequence's log-probs the same to the bit whatever else is in the batch (observed on x86; nothing relies on it for
 # correctness, only runs that should repeat exactly do).
-COLUMN_STEP = 16  # attention looks at a multiple of this many columns
+COLUMN_STEP = 16  # attention with a mask looks at a multiple of this many columns
 MINIMUM_ROWS = 16  # matrix products have at least so many rows
 
 
@@ -95,6 +96,11 @@ class Step:
         hidden = torch.zeros(self.rows, self.columns, dtype=self.dtype, device=self.inputs.device)
         hidden.masked_fill_(beyond, float("-inf"))
         return hidden[:, None, None, :]
+
+    @cached_property
+    def filled(self) -> Tensor:
+        """[rows] int32: how many columns each row may look at."""
+        return (self.positions[: self.rows] + 1).int()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +183,10 @@ class KVCache:
         # The CPU kernel repacks keys and values of narrow types for each block of queries, except for a single query.
         self._head_by_head = device.type == "cpu" and dtype.itemsize == 2
         self._in_blocks = device.type == "cpu"
+        # A kernel that reads each row as far as it is filled, and takes no mask.
+        fits = varlen.fits(dtype, device, shape.key_size, shape.value_size)
+        self._ragged = fits and varlen.reads_caches(device.type)
+        self.column_step = varlen.PAGE if self._ragged else COLUMN_STEP  # a row has a multiple of so many columns
         self.prefixes = Prefixes(limits.kept_tokens)
         self.bound: dict[Any, Any] = {}  # what has addresses of this memory, as recorded steps do; gone when it moves
         self.release()
@@ -199,7 +209,7 @@ class KVCache:
         return self.keys.nbytes + self.values.nbytes + self.prefixes.bytes
 
     def reserve(self, rows: int, columns: int, live_rows: int) -> None:
-        """Make room for `rows` x `columns`; the content of the first `live_rows` rows is kept.
+        """Make room for `rows` x `columns`, a multiple of `column_step`; the first `live_rows` rows keep their content.
 
         It grows by doubling its rows, and never shrinks a dimension, where the limit lets it; while it moves, the old
         and the new content exist side by side.
@@ -293,6 +303,10 @@ class KVCache:
 
         The query heads that share a KV head become its query length: no key or value is repeated in memory.
         """
+        if self._ragged and scoring.plain:
+            cached = self.keys[layer, : step.rows], self.values[layer, : step.rows]
+            out = varlen.attend_cached(queries, *cached, step.filled, step.columns, scoring.scale, scoring.window)
+            return out.flatten(1)
         keys = self.keys[layer, : step.rows, :, : step.columns]
         values = self.values[layer, : step.rows, :, : step.columns]
         hidden = step.hidden if scoring.window is None else _outside(step, scoring.window)
