@@ -43,6 +43,7 @@ TRITON = "tests/engines/test_triton_scores.py"  # on a CPU by `make test-triton`
 TESTS = {  # each in a process of its own: an error of a device spoils every later use of it by the same process
     "tests/models/test_attention.py": 90,
     "tests/models/test_varlen_attention.py": 60,
+    "tests/models/test_fused_norm.py": 30,
     "tests/engines/test_logprobs.py": 60,
     "tests/engines/test_device.py": 120,
     "tests/rollout/test_device.py": 120,

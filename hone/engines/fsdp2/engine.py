@@ -88,7 +88,7 @@ class Fsdp2Engine(OffloadingEngine):
             cast_working(self.model, self.compute)  # there are no masters, so the device never holds the wider weights
         move_tied(self.model, self.device)  # before masters are made of it, or they would stay in host memory
         self.weights = ProcessWeights(self.model, self.compute, self.trained, frozen)
-        if self.device == "cpu" and not self._compiler:  # which fuses them itself
+        if not self._compiler:  # which fuses them itself
             fuse_norms(self.model)
         return self._checked_forward()
 
@@ -102,7 +102,7 @@ class Fsdp2Engine(OffloadingEngine):
             placing = functools.partial(place, device=self.device, ranks=mesh)
             self.adapter.fill(self.model, self._prefix, self.device, gather, placing)
         sharder.wrap(self.model)
-        if self.device == "cpu" and not self._compiler:  # which fuses them itself
+        if not self._compiler:  # which fuses them itself
             fuse_norms(self.model)
         forward = inside(self.model, self._checked_forward)
         self.model.reshard()  # type: ignore[operator]
