@@ -1,5 +1,6 @@
 """Shared set-up: one thread per process (two cores are shared), deterministic seeds; which process runs which files."""
 
+import gc
 import os
 import re
 from importlib.metadata import version
@@ -13,6 +14,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from hone.processes.garbage import collect_rarely
+
+collect_rarely()
 settings.register_profile("hone", deadline=None)  # how long an example takes says nothing about whether it is right
 settings.load_profile("hone")
 
@@ -26,6 +30,12 @@ OLD = tuple(map(int, version("transformers").split(".")[:2])) < (5, 19)
 def scope_of(nodeid):
     """What one process of `make test` runs as a whole: a file, or all clusters."""
     return "clusters" if nodeid.startswith(CLUSTERS) else nodeid.partition("::")[0]
+
+
+def pytest_collection_finish():
+    """What is there by now stays: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

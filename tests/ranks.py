@@ -6,9 +6,7 @@ Whatever a rank returns comes back as bytes; a rank that raises, or does not end
 traceback. Functions have to be module-level ones, for the ranks find them by name.
 """
 
-import importlib.util
 import json
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -19,11 +17,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-CONTEXT = multiprocessing.get_context("forkserver")
-MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama", "qwen3_moe")]
-ENGINE = ["hone.engines.fsdp2.engine", "hone.engines.lora.adapter", "hone.runtime.local"]
-MEGATRON = ["hone.engines.megatron.engine"] if importlib.util.find_spec("megatron") else []  # a second for each rank
-CONTEXT.set_forkserver_preload(["tests.ranks", *ENGINE, "pytest", *MODELS, *MEGATRON])
+from tests.forks import CONTEXT
+
 DEADLINE_S = 240
 MEET_S = 120  # until every rank has begun, beside whatever else runs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 OBJECTS = 20_000
@@ -10,8 +11,13 @@ times while torch and transformers are imported, which takes 3.6 s instead of 2.
 
 
 def collect_rarely() -> None:
-    """Collect garbage less often from now on; call it before large imports."""
+    """Collect garbage less often from now on, and not at the process's end; call it before large imports.
+
+    Python looks at everything several times before it ends, for a second with an engine's modules, and frees memory that
+    the system takes back anyway. Exit handlers and finalizers run as always.
+    """
     gc.set_threshold(OBJECTS)
+    atexit.register(gc.freeze)
 
 
 __all__ = ["collect_rarely"]

@@ -6,7 +6,6 @@ while it holds the third tensor; others are in `_take`.
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -20,13 +19,10 @@ from hone.weights.base import Adapter, Full
 from hone.weights.delivery import receive
 from hone.weights.digests.digest import digest_tensors
 from hone.weights.transports import memory
+from tests.forks import CONTEXT
 from tests.weights.devices import have_devices
 
 TOKEN = "a token for tests"
-CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process without threads that has imported all this
-CONTEXT.set_forkserver_preload(
-    ["tests.weights.receiving", *(f"hone.weights.{n}" for n in ("ipc", "collective", "delta"))]
-)
 
 
 def serve(pipe, *devices):

@@ -3,12 +3,13 @@
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from hone.weights import TRANSPORTS
+from hone.weights import TRANSPORTS, sync
 from hone.weights.base import Adapter, Full, Offer, WeightSyncError
 from hone.weights.delivery import receive
 from hone.weights.digests.packed import size_of
@@ -231,8 +232,9 @@ def test_the_other_replicas_are_served_when_one_fails(transport, fault, replicas
 
 
 @pytest.mark.slow
-def test_a_killed_receiver_is_noticed_though_its_replica_says_nothing(replicas):
+def test_a_killed_receiver_is_noticed_though_its_replica_says_nothing(replicas, monkeypatch):
     """The kernel closes the connection: nobody has to wait for the deadline of 30 s."""
+    monkeypatch.setattr(sync, "REASON_TIMEOUT_S", 1.0)
     replica = replicas("r0")
     replica.fault = "dies:4"
     receive = replica.receive_weights
@@ -255,7 +257,8 @@ def test_a_killed_receiver_is_noticed_though_its_replica_says_nothing(replicas):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", BUCKETED)
-def test_a_silent_receiver_meets_the_deadline(transport, replicas):
+def test_a_silent_receiver_meets_the_deadline(transport, replicas, monkeypatch):
+    monkeypatch.setattr(sync, "REASON_TIMEOUT_S", 1.0)
     engine = MAKE[transport]()
     for part in (engine, getattr(engine, "_carrier", engine)):
         part.timeout_s = 12 if transport == "nixl" else 4.5  # NIXL takes a second to start on each side
@@ -389,6 +392,26 @@ def test_a_killed_sender_is_noticed_at_once_and_leaves_nothing(transport):
     with pytest.raises(WeightSyncError, match=r"died while r0/0 waited|no sender of weights"):
         wait_and_take()
     assert set(Path("/dev/shm").iterdir()) == before
+
+
+def test_nixl_works_during_a_sync_only(replicas):
+    """Its own progress thread would keep a core busy from the first sync on, in the trainer and in every server."""
+    replica, weights = replicas("r0"), plain()
+
+    def used():
+        fields = Path(f"/proc/{replica.processes[0].process.pid}/stat").read_text().rpartition(")")[2].split()
+        return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    async def body(manager):
+        manager.add_replica(replica)
+        await manager.sync(weights.items(), 1)
+        before = used()
+        await asyncio.sleep(1)
+        assert used() - before < 0.2, "seconds of two processes that have nothing to do"
+        await manager.sync(weights.items(), 2)
+        assert manager.versions == {"r0": 2}
+
+    run(MAKE["nixl"](), body)
 
 
 def test_no_replica_is_an_error():

@@ -9,6 +9,9 @@ No receiver waits for another, so one that is lost costs the others nothing; wit
 sync. NIXL (https://github.com/ai-dynamo/nixl, Apache 2.0) is optional: `pip install nixl` in the environments of the
 trainer and of the servers. It moves the bytes by UCX, which chooses the network: see UCX_NET_DEVICES and UCX_TLS.
 
+NIXL's own progress thread keeps a core busy for as long as an agent exists. So agents have none: during a sync a thread
+of the sender lets NIXL serve the reads (over TCP the sender's side takes part), and a receiver does so while it waits.
+
 The sender describes its buckets over the control channel, after both sides have proven the run's token. The bytes
 themselves are neither encrypted nor signed, and UCX has no token of its own, so the network has to be trusted. If the
 trainer listens on loopback, UCX is limited to it.
@@ -19,6 +22,7 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +38,7 @@ from hone.weights.transports.buckets import Filled
 from hone.weights.transports.channel import SenderChannel
 from hone.weights.transports.wire import BrokenMessage, expect
 
-POLL_S = 0.0005  # seconds between checks of a read
+POLL_S = 0.00005  # seconds between two looks at the network, during a sync
 
 
 class NixlEngine(BucketedEngine):
@@ -47,6 +51,13 @@ class NixlEngine(BucketedEngine):
         super().__init__(bucket_bytes, timeout_s, token)
         self._host = host
         self._memory: _Memory | None = None
+        self._service: _Service | None = None
+
+    async def finalize(self) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            service.end()
+        await super().finalize()
 
     async def close(self) -> None:
         await self.finalize()
@@ -63,13 +74,17 @@ class NixlEngine(BucketedEngine):
 
     async def _share(self, channel: SenderChannel) -> None:
         """The buckets stay registered for the next sync; a receiver learns where they are each time."""
-        await channel.send({"type": "nixl", **self._buckets().describe()})
+        buckets = self._buckets()
+        await channel.send({"type": "nixl", **buckets.describe()})
+        self._service = _Service(buckets.agent)
 
     def _bucket(self, number: int) -> Tensor:
         return self._buckets().tensors[number % COUNT]
 
     async def _ship(self, number: int, filled: Filled, last: bool) -> None:
         self._buckets().synchronize()
+        assert self._service is not None  # `_share` began it
+        self._service.check()
         groups, used = filled
         await self.channel.send({"type": "bucket", "number": number, "groups": groups, "used": used, "last": last})
 
@@ -162,7 +177,7 @@ class _Memory:
         on_device = platform.device != "cpu"
         index = torch.accelerator.current_device_index() if on_device else 0
         device = platform.torch_device(index) if on_device else torch.device("cpu")
-        self._agent = agent
+        self.agent = agent
         self._index = index
         self.size = size
         self.kind = "VRAM" if on_device else "DRAM"
@@ -175,15 +190,42 @@ class _Memory:
     def describe(self) -> dict[str, Any]:
         """What a receiver needs to read the buffers."""
         places = [[tensor.data_ptr(), self._index] for tensor in self.tensors]
-        return {"agent": self._agent.get_agent_metadata().hex(), "kind": self.kind, "size": self.size, "places": places}
+        return {"agent": self.agent.get_agent_metadata().hex(), "kind": self.kind, "size": self.size, "places": places}
 
     def synchronize(self) -> None:
         if self.kind != "DRAM":
             torch.accelerator.synchronize(self.tensors[0].device)
 
     def close(self) -> None:
-        self._agent.deregister_memory(self._registered)
+        self.agent.deregister_memory(self._registered)
         self.tensors = []
+
+
+class _Service:
+    """A thread that lets NIXL serve the reads of a sync, until `end`."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self._failure: Exception | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="nixl", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            while not self._over.wait(POLL_S):
+                self._agent.get_new_notifs()  # nobody sends any: it is the call that lets NIXL work
+        except _errors() as error:
+            self._failure = error
+
+    def check(self) -> None:
+        """Raise WeightSyncError if NIXL has failed."""
+        if self._failure is not None:
+            raise WeightSyncError(f"NIXL cannot serve the reads of receivers: {self._failure}") from self._failure
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 _agents: list[Any] = []  # the one agent of this process
@@ -209,7 +251,8 @@ def _agent(on_loopback: bool) -> Any:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
             api = importlib.import_module("nixl._api")
-            config = api.nixl_agent_config(backends=["UCX"])
+            strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # a process may send and receive at once
+            config = api.nixl_agent_config(enable_prog_thread=False, sync_mode=strict, backends=["UCX"])
             _agents.append(api.nixl_agent(f"hone-{secrets.token_hex(8)}", config))
         except ImportError as error:
             raise WeightSyncError(
