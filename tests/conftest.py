@@ -33,7 +33,7 @@ def scope_of(nodeid):
 
 
 def pytest_collection_finish():
-    """What is there by now stays: the garbage collector need not look at it again."""
+    """The garbage collector need not look again at what was imported, until a test trains here (which unfreezes)."""
     gc.collect()
     gc.freeze()
 

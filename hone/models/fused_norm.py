@@ -46,7 +46,8 @@ def _is_usual(cls: type[nn.Module]) -> bool:
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
-    if hidden_states.dtype == torch.float64:  # for exactness tests, which compare with transformers' own
+    if hidden_states.dtype == torch.float64 or hidden_states.dtype != self.weight.dtype:
+        # float64 is for exactness tests, which compare with transformers' own; of two dtypes, that gives the wider
         return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
     if not hidden_states.is_cpu:
         return by_torch(self, hidden_states)
@@ -55,7 +56,7 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def by_torch(norm: Any, hidden_states: Tensor) -> Tensor:
-    """The norm by torch's own function: on an accelerator one kernel, on a CPU as many operations as transformers'."""
+    """The norm by torch's own function: for equal dtypes. On an accelerator it is one kernel."""
     return F.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 

@@ -71,7 +71,7 @@ class PlatformBase(MemorySharing, ABC):
     ray_resource: ClassVar[str] = "GPU"  # what Ray calls a device of this kind
     ray_override_variables: ClassVar[tuple[str, ...]] = ()  # with one set to 1, Ray hides no devices from its actors
     allocator_variable: ClassVar[str] = ""  # environment variable with the settings of torch's allocator; "" if none
-    attention_kernels: ClassVar[tuple[str, ...]] = ("sdpa",)  # "varlen": packed rows; "cached": KV; "flex": sinks
+    attention_kernels: ClassVar[tuple[str, ...]] = ("sdpa",)  # "varlen": packed rows; "flex": caps, sinks
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")  # that the devices compute in
     fused_optimizers: ClassVar[bool] = False  # whether torch.optim's `fused=True` runs on the devices
     determinism: ClassVar[tuple[str, str]] = ("", "")  # variable and value without which products do not repeat

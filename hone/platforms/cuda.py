@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ class GpuPlatform(PlatformBase):
     ray_resource = "GPU"
     supports_ipc = True
     supports_broadcast = True
-    attention_kernels: ClassVar[tuple[str, ...]] = ("varlen", "flex", "sdpa")
+    attention_kernels = ("varlen", "flex", "sdpa")
     dtypes = ("float32", "bfloat16", "float16", "float64")
     fused_optimizers = True
     compiles_triton = True
@@ -93,7 +93,6 @@ class CudaPlatform(GpuPlatform):
     name = "cuda"
     vendor = "nvidia"
     visible_devices_variable = "CUDA_VISIBLE_DEVICES"
-    attention_kernels = ("varlen", "cached", "flex", "sdpa")
     grouped_products = ("bfloat16",)
     ray_override_variables = ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",)
     allocator_variable = "PYTORCH_CUDA_ALLOC_CONF"
@@ -102,7 +101,7 @@ class CudaPlatform(GpuPlatform):
     sources = {  # noqa: RUF012  a ClassVar of the base class
         **dict.fromkeys(("device", "vendor", "dtypes", "fused_optimizers"), "torch.cuda of torch 2.13"),
         "architectures": "every GPU that the installed build of torch has kernels for",
-        "attention_kernels": "torch.nn.attention of torch 2.13: varlen (FlashAttention 2, pages), flex_attention",
+        "attention_kernels": "torch.nn.attention of torch 2.13: varlen (FlashAttention 2), flex_attention (Triton)",
         "grouped_products": "torch.nn.functional.grouped_mm of torch 2.13: compute capability 8.0 and newer",
         "compiles_triton": "Triton's README: compute capability 8.0 and newer",
         "records_graphs": "torch's notes on CUDA semantics, `CUDA Graphs`; never run with hone",

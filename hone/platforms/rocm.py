@@ -36,7 +36,7 @@ class RocmPlatform(GpuPlatform):
         **dict.fromkeys(("device", "vendor", "dtypes", "fused_optimizers"), "torch's notes on HIP semantics"),
         "grouped_products": "torch 2.13 documents grouped_mm for NVIDIA GPUs alone",
         "architectures": "vllm 0.32, vllm/platforms/rocm.py: gfx942 and gfx950 are its MI3xx",
-        "attention_kernels": "torch.nn.attention of torch 2.13: varlen (AOTriton, no pages), flex_attention",
+        "attention_kernels": "torch.nn.attention of torch 2.13: varlen (AOTriton), flex_attention (Triton)",
         "compiles_triton": "Triton's README: ROCm 6.2 and newer",
         "records_graphs": "torch's notes on HIP semantics: torch.cuda.CUDAGraph is a HIP graph; never run with hone",
         "allocator_variable": "torch's notes on HIP semantics, `Memory management`",

@@ -13,8 +13,9 @@ times while torch and transformers are imported, which takes 3.6 s instead of 2.
 def collect_rarely() -> None:
     """Collect garbage less often from now on, and not at the process's end; call it before large imports.
 
-    Before it ends, Python looks at everything several times, for a second with an engine's modules, and frees memory
-    that the system takes back anyway. Exit handlers and finalizers run as always.
+    Before it ends, Python looks at everything several times, which takes a second with an engine's modules (AMD EPYC),
+    to free memory that the system takes back anyway. Exit handlers and `weakref.finalize` run as always; `__del__` of
+    objects in a cycle does not, so a file that such an object holds has to be closed before.
     """
     gc.set_threshold(OBJECTS)
     atexit.register(gc.freeze)

@@ -1,10 +1,11 @@
 """The two kernels behind `torch.nn.attention.varlen`, written out for a CPU: their callers run here without a GPU.
 
-Torch has these kernels only for accelerators. This is what they compute, and what they require of their arguments, as
-the documentation of `varlen_attn`, torch's tests of it, and the checks of FlashAttention 2 say:
+torch has these kernels only for accelerators. This is what they compute, and what they require of their arguments
+according to the documentation of `varlen_attn`, torch's tests of it, and FlashAttention 2 and 3:
 https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
 https://github.com/pytorch/pytorch/blob/main/test/test_varlen_attention.py
 https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp
+https://github.com/Dao-AILab/flash-attention/blob/main/hopper/flash_api.cpp
 """
 
 import itertools
@@ -16,27 +17,55 @@ from torch import Tensor
 
 from hone.models.attention import varlen
 
-PAGE = 256  # tokens; pages of version 2 have a multiple
-
 
 @contextmanager
-def flash_on_cpu() -> Iterator[list[int]]:
-    """Register the kernels for CPU tensors; yields a list that gets the longest key sequence of each forward."""
-    forwards: list[int] = []
+def flash_on_cpu() -> Iterator[list[dict]]:
+    """Register the kernels for CPU tensors; yields a list that gets the options of each forward."""
+    forwards: list[dict] = []
     library = torch.library.Library("aten", "IMPL")
 
     def forward(*args, **options):
-        forwards.append(int(args[6]))
+        forwards.append({"max_k": int(args[6]), **options})
         return _forward(*args, **options)
 
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", _backward, "CPU")
-    varlen.has_kernel.cache_clear()
+    _forget()
     try:
         yield forwards
     finally:
         library._destroy()
-        varlen.has_kernel.cache_clear()
+        _forget()
+
+
+@contextmanager
+def version_on_cpu(monkeypatch, name: str) -> Iterator[list[dict]]:
+    """Have torch know the kernels as a version of FlashAttention, and hone use it, on a device that would have it."""
+    forwards: list[dict] = []
+
+    class Activated:
+        def __init__(self):
+            self.kernels = flash_on_cpu()
+            forwards.append(self.kernels.__enter__())
+
+        def remove(self):
+            self.kernels.__exit__(None, None, None)
+
+    known = torch.nn.attention._registry._FLASH_ATTENTION_IMPLS
+    monkeypatch.setitem(known, name, Activated)
+    monkeypatch.setenv(varlen.FLASH_VARIABLE, name)
+    monkeypatch.setattr(varlen, "_capability", lambda device: varlen.CACHED.get(name))
+    _forget()
+    try:
+        yield forwards
+    finally:
+        torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+        _forget()
+
+
+def _forget():
+    varlen.has_kernel.cache_clear()
+    varlen.reads_caches.cache_clear()
 
 
 def _forward(
@@ -65,7 +94,6 @@ def _forward(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, used, table) -> None:
-    newer = torch.nn.attention.current_flash_attention_impl() is not None
     assert q.dtype == k.dtype == v.dtype
     assert q.dtype in (torch.bfloat16, torch.float16)
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256
@@ -79,10 +107,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, u
     if table is None:
         assert cu_k is not None
         return
-    assert k.shape[1] % PAGE == 0
+    assert torch.nn.attention.current_flash_attention_impl() in ("FA3", "FA4")  # version 2 has errors with pages
+    assert cu_k is None
     assert used is not None
     assert table.shape == (len(cu_q) - 1, table.shape[1])
-    assert (cu_k is None) == newer  # version 2 needs it, the newer ones refuse it
 
 
 def _scores(q: Tensor, k: Tensor, scale, left, right) -> tuple[Tensor, float]:

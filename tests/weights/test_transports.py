@@ -1,6 +1,7 @@
 """What every transport must do, with receivers in processes of their own."""
 
 import asyncio
+import importlib
 import os
 import signal
 import time
@@ -412,6 +413,30 @@ def test_nixl_works_during_a_sync_only(replicas):
         assert manager.versions == {"r0": 2}
 
     run(MAKE["nixl"](), body)
+
+
+def test_reads_that_nixl_cannot_serve_name_its_error(replicas, monkeypatch):
+    """A sync of few buckets has none left to send when the first read fails."""
+    module = importlib.import_module("hone.weights.transports.nixl")
+    service, engine = module._Service, MAKE["nixl"]()
+    monkeypatch.setattr(sync, "REASON_TIMEOUT_S", 1.0)
+    engine.timeout_s = 9
+    replica = replicas("r0")
+
+    class Broken:
+        def get_new_notifs(self):
+            raise RuntimeError("the network is gone")
+
+    async def body(manager):
+        manager.add_replica(replica)
+        monkeypatch.setattr(module, "_Service", lambda agent: service(Broken()))
+        try:
+            with pytest.raises(WeightSyncError, match="NIXL cannot serve the reads of receivers: the network is gone"):
+                await manager.sync({"one": torch.ones(4)}.items(), 1)
+        finally:
+            os.kill(replica.processes[0].process.pid, signal.SIGKILL)  # NIXL waits a minute in there
+
+    run(engine, body)
 
 
 def test_no_replica_is_an_error():

@@ -23,7 +23,7 @@ import torch
 
 from hone.data.routes import Routes
 from hone.models.routing import Routing, watched
-from hone.rollout.builtin.cache import KVCache, PackedPrompts, Step, rounded
+from hone.rollout.builtin.cache import COLUMN_STEP, KVCache, PackedPrompts, Step, rounded
 from hone.rollout.builtin.decoder import Decoder
 from hone.rollout.builtin.requests import HostRows, Request
 from hone.rollout.builtin.sampling import sample
@@ -80,11 +80,10 @@ class RunningBatch:
         holes = [row for row, request in enumerate(self._requests) if request is None]
         live = len(self._requests) - len(holes)
         before = len(self._requests)
-        step = self.cache.column_step
-        columns = rounded(max((request.room for request in self.running), default=0), step) if queue else 0
+        columns = _rounded_room(max((request.room for request in self.running), default=0)) if queue else 0
         placed: list[Request] = []
         while queue and queue[0].sampling.adapter == adapter and live + len(placed) < self.cache.limits.rows:
-            wanted = max(columns, rounded(queue[0].room, step))
+            wanted = max(columns, _rounded_room(queue[0].room))
             if live + len(placed) and (live + len(placed) + 1) * wanted > self.cache.limits.tokens:
                 break
             columns = wanted
@@ -267,3 +266,7 @@ def _on_host(routing: Routing, tokens: int) -> Routes:
     """The experts of the first `tokens` tokens of a forward; the rest is padding."""
     routes: Routes = routing.choices()[:tokens].cpu().numpy()
     return routes
+
+
+def _rounded_room(tokens: int) -> int:
+    return rounded(tokens, COLUMN_STEP)

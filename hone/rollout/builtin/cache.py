@@ -31,7 +31,7 @@ from hone.rollout.images import PlacedImages, row_of
 # Matrix and attention kernels round differently for a few rows, or for odd lengths. Keeping off those paths makes a
 # sequence's log-probs the same to the bit whatever else is in the batch (observed on x86; nothing relies on it for
 # correctness, only runs that should repeat exactly do).
-COLUMN_STEP = 16  # attention with a mask looks at a multiple of this many columns
+COLUMN_STEP = 16  # attention looks at a multiple of this many columns
 MINIMUM_ROWS = 16  # matrix products have at least so many rows
 
 
@@ -98,9 +98,9 @@ class Step:
         return hidden[:, None, None, :]
 
     @cached_property
-    def filled(self) -> Tensor:
-        """[rows] int32: how many columns each row may look at."""
-        return (self.positions[: self.rows] + 1).int()
+    def filled(self) -> varlen.CachedRows:
+        """How many columns each row may look at."""
+        return varlen.CachedRows.of(self.positions[: self.rows] + 1, self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +185,7 @@ class KVCache:
         self._in_blocks = device.type == "cpu"
         # A kernel that reads each row as far as it is filled, and takes no mask.
         fits = varlen.fits(dtype, device, shape.key_size, shape.value_size)
-        self._ragged = fits and varlen.reads_caches(device.type)
-        self.column_step = varlen.PAGE if self._ragged else COLUMN_STEP  # a row has a multiple of so many columns
+        self._ragged = fits and varlen.reads_caches(device, dtype)
         self.prefixes = Prefixes(limits.kept_tokens)
         self.bound: dict[Any, Any] = {}  # what has addresses of this memory, as recorded steps do; gone when it moves
         self.release()
@@ -209,7 +208,7 @@ class KVCache:
         return self.keys.nbytes + self.values.nbytes + self.prefixes.bytes
 
     def reserve(self, rows: int, columns: int, live_rows: int) -> None:
-        """Make room for `rows` x `columns`, a multiple of `column_step`; the first `live_rows` rows keep their content.
+        """Make room for `rows` x `columns`; the content of the first `live_rows` rows is kept.
 
         It grows by doubling its rows, and never shrinks a dimension, where the limit lets it; while it moves, the old
         and the new content exist side by side.
@@ -305,7 +304,7 @@ class KVCache:
         """
         if self._ragged and scoring.plain:
             cached = self.keys[layer, : step.rows], self.values[layer, : step.rows]
-            out = varlen.attend_cached(queries, *cached, step.filled, step.columns, scoring.scale, scoring.window)
+            out = varlen.attend_cached(queries, *cached, step.filled, scoring.scale, scoring.window)
             return out.flatten(1)
         keys = self.keys[layer, : step.rows, :, : step.columns]
         values = self.values[layer, : step.rows, :, : step.columns]

@@ -2,7 +2,7 @@
 
     sender                                                    receiver
       two registered buckets; tells where they are -- tcp -->   registers room of its own
-      announces bucket n over the control channel  -- tcp -->   READ bucket n  <=====  (the sender does nothing)
+      announces bucket n over the control channel  -- tcp -->   READ bucket n  <=====
                                                    <-- tcp --   taken n
 
 No receiver waits for another, so one that is lost costs the others nothing; with `collective` it costs all of them the
@@ -32,13 +32,14 @@ from torch import Tensor
 
 from hone.platforms.base import current_platform
 from hone.weights import LOOPBACK
-from hone.weights.base import Offer, WeightReceiver, WeightSyncError
+from hone.weights.base import NamedTensors, Offer, Sent, WeightReceiver, WeightSyncError
 from hone.weights.transports.bucketed import COUNT, BucketedEngine, BucketedReceiver
 from hone.weights.transports.buckets import Filled
 from hone.weights.transports.channel import SenderChannel
 from hone.weights.transports.wire import BrokenMessage, expect
 
-POLL_S = 0.00005  # seconds between two looks at the network, during a sync
+POLL_S = 0.00005  # seconds between two polls of NIXL, during a sync
+END_S = 10.0  # for a poll to return
 
 
 class NixlEngine(BucketedEngine):
@@ -53,11 +54,20 @@ class NixlEngine(BucketedEngine):
         self._memory: _Memory | None = None
         self._service: _Service | None = None
 
+    async def send_weights(self, weights: NamedTensors, version: int) -> Sent:
+        assert self._service is not None  # `_share` began it
+        try:
+            return await super().send_weights(weights, version)
+        finally:
+            self._service.check()  # why receivers did not get a bucket
+
     async def finalize(self) -> None:
         service, self._service = self._service, None
-        if service is not None:
-            service.end()
-        await super().finalize()
+        try:
+            await super().finalize()  # receivers that are still reading learn that the sync is over
+        finally:
+            if service is not None:
+                service.end()
 
     async def close(self) -> None:
         await self.finalize()
@@ -83,8 +93,6 @@ class NixlEngine(BucketedEngine):
 
     async def _ship(self, number: int, filled: Filled, last: bool) -> None:
         self._buckets().synchronize()
-        assert self._service is not None  # `_share` began it
-        self._service.check()
         groups, used = filled
         await self.channel.send({"type": "bucket", "number": number, "groups": groups, "used": used, "last": last})
 
@@ -138,7 +146,7 @@ class NixlReceiver(BucketedReceiver):
         return room
 
     def _read(self, room: Tensor, where: tuple[int, int, int]) -> None:
-        """Read the sender's bytes into `room`; the sender's process takes no part."""
+        """Read the sender's bytes into `room`; over RDMA the sender's process takes no part."""
         agent, request = self._agent, None
         theirs = agent.get_xfer_descs([where], mem_type=self._kind)
         try:
@@ -214,8 +222,8 @@ class _Service:
     def _serve(self) -> None:
         try:
             while not self._over.wait(POLL_S):
-                self._agent.get_new_notifs()  # nobody sends any: it is the call that lets NIXL work
-        except _errors() as error:
+                self._agent.get_new_notifs()  # there are none; the call makes NIXL progress
+        except Exception as error:  # noqa: BLE001  raised by `check`, on the sender's thread
             self._failure = error
 
     def check(self) -> None:
@@ -224,8 +232,11 @@ class _Service:
             raise WeightSyncError(f"NIXL cannot serve the reads of receivers: {self._failure}") from self._failure
 
     def end(self) -> None:
+        """Raises WeightSyncError if NIXL does not return."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            raise WeightSyncError(f"NIXL did not return from a poll within {END_S:g} s")
 
 
 _agents: list[Any] = []  # the one agent of this process
@@ -251,7 +262,7 @@ def _agent(on_loopback: bool) -> Any:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
             api = importlib.import_module("nixl._api")
-            strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # a process may send and receive at once
+            strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # the event loop and `_Service` call it
             config = api.nixl_agent_config(enable_prog_thread=False, sync_mode=strict, backends=["UCX"])
             _agents.append(api.nixl_agent(f"hone-{secrets.token_hex(8)}", config))
         except ImportError as error:
