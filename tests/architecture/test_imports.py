@@ -63,7 +63,6 @@ THIRD_PARTY = {  # heavy or optional package -> files that may import it, or a f
 LAZY = {  # function-level imports: file -> what it imports there, and why
     "hone/data/sources/hf.py": {"datasets": "optional"},
     "hone/engines/kernels/choice.py": {"hone": "the kernels, which import triton"},
-    "hone/models/attention/packed.py": {"torch": "varlen attention exists in some builds of torch only"},
     "hone/models/source.py": {"modelscope": "optional", "modelscope_hub": "its errors"},
 }
 

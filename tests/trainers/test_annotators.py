@@ -58,4 +58,3 @@ def test_the_teacher_of_a_sequence_is_one_number_for_it():
     groups = [group(0, "easy"), group(1, "hard")]
     batch = TeacherChoice("level", ["hard", "easy"]).assign(pack(groups), groups)
     assert batch.teacher_index.tolist() == [1, 0]
-    assert TeacherChoice().assign(pack(groups), groups).teacher_index is None

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from hone.config import ConfigError
 
@@ -87,8 +88,6 @@ def reads_caches(device: torch.device, dtype: torch.dtype) -> bool:
 
     Raises RuntimeError if they differ.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     chosen: Any = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     pages = {"block_table", "seqused_k"} <= inspect.signature(varlen_attn).parameters.keys()
     if not (pages and chosen in CACHED and CACHED[chosen] == _capability(device.type)):
@@ -124,8 +123,6 @@ def attend_packed(
     k, v [keys, kv_heads, d]; `ends`: where sequences begin and end among queries and keys, [N+1] int32 each; `most`:
     the longest sequence of each. With a window, a query sees the last `window` keys, its own included.
     """
-    from torch.nn.attention.varlen import varlen_attn  # a kernel that exists only in builds with an accelerator
-
     seen = (-1 if window is None else window - 1, 0)
     grouped = q.shape[1] != k.shape[1]
     out = varlen_attn(q, k, v, *ends, *most, scale=scale, window_size=seen, enable_gqa=grouped)
@@ -138,8 +135,6 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, rows: CachedRows, scale: floa
 
     k, v [rows, kv_heads, columns, d].
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     # How keys are split depends on the other rows, and so does the order in which they are added up.
     splits = 1 if torch.are_deterministic_algorithms_enabled() else None
     out = varlen_attn(

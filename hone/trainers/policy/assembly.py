@@ -178,9 +178,9 @@ class PolicyAssembly:
         follow = self._follow
         return None if follow is None else Following(self._own_reference, follow.every_steps, follow.mixup)
 
-    def _teacher_choice(self) -> TeacherChoice:
+    def _teacher_choice(self) -> TeacherChoice | None:
         config = self._config.distillation
-        return TeacherChoice() if config is None else TeacherChoice(config.teacher_field, list(config.teachers))
+        return None if config is None else TeacherChoice(config.teacher_field, list(config.teachers))
 
     def _teachers(self) -> Teachers:
         config = self._config.distillation

@@ -28,7 +28,7 @@ class Teacher(Protocol):
 class TeacherChoice:
     """Which teacher judges the answers to a prompt, by a column of its row."""
 
-    def __init__(self, field: str = "", names: Sequence[str] = ()) -> None:
+    def __init__(self, field: str, names: Sequence[str]) -> None:
         """`field`: the column that names the teacher; empty: the first teacher judges all rows."""
         self._field = field
         self._names = list(names)
@@ -54,9 +54,7 @@ class TeacherChoice:
                 self.number_of(prompt)
 
     def assign(self, batch: Batch, groups: Sequence[TrajectoryGroup]) -> Batch:
-        """The batch that was packed from `groups`, with `teacher_index`; unchanged in a run without teachers."""
-        if not self._names:
-            return batch
+        """The batch that was packed from `groups`, with `teacher_index`."""
         numbers = torch.tensor([self.number_of(group.prompt) for group in groups])
         return batch.with_(teacher_index=numbers[batch.group_index])
 

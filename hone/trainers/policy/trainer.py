@@ -58,7 +58,7 @@ class PolicyParts:
     annotators: Sequence[Annotator]  # in the order in which a batch goes through them
     adjust: Sequence[Callable[[Batch], Batch]]  # what changes advantages after the algorithm has computed them
     objective: LossFn  # the actor's loss
-    teacher_choice: TeacherChoice
+    teacher_choice: TeacherChoice | None
     following: Following | None
     rollout_log: RolloutLog
 
@@ -82,7 +82,9 @@ class PolicyTrainer(Trainer):
         self.following = parts.following
         self.evaluator = parts.generation.evaluator(context.tracking)
         self.rollout_log = parts.rollout_log
-        checks = [parts.teacher_choice.check, TokenBudgets(config).check_drawn]
+        checks = [TokenBudgets(config).check_drawn]
+        if self.teacher_choice is not None:
+            checks.append(self.teacher_choice.check)
         self.supply = PromptSupply(parts.prompts, parts.algorithm.groups, config.run.seed, checks)
         grouped = config.update.samples_per_prompt > 1
         self.health = RunHealth(config.reward.max_failed_fraction, grouped, self.tracking.message)
@@ -127,7 +129,7 @@ class PolicyTrainer(Trainer):
         self.feed.commit(step, played, batch)
         self.recorder.tokens(batch.num_tokens)
         self.rollout_log.write(step, played, batch, self.actor)
-        return self.teacher_choice.assign(batch, played)
+        return batch if self.teacher_choice is None else self.teacher_choice.assign(batch, played)
 
     def update(self, batch: Batch, version: int) -> None:
         """Annotate -> advantages -> train -> move the reference, if it follows -> weight sync."""
