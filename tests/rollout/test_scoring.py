@@ -11,6 +11,7 @@ from hone.rollout.builtin.generic import GenericDecoder
 from hone.rollout.builtin.scoring import in_turns
 from hone.rollout.settings import BuiltinSettings
 from hone.types import SamplingParams
+from tests.conftest import OLD
 from tests.rollout.peft_adapters import adapt
 
 CPU = torch.device("cpu")
@@ -51,6 +52,7 @@ def test_logits_of_a_long_prompt_are_computed_a_few_tokens_at_a_time(kind, tiny,
     assert found.top_ids[1:].tolist() == expected.topk(3)[1].tolist()
 
 
+@pytest.mark.skipif(OLD, reason="transformers before 5.19 passes a mask to the attention of OPT")
 def test_a_model_whose_head_cannot_be_run_apart_scores_up_to_a_limit(monkeypatch):
     sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "pad_token_id": 0}
     decoder = GenericDecoder(OPTConfig(vocab_size=104, word_embed_proj_dim=32, **sizes), torch.float32, CPU)

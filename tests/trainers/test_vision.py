@@ -7,7 +7,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hone.cli.main import main
 from hone.config import ConfigError, load
@@ -90,7 +91,7 @@ def test_fine_tuning_on_pictures_and_text_exports_a_whole_model(tmp_path):
     export = tmp_path / "run/export"
     model = AutoModelForImageTextToText.from_pretrained(export)
     assert model.model.visual.config.patch_size == 8
-    assert AutoImageProcessor.from_pretrained(export, backend="pil").patch_size == 8
+    assert Qwen2VLImageProcessorPil.from_pretrained(export).patch_size == 8
     own, built = (load_image_processor(ModelConfig(**one)) for one in ({"path": str(export)}, MODEL))
     np.testing.assert_array_equal(own.image(png(48, 48)).patches(), built.image(png(48, 48)).patches())
     before = load_file(tmp_path / "run/model/model.safetensors")

@@ -29,6 +29,9 @@ CACHED = {"FA3": 9, "FA4": 10}  # and the one for which it reads pages: torch 2.
 TOLERANCE = 0.02  # of the first use of `attend_cached`, as a share of the largest value
 _HEAD_SIZES = range(8, 257, 8)
 _HALF = (torch.bfloat16, torch.float16)
+_KNOWN = inspect.signature(varlen_attn).parameters  # torch 2.11 has neither of these two
+GROUPED = "enable_gqa" in _KNOWN
+PAGES = {"block_table", "seqused_k"} <= _KNOWN.keys()
 _CHECKED = ((8, 1), (2, 512), (2, 512))  # heads and tokens of a row's query, keys and values
 
 
@@ -89,8 +92,7 @@ def reads_caches(device: torch.device, dtype: torch.dtype) -> bool:
     Raises RuntimeError if they differ.
     """
     chosen: Any = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-    pages = {"block_table", "seqused_k"} <= inspect.signature(varlen_attn).parameters.keys()
-    if not (pages and chosen in CACHED and CACHED[chosen] == _capability(device.type)):
+    if not (PAGES and chosen in CACHED and CACHED[chosen] == _capability(device.type)):
         return False
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, heads, n, 64, generator=generator).to(device, dtype) for heads, n in _CHECKED)
@@ -124,8 +126,11 @@ def attend_packed(
     the longest sequence of each. With a window, a query sees the last `window` keys, its own included.
     """
     seen = (-1 if window is None else window - 1, 0)
-    grouped = q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, *ends, *most, scale=scale, window_size=seen, enable_gqa=grouped)
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    if grouped and not GROUPED:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        grouped = {}
+    out = varlen_attn(q, k, v, *ends, *most, scale=scale, window_size=seen, **grouped)
     assert isinstance(out, Tensor)  # without `return_aux` it is the output alone
     return out
 

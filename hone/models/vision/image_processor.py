@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from hone.models.errors import ModelError
@@ -24,6 +24,9 @@ from hone.models.source import check_source, locate
 from hone.models.tokenizer import IMAGE, SPECIAL_TOKENS, VISION_TOKENS, load_tokenizer
 from hone.models.vision.model import FAMILIES
 from hone.types import Image
+
+KNOWN = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+"""Names of the one processor in `preprocessor_config.json`: by whether it was saved with torchvision."""
 
 
 class ImageProcessor:
@@ -88,21 +91,18 @@ def load_image_processor(model: ModelConfig) -> ImageProcessor | None:
     if config.get("model_type") not in FAMILIES:
         _refuse_vision(model)
         return None
-    check_source(model.path, key, "preprocessor_config.json", model.trust_remote_code, model.revision)
+    settings = check_source(model.path, key, "preprocessor_config.json", model.trust_remote_code, model.revision)
+    name = settings.get("image_processor_type")
+    if name not in KNOWN:
+        raise ModelError(f"{key} {model.path!r} has the image processor {name}; hone knows {KNOWN[0]} only")
     folder = locate(model.path, key, model.revision, weights=False).folder
     try:
-        loaded: Any = AutoImageProcessor.from_pretrained(
-            folder, backend="pil", trust_remote_code=model.trust_remote_code
-        )
+        # by its class, because the general one needs torchvision in transformers 5.17
+        loaded = Qwen2VLImageProcessorPil.from_pretrained(folder)
         full = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, ImportError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{key} {model.path!r} has no usable image processor: {reason}") from error
-    if not isinstance(loaded, Qwen2VLImageProcessorPil):
-        raise ModelError(
-            f"{key} {model.path!r} has the image processor {type(loaded).__name__}; "
-            "hone knows Qwen2VLImageProcessor only"
-        )
     return ImageProcessor(_limited(loaded, model.used.vision), full.image_token_id)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from transformers import GptOssConfig
 
 from hone.data.packing import Sample, balanced, pack_samples, select, sequence_costs
 from hone.engines.registry import EngineRegistry
@@ -134,7 +135,7 @@ FAMILIES = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 6,
-            "swiglu_limit": 0.5,
+            **({"swiglu_limit": 0.5} if hasattr(GptOssConfig(), "swiglu_limit") else {}),  # since transformers 5.19
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,
