@@ -13,11 +13,19 @@ from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.runtime.local import LocalWorkerGroup
 from hone.tracking.metrics import Timer
 from hone.trainers.run.event_loop import EventLoop
+from hone.weights import sync
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.rollout import RolloutSpec, start_rollout
 from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 
 BUILD = BuildConfig(hidden_size=32, layers=2, heads=2, mlp_size=64, max_positions=128)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A server that stands still is not waited for so long."""
+    for limit in ("REASON_TIMEOUT_S", "STOP_TIMEOUT_S"):
+        monkeypatch.setattr(sync, limit, 3.0)
 
 
 @pytest.fixture(scope="session")

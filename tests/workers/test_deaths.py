@@ -168,6 +168,7 @@ def test_a_server_that_hangs_with_requests_is_restarted_and_nobody_notices(start
     assert rollout._engine.serving == [victim, other]
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("moment", ["before the sync", "in the middle"])
 @pytest.mark.parametrize("transport", [None, CollectiveSettings()], ids=["ipc", "collective"])
 def test_a_server_that_hangs_in_a_sync_costs_the_others_nothing_but_time(start, actor, loop, moment, transport):

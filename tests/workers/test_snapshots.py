@@ -170,6 +170,7 @@ def test_a_replica_that_dies_gets_the_version_that_its_answers_need(start_beside
     assert {one.weight_version for one in router.replicas} == {1}
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("stroke", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_replica_that_dies_or_hangs_while_weights_are_sent_is_replaced(start_beside, actor, stroke):
     rollout = start_beside(new_weights="finish", replicas=2, weights=WeightSyncConfig(timeout_s=9, bucket_mib=1))
