@@ -308,9 +308,11 @@ class Router:
             return await self.seats.take(request)
 
     async def _ask(self, replica: Replica, request: RoutedRequest, send: Callable[[Replica], Awaitable[R]]) -> R | None:
-        """What the replica answers within the deadline; None if it died, and the request can be sent again."""
+        """What the replica answers within the deadline; None if it died or sleeps: the request is sent again."""
         life = replica.restarts.total
         try:
+            if replica.state == "asleep":  # a lent server began to rest after it had given the seat
+                return None
             async with asyncio.timeout(self._timeout_s) as deadline:
                 return await send(replica)
         except TimeoutError as error:

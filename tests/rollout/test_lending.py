@@ -94,6 +94,27 @@ def test_requests_that_wait_for_a_seat_come_to_it_and_no_other_is_stopped(lendin
     assert not any(request.count("+") for request, _, _ in (*own.seen, *lent.seen))
 
 
+def test_a_request_that_gets_a_seat_in_the_moment_of_its_rest_goes_elsewhere(lending, finish):
+    """The seat is given, and the request has not been sent when the server begins to sleep."""
+    router, own, lent, server = lending(requests_per_replica=2)
+
+    async def story():
+        await begin(server, lent)
+        tasks = running(router)
+        await until(lambda: len(own.seen) == 2)
+        await lent.wake_up()
+        replica = router.pool.of(lent)
+        replica.state = "serving"
+        router.seats.hand_out()
+        assert len(replica.running) == 2
+        await server.rest()
+        assert [len(one.token_ids) for one in await asyncio.gather(*tasks)] == [WANTED.max_tokens] * 8
+        assert not replica.running
+
+    finish(story())
+    assert lent.seen == []
+
+
 def test_while_it_sleeps_it_gets_nothing(lending, finish):
     router, _, lent, server = lending()
 
