@@ -67,11 +67,15 @@ class Seats:
         self._waiting.setdefault(request.versions, deque()).append((request, seat))
         self.hand_out()
         try:
-            return await seat
+            replica = await seat
         except asyncio.CancelledError:
-            if seat.done() and not seat.cancelled() and (replica := seat.result()) is not None:
-                self.leave(replica, request)  # it was given one in the same moment
+            if seat.done() and not seat.cancelled() and (given := seat.result()) is not None:
+                self.leave(given, request)  # it was given one in the same moment
             raise
+        if replica is None or replica.state != "asleep":
+            return replica
+        self.leave(replica, request)  # it was lent, and began to rest in the same moment
+        return await self.take(request)
 
     def leave(self, replica: Replica, request: RoutedRequest) -> None:
         replica.end(request)
@@ -308,11 +312,9 @@ class Router:
             return await self.seats.take(request)
 
     async def _ask(self, replica: Replica, request: RoutedRequest, send: Callable[[Replica], Awaitable[R]]) -> R | None:
-        """What the replica answers within the deadline; None if it died or sleeps: the request is sent again."""
+        """What the replica answers within the deadline; None if it died, and the request can be sent again."""
         life = replica.restarts.total
         try:
-            if replica.state == "asleep":  # a lent server began to rest after it had given the seat
-                return None
             async with asyncio.timeout(self._timeout_s) as deadline:
                 return await send(replica)
         except TimeoutError as error:
