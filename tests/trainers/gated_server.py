@@ -1,8 +1,9 @@
 """The built-in engine's server, where new weights arrive in the middle of answers in every run, whatever the load.
 
 With staleness 1, draw d is trained in step d // PER_STEP + 1, after version d // PER_STEP has been published. A request
-for it waits until those of the step before have ended, is given its first tokens, and the others when the server has
-that version. Weights that arrive wait until every request that runs has a token.
+for it waits until all of its step have arrived and those of the step before have ended, is given its first tokens, and
+the others when the server has that version. Weights that arrive wait until the requests for them have arrived, and every
+request that runs has a token.
 """
 
 import asyncio
@@ -14,10 +15,13 @@ from hone.rollout.builtin.scheduler import Scheduler
 from hone.rollout.servers.builtin import BuiltinServer
 from hone.workers.inside import builtin
 
-PER_STEP, SAMPLES = 4, 4  # of the run's `update`
+STEPS = 5  # of the run
+PER_STEP, SAMPLES = 4, 4  # of its `update`
+OF_STEP = PER_STEP * SAMPLES
 PATIENCE_S = 120.0
 answer, pause, step = builtin.EngineApp._generate, builtin.EngineApp._pause, Scheduler.step
 ended = Counter()  # version -> requests that have ended of those that waited for it
+arrived = Counter()  # version -> requests that have arrived of those that wait for it
 held = set()
 
 
@@ -42,13 +46,16 @@ async def answer_in_turn(app, asked):
     if asked["sampling"]["temperature"] == 0:  # of an evaluation
         return await answer(app, asked)
     request, engine = asked["request_id"], app._engine
+    version = due(request)
+    arrived[version] += 1
     held.add(request)
     try:
-        await until(lambda: due(request) <= engine.weight_version or ended[engine.weight_version] == PER_STEP * SAMPLES)
+        await until(lambda: version <= engine.weight_version or ended[engine.weight_version] == OF_STEP)
+        await until(lambda: arrived[version] == OF_STEP)
     finally:
         held.discard(request)
     found = await answer(app, asked)
-    ended[due(request)] += 1
+    ended[version] += 1
     return found
 
 
@@ -64,9 +71,14 @@ def step_if_due(scheduler):
 
 
 async def pause_when_begun(app, body):
-    scheduler = app._engine._scheduler
+    scheduler, new = app._engine._scheduler, app._engine.weight_version + 1
+    needed = OF_STEP if 0 < new < STEPS else 0
     await until(
-        lambda: not held and not scheduler._queue and all(has_token(scheduler, one) for one in scheduler.batch.running)
+        lambda: (
+            arrived[new] >= needed
+            and not (held or scheduler._queue)
+            and all(has_token(scheduler, one) for one in scheduler.batch.running)
+        )
     )
     return await pause(app, body)
 

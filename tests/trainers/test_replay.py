@@ -17,11 +17,9 @@ from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.run.context import RunControl
 from hone.trainers.run.export import export_checkpoint
 from hone.trainers.run.launch import run_policy
-from tests.trainers.gated_server import Gated
+from tests.trainers.gated_server import STEPS, Gated
 from tests.trainers.test_asynchronous import AHEAD, assert_same
 from tests.trainers.tiny import metrics, recipe
-
-STEPS = 5
 
 
 def mixed(mode):
