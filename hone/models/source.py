@@ -2,7 +2,7 @@
 
     ./folder                 a local folder
     owner/name               Hugging Face hub, with `huggingface_hub`, which caches, resumes, checks and locks
-    modelscope:owner/name    ModelScope, with `modelscope` (an extra)
+    modelscope:owner/name    ModelScope, with the package `modelscope`
 
 A branch or tag is resolved to its commit once; later reads use that commit.
 """
@@ -116,7 +116,7 @@ def _from_hugging_face(name: str, revision: str | None, weights: bool) -> Locate
 def _from_modelscope(name: str, revision: str | None, weights: bool) -> Located:
     """Download from ModelScope. Its client cannot resolve a branch to a commit, so the given revision is recorded."""
     try:
-        from modelscope import snapshot_download as download  # an extra
+        from modelscope import snapshot_download as download  # optional
         from modelscope_hub.errors import HubError
     except ImportError as error:
         raise ModelError("needs the package modelscope: pip install modelscope") from error

@@ -29,14 +29,14 @@ COLUMNS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "packed": ("packed", checks.packed),
     "path": ("SFT, GRPO, export", checks.whole_path),
     "builtin": ("built-in rollout", checks.built_in_rollout),
-    "builtin_bf16": ("in bfloat16", checks.built_in_bfloat16),
+    "builtin_bf16": ("built-in in bfloat16", checks.built_in_bfloat16),
     "value": ("value head", checks.value_head),
     "lora": ("LoRA", checks.lora),
     "tensor": ("tp2", checks.tensor_parallel),
     "sequence": ("sp2", checks.sequence_parallel),
     "expert": ("ep2", checks.expert_parallel),
     "vllm": ("vLLM rollout", checks.vllm_rollout),
-    "vllm_bf16": ("in bfloat16", checks.vllm_bfloat16),
+    "vllm_bf16": ("vLLM in bfloat16", checks.vllm_bfloat16),
 }
 CHEAP = ("packed", "path", "builtin", "builtin_bf16", "value")  # which the tests run
 NONE = "–"

@@ -175,7 +175,7 @@ class PolicyRunConfig(Config):
     rollout: RolloutConfig = setting(meaning="the engine that generates, and how it samples", factory=RolloutConfig)
     weights: WeightSyncConfig = setting(meaning="how weights reach the rollout", factory=WeightSyncConfig)
     actor: EngineConfig = setting(meaning="how the policy is trained", factory=EngineConfig)
-    critic: CriticConfig | None = setting(None, "the value model, for estimators that need one (gae)")
+    critic: CriticConfig | None = setting(None, "the value model, for estimators that need one (gae, turn_gae)")
     reference: PolicyReferenceConfig | None = setting(
         None, "what KL is measured against; default: the policy before training"
     )

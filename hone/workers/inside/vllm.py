@@ -60,6 +60,7 @@ from hone.workers.inside.receiving import (
     variable,
 )
 from hone.workers.inside.vllm_patches import (
+    allow_amx,
     as_loaders_want,
     expand_batch_to_tokens,
     gather_rows,
@@ -111,6 +112,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
         super().__init__(*arguments, **named)
         die_with_parent()
         if current_platform.is_cpu():
+            allow_amx()
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
             CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_rows
         self.receipt: dict[str, Any] = {"error": "no weights were received"}

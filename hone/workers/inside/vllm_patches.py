@@ -38,6 +38,15 @@ def _on_cpu(module: torch.nn.Module) -> bool:
     return all(weight.device.type in ("cpu", "meta") for weight in module.parameters())
 
 
+def allow_amx() -> None:
+    """Ask the operating system for permission to use the CPU's matrix tiles (AMX), where it has them.
+
+    vLLM's attention uses them in bfloat16 and asks for nothing. A process that no other library asked for dies in its
+    first request (SIGILL). Remove this when the kernels of `vllm/v1/attention/backends/cpu_attn.py` ask.
+    """
+    torch.cpu._init_amx()
+
+
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
