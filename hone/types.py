@@ -188,6 +188,19 @@ class SamplingParams:
     # How many of the most likely tokens to return at each place of the prompt, with the log-probs of its own tokens.
     # None: the prompt is not scored. With 0 or more, `max_tokens` may be 0: then nothing is sampled.
     prompt_logprobs: int | None = None
+    max_sequence_tokens: int | None = None  # of prompt and answer together, where the policy answers; None: no limit
+
+    def fitted(self, request_id: str, prompt: int) -> SamplingParams:
+        """The same for a prompt of so many tokens, without `max_sequence_tokens`. Raises PromptTooLong."""
+        limit = self.max_sequence_tokens
+        if limit is None or self.adapter or not self.max_tokens:  # only answers of the policy are trained on
+            return replace(self, max_sequence_tokens=None)
+        if prompt >= limit:
+            raise PromptTooLong(
+                f"request {request_id!r} has a prompt of {prompt} tokens, which leaves no room in sequences of at most "
+                f"{limit}: the smallest max_tokens_per_microbatch, or limit of a teacher, of the models that read them"
+            )
+        return replace(self, max_tokens=min(self.max_tokens, limit - prompt), max_sequence_tokens=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,11 +105,16 @@ class _Record:
 
     def refused(self, prompt: Prompt, error: ValueError) -> tuple[Status, str]:
         """How the trajectory ends when the engine refuses a request: truncated if it was too long, else a failure."""
-        message = f"{prompt.prompt_id}: {error}"
-        if not (self.spans and isinstance(error, PromptTooLong)):
-            return Status.ENGINE_FAILED, message
+        too_long = self.spans and isinstance(error, PromptTooLong)
+        return self.full() if too_long else Status.ENGINE_FAILED, f"{prompt.prompt_id}: {error}"
+
+    def full(self) -> Status:
+        """End with the last answer: there is no room for another, so nobody reads what came after it."""
+        end = self.spans[-1].end if self.spans else self.prompt_length
+        for values in (self.token_ids, self.loss_mask, self.logprobs, self.versions):
+            del values[end:]
         self.stop_reason = StopReason.LENGTH
-        return Status.TRUNCATED, message
+        return Status.TRUNCATED
 
     def finish(self, prompt: Prompt, sample: int, status: Status, error: str = "") -> Trajectory:
         return Trajectory(
@@ -231,7 +236,7 @@ class EpisodeRunner:
         for turn in range(self._max_turns):
             left = min(budget, (limits.max_episode_tokens or math.inf) - len(record.token_ids))
             if left < 1:
-                break
+                return record.full(), ""
             room = int(min(left, limits.max_turn_tokens or left))
             try:
                 completion = await self._generate(prompt, sample, turn, play, record, room)

@@ -25,7 +25,10 @@ class EnvSettings(Choice):
         8192, "longest response of the environment to one turn; a longer text is cut", unit="tokens", ge=1
     )
     max_episode_tokens: int | None = setting(
-        None, "longest conversation with its prompt; null: the engine's context", unit="tokens", ge=1
+        None,
+        "longest conversation with its prompt; null: the engine's context, and in training the smallest token budget",
+        unit="tokens",
+        ge=1,
     )
     max_calls_per_turn: int = setting(16, "tool calls of one turn; those after them are refused", unit="calls", ge=1)
     max_bad_calls: int = setting(4, "the episode ends with this many broken or unknown calls", unit="calls", ge=1)

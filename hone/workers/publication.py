@@ -363,7 +363,8 @@ class RolloutHandle:
         if self._snapshots is not None:
             self._snapshots.check()
             optional |= {"versions": versions, "spans": spans}
-        completion = await self._engine.generate(request_id, token_ids, sampling, **optional)
+        fitted = sampling.fitted(request_id, len(token_ids))
+        completion = await self._engine.generate(request_id, token_ids, fitted, **optional)
         progress()
         return completion
 

@@ -208,7 +208,7 @@ def test_a_conversation_that_outgrows_the_context_is_truncated():
     (group,) = run(Full(room=4), [prompt()], TwoTurns, samples=1)
     (one,) = group.trajectories
     assert (one.status, one.stop_reason, one.turns) == (Status.TRUNCATED, StopReason.LENGTH, 1)
-    assert one.loss_mask == (0, 0, 1, 1, 0)
+    assert one.loss_mask == (0, 0, 1, 1), "no observation follows the last answer"
 
 
 def test_a_turn_that_is_refused_for_another_reason_is_a_failure():

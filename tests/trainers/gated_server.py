@@ -2,8 +2,8 @@
 
 With staleness 1, draw d is trained in step d // PER_STEP + 1, after version d // PER_STEP has been published. A request
 for it waits until all of its step have arrived and those of the step before have ended, is given its first tokens, and
-the others when the server has that version. Weights that arrive wait until the requests for them have arrived, and every
-request that runs has a token.
+the others when the server has that version. Weights that arrive wait until the requests for them have arrived, and
+every request that runs has a token.
 """
 
 import asyncio

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hone.algorithms.algorithm import Algorithm, check_takes_token_rewards
 from hone.algorithms.distillation.losses import Distillation
@@ -18,13 +19,14 @@ from hone.envs import ENVS
 from hone.envs.base import is_single_turn
 from hone.envs.settings import AgentSettings, EndpointSettings
 from hone.registry import unknown
+from hone.rollout.settings import RolloutConfig
 from hone.runtime.settings import RaySettings
 from hone.schedule.journal import JOURNAL
 from hone.schedule.settings import AsynchronyConfig
 from hone.trainers.policy.annotators import Stage, check_stages, declared_stages
 from hone.trainers.policy.settings import PolicyRunConfig, learns_from_teachers
 from hone.types import Prompt
-from hone.workers.rollout import is_batch_invariant, server_shape
+from hone.workers.rollout import CONTEXT_OPTIONS, is_batch_invariant, server_shape
 
 OBJECTIVE_OUTPUTS = frozenset({"entropy", "sum_pi_squared", FULL_KL})  # of an engine's forward, beyond log-probs
 
@@ -245,7 +247,9 @@ def _check_token_budgets(config: PolicyRunConfig) -> None:
     """The longest prompt with the longest answer fits into a micro-batch of every model that reads it."""
     limits = {f"{name}.max_prompt_tokens": one.max_prompt_tokens for name, one in _training_sets(config).items()}
     key, prompt = max(limits.items(), key=lambda pair: pair[1] or 0)
-    TokenBudgets(config).check(prompt or 1, f"{key} ({prompt})" if prompt else "a prompt of 1 token or more")
+    budgets = TokenBudgets(config)
+    budgets.check(prompt or 1, f"{key} ({prompt})" if prompt else "a prompt of 1 token or more")
+    budgets.check_conversations(config.episode.limits.max_episode_tokens)
 
 
 def _training_sets(config: PolicyRunConfig) -> dict[str, PromptSetConfig]:
@@ -263,15 +267,24 @@ class TokenBudgets:
         scorers = {f"reward.components.{name}.model": one.model for name, one in config.reward.components.items()}
         budgets = {f"{key}.max_tokens_per_microbatch": one.max_tokens_per_microbatch for key, one in engines}
         budgets |= {f"{key}.max_tokens_per_batch": one.max_tokens_per_batch for key, one in scorers.items() if one}
-        self._key, self._budget = min(budgets.items(), key=lambda pair: pair[1])
+        budgets |= _limits_of_served_teachers(config)
+        self._key, self.longest = min(budgets.items(), key=lambda pair: pair[1])
 
     def check(self, prompt: int, what: str) -> None:
         """Raise ConfigError if a prompt of so many tokens does not fit the smallest budget; `what` names the prompt."""
         total = min(prompt + self._response, self._longest or prompt + self._response)
-        if total > self._budget:
+        if total > self.longest:
             raise ConfigError(
-                f"{self._key} = {self._budget} is less than the longest sequence of {total} tokens: {what} + "
+                f"{self._key} = {self.longest} is less than the longest sequence of {total} tokens: {what} + "
                 f"rollout.sampling.max_response_tokens ({self._response}); raise the budget, or lower one of the limits"
+            )
+
+    def check_conversations(self, most: int | None) -> None:
+        """Raise ConfigError if the run file allows conversations of more tokens; without a limit they end earlier."""
+        if most is not None and most > self.longest:
+            raise ConfigError(
+                f"{self._key} = {self.longest} is less than episode.env.max_episode_tokens ({most}); raise the budget, "
+                "or lower the limit"
             )
 
     def check_drawn(self, prompts: Sequence[Prompt]) -> None:
@@ -291,6 +304,27 @@ def _engines(config: PolicyRunConfig) -> dict[str, EngineConfig]:
     teachers = config.distillation.teachers if config.distillation is not None else {}
     placed = {name: one.engine for name, one in teachers.items() if one.served_by == "engine"}
     return engines | {f"distillation.teachers.{name}.engine": one for name, one in placed.items() if one is not None}
+
+
+def _limits_of_served_teachers(config: PolicyRunConfig) -> dict[str, int]:
+    """The longest sequence that the rollout engine of each teacher scores, by its key, where the run file sets one."""
+    found: dict[str, int] = {}
+    teachers = config.distillation.teachers if config.distillation is not None else {}
+    for name, one in teachers.items():
+        if one.served_by != "rollout":
+            continue
+        key = "rollout" if one.rollout is None else f"distillation.teachers.{name}.rollout"
+        rollout = one.rollout or RolloutConfig(builtin=config.rollout.builtin)
+        if rollout.backend == "builtin":
+            limits = {"builtin.max_sequence_tokens": rollout.builtin.max_sequence_tokens}
+        else:  # a server samples a token after the sequence, too
+            limits = {f"engine.{option}": _whole(rollout.engine.get(option)) for option in CONTEXT_OPTIONS}
+        found |= {f"{key}.{option}": most for option, most in limits.items() if most is not None}
+    return found
+
+
+def _whole(value: Any) -> int | None:
+    return value - 1 if isinstance(value, int) and value > 1 else None
 
 
 def _check_rollout_logprobs(config: PolicyRunConfig) -> None:

@@ -70,7 +70,9 @@ class PolicyTrainer(Trainer):
         super().__init__(config.run.total_steps, config.checkpoint, context, evaluates=bool(config.evaluation.sets))
         self.collector = parts.generation.collector
         self.feed = parts.feed
-        self.play = replace(parts.generation.play, greedy=parts.algorithm.needs_greedy)
+        budgets = TokenBudgets(config)
+        sampling = replace(parts.generation.play.sampling, max_sequence_tokens=budgets.longest)
+        self.play = replace(parts.generation.play, sampling=sampling, greedy=parts.algorithm.needs_greedy)
         self.rollout = parts.generation.rollout
         self.algorithm = parts.algorithm
         self.actor = parts.actor
@@ -82,7 +84,7 @@ class PolicyTrainer(Trainer):
         self.following = parts.following
         self.evaluator = parts.generation.evaluator(context.tracking)
         self.rollout_log = parts.rollout_log
-        checks = [TokenBudgets(config).check_drawn]
+        checks = [budgets.check_drawn]
         if self.teacher_choice is not None:
             checks.append(self.teacher_choice.check)
         self.supply = PromptSupply(parts.prompts, parts.algorithm.groups, config.run.seed, checks)

@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -60,6 +61,7 @@ from hone.workers.inside.receiving import (
     variable,
 )
 from hone.workers.inside.vllm_patches import (
+    add_bias_to_choice,
     allow_amx,
     as_loaders_want,
     expand_batch_to_tokens,
@@ -113,6 +115,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
         die_with_parent()
         if current_platform.is_cpu():
             allow_amx()
+            CPURouter._compute_routing = add_bias_to_choice(CPURouter._compute_routing)
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
             CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_rows
         self.receipt: dict[str, Any] = {"error": "no weights were received"}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 Named = tuple[str, torch.Tensor]
+Routing = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # hidden states and router logits -> weights, experts
 
 
 def pack_cpu_experts_again(model: torch.nn.Module) -> None:
@@ -45,6 +46,30 @@ def allow_amx() -> None:
     first request (SIGILL). Remove this when the kernels of `vllm/v1/attention/backends/cpu_attn.py` ask.
     """
     torch.cpu._init_amx()
+
+
+def add_bias_to_choice(compute: Routing) -> Routing:
+    """Wrap `CPURouter._compute_routing`: experts are chosen by softmax plus the router's bias, weights have none.
+
+    vLLM's router for CPUs ignores the bias of a softmax router without groups (ERNIE 4.5 MoE), and so chooses other
+    experts than on a GPU. Remove this when `CPURouter` reads `e_score_correction_bias` there.
+    Upstream: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/fused_moe/router/cpu_router.py
+    """
+
+    def route(
+        router: Any, hidden: torch.Tensor, logits: torch.Tensor, *rest: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        plain = router.scoring_func == "softmax" and not (router.use_grouped_topk or router.custom_routing_function)
+        if router.e_score_correction_bias is None or not plain:
+            return compute(router, hidden, logits, *rest, **named)
+        scores = logits.float().softmax(-1)
+        chosen = (scores + router.e_score_correction_bias).topk(router.top_k, -1).indices
+        weights = scores.gather(-1, chosen)
+        if router.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * router.routed_scaling_factor, chosen.to(torch.int32)
+
+    return route
 
 
 def expand_batch_to_tokens(
