@@ -162,6 +162,7 @@ class Prompt:
     row: Mapping[str, Any] = field(default_factory=dict)  # all other columns, unchanged
     draw: int = 0  # position in the prompt stream; unique within a run, and the key of the ledger
     images: tuple[Image, ...] = ()  # in the order of their placeholders in `token_ids`
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the functions that the row offers
 
 
 @dataclass(frozen=True, slots=True)

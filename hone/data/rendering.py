@@ -106,9 +106,9 @@ class Renderer:
         ids = self._first + self._encode(self._template.render(guarded, opening=True, tools=tools))
         return tuple(Expansion(self._images, messages).all_of(ids))
 
-    def render_finished(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render_finished(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The ids of a finished conversation, with everything that the template adds after its last message."""
-        ids = tuple(self._first + self._encode(self._template.render(messages, opening=False)))
+        ids = tuple(self._first + self._encode(self._template.render(messages, opening=False, tools=tools)))
         return ids if self._template.text is not None else (*ids, self._template.end)
 
     def render_continuation(

@@ -123,7 +123,8 @@ class PromptMaker:
         messages = reader.messages(row, index)
         try:
             messages = self._renderer.with_images(messages, reader.rows.folder(index))
-            token_ids = self._renderer.render_prompt(messages, tools_of(reader, row, index, messages, self._renderer))
+            tools = tools_of(reader, row, index, messages, self._renderer)
+            token_ids = self._renderer.render_prompt(messages, tools)
         except RenderingError as error:
             raise DataError(f"{reader.rows.where(index)}: {error}") from error
         images = () if is_text(messages) else images_in(messages)
@@ -138,6 +139,7 @@ class PromptMaker:
             data_source=reader.data_source(row),
             row=reader.rest(row),
             images=images,
+            tools=tuple(tools),
         )
 
 

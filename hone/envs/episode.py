@@ -219,7 +219,7 @@ class EpisodeRunner:
             start, failure = await _attempt(env.start())
             if start is None:
                 return record.finish(prompt, sample, Status.ENV_FAILED, failure)
-            first = self._codec.opening(start) if start.messages else start.token_ids
+            first = self._codec.opening(start, prompt) if start.messages else start.token_ids
             record.observe(first)
             record.prompt_length = len(first)
             record.anchor = start.anchor

@@ -8,7 +8,7 @@ from hone.config import ConfigError
 from hone.data.chat_template import Tools
 from hone.envs.base import Language, Start
 from hone.envs.tool_calls import ParseFn, Said, split_thought
-from hone.types import Completion, Message
+from hone.types import Completion, Message, Prompt
 
 _REMEMBERED = 1024  # rendered starts
 
@@ -22,8 +22,16 @@ class TextCodec:
         self._parse = parse
         self._rendered: dict[str, tuple[int, ...]] = {}  # the samples of a prompt start with the same messages
 
-    def opening(self, start: Start) -> tuple[int, ...]:
-        """The tokens of a start with messages. Raises ConfigError if the chat template does not show its tools."""
+    def opening(self, start: Start, prompt: Prompt) -> tuple[int, ...]:
+        """The tokens of a start with messages, for the episode of a prompt.
+
+        Raises ConfigError if the chat template does not show its tools, or the start leaves out those of the prompt.
+        """
+        if missing := sorted(_names(prompt.tools) - _names(start.tools)):
+            raise ConfigError(
+                f"prompt {prompt.prompt_id} offers tools in its column of tools that its environment (episode.env) does "
+                f"not have: {', '.join(missing)}; remove the column, or write an environment that offers prompt.tools"
+            )
         key = repr((start.messages, start.tools))
         if key not in self._rendered:
             if len(self._rendered) >= _REMEMBERED:
@@ -63,3 +71,8 @@ class TextCodec:
         thought, rest = split_thought(self._language.decode(ids, keep_special=True))
         content, calls = self._parse(rest)
         return Said(content.strip(), thought, calls)
+
+
+def _names(tools: Tools) -> set[str]:
+    """Names of functions by their JSON schemas, with or without `{"type": "function", "function": ...}` around them."""
+    return {str(tool.get("function", tool).get("name", tool)) for tool in tools}

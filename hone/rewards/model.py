@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hone.processes.frames import encode_value
@@ -29,19 +29,20 @@ class Answer:
     messages: tuple[Message, ...]  # the prompt's
     response: str
     turns: int
+    tools: tuple[Mapping[str, Any], ...] = ()  # the prompt's
 
     @classmethod
     def of(cls, prompt: Prompt, one: Trajectory) -> Answer:
-        return cls(one.token_ids, one.prompt_length, prompt.messages, one.response, one.turns)
+        return cls(one.token_ids, one.prompt_length, prompt.messages, one.response, one.turns, prompt.tools)
 
     def encode(self) -> str:
         """Encode as JSON. Raises TypeError for messages that are not JSON."""
-        return encode_value([self.token_ids, self.prompt_length, self.messages, self.response, self.turns])
+        return encode_value([getattr(self, one.name) for one in fields(self)])
 
     @classmethod
     def decode(cls, item: Sequence[Any]) -> Answer:
-        token_ids, prompt_length, messages, response, turns = item
-        return cls(tuple(token_ids), prompt_length, tuple(messages), response, turns)
+        token_ids, prompt_length, messages, response, turns, tools = item
+        return cls(tuple(token_ids), prompt_length, tuple(messages), response, turns, tuple(tools))
 
 
 ScoreAnswers = Callable[[Sequence[Answer]], list[Outcome]]

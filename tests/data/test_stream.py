@@ -220,6 +220,7 @@ def test_a_column_of_tools_is_rendered_into_prompts_samples_and_pairs(
     for ids in (prompt.token_ids, sample.token_ids, pair.chosen.token_ids, pair.rejected.token_ids):
         assert renderer.decode(ids).startswith('[{"name": "add", "parameters": {"x": {"type": "int"}}}]')
     assert prompt.row["tools"] == tools, "rewards and environments see the column as it is"
+    assert prompt.tools == (ADD,)
 
 
 def test_no_tools_render_as_nothing(tmp_path, write_jsonl, data, make_tokenizer):

@@ -1,6 +1,7 @@
 """The episode loop: append-only tokens, masks, seeds, deadlines and failures that are not rewards."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -119,6 +120,29 @@ class TwoTurns:
 
     async def close(self):
         self.closed += 1
+
+
+class Asks(TwoTurns):
+    """Begins with the messages of the prompt."""
+
+    offered = ()
+
+    async def start(self):
+        return Start(messages=self.prompt.messages, tools=self.offered)
+
+
+class Offers(Asks):
+    offered = ({"type": "function", "function": {"name": "add"}}, {"name": "more"})
+
+
+def test_an_environment_offers_the_tools_of_a_prompt_or_says_that_it_does_not():
+    offering = replace(prompt(), tools=({"name": "add"},))
+    (group,) = run(Engine(), [offering], Offers, samples=1)
+    assert group.trajectories[0].status is Status.OK
+    with pytest.raises(ConfigError, match=r"prompt set/0 offers tools .* \(episode\.env\) does not have: add; remove"):
+        run(Engine(), [offering], Asks, samples=1)
+    (group,) = run(Engine(), [offering], samples=1)
+    assert group.trajectories[0].token_ids[:2] == (7, 8), "the prompt has them already"
 
 
 def test_turns_append_and_never_rewrite():

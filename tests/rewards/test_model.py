@@ -96,7 +96,10 @@ def test_an_answer_crosses_to_a_process_unchanged(group):
     played = group(["ab"], content="é")
     answer = Answer.of(played.prompt, played.trajectories[0])
     assert answer == Answer((1, 2), 1, ({"role": "user", "content": "?"},), "ab", 1)
-    assert Answer.decode(json.loads(answer.encode())) == answer
+    offered = dataclasses.replace(played.prompt, tools=({"name": "add", "parameters": {"x": {"type": "int"}}},))
+    for one in (answer, Answer.of(offered, played.trajectories[0])):
+        assert Answer.decode(json.loads(one.encode())) == one
+    assert one.tools == offered.tools
 
 
 def test_a_model_that_nobody_placed_is_refused():

@@ -1,5 +1,7 @@
 """Reward models as most are published: transformers' sequence classification with one label, and its scores."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
@@ -65,6 +67,24 @@ def test_the_score_is_that_of_transformers(tmp_path):
             assert score == pytest.approx(float(model(ids).logits[0, 0]), abs=1e-5)
     (failed,) = ask([answer("c", turns=2)])
     assert "reads rendered conversations, and an answer of 2 turns" in failed.error
+
+
+def test_it_reads_the_tools_of_the_prompt(tmp_path):
+    """As the template renders them, in a policy's conversation as in the comparisons that it was trained on."""
+    model = classifier(tmp_path)
+    tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path)))
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}" + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path)
+    config = RewardModelConfig(path=str(tmp_path), compute_dtype="float32")
+    worker = TrainWorker(reward_model_spec(config))
+    worker.initialize()
+    tools = ({"name": "dad"},)
+    without, found = AnswerScorer(config, POLICY, worker.infer_batch)([answer("c"), replace(answer("c"), tools=tools)])
+    whole = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    ids = tokenizer.apply_chat_template(whole, tools=[*tools], return_tensors="pt", return_dict=True)["input_ids"]
+    with torch.no_grad():
+        assert found.value == pytest.approx(float(model(ids).logits[0, 0]), abs=1e-5)
+    assert abs(found.value - without.value) > 1e-3
 
 
 def test_its_head_begins_a_critic(tmp_path):

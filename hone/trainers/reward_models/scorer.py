@@ -122,12 +122,13 @@ class AnswerScorer:
         steps = answer.response.split(self._separator) if self._separator else [answer.response]
         steps = [step for step in steps if step.strip()] or [answer.response]
         messages = self._rendering.with_system_prompt(answer.messages)
-        return self._renderer.render_steps(messages, steps, self._separator)
+        return self._renderer.render_steps(messages, steps, self._separator, answer.tools)
 
     def _whole(self, answer: Answer) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The conversation as the template renders it when it is over; a classifier's score is its last token's."""
         said = Message(role="assistant", content=answer.response)
-        ids = (*self._renderer.render_finished([*self._rendering.with_system_prompt(answer.messages), said]), FOLLOWS)
+        messages = [*self._rendering.with_system_prompt(answer.messages), said]
+        ids = (*self._renderer.render_finished(messages, answer.tools), FOLLOWS)
         return ids, tuple(int(position == len(ids) - 1) for position in range(len(ids)))
 
     def _scores(self, samples: Sequence[Sample]) -> list[Outcome]:
