@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = ["run.steps=2", "actor.max_tokens_per_microbatch=64", "evaluation.every_steps=0"]
 RAY = ["runtime.backend=ray", "runtime.backend.devices=2"]
-FULL_KL = {"algorithm": {"kl": {"kind": "full", "where": "in_loss", "coef": 0.1}}}
+FULL_KL = {"algorithm": {**PPO["algorithm"], "kl": {"kind": "full", "where": "in_loss", "coef": 0.1}}}
 
 
 def train(folder, given, *changes):
@@ -33,12 +33,11 @@ def assert_close(one, other):
         assert all(mine[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5) for name in theirs)
 
 
-@pytest.mark.parametrize("changes", [PPO, FULL_KL], ids=["ppo", "full_kl"])
-def test_a_run_on_pools_is_that_of_one_process(tmp_path, changes):
+def test_a_run_on_pools_is_that_of_one_process(tmp_path):
     """Actor on two ranks, the other roles on one of their own: hidden states and weights cross from pool to pool."""
-    roles = "[reference, critic]" if "critic" in changes else "[reference]"
-    pools = ["runtime.backend.pools.judges.devices=1", f"runtime.backend.pools.judges.roles={roles}"]
-    assert_close(train(tmp_path / "ray", [*RAY, *pools], changes), train(tmp_path / "local", [], changes))
+    pools = ["runtime.backend.pools.judges.devices=1", "runtime.backend.pools.judges.roles=[reference, critic]"]
+    changes = PPO, FULL_KL
+    assert_close(train(tmp_path / "ray", [*RAY, *pools], *changes), train(tmp_path / "local", [], *changes))
 
 
 def test_servers_in_a_pool_of_this_machine_are_reached_by_socket_and_memory(tmp_path, monkeypatch):
@@ -56,7 +55,7 @@ def test_servers_in_a_pool_of_this_machine_are_reached_by_socket_and_memory(tmp_
     rows = train(tmp_path / "pool", pool, sections)
     assert found == [("", 0, False, "UnixConnector")] * 2
     assert [row["correction/max_abs_difference"] < 1e-4 for row in rows[1:]] == [True, True]
-    one = train(tmp_path / "local", [], sections)
+    one = train(tmp_path / "local", [])
     for name in ("reward/mean", "train/loss", "train/grad_norm"):
         assert [row.get(name) for row in rows] == pytest.approx([row.get(name) for row in one], abs=1e-5), name
 
