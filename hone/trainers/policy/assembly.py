@@ -31,12 +31,13 @@ from hone.trainers.policy.collection import RolloutLog
 from hone.trainers.policy.feed import Feed
 from hone.trainers.policy.generation import Generation
 from hone.trainers.policy.process_reward import ProcessRewards
-from hone.trainers.policy.settings import FollowConfig, PolicyRunConfig
+from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.policy.streaming import StreamingTrainer
 from hone.trainers.policy.teacher_placement import TeacherPlacement
 from hone.trainers.policy.teachers import TeacherChoice, Teachers
-from hone.trainers.policy.trainer import Following, PolicyParts, PolicyTrainer
+from hone.trainers.policy.trainer import PolicyParts, PolicyTrainer
 from hone.trainers.run.context import RunContext
+from hone.trainers.run.following import Following
 from hone.trainers.run.roles import (
     FrozenModel,
     WithoutAdapter,
@@ -45,6 +46,7 @@ from hone.trainers.run.roles import (
     place_role,
     require_same_vocabulary,
 )
+from hone.trainers.run.settings import FollowConfig
 from hone.workers.train import TrainHandle, TrainSpec
 
 
@@ -176,7 +178,7 @@ class PolicyAssembly:
 
     def _following(self) -> Following | None:
         follow = self._follow
-        return None if follow is None else Following(self._own_reference, follow.every_steps, follow.mixup)
+        return None if follow is None else Following(self._own_reference, follow)
 
     def _teacher_choice(self) -> TeacherChoice | None:
         config = self._config.distillation

@@ -25,6 +25,7 @@ from hone.schedule.journal import JOURNAL
 from hone.schedule.settings import AsynchronyConfig
 from hone.trainers.policy.annotators import Stage, check_stages, declared_stages
 from hone.trainers.policy.settings import PolicyRunConfig, learns_from_teachers
+from hone.trainers.run.following import check_follow
 from hone.types import Prompt
 from hone.workers.rollout import CONTEXT_OPTIONS, is_batch_invariant, server_shape
 
@@ -186,29 +187,19 @@ def _check_reference(config: PolicyRunConfig, algorithm: Algorithm) -> None:
     if config.reference is not None and not used:
         raise ConfigError("reference: algorithm.kl.coef is 0, so there is no reference; remove the section")
     if config.reference is not None and config.reference.follow is not None:
-        _check_follow(config, config.reference.model is not None)
+        check_follow(config.reference, config.actor, _fixes_reference(config))
 
 
-def _check_follow(config: PolicyRunConfig, has_own_model: bool) -> None:
-    """A reference that follows is a model of its own with the policy's weights, and only KL is measured against it."""
-    fixed = {
-        "reference.model": (has_own_model, "a reference that follows begins as the policy before training"),
-        "actor.lora": (
-            config.actor.lora is not None,
-            "the reference is the policy without its adapter, whose weights never change",
-        ),
-        "algorithm.kl.kind: full": (
-            config.algorithm.penalty.kind == "full",
-            "the actor keeps a copy of the reference's head, which would not follow; k1, k2 and k3 need none",
-        ),
-        "process_reward": (
-            config.process_reward is not None,
-            "process rewards are defined against the policy before training",
-        ),
-    }
-    for key, (is_set, reason) in fixed.items():
-        if is_set:
-            raise ConfigError(f"reference.follow cannot be combined with {key}: {reason}; remove one of them")
+def _fixes_reference(config: PolicyRunConfig) -> dict[str, str]:
+    """The settings of a run that need a reference which never changes, each with the reason."""
+    found = {}
+    if config.algorithm.penalty.kind == "full":
+        found["algorithm.kl.kind: full"] = (
+            "the actor keeps a copy of the reference's head, which would not follow; k1, k2 and k3 need none"
+        )
+    if config.process_reward is not None:
+        found["process_reward"] = "process rewards are defined against the policy before training"
+    return found
 
 
 def _check_process_rewards(config: PolicyRunConfig, algorithm: Algorithm) -> None:

@@ -146,21 +146,6 @@ class ProcessRewardConfig(Config):
     )
 
 
-class FollowConfig(Config):
-    """A reference that follows the policy (TR-DPO, arXiv 2404.09656), instead of staying the policy before training."""
-
-    every_steps: int = setting(meaning="training steps between two moves of the reference", unit="steps", ge=1)
-    mixup: float = setting(
-        1.0, "a move sets the reference to mixup * policy + (1 - mixup) * reference; 1: the policy itself", gt=0, le=1
-    )
-
-
-class PolicyReferenceConfig(ReferenceConfig):
-    """The model that KL is measured against."""
-
-    follow: FollowConfig | None = setting(None, "how the reference follows the policy; default: it never changes")
-
-
 class PolicyRunConfig(Config):
     """A reinforcement-learning run: `hone train`."""
 
@@ -176,7 +161,7 @@ class PolicyRunConfig(Config):
     weights: WeightSyncConfig = setting(meaning="how weights reach the rollout", factory=WeightSyncConfig)
     actor: EngineConfig = setting(meaning="how the policy is trained", factory=EngineConfig)
     critic: CriticConfig | None = setting(None, "the value model, for estimators that need one (gae, turn_gae)")
-    reference: PolicyReferenceConfig | None = setting(
+    reference: ReferenceConfig | None = setting(
         None, "what KL is measured against; default: the policy before training"
     )
     distillation: TeachersConfig | None = setting(None, "teachers, in addition to the task's reward")

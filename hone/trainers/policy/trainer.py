@@ -30,19 +30,11 @@ from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.policy.teachers import TeacherChoice
 from hone.trainers.run.checkpoints import Checkpoint, PartWriter
 from hone.trainers.run.context import RunContext
+from hone.trainers.run.following import Following
 from hone.trainers.run.loop import Trainer
 from hone.trainers.run.recorder import NotFinite
 from hone.types import Batch, LossFn, Metric, TrajectoryGroup
 from hone.workers.train import TrainHandle
-
-
-@dataclass(frozen=True, slots=True)
-class Following:
-    """A reference that follows the policy."""
-
-    reference: TrainHandle
-    every_steps: int
-    mixup: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +198,9 @@ class PolicyTrainer(Trainer):
 
     def move_reference(self, step: int) -> None:
         """Move a reference that follows the policy towards it, if one is due after this step."""
-        following = self.following
-        if following is not None and step % following.every_steps == 0:
+        if self.following is not None and self.following.is_due(step):
             self.update_begins()
-            following.reference.follow(self.actor, following.mixup)
+            self.following.move(self.actor)
 
     def changing_roles(self) -> list[TrainHandle]:
         """All models whose weights change, and so belong into a checkpoint."""

@@ -79,7 +79,17 @@ class EvaluationConfig(Config):
     every_steps: int = setting(0, "steps between evaluations; 0: only before and after training", unit="steps", ge=0)
 
 
+class FollowConfig(Config):
+    """A reference that follows the policy (TR-DPO, arXiv 2404.09656), instead of staying the policy before training."""
+
+    every_steps: int = setting(meaning="training steps between two moves of the reference", unit="steps", ge=1)
+    mixup: float = setting(
+        1.0, "a move sets the reference to mixup * policy + (1 - mixup) * reference; 1: the policy itself", gt=0, le=1
+    )
+
+
 class ReferenceConfig(Config):
     """The model that the policy is compared with."""
 
     model: ModelConfig | None = setting(None, "its weights; default: the policy before training")
+    follow: FollowConfig | None = setting(None, "how the reference follows the policy; default: it never changes")
