@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 import yaml
 
 from hone.config import load
+from hone.data.packing import Sample
 from hone.trainers.run.launch import run_preference, run_reward_model
 from hone.trainers.supervised.settings import PreferenceRunConfig, RewardModelRunConfig
 from tests.trainers.tiny import BASE
@@ -92,3 +94,12 @@ def prefer(path: Path, *overrides: str) -> Path:
 
 def train_reward_model(path: Path, *overrides: str) -> Path:
     return run_reward_model(load(RewardModelRunConfig, path, list(overrides)))
+
+
+def answer_logprob(model: torch.nn.Module, sample: Sample) -> float:
+    """Summed log-prob of the learnt tokens of one sequence, by a plain forward."""
+    ids = torch.tensor([sample.token_ids])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids).logits[0, :-1].double(), dim=-1)
+    taken = logprobs.gather(1, ids[0, 1:, None])[:, 0]
+    return float(taken[torch.tensor(sample.loss_mask[1:]).bool()].sum())

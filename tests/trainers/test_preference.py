@@ -32,7 +32,7 @@ from hone.trainers.supervised.reference import FILE, StoredReference
 from hone.trainers.supervised.settings import PreferenceRunConfig
 from hone.trainers.supervised.trainer import weighed
 from hone.workers.train import TrainSpec, TrainWorker
-from tests.trainers.preference_task import prefer, source, written
+from tests.trainers.preference_task import answer_logprob, prefer, source, written
 from tests.trainers.tiny import BASE, metrics
 
 OTHER = {"build": {**BASE["model"]["build"], "seed": 1}}  # a reference that is not the policy: ratios are not 1
@@ -43,15 +43,6 @@ def sigmoid(x):
 
 
 # ---------------------------------------------------------------------------------- against plain transformers forwards
-
-
-def answer_logprob(model, sample):
-    """Summed log-prob of the learnt tokens of one sequence, by a plain forward."""
-    ids = torch.tensor([sample.token_ids])
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(ids).logits[0, :-1].double(), dim=-1)
-    taken = logprobs.gather(1, ids[0, 1:, None])[:, 0]
-    return float(taken[torch.tensor(sample.loss_mask[1:]).bool()].sum())
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ from hone.trainers.supervised.assembly import (
     assemble_preference,
     assemble_reward_model,
     assemble_supervised,
+    check_reference,
     with_steps,
 )
 from hone.trainers.supervised.settings import (
@@ -117,6 +118,7 @@ def run_supervised(loaded: Loaded[SupervisedRunConfig], control: RunControl | No
 
 def run_preference(loaded: Loaded[PreferenceRunConfig], control: RunControl | None = None) -> Path:
     """Train a model on preferences to the end of its run file; returns the run folder."""
+    check_reference(loaded.config)
     return _run(loaded, assemble_preference, control or RunControl())
 
 

@@ -22,6 +22,7 @@ from hone.data.stream import ItemStream, MakerOf, SampleMaker, count_items, read
 from hone.models.settings import ModelConfig
 from hone.platforms.base import compute_dtype, current_platform
 from hone.trainers.run.context import RunContext
+from hone.trainers.run.following import Following, check_follow
 from hone.trainers.run.roles import (
     FrozenModel,
     WithoutAdapter,
@@ -30,6 +31,7 @@ from hone.trainers.run.roles import (
     place_role,
     require_same_vocabulary,
 )
+from hone.trainers.run.settings import FollowConfig
 from hone.trainers.supervised.preference import JudgedTask, PairTask
 from hone.trainers.supervised.reference import (
     FILE,
@@ -81,13 +83,22 @@ class SupervisedAssembly:
 
     def reference(self, other: ModelConfig | None, policy: TrainHandle) -> FrozenModel:
         """The policy before training, or another model. It is never trained and uses the policy's engine settings."""
-        engine = self._config.actor
-        if other is None and is_its_own_reference(engine):
+        if other is None and is_its_own_reference(self._config.actor):
             return WithoutAdapter(policy)
-        spec = TrainSpec(other or self._model, frozen_engine(engine, keep_adapter=other is None))
+        return self._own_reference(other)
+
+    def following(self, settings: FollowConfig | None) -> Following | None:
+        """A reference that begins as the policy before training and follows it, if the run has one."""
+        return None if settings is None else Following(self._own_reference(None, follows=True), settings)
+
+    def _own_reference(self, other: ModelConfig | None, follows: bool = False) -> TrainHandle:
+        engine = frozen_engine(self._config.actor, keep_adapter=other is None)
+        spec = TrainSpec(other or self._model, engine, follows=follows)
         return place_role("reference", spec, self._config.runtime, self._context.recorder)
 
-    def trainer(self, maker: MakerOf[T], task: Task[T], model: TrainHandle) -> SupervisedTrainer[T]:
+    def trainer(
+        self, maker: MakerOf[T], task: Task[T], model: TrainHandle, following: Following | None = None
+    ) -> SupervisedTrainer[T]:
         """The trainer of a task, over the items that `maker` makes of rows."""
         config = self._config
         parts = SupervisedParts(
@@ -97,6 +108,7 @@ class SupervisedAssembly:
             held_out={name: self._held_out(maker, name, one) for name, one in config.evaluation.sets.items()},
             samples_per_step=config.samples_per_step,
             evaluate_every=config.evaluation.every_steps if config.evaluation.sets else 0,
+            following=following,
         )
         return SupervisedTrainer(config.run.total_steps, config.checkpoint, parts, self._context)
 
@@ -145,12 +157,33 @@ def assemble_preference(
     count_as_read(loss)  # its values are read in every step
     parts = SupervisedAssembly(config, model, renderer, context)
     policy = parts.model()
-    reference = _reference(config, parts, policy, context) if loss.needs_reference else None
+    following = parts.following(config.reference.follow)
+    reference: Reference | None = None
+    if following is not None:
+        reference = LiveReference(following.reference)
+    elif loss.needs_reference:
+        reference = _reference(config, parts, policy, context)
     budget = config.actor.max_tokens_per_microbatch
     if isinstance(loss, KtoSettings):
         judged = JudgedTask(loss, reference, budget, policy, context.recorder.record)
-        return parts.trainer(maker_of(config), judged, policy)
-    return parts.trainer(maker_of(config), PairTask(loss, reference, budget), policy)
+        return parts.trainer(maker_of(config), judged, policy, following)
+    return parts.trainer(maker_of(config), PairTask(loss, reference, budget), policy, following)
+
+
+def check_reference(config: PreferenceRunConfig) -> None:
+    """Raise ConfigError if `reference.follow` is set and the rest of the run has no reference that could follow."""
+    loss, reference = config.loss, config.reference
+    assert isinstance(loss, PreferenceSettings)
+    if reference.follow is None:
+        return
+    if not loss.needs_reference:
+        raise ConfigError(f"reference.follow: loss {loss.name} has no reference; remove the section reference")
+    check_follow(reference, config.actor, {})
+    if reference.logprobs != "live":
+        raise ConfigError(
+            "reference.follow needs the reference in every step, and reference.logprobs = "
+            f"{reference.logprobs} runs it once before step 1; set reference.logprobs=live"
+        )
 
 
 def _reference(

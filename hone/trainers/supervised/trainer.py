@@ -19,6 +19,7 @@ from hone.config import count_as_read
 from hone.data.packing import Sample, pack_samples
 from hone.trainers.run.checkpoints import Checkpoint, PartWriter
 from hone.trainers.run.context import RunContext
+from hone.trainers.run.following import Following
 from hone.trainers.run.loop import Trainer
 from hone.trainers.run.settings import CheckpointConfig
 from hone.trainers.supervised.budget import RowBudget
@@ -93,6 +94,7 @@ class SupervisedParts(Generic[T]):
     held_out: Mapping[str, Sequence[T]]
     samples_per_step: int
     evaluate_every: int
+    following: Following | None = None
 
 
 class SupervisedTrainer(Trainer, Generic[T]):
@@ -108,11 +110,14 @@ class SupervisedTrainer(Trainer, Generic[T]):
         self.held_out = parts.held_out
         self.samples_per_step = parts.samples_per_step
         self.evaluate_every = parts.evaluate_every
+        self.following = parts.following
 
     def step(self, step: int) -> None:
         batch = self.collect()
         self.update_begins()
         self.model.train_batch(batch, self.task.objective)
+        if self.following is not None and self.following.is_due(step):
+            self.following.move(self.model)
 
     def collect(self) -> Batch:
         """The next items as one packed batch that carries its loss weights."""
@@ -150,22 +155,33 @@ class SupervisedTrainer(Trainer, Generic[T]):
         return {figure: mean_of(result, name, batch) for figure, name in self.task.measures.items()}
 
     def score_of(self, figures: Mapping[str, float]) -> float | None:
-        """The negated loss of the first held-out set: higher is better."""
+        """The negated loss of the first held-out set: higher is better.
+
+        None with a reference that follows: losses against different references cannot be compared.
+        """
+        if self.following is not None:
+            return None
         first = next(iter(self.held_out), None)
         key = f"eval/{first}/loss"
         return -figures[key] if first is not None and key in figures else None
 
+    def changing_roles(self) -> list[TrainHandle]:
+        """All models whose weights change, and so belong into a checkpoint."""
+        return [self.model] if self.following is None else [self.model, self.following.reference]
+
     def parts(self) -> Mapping[str, PartWriter]:
-        return {self.model.role: self.model.save_checkpoint}
+        return {role.role: role.save_checkpoint for role in self.changing_roles()}
 
     def written(self, wait: bool) -> bool:
-        return self.model.checkpoint_written(wait)
+        done = [role.checkpoint_written(wait) for role in self.changing_roles()]  # each is a meeting of its ranks
+        return all(done)
 
     def state(self) -> dict[str, Any]:
         return {"samples": self.source.state_dict()}
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        self.model.load_checkpoint(checkpoint.part(self.model.role))
+        for role in self.changing_roles():
+            role.load_checkpoint(checkpoint.part(role.role))
         self.source.load_state_dict(checkpoint.state["samples"])
 
     def finish(self) -> None:
