@@ -12,6 +12,9 @@ from hone.config import ConfigError, load
 from hone.data.preference_readers import PairMaker
 from hone.data.rendering import Renderer
 from hone.data.stream import ItemStream
+from hone.runtime.base import RankLost
+from hone.trainers.run.following import Following
+from hone.trainers.run.settings import FollowConfig
 from hone.trainers.supervised.settings import PreferenceRunConfig
 from tests.trainers.preference_task import answer_logprob, prefer, written
 from tests.trainers.tiny import BASE, metrics
@@ -114,6 +117,18 @@ def test_a_run_in_two_parts_equals_the_whole(tmp_path, loss):
         assert all(torch.equal(one[name], other[name]) for name in one)
     states = [json.loads(file.read_text()) for file in (whole / "checkpoints").glob("step_*/state.json")]
     assert [state["score"] for state in states] == [None] * 6  # losses against different references are not compared
+
+
+class Gone:
+    """A reference whose peers have ended."""
+
+    def follow(self, policy, mixup):
+        raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+
+
+def test_a_rank_that_is_lost_during_a_move_is_named():
+    with pytest.raises(RankLost, match="gave up in the move of the reference: another rank has ended"):
+        Following(Gone(), FollowConfig(every_steps=1)).move(policy=None)
 
 
 @pytest.mark.parametrize(

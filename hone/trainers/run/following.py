@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hone.config import ConfigError
 from hone.engines.settings import EngineConfig
+from hone.runtime import ranks
 from hone.trainers.run.settings import FollowConfig, ReferenceConfig
 from hone.workers.train import TrainHandle
 
@@ -24,8 +25,9 @@ class Following:
         return step % self._every_steps == 0
 
     def move(self, policy: TrainHandle) -> None:
-        """Move the reference towards the policy."""
-        self.reference.follow(policy, self._mixup)
+        """Move the reference towards the policy. Raises RankLost if another rank does not answer."""
+        with ranks.answered("in the move of the reference"):  # ranks gather the policy's weights between two calls
+            self.reference.follow(policy, self._mixup)
 
 
 def check_follow(reference: ReferenceConfig, policy: EngineConfig, others: Mapping[str, str]) -> None:
