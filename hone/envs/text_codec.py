@@ -29,8 +29,9 @@ class TextCodec:
         """
         if missing := sorted(_names(prompt.tools) - _names(start.tools)):
             raise ConfigError(
-                f"prompt {prompt.prompt_id} offers tools in its column of tools that its environment (episode.env) does "
-                f"not have: {', '.join(missing)}; remove the column, or write an environment that offers prompt.tools"
+                f"prompt {prompt.prompt_id} offers tools in its column of tools that its environment (episode.env) "
+                f"does not have: {', '.join(missing)}; remove the column, or write an environment that offers "
+                "prompt.tools"
             )
         key = repr((start.messages, start.tools))
         if key not in self._rendered:
