@@ -265,7 +265,7 @@ def make_trainer(name: str, prompts: int, folder: Path, place: Callable[[str, Re
         rollout_log=RolloutLog(tracking, 0),
     )
     trainer = PolicyTrainer(
-        config, parts, RunContext(folder, tracking, recorder, Profiler(None, None, folder, tracking))
+        config, parts, RunContext(folder, tracking, recorder, Profiler(None, None, config.runtime, folder, tracking))
     )
     return trainer, collector
 

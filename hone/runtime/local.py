@@ -5,14 +5,19 @@ every rank: call(method, batch) --> its part of the batch --> its worker --> res
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
+
+from torch.profiler import record_function
 
 from hone.data.packing import select
 from hone.runtime import ranks
 from hone.runtime.base import PhaseFn, ServerDevices
 from hone.runtime.settings import RuntimeConfig
 from hone.runtime.split import encode, merge, split_batch, whole_groups_for
+from hone.runtime.traces import Traced, own_trace, path_of
 from hone.types import Batch
 
 PHASES = {
@@ -63,8 +68,19 @@ class LocalWorkerGroup:
         """None: servers are started on this machine."""
         return ()
 
+    @classmethod
+    @contextmanager
+    def traced(cls, runtime: RuntimeConfig, chosen: frozenset[int], stem: Path) -> Iterator[Traced]:
+        """Trace this process during the block, if its rank is one of `chosen`. Nothing waits for another rank."""
+        found, rank = Traced(), ranks.rank()
+        if rank not in chosen:
+            yield found
+            return
+        with own_trace(stem.with_name(f"{stem.name}.json") if ranks.ranks() == 1 else path_of(stem, rank), found):
+            yield found
+
     def call(self, method: str, *arguments: Any) -> Any:
-        with self._phase(PHASES.get(method, method)):
+        with self._phase(PHASES.get(method, method)), record_function(f"{method} of {self.role}"):
             if self._alone:
                 return getattr(self._worker, method)(*arguments)
             with ranks.answered(f"in {method} of role {self.role}"):

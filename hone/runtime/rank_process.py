@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from hone.config import Config, forget_reads, sections
 from hone.platforms.base import current_platform, use_deterministic_kernels
@@ -32,6 +34,7 @@ from hone.runtime import ranks
 from hone.runtime.base import RankLost
 from hone.runtime.batch_plan import STAYING, Arrays, BatchPlan, TensorsPlan, to_array, unpack, unpack_tensors
 from hone.runtime.split import tensors_of
+from hone.runtime.traces import ProcessTrace
 from hone.types import ModelOutput
 
 _OWN_LINES = (":job_id:", ":actor_name:", ":task_name:")  # what Ray writes into a process's log for itself
@@ -109,6 +112,7 @@ class RankProcess:
         self._specs: dict[str, Any] = {}
         self._streams: dict[str, Iterator[tuple[str, Tensor]]] = {}
         self._work = _Work()
+        self._trace = ProcessTrace()
         self._store: dist.TCPStore | None = None
         self.deadline_s = 0.0  # longest wait for what another rank gives
 
@@ -192,7 +196,7 @@ class RankProcess:
     def run(self, role: str, method: str, arguments: tuple[Any, ...], *arrays: np.ndarray) -> Answer | Failure:
         """Call a method of a worker with its part of each batch; `arrays` are the arguments' tensors."""
         try:
-            with self._doing(f"{method} of {role}"), ranks.answered(f"in {method} of role {role}"):
+            with self._labelled(f"{method} of {role}"), ranks.answered(f"in {method} of role {role}"):
                 worker = self._workers[role]
                 left = iter(arrays)
                 own = [self._own(one, worker, left) for one in arguments]
@@ -226,7 +230,7 @@ class RankProcess:
         found: Arrays = {}
         size = 0
         try:
-            with self._doing(f"stream of {role}"), ranks.answered(f"in the stream of role {role}"):
+            with self._labelled(f"stream of {role}"), ranks.answered(f"in the stream of role {role}"):
                 for name, tensor in self._streams[role]:
                     size += tensor.nbytes
                     if is_wanted:
@@ -244,6 +248,24 @@ class RankProcess:
     def fetch(self, reference: Any) -> np.ndarray:
         found: np.ndarray = reference
         return found
+
+    # ------------------------------------------------------------------------------------------------------ traces
+
+    def begin_trace(self, is_wanted: bool) -> str:
+        """Begin to record this process, if it is wanted; see `ProcessTrace.begin`."""
+        with self._doing("begin_trace"):
+            return self._trace.begin() if is_wanted else ""
+
+    def end_trace(self, path: Path | None) -> str:
+        """Write what was recorded, or drop it; see `ProcessTrace.end`."""
+        with self._doing("end_trace"):
+            return self._trace.end(path)
+
+    @contextmanager
+    def _labelled(self, phase: str) -> Iterator[None]:
+        """Record what the process does, and show it in a trace as a block around its operators."""
+        with self._doing(phase), record_function(phase):
+            yield
 
     # ---------------------------------------------------------------------------------------------------- liveness
 

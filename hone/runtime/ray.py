@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -63,6 +64,7 @@ from hone.runtime.ray_cluster import (
 )
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.runtime.split import merge_tensors, split_batch, whole_groups_for
+from hone.runtime.traces import Traced, own_trace, path_of
 from hone.runtime.watchdog import progress
 from hone.types import Batch, Metric, ModelOutput, merge_metrics
 
@@ -213,6 +215,25 @@ class ResourcePool:
         except RayError as error:
             self._fail(role, phase, rank, Failure(type(error).__name__, " ".join(str(error).split()), "", False))
 
+    @contextmanager
+    def traced(self, chosen: frozenset[int], stem: Path, found: Traced) -> Iterator[None]:
+        """Trace the ranks in `chosen` during the block. If it raises, they drop their traces, and nothing waits."""
+        paths = {rank: path_of(stem, rank, self.shape.name) for rank in sorted(chosen) if rank < self.size}
+        try:
+            begun = self.everywhere(lambda rank, actor: actor.begin_trace.remote(rank in paths), "begin_trace", "pool")
+            yield
+        except BaseException:
+            with suppress(WorkerFailed, RayError):
+                self.submit(lambda _, actor: actor.end_trace.remote(None), "pool")
+            raise
+        ended = self.everywhere(lambda rank, actor: actor.end_trace.remote(paths.get(rank)), "end_trace", "pool")
+        for rank, path in paths.items():
+            problem = begun[rank] or ended[rank]
+            if problem:
+                found.problems.append(f"no trace {path} from {self._where(rank)}: {problem}")
+            else:
+                found.files.append(path)
+
     # ------------------------------------------------------------------------------------------------------ failing
 
     def _who(self, role: str) -> str:
@@ -311,15 +332,30 @@ def _pool(role: str, runtime: RuntimeConfig) -> ResourcePool:
     settings = runtime.backend
     assert isinstance(settings, RaySettings)
     shape = _shape(role, settings)
-    key = (
-        (shape, settings.address, settings.start_timeout_s, settings.bucket_mib),
-        (runtime.threads, runtime.deterministic, runtime.collective_timeout_s, runtime.stall_timeout_s),
-        str(Path.cwd()),
-    )
+    key = _key(shape, settings, runtime)
     pool = _pools.get(key)
     if pool is None or pool.broken:
         pool = _pools[key] = ResourcePool(shape, settings, runtime)
     return pool
+
+
+def _key(shape: Shape, settings: RaySettings, runtime: RuntimeConfig) -> tuple[Any, ...]:
+    """All that a pool is made from."""
+    return (
+        (shape, settings.address, settings.start_timeout_s, settings.bucket_mib),
+        (runtime.threads, runtime.deterministic, runtime.collective_timeout_s, runtime.stall_timeout_s),
+        str(Path.cwd()),
+    )
+
+
+def _open_pools(runtime: RuntimeConfig) -> list[ResourcePool]:
+    """The pools with ranks that the run has placed roles on."""
+    settings = runtime.backend
+    assert isinstance(settings, RaySettings)
+    shapes = [Shape("", settings.nodes, settings.devices)]
+    shapes += [Shape(name, own.nodes, own.devices) for name, own in settings.pools.items()]
+    found = [_pools.get(_key(shape, settings, runtime)) for shape in shapes]
+    return [pool for pool in found if pool is not None and not pool.broken]
 
 
 def _shape(role: str, settings: RaySettings) -> Shape:
@@ -396,6 +432,17 @@ class RayWorkerGroup:
         if all(one.node == here for one in owned):
             return ()
         return shared_devices(pool, owned, settings.start_timeout_s, count, devices)
+
+    @classmethod
+    @contextmanager
+    def traced(cls, runtime: RuntimeConfig, chosen: frozenset[int], stem: Path) -> Iterator[Traced]:
+        """Trace the driver during the block, and the ranks of each pool that are in `chosen`."""
+        found = Traced()
+        with ExitStack() as traces:
+            for pool in _open_pools(runtime):
+                traces.enter_context(pool.traced(chosen, stem, found))
+            traces.enter_context(own_trace(stem.with_name(f"{stem.name}.json"), found))
+            yield found
 
     def call(self, method: str, *arguments: Any) -> Any:
         with self._phase(PHASES.get(method, method)):

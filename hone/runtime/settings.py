@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from typing import Annotated
 
@@ -63,6 +64,12 @@ class RaySettings(Choice):
                 owners[role] = name
         return self
 
+    def most_ranks(self) -> int:
+        """Ranks of the largest pool. Reading the pools here does not count as using them, see `PoolSettings.take`."""
+        values = [self.__dict__, *(pool.__dict__ for pool in self.__dict__["pools"].values())]
+        counts: list[int] = [one["nodes"] * one["devices"] for one in values]
+        return max(counts)
+
 
 class RuntimeConfig(Config):
     """Where workers run, and with which limits."""
@@ -79,3 +86,9 @@ class RuntimeConfig(Config):
         gt=0,
     )
     deterministic: bool = setting(False, "use only deterministic GPU kernels: bit-equal resume, but slower")
+
+    def most_ranks(self) -> int:
+        """Ranks of the largest pool of a Ray run; without Ray, the processes that torchrun started, or 1."""
+        if isinstance(self.backend, RaySettings):
+            return self.backend.most_ranks()
+        return int(os.environ.get("WORLD_SIZE", "1"))

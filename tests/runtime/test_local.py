@@ -191,9 +191,18 @@ def run_command(*arguments):
 
 @pytest.mark.slow
 def test_a_run_over_two_ranks_is_cut_and_continued_with_other_numbers_of_ranks(recipe, tmp_path):
-    """Steps 1 to 2 on two ranks, to 4 on one, to 6 on two with another mesh: the record is that of one process."""
+    """Steps 1 to 2 on two ranks, to 4 on one, to 6 on two with another mesh: the record is that of one process.
+
+    The two ranks trace their second step, which changes nothing.
+    """
     assert main(["sft", str(recipe("alone", 6))]) == 0
-    assert [one["code"] for one in run_ranks(2, run_command, "sft", str(recipe("spread", 2)))] == [0, 0]
+    traced = run_ranks(2, run_command, "sft", str(recipe("spread", 2)), "profile.steps=2")
+    assert [one["code"] for one in traced] == [0, 0]
+    traces = sorted((tmp_path / "spread" / "profile").iterdir())
+    assert [path.name for path in traces] == ["step-2-rank-0.json", "step-2-rank-1.json"]
+    for path in traces:
+        names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        assert {"train_batch of actor", "aten::mm"} <= names
     assert main(["sft", str(recipe("spread", 4))]) == 0
     last = recipe("spread", 6, "{tensor: 2}")
     assert [one["code"] for one in run_ranks(2, run_command, "sft", str(last))] == [0, 0]

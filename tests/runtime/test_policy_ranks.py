@@ -99,6 +99,75 @@ def test_a_spread_run_is_continued_by_one_process_and_back(tmp_path):
         assert all(mine[name] == pytest.approx(theirs[name], abs=2e-5, rel=1e-4) for name in same)
 
 
+# -------------------------------------------------------------------------------------------------------------- traces
+
+
+def names_in(trace):
+    """What a trace shows, by category: operators (`cpu_op`), named blocks (`user_annotation`)."""
+    found = {}
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        found.setdefault(event.get("cat"), set()).add(event["name"])
+    return found
+
+
+def has_backward(trace):
+    return any("Backward" in name for name in names_in(trace)["cpu_op"])
+
+
+@pytest.mark.slow
+def test_each_rank_traces_the_chosen_steps_of_all_its_roles(tmp_path):
+    """In step 1, rank 1 cannot write its trace, which costs a line and not the run. Step 3 is not chosen."""
+    folder = tmp_path / "run" / "profile"
+    (folder / "step-1-rank-1.json").mkdir(parents=True)
+    small = ["run.steps=3", "evaluation.every_steps=0", "update.minibatches=1", "update.epochs=1"]
+    found = start("train", recipe(tmp_path, PPO), *RAY, *small, "profile.steps=[1, 2]")
+    assert found["code"] == 0, found["said"]
+    assert f"no trace {folder}/step-1-rank-1.json from rank 1 of 2" in found["said"]
+    assert f"trace of step 2: {folder}/step-2.json, and 2 of ranks next to it" in found["said"]
+    ranks = [folder / f"step-2-rank-{rank}.json" for rank in range(2)]
+    wanted = {*ranks, folder / "step-2.json", folder / "step-1.json", folder / "step-1-rank-0.json"}
+    assert {path for path in folder.iterdir() if path.is_file()} == wanted
+    calls = {"train_batch of actor", "train_batch of critic", "infer_batch of reference", "stream of actor"}
+    for rank in ranks:
+        assert has_backward(rank)
+        assert calls <= names_in(rank)["user_annotation"]
+    assert not has_backward(folder / "step-2.json")
+    assert calls.isdisjoint(names_in(folder / "step-2.json").get("user_annotation", ()))
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_ends_its_traces_on_every_rank(pool, tmp_path, monkeypatch):
+    """The ranks are those of the next run, which traces one of them."""
+    whole = Collector.collect
+
+    def fail(self, prompts, *asked, **named):
+        raise RuntimeError("no room to play")
+
+    monkeypatch.setattr(Collector, "collect", fail)
+    unmeasured = {"evaluation": {"sets": {}}}  # the first prompts are those of step 1
+    found = start("train", recipe(tmp_path / "fails", unmeasured), *RAY, "profile.steps=1")
+    assert found["code"] == 1
+    assert "error: the run failed: RuntimeError: no room to play" in found["said"]
+    assert not (tmp_path / "fails" / "run" / "profile").exists()
+    pool.everywhere(lambda rank, actor: actor.end_trace.remote(tmp_path / f"{rank}.json"), "end_trace", "pool")
+    assert not list(tmp_path.glob("*.json")), "a rank was still recording"
+    monkeypatch.setattr(Collector, "collect", whole)
+    one = ["run.steps=2", "profile.steps=2", "profile.ranks=1"]
+    assert start("train", recipe(tmp_path / "works", unmeasured), *RAY, *one)["code"] == 0
+    traces = tmp_path / "works" / "run" / "profile"
+    assert sorted(path.name for path in traces.iterdir()) == ["step-2-rank-1.json", "step-2.json"]
+    assert has_backward(traces / "step-2-rank-1.json")
+
+
+def test_a_rank_that_no_pool_has_cannot_be_traced(tmp_path):
+    traced = ["profile.steps=1", "profile.ranks=[0, 2]"]
+    found = start("train", recipe(tmp_path), *RAY, *traced)
+    assert found["code"] == 2
+    assert "ranks: the run has no rank 2; choose from 0 to 1" in found["said"]
+    found = start("train", recipe(tmp_path), *RAY, *traced, "runtime.backend.pools.critic.devices=3")
+    assert "runtime.backend.pools.critic.devices" in found["said"], "the run has no critic: counting is not using"
+
+
 # --------------------------------------------------------------------------------------------------- ends of all kinds
 
 

@@ -34,10 +34,15 @@ def assert_close(one, other):
 
 
 def test_a_run_on_pools_is_that_of_one_process(tmp_path):
-    """Actor on two ranks, the other roles on one of their own: hidden states and weights cross from pool to pool."""
+    """Actor on two ranks, the other roles on one of their own: hidden states and weights cross from pool to pool.
+
+    Every process of the run traces step 2.
+    """
     pools = ["runtime.backend.pools.judges.devices=1", "runtime.backend.pools.judges.roles=[reference, critic]"]
-    changes = PPO, FULL_KL
-    assert_close(train(tmp_path / "ray", [*RAY, *pools], *changes), train(tmp_path / "local", [], *changes))
+    given, changes = [*RAY, *pools, "profile.steps=2"], (PPO, FULL_KL)
+    assert_close(train(tmp_path / "ray", given, *changes), train(tmp_path / "local", [], *changes))
+    names = ["step-2-judges-rank-0.json", "step-2-rank-0.json", "step-2-rank-1.json", "step-2.json"]
+    assert sorted(path.name for path in (tmp_path / "ray" / "run" / "profile").iterdir()) == names
 
 
 def test_servers_in_a_pool_of_this_machine_are_reached_by_socket_and_memory(tmp_path, monkeypatch):

@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 
+from hone.config import ConfigError
+from hone.runtime.settings import PoolSettings, RaySettings, RuntimeConfig
 from hone.tracking.base import RunInfo
 from hone.tracking.hub import Tracking
 from hone.tracking.metrics import Timer
@@ -24,7 +26,7 @@ class Counting(Trainer):
 
     def __init__(self, folder, scores, traced=(), **checkpoint):
         tracking = Tracking(TrackingConfig(trackers=()), RunInfo(run_dir=folder), lambda ids: "")
-        profiler = Profiler(ProfileConfig(steps=traced) if traced else None, 7, folder, tracking)
+        profiler = Profiler(ProfileConfig(steps=traced) if traced else None, 7, RuntimeConfig(), folder, tracking)
         context = RunContext(folder, tracking, Recorder(Timer()), profiler)
         super().__init__(7, CheckpointConfig(**checkpoint), context, evaluates=True)
         self.scores = scores
@@ -124,7 +126,60 @@ def test_a_trace_holds_the_operators_of_its_step_and_other_steps_have_none(tmp_p
 
 def test_one_step_may_be_a_number_and_a_step_the_run_lacks_is_refused(tmp_path):
     assert ProfileConfig(steps=3).steps == (3,)
-    with pytest.raises(ValueError, match=r"steps: the run has no step 8; choose from 1 to 7 \(run.steps\)"):
+    with pytest.raises(ConfigError, match=r"steps: the run has no step 8; choose from 1 to 7 \(run.steps\)"):
         Counting(tmp_path, {}, traced=(2, 8))
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         ProfileConfig(steps=(0,))
+
+
+def test_ranks_to_trace_are_a_number_or_a_list_by_default_all_and_the_run_has_them(tmp_path):
+    assert ProfileConfig(steps=3).ranks_of(4) == {0, 1, 2, 3}
+    assert ProfileConfig(steps=3, ranks=2).ranks_of(4) == {2}
+    assert ProfileConfig(steps=3, ranks=[0, 3]).ranks_of(4) == {0, 3}
+    with pytest.raises(ValueError, match="ranks: the run has no rank 4; choose from 0 to 3"):
+        ProfileConfig(steps=3, ranks=[0, 4]).ranks_of(4)
+    with pytest.raises(ConfigError, match="ranks: the run has no rank 1; choose 0"):
+        Profiler(ProfileConfig(steps=3, ranks=1), 7, RuntimeConfig(), tmp_path, None)
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        ProfileConfig(steps=3, ranks=-1)
+    with pytest.raises(ValueError, match="at least 1 item"):
+        ProfileConfig(steps=3, ranks=[])
+
+
+def test_the_ranks_of_a_run_are_those_of_its_largest_pool_or_of_torchrun(monkeypatch):
+    pools = {"judges": PoolSettings(devices=3, nodes=2), "critic": PoolSettings(devices=1)}
+    assert RuntimeConfig(backend=RaySettings(devices=4, pools=pools)).most_ranks() == 6
+    assert RuntimeConfig(backend=RaySettings(devices=4, nodes=2, pools=pools)).most_ranks() == 8
+    assert RuntimeConfig().most_ranks() == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert RuntimeConfig().most_ranks() == 4
+
+
+def test_a_trace_that_cannot_be_written_costs_a_line_and_not_the_run(tmp_path, capfd):
+    (tmp_path / "profile" / "step-2.json").mkdir(parents=True)
+    run = Counting(tmp_path, {}, traced=(2, 3))
+    run.run()
+    assert run.weights == 7
+    said = capfd.readouterr().err
+    assert f"no trace {tmp_path}/profile/step-2.json: IsADirectoryError" in said
+    assert f"trace of step 3: {tmp_path}/profile/step-3.json;" in said
+
+
+def test_a_profiler_of_the_user_is_left_alone(tmp_path, capfd):
+    """The second one of a process ends the first, and torch 2.13 crashes when the first one is ended then."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as own:
+        Counting(tmp_path, {}, traced=(2,)).run()
+    assert "aten::trace" in {event.key for event in own.key_averages()}
+    said = capfd.readouterr().err
+    assert f"no trace {tmp_path}/profile/step-2.json: another torch.profiler records this process" in said
+
+
+def test_a_step_that_fails_ends_its_trace_and_writes_none(tmp_path):
+    run = Counting(tmp_path, {}, traced=(2, 3))
+    run.step = lambda step: 1 / (2 - step)
+    with pytest.raises(ZeroDivisionError):
+        run.run()
+    assert not torch.autograd.profiler._is_profiler_enabled
+    assert not (tmp_path / "profile").exists()
+    Counting(tmp_path, {}, traced=(3,)).run()
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step-3.json"]

@@ -183,8 +183,9 @@ class PolicyRunConfig(Config):
                 f"update.minibatches = {self.update.minibatches} is more than update.prompts_per_step = "
                 f"{self.update.prompts_per_step}: a mini-batch holds at least one whole group"
             )
-        if self.profile is not None and self.run.steps is not None:
+        if self.profile is not None:
             self.profile.of(self.run.steps)
+            self.profile.ranks_of(self.runtime.most_ranks())
         self.algorithm.check_group_size(self.update.samples_per_prompt)
         if is_asynchronous(self):
             self._check_asynchrony()

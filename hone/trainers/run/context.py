@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hone.data.rendering import Renderer
+from hone.runtime.settings import RuntimeConfig
 from hone.tracking.base import RunInfo
 from hone.tracking.hub import Tracking
 from hone.tracking.metrics import Timer
@@ -40,4 +41,4 @@ def untracked_context(folder: Path, renderer: Renderer) -> RunContext:
     """A context without trackers: nothing is written, messages go to standard error."""
     decode = renderer.decode
     hub = Tracking(TrackingConfig(trackers=()), RunInfo(run_dir=folder), lambda ids: decode(ids, keep_special=True))
-    return RunContext(folder, hub, Recorder(Timer()), Profiler(None, None, folder, hub))
+    return RunContext(folder, hub, Recorder(Timer()), Profiler(None, None, RuntimeConfig(), folder, hub))

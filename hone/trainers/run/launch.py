@@ -227,7 +227,7 @@ def _run_context(
         Watchdog(config.runtime.stall_timeout_s) as watchdog,
     ):
         recorder.timer.shown_by(watchdog.begins, hub.phase)
-        profiler = Profiler(config.profile, config.run.steps, folder, hub)
+        profiler = Profiler(config.profile, config.run.steps, config.runtime, folder, hub)
         yield RunContext(folder, hub, recorder, profiler, control)
 
 

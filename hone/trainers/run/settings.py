@@ -56,10 +56,16 @@ class CheckpointConfig(Config):
 
 
 class ProfileConfig(Config):
-    """Traces of single steps by torch.profiler, written to `profile/step-N.json` in the run folder."""
+    """Traces of single steps by torch.profiler, written to the run folder.
+
+    `profile/step-N.json` is the driver's, or the only process's; a rank writes `profile/step-N-rank-R.json`.
+    """
 
     steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_listed)] = setting(
         meaning="the steps to trace: one number, or a list", unit="steps", min_length=1
+    )
+    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_listed)] = setting(
+        None, "the ranks to trace, of each pool: one number, or a list; default: all", min_length=1
     )
 
     def of(self, steps: int | None) -> frozenset[int]:
@@ -70,6 +76,14 @@ class ProfileConfig(Config):
                     f"{self.key_of('steps')}: the run has no step {step}; choose from 1 to {steps} (run.steps)"
                 )
         return frozenset(self.steps)
+
+    def ranks_of(self, count: int) -> frozenset[int]:
+        """The ranks to trace. Raises ValueError for one that no pool of the run has: the largest has `count` ranks."""
+        for rank in self.ranks or ():
+            if rank >= count:
+                choice = f"from 0 to {count - 1}" if count > 1 else "0"
+                raise ValueError(f"{self.key_of('ranks')}: the run has no rank {rank}; choose {choice}")
+        return frozenset(range(count) if self.ranks is None else self.ranks)
 
 
 class EvaluationConfig(Config):
