@@ -6,10 +6,11 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unsaved import save_nothing
 from wire import Ended, Gate
 
 from hone.config import load
@@ -54,16 +55,22 @@ def figures_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def main() -> None:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", choices=["grpo_step", "grpo_step_ragged", "sft"])
     parser.add_argument("precision", choices=["fp32", "bf16"])
     parser.add_argument("material", type=Path)
     parser.add_argument("--max-tokens", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="key=value, as for `hone train`")
-    args = parser.parse_args()
+    return parser.parse_intermixed_args(given)  # before Python 3.12.7, overrides after an option are refused otherwise
+
+
+def main() -> None:
+    args = arguments()
     gate = Gate()
-    gated(SupervisedTrainer if args.case == "sft" else PolicyTrainer, gate)
+    trainer: type[Trainer] = SupervisedTrainer if args.case == "sft" else PolicyTrainer
+    gated(trainer, gate)
+    save_nothing(trainer)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:

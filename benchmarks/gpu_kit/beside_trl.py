@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -35,7 +36,7 @@ def sides(folder: Path, tokens: int, batch: int, overrides: list[str]) -> compar
     )
 
 
-def main() -> None:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--max-tokens", type=int, default=512)
@@ -43,7 +44,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--peer-python", default=sys.executable, help="Python of the environment that has TRL")
     parser.add_argument("overrides", nargs="*", help="key=value for hone's run")
-    args = parser.parse_args()
+    return parser.parse_intermixed_args(given)  # before Python 3.12.7, overrides after an option are refused otherwise
+
+
+def main() -> None:
+    args = arguments()
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     model = args.folder / "model-uniform"  # the name that the sides look for
     if not model.exists():

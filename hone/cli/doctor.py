@@ -171,7 +171,12 @@ def _software() -> Iterator[Finding]:
 
 def _optional() -> Iterator[Finding]:
     """The packages of hone's extras, read from its metadata, without the extras for development."""
-    for requirement in importlib.metadata.requires(DISTRIBUTION) or ():
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or ()
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("optional packages", DISTRIBUTION, None, "runs from a folder, so its extras are not known")
+        return
+    for requirement in requirements:
         extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
         if extra is None or extra[1] in ("test", "check"):
             continue

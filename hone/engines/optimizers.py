@@ -101,9 +101,14 @@ class Update:
         return metrics | ({"train/grad_norm": Metric.mean(norm)} if finite else {})
 
     def move(self, device: str) -> None:
-        """Move the optimizer's state of each weight; counters stay where the optimizer made them."""
+        """Move the optimizer's state of each weight.
+
+        Counters stay where the optimizer made them; those of a fused one have to be where it computes, and a checkpoint
+        may have been read while the weights were elsewhere.
+        """
+        fused = any(group.get("fused") for group in self.optimizer.param_groups) and device != "cpu"
         for state in self.optimizer.state.values():
-            state |= {k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
+            state |= {k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and (v.dim() or fused)}
 
     def advance(self) -> None:
         """Go on to the learning rate of the next step."""

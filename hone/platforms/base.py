@@ -52,6 +52,7 @@ class Recording:
 
     replay: Callable[[], object]  # queues the work anew: over what its inputs hold then, into `result`
     result: torch.Tensor
+    memory: Any = None  # what the work allocated it in, in the platform's terms
 
 
 class PlatformBase(MemorySharing, ABC):
@@ -122,11 +123,11 @@ class PlatformBase(MemorySharing, ABC):
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
-    def record(self, work: Callable[[], torch.Tensor]) -> Recording:
+    def record(self, work: Callable[[], torch.Tensor], beside: Recording | None = None) -> Recording:
         """Record the work that a function queues on the current device, which may run once or more meanwhile.
 
-        The function must not read a tensor on the host, and what it reads must stay at its address; what it allocates
-        belongs to the recordings of this platform together, so a result is valid until the next replay of any.
+        The function must not read a tensor on the host, and what it reads must stay at its address. What it allocates
+        it shares with the recording `beside`, which must still exist: a result is then valid until either is replayed.
         """
         raise NotImplementedError(f"platform {self.name} records no graphs")
 

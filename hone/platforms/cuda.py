@@ -46,21 +46,24 @@ class GpuPlatform(PlatformBase):
             return []
         return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
-    def record(self, work: Callable[[], torch.Tensor]) -> Recording:
-        aside, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    def record(self, work: Callable[[], torch.Tensor], beside: Recording | None = None) -> Recording:
+        aside, current = self._recording_stream, torch.cuda.current_stream()
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
-            work()  # libraries allocate their workspaces now, outside of the graph
+            work()  # libraries allocate their workspaces of this stream now, outside of the graph
         current.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
+        # A pool whose graphs are all gone cannot be used again (an assertion of torch's allocator).
+        memory = torch.cuda.graph_pool_handle() if beside is None else beside.memory
         # thread_local: other threads, which may write a checkpoint, can go on using the device
-        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=memory, stream=aside, capture_error_mode="thread_local"):
             result = work()
-        return Recording(graph.replay, result)
+        return Recording(graph.replay, result, memory)
 
     @functools.cached_property
-    def _graph_memory(self) -> Any:
-        return torch.cuda.graph_pool_handle()
+    def _recording_stream(self) -> torch.cuda.Stream:
+        """One for all recordings: cuBLAS keeps a workspace for each stream, and one made in a graph is of its pool."""
+        return torch.cuda.Stream()
 
     def share(self, tensor: torch.Tensor) -> list[Any]:
         storage: Any = tensor.untyped_storage()

@@ -111,7 +111,9 @@ class TrainWorker:
 
     def train_batch(self, batch: Batch, loss: LossFn) -> Metrics:
         """One optimizer step on a mini-batch that carries its `loss_weights`."""
-        return self.engine.train_batch(batch, loss)
+        metrics = self.engine.train_batch(batch, loss)
+        current_platform().synchronize()  # or the optimizer's time on the device is counted in the next phase
+        return metrics
 
     def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset(), adapter: bool = True) -> ModelOutput:
         """Log-probs (language model) or values (value model) of every token, and the outputs in `needs`; each [T].

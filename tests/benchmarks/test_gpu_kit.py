@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainers.tiny import recipe
+
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ROOT / "benchmarks" / "gpu_kit" / "stages.py"
 
@@ -59,11 +61,14 @@ def test_a_stage_over_its_limit_ends_with_what_it_started(kit, tmp_path):
 
 def test_figures_of_a_run_leave_out_its_first_steps(kit, tmp_path):
     seconds = {1: 9.0, 2: 9.0, 3: 1.0, 4: 3.0}
-    rows = [{"step": step, "perf/step_s": s, "perf/tokens_per_s": 100.0} for step, s in seconds.items()]
+    rows = [
+        {"step": step, "perf/step_s": s, "perf/tokens_per_s": 100.0, "perf/backward_s": 0.5}
+        for step, s in seconds.items()
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = kit.step_figures(tmp_path, 10**9, "")
     assert figures["perf/step_s"] == 2.0
-    assert figures["mfu"] == pytest.approx(100 * 6e9 / kit.H200_BF16_FLOPS)
+    assert figures["mfu"] == pytest.approx(100 * 2.0 / 0.5 * 6e9 / kit.H200_BF16_FLOPS), "of the update alone"
 
 
 def test_an_unknown_stage_is_refused_by_name(tmp_path):
@@ -84,14 +89,35 @@ def test_a_rehearsal_has_every_stage_but_those_of_triton_and_graphs(kit, tmp_pat
     real, small = kit.Kit(tmp_path, ["tiny"]).stages(), kit.Kit(tmp_path, ["tiny"], rehearse=True).stages()
     assert [name for name in real if name not in small] == ["tests-engines-triton_scores", "graphs-tiny"]
     assert [name for name in real if not name.startswith("tests-")] == [
-        *("doctor", "quickstart", "weight-sync", "head"),
-        *("graphs-tiny", "decode-tiny", "grpo-tiny", "profile-tiny", "trl-tiny", "sft-tiny", "reverse"),
+        *("doctor", "weight-sync", "head", "sft-tiny", "grpo-tiny", "decode-tiny", "profile-tiny", "trl-tiny"),
+        *("graphs-tiny", "quickstart", "reverse"),
     ]
     assert {"--device", "cpu"} <= set(small["weight-sync"]().command)
     large = kit.Kit(tmp_path, ["0.6b", "4b"]).stages()
     assert [name for name in large if name.endswith("b")] == [
-        *("graphs-0.6b", "decode-0.6b", "grpo-0.6b", "profile-0.6b", "trl-0.6b", "sft-0.6b", "sft-4b")
+        *("sft-0.6b", "sft-4b", "grpo-0.6b", "decode-0.6b", "profile-0.6b", "trl-0.6b", "graphs-0.6b")
     ]
+
+
+@pytest.mark.parametrize(("file", "first"), [("gpu_kit/beside_trl.py", []), ("side_hone.py", ["grpo_step", "bf16"])])
+def test_keys_may_follow_options(file, first, monkeypatch):
+    """As stages.py and beside_trl.py pass them; Python before 3.12.7 refuses that with `parse_args`."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("parsed", ROOT / "benchmarks" / file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    args = module.arguments([*first, "folder", "--max-tokens", "8", "actor.max_tokens_per_microbatch=16384", "a.b=1"])
+    assert (args.max_tokens, args.overrides) == (8, ["actor.max_tokens_per_microbatch=16384", "a.b=1"])
+
+
+def test_a_measured_run_saves_nothing(tmp_path):
+    """Neither at its begin, nor at its end, nor when it is stopped."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "unsaved.py"), "train", str(recipe(tmp_path)), "run.steps=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert not (tmp_path / "run" / "export").exists()
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
 def test_a_trace_becomes_a_table_of_its_kernels(kit, tmp_path):

@@ -32,6 +32,12 @@ def test_it_says_what_is_installed_and_what_is_not():
             assert "\n" not in line.detail
 
 
+def test_it_works_from_a_folder_that_was_never_installed(monkeypatch):
+    monkeypatch.setattr("hone.cli.doctor.DISTRIBUTION", "hone-that-nobody-installed")
+    found = [one for one in examine(full=False) if one.section == "optional packages"]
+    assert [(one.ok, one.detail) for one in found] == [(None, "runs from a folder, so its extras are not known")]
+
+
 def test_the_cpu_is_always_a_platform():
     found = findings()
     assert found["platforms", "cpu"][0].ok

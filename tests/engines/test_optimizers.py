@@ -139,6 +139,22 @@ def test_a_gradient_that_is_not_finite_changes_nothing(weights):
     assert weights["bias"].tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_counters_of_a_fused_optimizer_go_where_it_computes(fused):
+    """A checkpoint that is read while the weights are offloaded leaves all state in CPU memory; `meta` is a device."""
+    config = EngineConfig(optimizer=OptimizerConfig(lr=0.1, options={"fused": fused}))
+    update = Update(config, 10, in_parts=False)
+    weight = torch.nn.Parameter(torch.ones(2))
+    update.optimizer = torch.optim.AdamW([weight], fused=fused)
+    weight.grad = torch.ones(2)
+    update.optimizer.step()
+    update.move("cpu")
+    update.move("meta")
+    state = update.optimizer.state[weight]
+    assert state["exp_avg"].device.type == "meta"
+    assert state["step"].device.type == ("meta" if fused else "cpu")
+
+
 def test_wrong_settings_are_refused_before_a_model_is_loaded():
     for name in EIGHT_BIT:
         with pytest.raises(ValueError, match=rf"{name} needs weights that are tensors of their own, .* choose AdamW"):

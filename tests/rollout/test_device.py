@@ -5,16 +5,19 @@ Every test runs on the CPU too, so that on an accelerator only the device is new
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 
 from hone.platforms.base import current_platform
 from hone.rollout.builtin.engine import BuiltinEngine
+from hone.rollout.builtin.sampling import Rules, sample, uniforms
 from hone.rollout.settings import BuiltinSettings
 from hone.types import SamplingParams
 from hone.workers.inside.builtin import EngineApp
 
 PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 3, 12, 30, 12)]
+ZEROS = np.zeros(512, np.int64)
 NEAR = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # a wrong token, position or weight gives 0.4 and more
 
 
@@ -43,6 +46,17 @@ def test_filters_keep_what_they_should(each_device, tiny, finish):
         for sampling in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0})
     )
     assert filtered == [greedy] * 3
+
+
+def test_no_token_is_drawn_that_a_filter_excludes(each_device):
+    """Sums of a GPU are not those of a CPU: they may grow over a probability of 0."""
+    generator = torch.Generator().manual_seed(0)
+    rows = 512
+    kept = Rules(*(np.full(rows, value, kind) for value, kind in ((1, "f4"), (50, "i8"), (0.95, "f4"), (0.0, "f4"))))
+    for seed in range(8):
+        logits = torch.randn(rows, 4096, generator=generator).to(each_device)
+        _, logprobs = sample(logits, kept, uniforms(np.arange(rows, dtype=np.uint64) + np.uint64(seed * rows), ZEROS))
+        assert logprobs.isfinite().all()
 
 
 @pytest.mark.usefixtures("deterministic")

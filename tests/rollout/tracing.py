@@ -11,7 +11,7 @@ class TracingCpu(CpuPlatform):
 
     records_graphs = True
 
-    def record(self, work):
+    def record(self, work, beside=None):
         trace = make_fx(work)()
         result = trace()
         return Recording(lambda: result.copy_(trace()), result)

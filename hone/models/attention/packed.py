@@ -71,6 +71,7 @@ class Packing:
     cu_seqlens: Tensor  # [N+1] int32, on the device of the batch
     lengths: tuple[int, ...]
     runs: tuple[Run, ...]
+    cu_keys: Tensor  # [N+1] int32: the same where each segment is preceded by its prefix; `cu_seqlens` if none has one
     ranks: SequenceRanks | None = None  # who shares the row; each has a slice of its tokens
     masks: dict[int | None, BlockMask] = field(init=False, repr=False, compare=False, default_factory=dict)  # by window
 
@@ -90,7 +91,11 @@ class Packing:
         parents = parents or [None] * len(lengths)
         device = cu_seqlens.device if device is None else device
         placed = cu_seqlens.to(device, torch.int32, non_blocking=True)
-        return cls(placed, lengths, _runs(lengths, parents, device), current_ranks())
+        runs, cu_keys = _runs(lengths, parents, device), placed
+        if any(run.prefix for run in runs):  # once for all layers: each copy to a device waits for it
+            seen = (run.prefix + run.length for run in runs for _ in range(run.count))
+            cu_keys = torch.tensor([*itertools.accumulate(seen, initial=0)], dtype=torch.int32, device=device)
+        return cls(placed, lengths, runs, cu_keys, current_ranks())
 
     @property
     def num_tokens(self) -> int:
@@ -198,16 +203,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) 
         )
     if not scoring.plain and scoring.dropout == 0.0 and flex.fits(q, v):
         return flex_rows(q, k, v, packing, scoring)
+    if scoring.plain and scoring.dropout == 0.0 and varlen.fits(q.dtype, q.device, q.shape[-1], v.shape[-1]):
+        return _flash_varlen(q, k, v, packing, scoring)
+    outputs = [attend_rows(*part, scoring) for part in _parts(q, k, v, packing)]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))[None]
+
+
+def _parts(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Queries of each run, and the keys and values that they see: [count, heads, tokens, d]."""
     sizes = [run.count * run.length for run in packing.runs]
     queries, keys, values = (torch.split(x[0], sizes, 1) for x in (q, k, v))
-    parts = [
+    return [
         (_rows(one_q, run), _seen(keys, index, run), _seen(values, index, run))
         for index, (one_q, run) in enumerate(zip(queries, packing.runs, strict=True))
     ]
-    if scoring.plain and scoring.dropout == 0.0 and varlen.fits(q.dtype, q.device, q.shape[-1], v.shape[-1]):
-        return _flash_varlen(q, parts, packing, scoring)
-    outputs = [attend_rows(*part, scoring) for part in parts]
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))[None]
 
 
 def _rows(part: Tensor, run: Run) -> Tensor:
@@ -297,13 +306,13 @@ def _ranges(packing: Packing, window: int | None, device: torch.device) -> tuple
     return own, (first, end)
 
 
-def _flash_varlen(
-    q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]], packing: Packing, scoring: Scoring
-) -> Tensor:
-    keys, values = (torch.cat([part[i].transpose(1, 2).flatten(0, 1) for part in parts]) for i in (1, 2))
-    seen = [run.prefix + run.length for run in packing.runs for _ in range(run.count)]
-    cu_keys = F.pad(torch.tensor(seen, device=q.device).cumsum(0, dtype=torch.int32), (1, 0))
-    ends, most = (packing.cu_seqlens, cu_keys), (max(packing.lengths), max(seen))
+def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
+    keys, values = k[0].transpose(0, 1), v[0].transpose(0, 1)
+    if packing.cu_keys is not packing.cu_seqlens:
+        parts = _parts(q, k, v, packing)
+        keys, values = (torch.cat([part[i].transpose(1, 2).flatten(0, 1) for part in parts]) for i in (1, 2))
+    ends = packing.cu_seqlens, packing.cu_keys
+    most = max(packing.lengths), max(run.prefix + run.length for run in packing.runs)
     out = varlen.attend_packed(q[0].transpose(0, 1), keys, values, ends, most, scoring.scale, scoring.window)
     return out.transpose(0, 1)[None]
 

@@ -31,6 +31,9 @@ def bucket(number: int, fewest: int) -> int:
     return rounded(number, max(1 << (number - 1).bit_length() - 3, fewest // 4))
 
 
+RecordFn = Callable[[Callable[[], Tensor], Recording | None], Recording]
+
+
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     inputs: Tensor  # as `Step.inputs`: the graph reads them here
@@ -41,7 +44,7 @@ class _Recorded:
 class GraphedDecoder:
     """A `FusedDecoder` whose decode steps are recorded at first use. Prefill and scores are computed as without."""
 
-    def __init__(self, decoder: FusedDecoder, record: Callable[[Callable[[], Tensor]], Recording]) -> None:
+    def __init__(self, decoder: FusedDecoder, record: RecordFn) -> None:
         """`record` is `PlatformBase.record` of the decoder's device."""
         self._decoder = decoder
         self._record = record
@@ -76,7 +79,8 @@ class GraphedDecoder:
         def work() -> Tensor:  # a new Step each time: its mask is part of the graph
             return logits.copy_(self._decoder.decode(Step(inputs, rows, columns, cache.dtype), cache))
 
-        return _Recorded(inputs, self._record(work), self._decoder.rope)
+        others = (one.recording for one in cache.bound.values() if isinstance(one, _Recorded))
+        return _Recorded(inputs, self._record(work, next(others, None)), self._decoder.rope)
 
     def _logits(self, cache: KVCache) -> Tensor:
         """Where the graphs of every size write: [cache.rows, V]. Each would keep memory of its own for them."""

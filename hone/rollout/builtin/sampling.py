@@ -80,7 +80,12 @@ def _invert(probabilities: Tensor, u: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     threshold = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
-    return tokens.clamp_(max=probabilities.shape[1] - 1)  # out of range only where the row is not finite
+    tokens.clamp_(max=probabilities.shape[1] - 1)  # out of range only where the row is not finite
+    if probabilities.device.type == "cpu":
+        return tokens
+    # A GPU adds in another order at each place, so a sum can grow in its last bit where the probability is 0.
+    drawn = probabilities.gather(1, tokens[:, None])[:, 0]
+    return torch.where(drawn > 0, tokens, probabilities.argmax(-1))
 
 
 def _filter_rows(logits: Tensor, rules: Rules, rows: NDArray[np.int64]) -> Tensor:
