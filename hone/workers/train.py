@@ -70,7 +70,8 @@ class TrainWorker:
                 f"the machine that started the run; set {key}=bfloat16 or {key}=float32"
             )
         self._model = spec.model
-        self.engine: BaseEngine = EngineRegistry.create(spec, current_platform())
+        self._platform = current_platform()
+        self.engine: BaseEngine = EngineRegistry.create(spec, self._platform)
         self._sender = RankSender()
         self._boxes: tuple[Any, Sequence[BoxMap]] | None = None  # what was needed in the last sync, and of what
 
@@ -112,7 +113,8 @@ class TrainWorker:
     def train_batch(self, batch: Batch, loss: LossFn) -> Metrics:
         """One optimizer step on a mini-batch that carries its `loss_weights`."""
         metrics = self.engine.train_batch(batch, loss)
-        current_platform().synchronize()  # or the optimizer's time on the device is counted in the next phase
+        if self._platform.device != "cpu":  # or the optimizer's time on the device counts in the next phase
+            self._platform.synchronize()
         return metrics
 
     def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset(), adapter: bool = True) -> ModelOutput:
