@@ -24,6 +24,9 @@ settings.load_profile("hone")
 CLUSTERS = "tests/deploy/test_slurm.py", "tests/runtime/test_ray", "tests/runtime/test_servers_on_nodes.py"
 """Files whose tests are many processes each: never two of them at once."""
 
+LONG = "tests/workers/test_deaths.py", "tests/workers/test_snapshots.py", "tests/schedule/test_every_order.py"
+"""Files that take minutes, most of them in waiting for servers that hang: not the last ones."""
+
 OLD = tuple(map(int, version("transformers").split(".")[:2])) < (5, 19)
 
 
@@ -41,7 +44,13 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     """Clusters first, then files with slow tests: no process is left with a long file when the other has ended."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (not item.nodeid.startswith(CLUSTERS), item.path not in slow))
+    items.sort(
+        key=lambda item: (
+            not item.nodeid.startswith(CLUSTERS),
+            item.path not in slow,
+            not item.nodeid.startswith(LONG),
+        )
+    )
 
 
 @pytest.hookimpl(wrapper=True)
