@@ -103,8 +103,8 @@ class Update:
     def move(self, device: str) -> None:
         """Move the optimizer's state of each weight.
 
-        Counters stay where the optimizer made them; those of a fused one have to be where it computes, and a checkpoint
-        may have been read while the weights were elsewhere.
+        Counters stay where the optimizer made them. A fused optimizer needs its counters on the device where it
+        computes, and a checkpoint may have been read while the weights were elsewhere.
         """
         fused = any(group.get("fused") for group in self.optimizer.param_groups) and device != "cpu"
         for state in self.optimizer.state.values():

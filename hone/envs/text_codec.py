@@ -25,7 +25,7 @@ class TextCodec:
     def opening(self, start: Start, prompt: Prompt) -> tuple[int, ...]:
         """The tokens of a start with messages, for the episode of a prompt.
 
-        Raises ConfigError if the chat template does not show its tools, or the start leaves out those of the prompt.
+        Raises ConfigError if the chat template does not show its tools, or if the start lacks a tool of the prompt.
         """
         if missing := sorted(_names(prompt.tools) - _names(start.tools)):
             raise ConfigError(

@@ -111,7 +111,7 @@ def test_keys_may_follow_options(file, first, monkeypatch):
 
 
 def test_a_measured_run_saves_nothing(tmp_path):
-    """Neither at its begin, nor at its end, nor when it is stopped."""
+    """Neither a checkpoint, at the begin or at the end, nor an export."""
     command = [sys.executable, str(ROOT / "benchmarks" / "unsaved.py"), "train", str(recipe(tmp_path)), "run.steps=1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -49,7 +49,7 @@ def test_filters_keep_what_they_should(each_device, tiny, finish):
 
 
 def test_no_token_is_drawn_that_a_filter_excludes(each_device):
-    """Sums of a GPU are not those of a CPU: they may grow over a probability of 0."""
+    """A GPU adds in another order than a CPU, so its sums may grow where the probability is 0."""
     generator = torch.Generator().manual_seed(0)
     rows = 512
     kept = Rules(*(np.full(rows, value, kind) for value, kind in ((1, "f4"), (50, "i8"), (0.95, "f4"), (0.0, "f4"))))

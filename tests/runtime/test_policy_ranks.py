@@ -137,14 +137,14 @@ def test_each_rank_traces_the_chosen_steps_of_all_its_roles(tmp_path):
 
 @pytest.mark.slow
 def test_a_step_that_fails_ends_its_traces_on_every_rank(pool, tmp_path, monkeypatch):
-    """The ranks are those of the next run, which traces one of them."""
+    """The next run has the same ranks, and traces one of them."""
     whole = Collector.collect
 
     def fail(self, prompts, *asked, **named):
         raise RuntimeError("no room to play")
 
     monkeypatch.setattr(Collector, "collect", fail)
-    unmeasured = {"evaluation": {"sets": {}}}  # the first prompts are those of step 1
+    unmeasured = {"evaluation": {"sets": {}}}  # step 1 then takes the first prompts
     found = start("train", recipe(tmp_path / "fails", unmeasured), *RAY, "profile.steps=1")
     assert found["code"] == 1
     assert "error: the run failed: RuntimeError: no room to play" in found["said"]

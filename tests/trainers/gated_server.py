@@ -1,9 +1,9 @@
 """The built-in engine's server, where new weights arrive in the middle of answers in every run, whatever the load.
 
 With staleness 1, draw d is trained in step d // PER_STEP + 1, after version d // PER_STEP has been published. A request
-for it waits until all of its step have arrived and those of the step before have ended, is given its first tokens, and
-the others when the server has that version. Weights that arrive wait until the requests for them have arrived, and
-every request that runs has a token.
+of this draw waits until all requests of its step have arrived and all requests of the step before have ended. Then it
+gets its first tokens, and the rest when the server has that version. New weights wait until all requests that need them
+have arrived, and every running request has a token.
 """
 
 import asyncio

@@ -48,7 +48,7 @@ class Profiler:
             self._tracking.message(f"trace of step {step}: {first}{more}; open it at https://ui.perfetto.dev")
 
     def _warn(self, problem: str) -> None:
-        """Show a line on every rank: under torchrun, `message` shows only those of the first."""
+        """Show a line on every rank: under torchrun, `message` shows only the first rank's lines."""
         if ranks.is_first():
             self._tracking.message(problem)
         else:
