@@ -29,6 +29,15 @@ def test_the_newest_checkpoint_is_read_back_with_its_state(tmp_path):
     assert (found.part("actor") / "weights.txt").read_text() == "two"
 
 
+def test_a_part_that_the_run_did_not_have_is_named(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    folder = store.save(1, {"actor": writer("one")}, {})
+    found = store.latest()
+    assert found.part("actor") == folder / "actor"
+    with pytest.raises(RunCheckpointError, match=r"step_00000001 has no reference: .* run\.dir=FOLDER"):
+        found.part("reference")
+
+
 def test_the_last_n_and_the_best_are_kept(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step, score in ((1, 0.1), (2, 0.9), (3, 0.9), (4, None), (5, 0.3)):

@@ -53,7 +53,14 @@ class Checkpoint:
     score: float | None  # of the evaluation at this step, which `best` compares; None if there was none
 
     def part(self, name: str) -> Path:
-        return self.folder / name
+        """The folder of one part. Raises RunCheckpointError if the run that wrote the checkpoint had no such part."""
+        folder = self.folder / name
+        if not folder.is_dir():
+            raise RunCheckpointError(
+                f"checkpoint {self.folder} has no {name}: the settings that need one were added to the run later; "
+                "take them back, or start a new run with run.dir=FOLDER"
+            )
+        return folder
 
 
 @dataclass(slots=True)
