@@ -27,7 +27,7 @@ QUICK := not slow and not vllm and not sglang and not agents
 
 help:
 	@echo "make quickstart   install pinned versions into $(VENV), train a small model with RL, show the result"
-	@echo "make test         run all tests except the slow ones"
+	@echo "make test         run all tests except the slow ones, and those of the architecture (make check)"
 	@echo "make test-all     run every test: clusters of processes, faults and learning too"
 	@echo "make test-megatron run every test of the megatron engine, on up to four processes"
 	@echo "make test-veomni  run every test of that training engine, in .venv-veomni; so too for: $(ENGINES)."
@@ -50,7 +50,7 @@ quickstart: $(VENV)/.base
 	$(VENV)/bin/hone train recipes/quickstart/grpo.yaml $(ARGS)
 
 test: $(VENV)/.test
-	$(VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" $(ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" --ignore=tests/architecture $(ARGS)
 
 test-all: $(VENV)/.test
 	$(VENV)/bin/python -m pytest $(SPREAD) $(ARGS)

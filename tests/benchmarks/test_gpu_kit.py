@@ -110,6 +110,7 @@ def test_keys_may_follow_options(file, first, monkeypatch):
     assert (args.max_tokens, args.overrides) == (8, ["actor.max_tokens_per_microbatch=16384", "a.b=1"])
 
 
+@pytest.mark.slow
 def test_a_measured_run_saves_nothing(tmp_path):
     """Neither a checkpoint, at the begin or at the end, nor an export."""
     command = [sys.executable, str(ROOT / "benchmarks" / "unsaved.py"), "train", str(recipe(tmp_path)), "run.steps=1"]

@@ -160,6 +160,7 @@ def test_the_stop_button_of_a_notebook_saves_the_run_and_the_same_call_continues
     assert json.loads(rest[-1]) == list(range(41))
 
 
+@pytest.mark.slow
 def test_the_example_of_the_documentation_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), flags=re.S)

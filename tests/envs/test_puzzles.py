@@ -102,6 +102,7 @@ def in_a_run(story, **env):
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_fails_one_episode_and_one_that_hangs_none():
     async def story(score, shared):
         os.kill(next(iter(shared._processes)).pid, signal.SIGKILL)
@@ -172,6 +173,7 @@ def test_grids_survive_json(task):
     assert score(entry["answer"], {"task": task, "entry": json.loads(json.dumps(entry))}) == 1.0
 
 
+@pytest.mark.slow
 def test_a_policy_trains_on_several_attempts(tmp_path):
     build_model = {**BASE["model"]["build"], "characters": "abcdefghijklmnopqrstuvwxyz :()->.", "max_positions": 256}
     changes = {

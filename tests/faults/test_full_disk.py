@@ -36,6 +36,7 @@ def fill(file, spare):
             out.truncate(max(0, out.tell() - spare))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [0, 64 * 1024], ids=["nothing", "metrics"])
 def test_a_run_whose_disk_was_full_continues_to_the_same_bits(disk, tmp_path, spare):
     """`spare` bytes fit: nothing more, or the metrics of a few steps but no checkpoint."""

@@ -10,6 +10,8 @@ import pytest
 
 from tests.trainers.tiny import recipe
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PACKAGE = HERE / "fake_npu"
@@ -31,7 +33,6 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_fsdp2_trains_on_it_as_on_the_cpu(found):
     assert found["platform"] == "fake_npu"
     on_cpu, on_device = found["losses"]
@@ -90,7 +91,6 @@ def test_the_conformance_kit_finds_what_the_device_lacks(found):
     assert wrong == {}
 
 
-@pytest.mark.slow
 def test_a_whole_run_trains_generates_and_syncs_on_it(tmp_path):
     done = run("-m", "hone", "train", recipe(tmp_path), "run.steps=2", "evaluation.every_steps=0")
     assert done.returncode == 0, done.stderr

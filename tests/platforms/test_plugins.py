@@ -99,6 +99,7 @@ def python(code, path, **variables):
     )
 
 
+@pytest.mark.slow
 def test_an_installed_plug_in_is_found_and_trains_on_its_device(installed):
     done = python(TRAIN, installed, TOY_CARD="1", HONE_PLATFORM="toy")
     assert done.returncode == 0, done.stderr

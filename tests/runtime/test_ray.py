@@ -94,6 +94,7 @@ def test_named_tensors_go_whole_to_every_rank(pool):
     assert sums == {"a": 1.5, "b": 2.0}
 
 
+@pytest.mark.slow
 def test_one_rank_is_equal_to_the_bit(tmp_path):
     given = ["run.steps=2"]
     assert train(tmp_path / "ray", [*overrides(1), *given]) == train(tmp_path / "local", [*LOCAL, *given])

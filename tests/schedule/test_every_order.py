@@ -26,7 +26,7 @@ def run(staleness, limits, rules=None, window=Window, one_version=True):
         pytest.param(1, Limits(draws=6, deaths=1, crashes=1, drops=1), marks=pytest.mark.slow),
         pytest.param(2, Limits(draws=6, deaths=1, crashes=1, drops=0), marks=pytest.mark.slow),
         pytest.param(2, Limits(draws=5, deaths=2, crashes=1, drops=2), marks=pytest.mark.slow),
-        pytest.param(1, Limits(draws=4, deaths=1, crashes=1, drops=1, joins=1, leaves=1), marks=pytest.mark.slow),
+        (1, Limits(draws=3, deaths=1, crashes=1, drops=1, joins=1, leaves=1)),
         pytest.param(2, Limits(draws=6, deaths=0, crashes=0, drops=0, joins=1, leaves=1), marks=pytest.mark.slow),
     ],
 )

@@ -59,6 +59,7 @@ def test_rollout_and_trainer_compute_in_what_fits_the_device(name, said, dtype, 
     assert {tensor.dtype for tensor in exported.values()} == {dtype}
 
 
+@pytest.mark.slow
 def test_a_run_continues_in_the_dtype_that_it_began_in(on, tmp_path):
     path = recipe(tmp_path, AUTO_ACTOR)
     on("emulating")

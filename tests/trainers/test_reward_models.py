@@ -284,6 +284,7 @@ def test_an_answer_that_is_too_long_fails_in_the_process_too(served):
     assert "max_position_embeddings=32" in outcome.error
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_replaced_and_its_calls_are_made_again(served, folder):
     before, restarts = pid_of(served), served.restarts
     os.kill(before, signal.SIGKILL)
@@ -307,6 +308,7 @@ def test_a_process_that_hangs_costs_its_call_and_is_replaced(served):
     assert pid_of(served) != stopped
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_load_its_model_says_so_at_the_start(folder, tmp_path):
     broken = export(tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"nothing")

@@ -13,7 +13,6 @@ STEPS = ["run.steps=2", "model.build.layers=2", "actor.max_tokens_per_microbatch
 RAY = ["runtime.backend=ray", "runtime.backend.devices=2"]
 LORA = ["actor.lora.rank=4", "actor.optimizer.lr=1e-2", "algorithm.kl.coef=0.1"]
 MESHES = {
-    "tensor": ["actor.backend.name=megatron", "actor.backend.parallel.tensor=2"],
     "pipeline": ["actor.backend.name=megatron", "actor.backend.parallel.pipeline=2"],
     "automodel": ["actor.backend.name=automodel"],
     "veomni": ["actor.backend.name=veomni"],
