@@ -44,7 +44,6 @@ CONFIGS = {
     "qwen3_wide": lambda: Qwen3Config(
         **{**SIZES, "head_dim": 32}, tie_word_embeddings=True
     ),  # vLLM's smallest on a CPU
-    "qwen3_biased": lambda: Qwen3Config(**{**SIZES, "head_dim": 32}, tie_word_embeddings=True, attention_bias=True),
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "llama": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "llama_plain": lambda: LlamaConfig(**SIZES),

@@ -75,6 +75,15 @@ def test_a_tensor_that_is_not_sent_is_named(plain, models, push, left_out):
     assert plain.weight_version == -1
 
 
+def test_biases_without_a_place_in_the_engine_are_named(plain, models, push, sample):
+    """vLLM gives a Qwen3 no bias of o_proj, whatever its configuration says, and its loader skips them in silence."""
+    biases = [(f"model.layers.{layer}.self_attn.o_proj.bias", torch.randn(32)) for layer in range(2)]
+    with pytest.raises(WeightSyncError, match=r"no place for model\.layers\.0\.self_attn\.o_proj\.bias, .* left out"):
+        push(plain, [*tensors(models[1]), *biases], 1)
+    with pytest.raises(RuntimeError, match=r"cannot generate: .*update_weights"):
+        sample(plain, [(9, 10)])
+
+
 def test_an_update_whose_sender_fails_half_way_is_never_served(plain, models, push, sample, gap):
     def half():
         yield from tensors(models[1])[:9]
