@@ -1,5 +1,7 @@
 """Real servers say how likely they find tokens: as the plain forward, and as a teacher of a distillation run.
 
+vLLM's comparison with the plain forward is in vllm/test_speculative.py.
+
 Their replies to a request that was aborted are given by a small stand-in for the connection.
 """
 
@@ -24,21 +26,25 @@ BACKENDS = [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang",
 SEQUENCES = [tuple(range(10, 10 + n)) for n in (2, 25, 7, 18, 7)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_server_scores_with_the_weights_of_its_folder(backend, real_adapter, runner, tiny, forward):
-    server = real_adapter(backend, lora={"frozen": True})
-    model = tiny(REAL[backend].model)
+@pytest.mark.sglang
+def test_a_server_scores_with_the_weights_of_its_folder(real_adapter, runner, tiny, forward):
+    server = real_adapter("sglang", lora={"frozen": True})
+    runner.run(server.start())
+    try:
+        check_scores(server, tiny(REAL["sglang"].model), runner, forward)
+    finally:
+        runner.run(server.close())
+
+
+def check_scores(server, model, runner, forward):
+    """The server scores as the model's forward does, with and without the most likely tokens."""
 
     async def ask():
-        await server.start()
-        try:
-            plain = await asyncio.gather(*(server.score(f"p{i}", one) for i, one in enumerate(SEQUENCES)))
-            top = await asyncio.gather(*(server.score(f"t{i}", one, 5) for i, one in enumerate(SEQUENCES)))
-            with pytest.raises(ValueError, match="vocabulary"):
-                await server.score("wrong", (1, 10**6))
-            return plain, top
-        finally:
-            await server.close()
+        plain = await asyncio.gather(*(server.score(f"p{i}", one) for i, one in enumerate(SEQUENCES)))
+        top = await asyncio.gather(*(server.score(f"t{i}", one, 5) for i, one in enumerate(SEQUENCES)))
+        with pytest.raises(ValueError, match="vocabulary"):
+            await server.score("wrong", (1, 10**6))
+        return plain, top
 
     plain, top = runner.run(ask())
     for sequence, scored, more in zip(SEQUENCES, plain, top, strict=True):

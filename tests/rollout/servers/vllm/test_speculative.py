@@ -1,10 +1,15 @@
-"""Speculative decoding by n-grams: drafts are taken over and thrown away, and what is sampled is still the policy's."""
+"""Speculative decoding by n-grams: drafts are taken over and thrown away, and what is sampled is still the policy's.
+
+The server is a frozen one at first: it scores with the weights of its folder.
+"""
 
 import math
 import re
 
 import pytest
 import torch
+
+from tests.rollout.servers.test_server_scores import check_scores
 
 pytestmark = pytest.mark.vllm
 
@@ -15,14 +20,20 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 
 
 @pytest.fixture(scope="module")
-def guessing(real_adapter, runner, push, models):
-    """A server that proposes tokens, with the first model's weights as version 1, which took the place of others."""
-    server = real_adapter("vllm", 2, engine={"speculative_config": DRAFTS})
+def frozen(real_adapter, runner):
+    """A server that proposes tokens, with the weights of its folder."""
+    server = real_adapter("vllm", 2, engine={"speculative_config": DRAFTS}, lora={"frozen": True})
     runner.run(server.start())
-    for version in (0, 1):
-        push(server, list(models[1 - version].state_dict().items()), version)
     yield server
     runner.run(server.close())
+
+
+@pytest.fixture(scope="module")
+def guessing(frozen, push, models):
+    """That server with the first model's weights as version 1, which took the place of others."""
+    for version in (0, 1):
+        push(frozen, list(models[1 - version].state_dict().items()), version)
+    return frozen
 
 
 def counted(server, finish, what):
@@ -44,6 +55,11 @@ def surprise(forward, model, prompt, completion):
     own = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
     gap = (own - torch.tensor(completion.logprobs)).abs().max()
     return float((-own - entropy).sum()), float(variance.sum()), float(gap)
+
+
+def test_a_server_scores_with_the_weights_of_its_folder(frozen, models, runner, forward):
+    assert not frozen.has_base, "weights came by a sync"
+    check_scores(frozen, models[0], runner, forward)
 
 
 def test_greedy_tokens_are_the_models_whatever_was_proposed(guessing, models, finish, forward, sample, gap):
