@@ -1,4 +1,4 @@
-"""Asynchronous training with two servers of the real vLLM: new weights arrive while answers are being written."""
+"""Asynchronous training with the real vLLM: new weights arrive while answers are being written."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,20 +38,20 @@ def slow(monkeypatch):
 
 @pytest.fixture
 def train(tmp_path, real_python):
-    """`train(mode)`: the folder of a run in which every draw was trained once, in order, and within the bound."""
+    """`train(mode, **rollout)`: the folder of a run that trained every draw once, in order, and within the bound."""
 
-    def run(mode):
+    def run(mode, **rollout):
         changes = {
             **AHEAD,
             "run": {**AHEAD["run"], "steps": STEPS},
             "model": {"build": BUILD},
             "rollout": {
                 "backend": "vllm",
-                "replicas": 2,
                 "python": str(real_python("vllm")),
                 "engine": ENGINE,
                 "start_timeout_s": 280,
                 "sampling": {"max_response_tokens": 64},
+                **rollout,
             },
             "weights": {"timeout_s": 120},
             "asynchrony": {"staleness": 1, "new_weights": mode},
@@ -80,7 +80,7 @@ def test_answers_go_on_under_new_weights_with_the_logprobs_of_these(train, tmp_p
     assert worst(run, tmp_path / "models") < 1e-4
 
 
-def test_answers_end_under_their_weights_although_a_server_dies(train, tmp_path, monkeypatch):
+def test_answers_end_under_their_weights_although_one_of_two_servers_dies(train, tmp_path, monkeypatch):
     killed = []
     generate = VllmServer.generate
 
@@ -91,7 +91,7 @@ def test_answers_end_under_their_weights_although_a_server_dies(train, tmp_path,
         return await generate(server, request_id, *asked)
 
     monkeypatch.setattr(VllmServer, "generate", with_a_death)
-    run = train("finish")
+    run = train("finish", replicas=2, max_restarts=0)
     assert killed
     assert sum(line["rollout/requests_resent"] for line in metrics(run)[1:]) > 0
     assert {len(one) for one in spans(run)} == {1}
