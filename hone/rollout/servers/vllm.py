@@ -160,8 +160,8 @@ class VllmServer(EngineServer):
         vision = VISION_OPTIONS if sees_images(self._limits.config) else {}
         spread = {} if site.span is None else spread_options(site.span)
         options = {**server_options(self._spec, site.folder), **vision, **self._options, **spread}
-        module = "hone.workers.inside.vllm_follower" if "headless" in spread else "vllm.entrypoints.openai.api_server"
-        command = [str(self._python), "-m", module, *command_arguments(options)]
+        module = "vllm_follower" if "headless" in spread else "vllm_server"
+        command = [str(self._python), "-m", f"hone.workers.inside.{module}", *command_arguments(options)]
         # only vLLM's newer model runner returns routed experts
         routed = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self._spec.routed_layers else {}
         own = {} if site.span is None else {"VLLM_HOST_IP": site.span.addresses[site.span.number]}

@@ -261,7 +261,7 @@ def test_vllm_on_several_machines_has_workers_only_on_all_but_the_first(adapter_
         assert "--distributed-executor-backend=mp" in arguments
         assert environment["VLLM_HOST_IP"] == machines[number]
     modules = [arguments[2] for arguments, _ in launched]
-    assert modules == ["vllm.entrypoints.openai.api_server", "hone.workers.inside.vllm_follower"]
+    assert modules == ["hone.workers.inside.vllm_server", "hone.workers.inside.vllm_follower"]
     assert ["--headless" in arguments for arguments, _ in launched] == [False, True]
     assert "VLLM_HOST_IP" not in server._launch(Site(Path("folder"), "python"))[1]
 

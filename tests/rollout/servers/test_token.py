@@ -74,7 +74,7 @@ def vllm(real_server, finish):
     server = real_server("vllm")
     known = set(finish(server.connection.get("/openapi.json"))["paths"])
     assert {"/collective_rpc", "/update_weights", "/pause", "/inference/v1/generate"} <= known
-    return House(server, sorted(known | VLLM | ELSE), "/health", "api_server")
+    return House(server, sorted(known | VLLM | ELSE), "/health", "hone.workers.inside.vllm_server")
 
 
 @pytest.fixture
