@@ -9,13 +9,17 @@ from hone.engines.settings import EngineConfig
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
+from hone.rollout.base import ReplicaLost
+from hone.rollout.router import Router
+from hone.rollout.servers import adapter, connection
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.runtime.local import LocalWorkerGroup
 from hone.tracking.metrics import Timer
 from hone.trainers.run.event_loop import EventLoop
 from hone.weights import sync
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.rollout import RolloutSpec, start_rollout
+from hone.workers.publication import RolloutHandle, ServerPublisher
+from hone.workers.rollout import RolloutSpec, prepare_rollout, start_rollout
 from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 
 BUILD = BuildConfig(hidden_size=32, layers=2, heads=2, mlp_size=64, max_positions=128)
@@ -23,9 +27,11 @@ BUILD = BuildConfig(hidden_size=32, layers=2, heads=2, mlp_size=64, max_position
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """A server that stands still is not waited for so long."""
-    for limit in ("REASON_TIMEOUT_S", "STOP_TIMEOUT_S"):
-        monkeypatch.setattr(sync, limit, 3.0)
+    """A server that stands still is not waited for so long. One that runs has to confirm in time that it stopped."""
+    monkeypatch.setattr(sync, "STOP_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(sync, "REASON_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(adapter, "STOP_S", 1.0)
+    monkeypatch.setattr(connection, "GRACE_S", 1.0)
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +73,7 @@ class Starter:
     def __post_init__(self):
         self.started = []
 
-    def __call__(self, weights=None, builtin=None, lora=None, new_weights=None, **settings):
+    def spec(self, weights=None, builtin=None, lora=None, new_weights=None, **settings):
         config = RolloutConfig(
             builtin=BuiltinSettings(**(builtin or {"process": "separate"})), start_timeout_s=300, **settings
         )
@@ -75,9 +81,74 @@ class Starter:
         spec = RolloutSpec(
             config, weights or WeightSyncConfig(timeout_s=60), self.model, "float32", tokenizer, self.folder, lora
         )
-        spec = replace(spec, new_weights=new_weights)
-        self.started.append(start_rollout(spec, self.loop, Timer().phase))
+        return replace(spec, new_weights=new_weights)
+
+    def __call__(self, **settings):
+        self.started.append(start_rollout(self.spec(**settings), self.loop, Timer().phase))
         return self.started[-1]
+
+
+class Sharer(Starter):
+    """Two servers for several tests. Each test has a rollout of its own over them, which has no weights yet."""
+
+    def begin(self):
+        self.servers = super().__call__(replicas=2)._engine.replicas
+        self.rollouts = []
+
+    def __call__(self, **settings):
+        spec = self.spec(**settings)
+        router = Router(self.servers[: spec.settings.replicas], spec.settings, spec.tokenizer)
+        publisher = ServerPublisher(router, spec.weights, self.servers[0]._spec.token)
+        parts = prepare_rollout(spec, self.loop, Timer().phase)._parts
+        self.rollouts.append(
+            RolloutHandle(replace(parts, engine=router, publisher=publisher, start=None), self.loop, Timer().phase)
+        )
+        return self.rollouts[-1]
+
+    async def end(self):
+        for rollout in self.rollouts:
+            if rollout._snapshots is not None:
+                await rollout._snapshots.close()
+            await rollout._engine.revived()
+            await rollout._parts.publisher.close()
+        self.rollouts.clear()
+        for server in self.servers:
+            await empty(server)
+
+
+async def empty(server):
+    """Take the weights away; a server that died or hangs, because a test failed, is started again."""
+    try:
+        await server.stop("the test has ended")
+        if server.alive:
+            return
+    except (ReplicaLost, TimeoutError):
+        pass
+    await server.close()
+    await server.start()
+
+
+@pytest.fixture(scope="module")
+def shared_loop():
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def _sharer(model, shared_loop, tmp_path_factory):
+    sharer = Sharer(model, shared_loop, tmp_path_factory.mktemp("shared"))
+    sharer.begin()
+    yield sharer
+    for handle in sharer.started:
+        handle.close()
+
+
+@pytest.fixture
+def share(_sharer):
+    """Starts rollouts over the two servers of the file, on a loop that is theirs."""
+    yield _sharer
+    _sharer.loop.run(_sharer.end())
 
 
 @pytest.fixture

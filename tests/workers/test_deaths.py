@@ -15,11 +15,17 @@ from hone.rollout.base import ReplicaLost
 from hone.types import SamplingParams
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import CollectiveSettings, WeightSyncConfig
+from hone.workers import publication
 from hone.workers.probe import PROMPT_TOKENS, Probe
 
 pytestmark = pytest.mark.slow
 
 WANTED = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def loop(shared_loop):
+    return shared_loop
 
 
 async def many(rollout, step=1):
@@ -40,9 +46,9 @@ def kill(replica):
 
 
 @pytest.mark.parametrize("frozen", ["in the middle", "before it serves"])
-def test_a_revival_that_spans_a_training_step_does_not_serve(start, actor, loop, frozen):
+def test_a_revival_that_spans_a_training_step_does_not_serve(share, start, actor, loop, frozen):
     """The loop stands still between two calls of `run`: a replica is half restored while the weights change."""
-    rollout = start(replicas=2, weights=WeightSyncConfig(verify="probe", timeout_s=60))
+    rollout = share(replicas=2, weights=WeightSyncConfig(verify="probe", timeout_s=60))
     rollout._parts.publisher._engine.bucket_bytes = 1 << 14  # several buckets, and no tensor is cut
     inside = start(builtin={"process": "inside"})
     rollout.sync_from(actor, 0)
@@ -90,9 +96,9 @@ def test_a_revival_that_spans_a_training_step_does_not_serve(start, actor, loop,
     assert router.serving == [victim, other]
 
 
-def test_a_death_in_a_group_costs_the_others_another_sync_and_not_the_run(start, actor, loop):
+def test_a_death_in_a_group_costs_the_others_another_sync_and_not_the_run(share, actor, loop):
     """`collective`: a broadcast that lost a member is lost by all."""
-    rollout = start(replicas=2, weights=WeightSyncConfig(transport=CollectiveSettings(), timeout_s=60))
+    rollout = share(replicas=2, weights=WeightSyncConfig(transport=CollectiveSettings(), timeout_s=60))
     rollout.sync_from(actor, 0)
     victim, other = rollout._engine.replicas
     weights = actor.weights
@@ -115,8 +121,9 @@ def test_a_death_in_a_group_costs_the_others_another_sync_and_not_the_run(start,
     assert {version for one in loop.run(many(rollout)) for version in one.weight_versions} == {1}
 
 
-def test_the_probe_leaves_out_who_died_and_does_not_wait_for_who_stands_still(start, actor, loop):
-    rollout = start(replicas=2, weights=WeightSyncConfig(verify="probe", timeout_s=60), request_timeout_s=3)
+@pytest.mark.usefixtures("impatient")
+def test_the_probe_leaves_out_who_died_and_does_not_wait_for_who_stands_still(share, actor, loop, monkeypatch):
+    rollout = share(replicas=2, weights=WeightSyncConfig(verify="probe", timeout_s=60))
     rollout.sync_from(actor, 0)
     victim, other = rollout._engine.replicas
     send = rollout._parts.publisher.send
@@ -137,6 +144,7 @@ def test_the_probe_leaves_out_who_died_and_does_not_wait_for_who_stands_still(st
     async def send_and_freeze(*arguments):
         metrics = await send(*arguments)
         os.kill(other.connection.process.process_ids()[0], signal.SIGSTOP)
+        monkeypatch.setattr(other, "_request_timeout_s", 1.0)
         return metrics
 
     rollout._parts.publisher.send = send_and_freeze
@@ -151,8 +159,9 @@ def pid(replica):
     return replica.connection.process.process_ids()[0]
 
 
-def test_a_server_that_hangs_with_requests_is_restarted_and_nobody_notices(start, actor, loop):
-    rollout = start(replicas=2, request_timeout_s=20)  # it counts as hung after a quarter of this
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_hangs_with_requests_is_restarted_and_nobody_notices(share, actor, loop):
+    rollout = share(replicas=2, request_timeout_s=20)  # it counts as hung after a quarter of this
     rollout.sync_from(actor, 0)
     victim, other = rollout._engine.replicas
     alone = loop.run(many(rollout, 1))
@@ -171,8 +180,8 @@ def test_a_server_that_hangs_with_requests_is_restarted_and_nobody_notices(start
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("moment", ["before the sync", "in the middle"])
 @pytest.mark.parametrize("transport", [None, CollectiveSettings()], ids=["ipc", "collective"])
-def test_a_server_that_hangs_in_a_sync_costs_the_others_nothing_but_time(start, actor, loop, moment, transport):
-    rollout = start(replicas=2, weights=WeightSyncConfig(transport=transport, timeout_s=10))
+def test_a_server_that_hangs_in_a_sync_costs_the_others_nothing_but_time(share, actor, loop, moment, transport):
+    rollout = share(replicas=2, weights=WeightSyncConfig(transport=transport, timeout_s=10))
     rollout.sync_from(actor, 0)
     router = rollout._engine
     victim, other = router.replicas
@@ -200,8 +209,8 @@ def test_a_server_that_hangs_in_a_sync_costs_the_others_nothing_but_time(start, 
     assert {version for one in loop.run(many(rollout)) for version in one.weight_versions} == {1}
 
 
-def test_after_a_sync_that_failed_nobody_serves_who_did_not_prove_it(start, actor, loop):
-    rollout = start(replicas=2)
+def test_after_a_sync_that_failed_nobody_serves_who_did_not_prove_it(share, actor, loop, monkeypatch):
+    rollout = share(replicas=2)
     rollout.sync_from(actor, 0)
     router = rollout._engine
     victim, other = router.replicas
@@ -211,7 +220,8 @@ def test_after_a_sync_that_failed_nobody_serves_who_did_not_prove_it(start, acto
         (receipt,) = await receive(offer)
         return [replace(receipt, digest="0" * 16)]
 
-    victim.receive_weights = other_bytes
+    monkeypatch.setattr(victim, "receive_weights", other_bytes)
+    monkeypatch.setattr(publication, "DYING_S", 0.0)  # nobody dies
     with pytest.raises(WeightSyncError, match=f"replica {victim.name}: "):
         rollout.sync_from(actor, 1)
     assert router.serving == [other]

@@ -81,11 +81,11 @@ class Eventful(Copied):
 events = []
 
 
-def test_finish_lets_answers_end_and_keeps_what_was_published(start_beside, actor, start):
-    rollout, inside = start_beside(new_weights="finish"), start(builtin={"process": "inside"})
+def test_finish_lets_answers_end_and_keeps_what_was_published(share, actor, start):
+    rollout, inside = share(new_weights="finish"), start(builtin={"process": "inside"})
     rollout.sync_from(actor, 0)
     inside.sync_from(actor, 0)
-    loop = start_beside.loop
+    loop = share.loop
     older = loop.start(play(rollout, "1/0/0/0", (0, 0), LONG))
     loop.run(running(rollout))
     train(actor)
@@ -105,10 +105,10 @@ def test_finish_lets_answers_end_and_keeps_what_was_published(start_beside, acto
     assert 0 <= figures["perf/publication_hidden_fraction"].value <= 1
 
 
-def test_one_replica_keeps_the_older_version_for_the_rest_of_its_draws(start_beside, actor):
-    rollout = start_beside(new_weights="finish", replicas=2)
+def test_one_replica_keeps_the_older_version_for_the_rest_of_its_draws(share, actor):
+    rollout = share(new_weights="finish", replicas=2)
     rollout.sync_from(actor, 0)
-    loop, second_turn = start_beside.loop, threading.Event()
+    loop, second_turn = share.loop, threading.Event()
 
     async def two_turns():
         with rollout.hold((0, 0)):
@@ -128,12 +128,12 @@ def test_one_replica_keeps_the_older_version_for_the_rest_of_its_draws(start_bes
     rollout.wait_for(1, WAIT_S)
 
 
-def test_recompute_continues_answers_and_each_token_has_the_log_prob_of_its_own_weights(start_beside, actor):
-    rollout = start_beside(new_weights="recompute")
+def test_recompute_continues_answers_and_each_token_has_the_log_prob_of_its_own_weights(share, actor):
+    rollout = share(new_weights="recompute")
     rollout.sync_from(actor, 0)
     models = [copy_of(actor)]
-    answer = start_beside.loop.start(play(rollout, "1/0/0/0", (0, NEWEST), LONG))
-    start_beside.loop.run(running(rollout))
+    answer = share.loop.start(play(rollout, "1/0/0/0", (0, NEWEST), LONG))
+    share.loop.run(running(rollout))
     for version in (1, 2):
         train(actor, 0.02)
         models.append(copy_of(actor))
@@ -148,11 +148,11 @@ def test_recompute_continues_answers_and_each_token_has_the_log_prob_of_its_own_
     assert found.logprobs == pytest.approx(own, abs=1e-5)
 
 
-def test_a_replica_that_dies_gets_the_version_that_its_answers_need(start_beside, actor):
+def test_a_replica_that_dies_gets_the_version_that_its_answers_need(share, actor):
     """Version 1 is served by the other one already; the answer of version 0 is written to its end from version 0."""
-    rollout = start_beside(new_weights="finish", replicas=2)
+    rollout = share(new_weights="finish", replicas=2)
     rollout.sync_from(actor, 0)
-    loop, router = start_beside.loop, rollout._engine
+    loop, router = share.loop, rollout._engine
     expected = loop.run(play(rollout, "0/0/0/0", (0, 0), LONG))
     older = loop.start(play(rollout, "1/0/0/0", (0, 0), LONG))
     loop.run(running(rollout))
@@ -172,10 +172,10 @@ def test_a_replica_that_dies_gets_the_version_that_its_answers_need(start_beside
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("stroke", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_replica_that_dies_or_hangs_while_weights_are_sent_is_replaced(start_beside, actor, stroke):
-    rollout = start_beside(new_weights="finish", replicas=2, weights=WeightSyncConfig(timeout_s=9, bucket_mib=1))
+def test_a_replica_that_dies_or_hangs_while_weights_are_sent_is_replaced(share, actor, stroke):
+    rollout = share(new_weights="finish", replicas=2, weights=WeightSyncConfig(timeout_s=9, bucket_mib=1))
     rollout.sync_from(actor, 0)
-    loop, router = start_beside.loop, rollout._engine
+    loop, router = share.loop, rollout._engine
     victim, other = router.replicas
     first = process_of(victim)
     events.append(lambda: os.kill(first, stroke))
@@ -190,29 +190,29 @@ def test_a_replica_that_dies_or_hangs_while_weights_are_sent_is_replaced(start_b
     assert (victim.weight_version, other.weight_version) == (1, 1)
 
 
-def test_a_snapshot_that_training_writes_to_is_never_served(start_beside, actor):
-    rollout = start_beside(new_weights="finish")
+def test_a_snapshot_that_training_writes_to_is_never_served(share, actor):
+    rollout = share(new_weights="finish")
     rollout.sync_from(actor, 0)
     live = actor._group._worker.engine.model.state_dict()
     torn = Snapshot(1, Copied(live, Copied.of(live.items()).digest))
     train(actor)
-    start_beside.loop.run(rollout._snapshots.send(torn))
+    share.loop.run(rollout._snapshots.send(torn))
     with pytest.raises(WeightSyncError, match="version 1 was changed"):
-        start_beside.loop.run(play(rollout, "1/0/0/0", (1, 1)))
+        share.loop.run(play(rollout, "1/0/0/0", (1, 1)))
     with pytest.raises(WeightSyncError, match="version 1 was changed"):
         rollout.publish(actor, 2)
     assert rollout.weight_version == -1, "nothing is served any more"
 
 
-def test_a_version_that_open_draws_forbid_is_not_waited_for_without_end(start_beside, actor):
-    rollout = start_beside(new_weights="finish")
+def test_a_version_that_open_draws_forbid_is_not_waited_for_without_end(share, actor):
+    rollout = share(new_weights="finish")
     rollout.sync_from(actor, 0)
 
     async def held():
         with rollout.hold((0, 0)):
             await asyncio.sleep(WAIT_S)
 
-    held_draw = start_beside.loop.start(held())
+    held_draw = share.loop.start(held())
     rollout.publish(actor, 1)
     with pytest.raises(TimeoutError, match=r"version 1 .* builtin-0 is serving with 0; .* versions \[\(0, 0\)\]"):
         rollout.wait_for(1, 0.2)
@@ -220,12 +220,12 @@ def test_a_version_that_open_draws_forbid_is_not_waited_for_without_end(start_be
     rollout.wait_for(1, WAIT_S)
 
 
-def test_an_adapter_is_published_without_its_base(start_beside, model):
+def test_an_adapter_is_published_without_its_base(share, model):
     engine = EngineConfig(compute_dtype="float32", lora=LoraConfig(rank=2))
     worker = TrainWorker(TrainSpec(model, engine, total_steps=10))
     actor = TrainHandle(LocalWorkerGroup("actor", worker, Timer().phase), lambda metrics: None)
     actor.initialize()
-    rollout = start_beside(new_weights="finish", lora=engine.lora)
+    rollout = share(new_weights="finish", lora=engine.lora)
     rollout.sync_from(actor, 0)
     first = rollout.metrics()["weights/bytes"].value
     rollout.publish(actor, 1)

@@ -23,6 +23,7 @@ from hone.rollout.servers.host import Launch, Site
 from hone.rollout.settings import CONTROLS
 
 CONTROL_S = 60.0  # deadline of a control request that has nothing to wait for
+GRACE_S = 10.0  # between SIGTERM and SIGKILL
 DYING_S = 5.0  # a server whose engine has failed ends within this time
 UNAWARE_S = 1.0  # within this time a server that still calls itself healthy learns that its engine has died, and ends
 LOG_LINES = 2_000  # of the server's log, searched for the error that began its end
@@ -100,7 +101,7 @@ class ServerConnection:
         self._session = None
         try:
             if self.process is not None:
-                await self.process.stop()
+                await self.process.stop(GRACE_S)
         finally:
             if self.folder is not None:
                 self.folder = None
