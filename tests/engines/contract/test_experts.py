@@ -44,7 +44,7 @@ def with_routes(batch, layers, experts, top_k):
 
 
 def train_mixtures(mesh, folders):
-    """Of each of CASES: recorded routes, replayed ones, three steps' metrics, and weights."""
+    """Of each of CASES: recorded routes, replayed ones, two steps' metrics, and weights."""
     found = {}
     for name, (model, sizes, settings) in CASES.items():
         engine = make_engine(mesh, folders[model], **{**settings, "moe": MoeConfig(**settings["moe"])})
@@ -55,7 +55,7 @@ def train_mixtures(mesh, folders):
                 parts = output.extras[ROUTES].split([LENGTHS[i] for i in mine])
                 found |= {f"{name}/{kind} {i}": one for i, one in zip(mine, parts, strict=True)}
         steps = []
-        for seed in range(3):
+        for seed in range(2):
             batch = with_routes(make_batch(seed), *sizes)
             metrics = engine.train_batch(select(batch, own_part(engine, batch)), policy)
             steps.append({key: (one.total, one.count, one.reducer.name) for key, one in metrics.items()})
