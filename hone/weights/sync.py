@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 from hone.types import Metric, Metrics, PauseMode
 from hone.weights import PATIENCE
@@ -87,7 +87,7 @@ class CheckpointEngineManager:
             await self._engine.finalize()
         seconds = time.perf_counter() - started
         if resume:
-            await self._each(chosen, failed, {n: r.resume() for n, r in chosen.items() if n not in failed}, "resume")
+            await self._each(chosen, failed, {n: r.resume for n, r in chosen.items() if n not in failed}, "resume")
         for name in chosen:
             if name not in failed:
                 self._versions[name] = version
@@ -113,7 +113,7 @@ class CheckpointEngineManager:
         failed: dict[str, str],
     ) -> Sent:
         """Pause, send, receive, verify; put each replica that fails into `failed`, with the reason."""
-        await self._each(chosen, failed, {n: r.pause(self._pause_mode) for n, r in chosen.items()}, "pause")
+        await self._each(chosen, failed, {n: partial(r.pause, self._pause_mode) for n, r in chosen.items()}, "pause")
         receiving = {name: replica for name, replica in chosen.items() if name not in failed}
         if not receiving:
             await self._give_up(chosen, failed, version)
@@ -171,16 +171,16 @@ class CheckpointEngineManager:
         self,
         chosen: Mapping[str, Replica],
         failed: dict[str, str],
-        calls: Mapping[str, Coroutine[Any, Any, None]],
+        calls: Mapping[str, Callable[[], Awaitable[None]]],
         what: str,
     ) -> None:
         """Make one call per replica, concurrently; a replica that raises or is late has failed."""
         limit_s = self._engine.timeout_s * PATIENCE
 
-        async def one(name: str, call: Coroutine[Any, Any, None]) -> None:
+        async def one(name: str, call: Callable[[], Awaitable[None]]) -> None:
             try:
                 async with asyncio.timeout(limit_s):
-                    await call
+                    await call()
             except TimeoutError:
                 failed[name] = f"it did not {what} within {limit_s:g} s"
             except Exception as error:  # noqa: BLE001  see _receive

@@ -1,6 +1,7 @@
 """What every transport must do, with receivers in processes of their own."""
 
 import asyncio
+import gc
 import importlib
 import os
 import signal
@@ -459,3 +460,16 @@ def test_a_replica_that_does_not_pause_in_time_is_stopped_and_nothing_is_sent(re
             await manager.sync(plain().items(), 1)
 
     run(engine, body)
+
+
+def test_a_sync_that_is_cancelled_before_it_pauses_a_replica_leaves_no_call_behind(replicas):
+    async def body(manager):
+        manager.add_replica(replicas("only"))
+        syncing = asyncio.create_task(manager.sync(plain().items(), 1))
+        await asyncio.sleep(0)
+        syncing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await syncing
+
+    run(MAKE["ipc"](), body)
+    gc.collect()  # Python warns of a coroutine that nobody awaited when it goes, and pytest fails then
