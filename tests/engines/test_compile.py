@@ -51,11 +51,10 @@ def steps(engine, make_batch, loss):
 
 
 CASES = {
-    "qwen3": {},
     "gpt2": {"model": ModelConfig(build=BUILDS["gpt2"])},
     "sliding windows": {"model": ModelConfig(build=GEMMA), "activation_checkpointing": True},
     "values": {"model_type": "value_model", "activation_checkpointing": "offload"},
-    "code": {"compile": True},
+    "qwen3, as code": {"compile": True},
 }
 
 
