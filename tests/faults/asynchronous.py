@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 from hone.cli.recipe import load_recipe
+from hone.processes.supervisor import descendants
 from hone.schedule.journal import JOURNAL, read_journal
 from hone.trainers.run.context import RunControl
 from hone.trainers.run.launch import run_policy
@@ -48,15 +49,9 @@ def settings(steps, replicas, new_weights="finish"):
 
 
 def servers():
-    """The processes of this process's rollout servers: a supervisor stands between."""
-    found = [child for parent in _children(os.getpid()) for child in _children(parent)]
-    return [one for one in found if "hone.workers.inside.builtin" in _command(one)]
-
-
-def _children(process):
-    """A process belongs to the thread that started it."""
-    lists = Path(f"/proc/{process}/task").glob("*/children")
-    return [int(one) for path in lists for one in _text(path).split()]
+    """The processes of this process's rollout servers. A supervisor has its server's command line in its own."""
+    found = {one: _command(one) for one in descendants(os.getpid())}
+    return [one for one in found if "hone.workers.inside.builtin" in found[one] and "supervisor.py" not in found[one]]
 
 
 def _command(process):
