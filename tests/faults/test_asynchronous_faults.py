@@ -2,6 +2,7 @@
 
 import pytest
 
+from hone.rollout.servers import connection
 from tests.faults.asynchronous import count, disturbed, killed, undisturbed
 from tests.trainers.test_asynchronous import assert_same
 from tests.trainers.tiny import metrics
@@ -17,7 +18,9 @@ def whole(tmp_path_factory):
     return undisturbed(tmp_path_factory.mktemp("whole"), STEPS)
 
 
-def test_servers_that_die_hang_come_and_go_change_nothing(whole, tmp_path):
+def test_servers_that_die_hang_come_and_go_change_nothing(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(connection, "GRACE_S", 1.0)
+
     def on_step(faults, step):
         if step in AFTER:
             getattr(faults, AFTER[step])()
