@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hone.weights.base import Adapter, Full, Offer, WeightSyncError
 from hone.weights.delivery import receive
 from hone.weights.digests.packed import size_of
 from hone.weights.sync import CheckpointEngineManager
+from hone.weights.transports.collective import DROPPING
 from hone.weights.transports.delta import DeltaEngine
 from hone.weights.transports.memory import SharedBuffers
 from tests.weights.conftest import every_kind
@@ -266,17 +268,46 @@ def test_a_silent_receiver_meets_the_deadline(transport, replicas, monkeypatch):
         part.timeout_s = 12 if transport == "nixl" else 4.5  # NIXL takes a second to start on each side
     replica, weights = replicas("r0"), plain()
     replica.fault = "silent:3"
-    limit_s = {"collective": "4.5", "nixl": "4"}.get(transport, "1.5")  # a collective ends for all or for none
+    limit_s = "4" if transport == "nixl" else "1.5"
 
     async def body(manager):
         manager.add_replica(replica)
         try:
-            with pytest.raises(WeightSyncError, match=rf"replica r0: .*within (1.5|{limit_s}) s"):
+            with pytest.raises(WeightSyncError, match=rf"replica r0: .*within {limit_s} s"):
                 await manager.sync(weights.items(), 1)
         finally:
             os.kill(replica.processes[0].process.pid, signal.SIGKILL)  # ends the thread that waits for its answer
 
     run(engine, body)
+
+
+@pytest.mark.slow
+def test_a_sync_does_not_wait_for_the_group_of_a_receiver_that_hangs(replicas, monkeypatch):
+    """gloo's group ends when the receiver does, or at its limit. The event loop, which ends the receiver, goes on."""
+    monkeypatch.setattr(sync, "REASON_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(sync, "STOP_TIMEOUT_S", 1.0)
+    replica = replicas("r0")
+    receiver = replica.processes[0].process.pid
+
+    def until_it_hangs():
+        for number in range(4):
+            if number == 2:
+                os.kill(receiver, signal.SIGSTOP)
+            yield f"layer.{number}", torch.zeros(1 << 22)  # one to a bucket, and more than sockets hold
+
+    async def body(manager):
+        manager.add_replica(replica)
+        try:
+            with pytest.raises(WeightSyncError, match=r"replica r0: .*the broadcast failed: it did not end within 5 s"):
+                await manager.sync(until_it_hangs(), 1)
+            dropping = [one for one in threading.enumerate() if one.name == DROPPING]
+        finally:
+            os.kill(receiver, signal.SIGKILL)
+        assert len(dropping) == 1
+        dropping[0].join(timeout=60)
+        assert not dropping[0].is_alive()
+
+    run(TRANSPORTS.get("collective")(1 << 24, 15, TOKEN), body)
 
 
 @every_transport

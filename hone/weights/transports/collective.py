@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -37,6 +38,7 @@ from hone.weights.transports.wire import BrokenMessage, expect
 
 HOST_BACKEND = "gloo"  # for weights in host memory
 POLL_S = 0.0005  # seconds between checks of a broadcast and of lost receivers
+DROPPING = "hone-drop-group"  # name of the threads that wait for the end of a group
 
 
 class CollectiveEngine(BucketedEngine):
@@ -125,7 +127,7 @@ class CollectiveEngine(BucketedEngine):
 
     def _leave(self) -> None:
         if self._group is not None:
-            self._group.abort()
+            self._group.leave()
         self._group, self._members = None, []
 
     def _lose_all(self, error: str = "") -> None:
@@ -232,9 +234,15 @@ class _Group:
             options._threads = 1
             self._group = dist.ProcessGroupGloo(prefixed, rank, world, options)
 
-    def abort(self) -> None:
-        """Abort running broadcasts; otherwise deleting the group would wait for the group's own deadline."""
+    def leave(self) -> None:
+        """Abort running broadcasts and drop the group, in a thread of its own.
+
+        gloo cannot abort: the end of its group waits for a peer that hangs, until that is killed or the group's limit.
+        """
         self._group.abort()
+        dropped = [self._group]
+        self._group = None
+        threading.Thread(target=dropped.clear, name=DROPPING).start()
 
     def broadcast(self, tensor: Tensor) -> Any:
         options = dist.BroadcastOptions()
@@ -265,7 +273,7 @@ _kept: dict[str, _Group] = {}  # the group of this receiver process's last sync
 
 def _forget() -> None:
     for group in _kept.values():
-        group.abort()
+        group.leave()
     _kept.clear()
 
 
