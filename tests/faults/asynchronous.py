@@ -6,6 +6,7 @@ again. The journal counts what became of every prompt; with `finish`, metrics an
 """
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -49,20 +50,20 @@ def settings(steps, replicas, new_weights="finish"):
 
 
 def servers():
-    """The processes of this process's rollout servers. A supervisor has its server's command line in its own."""
-    found = {one: _command(one) for one in descendants(os.getpid())}
-    return [one for one in found if "hone.workers.inside.builtin" in found[one] and "supervisor.py" not in found[one]]
+    """The processes of this process's rollout servers that listen: one that is starting has no socket yet."""
+    return [one for one in descendants(os.getpid()) if _listens(_arguments(one))]
 
 
-def _command(process):
-    return _text(Path(f"/proc/{process}/cmdline"))
+def _listens(arguments):
+    """A supervisor has the arguments of its server after its own."""
+    return arguments[3:4] == ["hone.workers.inside.builtin"] and Path(json.loads(arguments[4])["socket"]).exists()
 
 
-def _text(path):
+def _arguments(process):
     try:
-        return path.read_text(errors="replace")
+        return Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")
     except OSError:  # it has ended
-        return ""
+        return []
 
 
 class Faults:
@@ -72,13 +73,20 @@ class Faults:
         self.folder = folder
         self.names = ["builtin-0", "builtin-1"]
         self.done = Counter()
+        self.stopped = 0  # a process
         self._random = random.Random(0)
 
     def kill(self):
         self._signal(signal.SIGKILL)
 
     def stop(self):
-        self._signal(signal.SIGSTOP)
+        self.stopped = self._signal(signal.SIGSTOP)
+
+    def notice(self):
+        """Wait for the end of the process that was stopped: the run has to find that it hangs, and kill it."""
+        if self.stopped:
+            self._until(lambda: not _arguments(self.stopped), "the server that hangs is killed")
+            self.done["noticed"] += 1
 
     def join(self):
         self.names.append(self._ask("join").split()[0])
@@ -89,12 +97,13 @@ class Faults:
         self.done["leave"] += 1
 
     def _signal(self, number):
-        running = self._until(servers, "a server runs")
+        chosen = self._random.choice(self._until(servers, "a server runs"))
         try:
-            os.kill(self._random.choice(running), number)
+            os.kill(chosen, number)
         except ProcessLookupError:  # the fault before had just ended it
-            return
+            return 0
         self.done[signal.Signals(number).name] += 1
+        return chosen
 
     def _ask(self, verb, name=""):
         def asked():

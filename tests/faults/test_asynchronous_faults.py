@@ -10,7 +10,7 @@ from tests.trainers.tiny import metrics
 pytestmark = pytest.mark.slow
 
 STEPS = 12
-AFTER = {2: "kill", 4: "join", 6: "stop", 8: "leave"}
+AFTER = {2: "kill", 4: "join", 6: "stop", 7: "notice", 8: "leave"}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_servers_that_die_hang_come_and_go_change_nothing(whole, tmp_path, monke
             getattr(faults, AFTER[step])()
 
     faults, run = disturbed(tmp_path, STEPS, on_step)
-    assert faults.done == {"SIGKILL": 1, "SIGSTOP": 1, "join": 1, "leave": 1}
+    assert faults.done == {"SIGKILL": 1, "SIGSTOP": 1, "noticed": 1, "join": 1, "leave": 1}
     assert count(run) == (4 * STEPS, 0, 0)
     assert_same(whole, run)
 
