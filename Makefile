@@ -23,7 +23,7 @@ SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
 QUICK := not slow and not vllm and not sglang and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-oldest test-megatron test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(ENGINES:%=.venv-%) check oracle wheel docs bench gpu-kit clean install
+.PHONY: help quickstart test test-all test-oldest test-megatron test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(ENGINES:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
 
 help:
 	@echo "make quickstart   install pinned versions into $(VENV), train a small model with RL, show the result"
@@ -84,10 +84,16 @@ test-agents: $(VENV)/.test $(AGENTS_VENV)/.agents
 test-triton: $(VENV)/.test $(TRITON)/.triton
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(VENV)/bin/python -m pytest tests/engines/test_triton_scores.py $(ARGS)
 
-check: $(VENV)/.check
+check: style types architecture
+
+style: $(VENV)/.check
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.check
 	$(VENV)/bin/mypy
+
+architecture: $(VENV)/.check
 	$(VENV)/bin/python -m pytest -q tests/architecture
 
 oracle: $(ORACLE_VENV)/.oracle
