@@ -24,13 +24,8 @@ settings.load_profile("hone")
 CLUSTERS = "tests/deploy/test_slurm.py", "tests/runtime/test_ray", "tests/runtime/test_servers_on_nodes.py"
 """Files whose tests are many processes each: never two of them at once."""
 
-ORDER = (
-    *CLUSTERS,
-    *("tests/workers/", "tests/faults/", "tests/runtime/", "tests/trainers/"),  # wait for other processes
-    "elsewhere",
-    *("tests/schedule/", "tests/learning/", "tests/families/", "tests/engines/"),  # compute
-)
-"""Files with slow tests, from those that wait to those that compute; all other files are elsewhere, between them."""
+LONG = "tests/workers/test_deaths.py", "tests/workers/test_snapshots.py", "tests/schedule/test_every_order.py"
+"""Files that take minutes, most of them in waiting for servers that hang: not the last ones."""
 
 OLD = tuple(map(int, version("transformers").split(".")[:2])) < (5, 19)
 
@@ -47,14 +42,15 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
+    """Clusters first, then files with slow tests: no process is left with a long file when the other has ended."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-
-    def place(item):
-        found = (place for place, beginning in enumerate(ORDER) if item.nodeid.startswith(beginning))
-        elsewhere = ORDER.index("elsewhere")
-        return next(found, elsewhere) if item.path in slow else elsewhere
-
-    items.sort(key=place)
+    items.sort(
+        key=lambda item: (
+            not item.nodeid.startswith(CLUSTERS),
+            item.path not in slow,
+            not item.nodeid.startswith(LONG),
+        )
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,24 +66,15 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """In place of xdist's own order, which is by the number of tests in a file.
-
-    Every other process takes its files from the end: while the tests of one wait, those of the other compute. What is
-    left when they meet are short files.
-    """
+    """In place of xdist's own order, which is by the number of tests in a file."""
     from xdist.scheduler import LoadScopeScheduling  # in this hook: who calls it has xdist
 
-    class FromBothEnds(LoadScopeScheduling):
+    class InOrder(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             return scope_of(nodeid)
 
-        def _assign_work_unit(self, node):
-            if self.nodes.index(node) % 2:
-                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
-            super()._assign_work_unit(node)
-
     config.option.loadscopereorder = False
-    return FromBothEnds(config, log)
+    return InOrder(config, log)
 
 
 @pytest.fixture(params=["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)])

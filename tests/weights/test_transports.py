@@ -283,7 +283,7 @@ def test_a_silent_receiver_meets_the_deadline(transport, replicas, monkeypatch):
 
 @pytest.mark.slow
 def test_a_sync_does_not_wait_for_the_group_of_a_receiver_that_hangs(replicas, monkeypatch):
-    """gloo's group ends when the receiver does, or at its limit. The event loop, which ends the receiver, goes on."""
+    """Deleting gloo's group waits for the receiver. The event loop, which kills the receiver, must not wait."""
     monkeypatch.setattr(sync, "REASON_TIMEOUT_S", 1.0)
     monkeypatch.setattr(sync, "STOP_TIMEOUT_S", 1.0)
     replica = replicas("r0")

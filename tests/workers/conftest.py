@@ -27,7 +27,7 @@ BUILD = BuildConfig(hidden_size=32, layers=2, heads=2, mlp_size=64, max_position
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """A server that stands still is not waited for so long. One that runs has to confirm in time that it stopped."""
+    """Short limits for a server that stands still. `STOP_TIMEOUT_S` is longer: one that runs answers within it."""
     monkeypatch.setattr(sync, "STOP_TIMEOUT_S", 3.0)
     monkeypatch.setattr(sync, "REASON_TIMEOUT_S", 1.0)
     monkeypatch.setattr(adapter, "STOP_S", 1.0)

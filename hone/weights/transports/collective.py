@@ -38,7 +38,7 @@ from hone.weights.transports.wire import BrokenMessage, expect
 
 HOST_BACKEND = "gloo"  # for weights in host memory
 POLL_S = 0.0005  # seconds between checks of a broadcast and of lost receivers
-DROPPING = "hone-drop-group"  # name of the threads that wait for the end of a group
+DROPPING = "hone-drop-group"  # name of the threads that delete groups
 
 
 class CollectiveEngine(BucketedEngine):
@@ -235,9 +235,10 @@ class _Group:
             self._group = dist.ProcessGroupGloo(prefixed, rank, world, options)
 
     def leave(self) -> None:
-        """Abort running broadcasts and drop the group, in a thread of its own.
+        """Abort running broadcasts, and delete the group in a thread.
 
-        gloo cannot abort: the end of its group waits for a peer that hangs, until that is killed or the group's limit.
+        gloo's `abort` does not end a broadcast. Deleting its group waits for a peer that hangs, until the peer is killed
+        or the group's timeout has passed.
         """
         self._group.abort()
         dropped = [self._group]

@@ -44,7 +44,7 @@ def with_routes(batch, layers, experts, top_k):
 
 
 def train_mixtures(mesh, folders):
-    """Of each of CASES: recorded routes, replayed ones, two steps' metrics, and weights."""
+    """Train each of CASES for two steps: routes that it recorded and replayed, metrics of the steps, and weights."""
     found = {}
     for name, (model, sizes, settings) in CASES.items():
         engine = make_engine(mesh, folders[model], **{**settings, "moe": MoeConfig(**settings["moe"])})

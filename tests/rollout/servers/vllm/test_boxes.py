@@ -16,7 +16,7 @@ MIXTURE = {**BUILD, "architecture": "qwen3_moe", "options": {**EXPERTS, "mlp_onl
 
 
 def test_two_ranks_of_vllm_get_their_shards_from_two_training_ranks(tmp_path, real_python):
-    """Of a dense layer and of one with experts."""
+    """The model has one dense layer and one with experts."""
     changes = {
         "run": {**BASE["run"], "steps": 3},
         "model": {"build": MIXTURE},
