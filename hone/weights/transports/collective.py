@@ -237,8 +237,8 @@ class _Group:
     def leave(self) -> None:
         """Abort running broadcasts, and delete the group in a thread.
 
-        gloo's `abort` does not end a broadcast. Deleting its group waits for a peer that hangs, until the peer is killed
-        or the group's timeout has passed.
+        gloo's `abort` does not end a broadcast. Deleting its group waits for a peer that hangs, until that peer is
+        killed or the group's timeout has passed.
         """
         self._group.abort()
         dropped = [self._group]
