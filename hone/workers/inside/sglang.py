@@ -60,6 +60,7 @@ PATHS = frozenset(
     {
         "/ready",
         "/server_info",
+        "/v1/loads",
         "/generate",
         "/abort_request",
         "/pause_generation",
@@ -79,7 +80,7 @@ CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 class KnownPaths:
-    """ASGI middleware that answers 404 for paths that hone does not use."""
+    """ASGI middleware that answers 404 for paths that neither hone nor its tests use."""
 
     def __init__(self, app: App) -> None:
         self._app = app

@@ -36,6 +36,7 @@ class Bench:
     min_p_first: bool = False  # whether min-p comes before top-k and top-p
     constrains: bool = False  # whether it can make an answer follow a JSON schema
     joint_filters: bool = False  # whether top-p looks at the probabilities that top-k has not renormalised
+    asked: int = 0  # how many prompts the last `all` had
 
     def prompts(self, number, longest=24):
         draw = random.Random(0)
@@ -45,6 +46,7 @@ class Bench:
     async def all(self, prompts, tag="r", **sampling):
         """Every prompt at once; request i has seed i unless `seed` is given."""
         wanted = {"max_tokens": 16, "ignore_eos": True, **sampling}
+        self.asked = len(prompts)
         return await asyncio.gather(
             *(
                 self.engine.generate(f"{tag}{i}", prompt, SamplingParams(**{"seed": i, **wanted}))
@@ -133,10 +135,17 @@ class ServedByVllm(Served):
 
 
 class ServedBySglang(Served):
-    """The real SGLang."""
+    """The real SGLang. It says how many requests have their first token, not how many tokens there are."""
 
     async def let_some_come(self):
-        await self.let_run(6)  # it tells nobody how many tokens of running requests there are
+        await asyncio.sleep(0)  # `all` begins
+        async with asyncio.timeout(COME_S):
+            while await self._begun() < self.asked:
+                await asyncio.sleep(0.01)
+
+    async def _begun(self):
+        async with self.engine.connection.session().get("http://server/v1/loads") as reply:
+            return sum(rank["num_running_reqs"] for rank in (await reply.json())["loads"])
 
     async def let_run(self, turns):
         await asyncio.sleep(0.02 * turns)
