@@ -87,6 +87,19 @@ def test_more_memory_than_there_is_is_an_error_before_anything_is_sent():
         SharedBuffers(1 << 50)
 
 
+def test_a_bucket_is_allocated_as_far_as_it_is_written():
+    buffers = SharedBuffers(1 << 30)
+    taken = [lambda number=number: os.fstat(buffers.descriptors[number]).st_blocks * 512 for number in range(2)]
+    buffers.allocate(0, 1 << 20)
+    buffers.tensors[0][: 1 << 20].fill_(7)
+    assert (taken[0](), taken[1]()) == (1 << 20, 0)
+    buffers.allocate(0, 1 << 19)
+    buffers.allocate(0, 3 << 20)
+    assert taken[0]() == 3 << 20, "before it is written"
+    assert buffers.tensors[0][(1 << 20) - 1] == 7
+    buffers.close()
+
+
 def test_the_rendezvous_listens_on_the_cluster_address_only(replicas):
     engine = CollectiveEngine(BUCKET, 20, TOKEN, host="127.0.0.1")
     replica, seen = replicas("r0"), []

@@ -17,8 +17,10 @@ from hone.weights.base import Adapter, Full, Offer, WeightSyncError
 from hone.weights.delivery import receive
 from hone.weights.digests.packed import size_of
 from hone.weights.sync import CheckpointEngineManager
+from hone.weights.transports.buckets import Packer
 from hone.weights.transports.collective import DROPPING
 from hone.weights.transports.delta import DeltaEngine
+from hone.weights.transports.ipc import PART
 from hone.weights.transports.memory import SharedBuffers
 from tests.weights.conftest import every_kind
 from tests.weights.receiving import CONTEXT, TOKEN
@@ -101,6 +103,35 @@ def test_large_tensors_come_in_parts_between_small_ones(copy, in_place, replicas
             metrics = await manager.sync(weights.items(), version)
             assert metrics["weights/buckets"].value == 4
             assert replica.facts == {name: (str(t.dtype), tuple(t.shape)) for name, t in weights.items()}
+
+    run(engine, body)
+
+
+def test_a_bucket_is_allocated_before_it_is_written_and_no_further(replicas, monkeypatch):
+    """Otherwise a copy would end the process with a bus error when memory runs out."""
+    engine, replica, seen, fill = TRANSPORTS.get("ipc")(1 << 30, 30, TOKEN), replicas("r0"), [], Packer.fill
+
+    def taken():
+        return [os.fstat(descriptor).st_blocks * 512 for descriptor in engine._buffers.descriptors]
+
+    async def noting(packer, bucket, begin=0):
+        before = taken()
+        filled = await fill(packer, bucket, begin)
+        number = [tensor.data_ptr() for tensor in engine._buffers.tensors].index(bucket.data_ptr())
+        seen.append((filled.used, before[number]))
+        return filled
+
+    monkeypatch.setattr(Packer, "fill", noting)
+    small, large = torch.randn(3 << 20), torch.randn(9 << 20)  # 12 and 36 MiB
+
+    async def body(manager):
+        manager.add_replica(replica)
+        await manager.sync(plain().items(), 1)
+        assert max(taken()) < 3 * PART
+        await manager.sync({**plain(), "a": small, "b": large, "c": small, "d": small}.items(), 2)
+        assert max(used for used, _ in seen) > 2 * PART
+        assert all(used <= there for used, there in seen)
+        assert sum(taken()) < 1 << 28
 
     run(engine, body)
 

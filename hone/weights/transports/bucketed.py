@@ -88,6 +88,7 @@ class BucketedEngine(CheckpointEngine):
         await self.channel.until(lambda peer: peer.taken >= before, f"take bucket {before} of")
         bucket, used, begun = self._bucket(number), 0, False
         while True:
+            self._allocate(number, used)
             filled = await packer.fill(bucket, used)
             if not (filled.groups or begun):
                 return False
@@ -124,6 +125,9 @@ class BucketedEngine(CheckpointEngine):
     @abstractmethod
     def _bucket(self, number: int) -> Tensor:
         """The buffer of bucket `number`: [bucket_bytes] uint8."""
+
+    def _allocate(self, number: int, begin: int) -> None:
+        """Called before the next part of bucket `number` is written, from byte `begin`, so that it has memory."""
 
     def _portions(self) -> tuple[int, int]:
         """Bytes per announced part, and bytes after which the next bucket begins."""

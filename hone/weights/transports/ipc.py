@@ -90,6 +90,9 @@ class IpcEngine(BucketedEngine):
     def _bucket(self, number: int) -> Tensor:
         return self._opened().tensors[number % COUNT]
 
+    def _allocate(self, number: int, begin: int) -> None:
+        self._opened().allocate(number % COUNT, begin + 2 * PART)  # a part ends with the tensors that reach `PART`
+
     def _portions(self) -> tuple[int, int]:
         on_device = self._bucket(0).device.type != "cpu"
         return super()._portions() if on_device else (min(self.bucket_bytes, PART), ENOUGH)

@@ -42,7 +42,10 @@ TICKET_BYTES = 16
 
 
 class SharedBuffers:
-    """The sender's two buckets in anonymous shared memory."""
+    """The sender's two buckets in anonymous shared memory, allocated as far as they are written.
+
+    Beside an accelerator they are allocated whole, because they may be page-locked.
+    """
 
     kind = "memory"
 
@@ -56,8 +59,25 @@ class SharedBuffers:
         self.size = size
         self.identity = secrets.token_hex(8)
         self.descriptors = [_anonymous(size) for _ in range(COUNT)]
+        self._allocated = [0] * COUNT  # bytes of each
         self.tensors = [_mapped(descriptor, size) for descriptor in self.descriptors]
+        if torch.accelerator.is_available():
+            for number in range(COUNT):
+                self.allocate(number, size)
         self._pinned = [tensor for tensor in self.tensors if current_platform().pin(tensor)]
+
+    def allocate(self, number: int, end: int) -> None:
+        """Allocate the first `end` bytes of a bucket. Raises WeightSyncError if the machine cannot give it."""
+        begin, end = self._allocated[number], min(end, self.size)
+        if end <= begin or not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(self.descriptors[number], begin, end - begin)  # a copy would end with a bus error
+        except OSError as error:
+            raise WeightSyncError(
+                f"no shared memory for {end} bytes of a bucket ({error.strerror}); choose a smaller weights.bucket_mib"
+            ) from error
+        self._allocated[number] = end
 
     def describe(self, is_mapped: bool) -> dict[str, Any]:
         """What a receiver needs to open the buckets; `is_mapped`: it has, in an earlier sync."""
@@ -97,6 +117,9 @@ class DeviceBuffers:
         handles = [] if is_mapped else [_handle(tensor) for tensor in self.tensors]
         return {"kind": self.kind, "identity": self.identity, "size": self.size, "uuid": self.uuid, "handles": handles}
 
+    def allocate(self, number: int, end: int) -> None:
+        """Nothing to do: device memory is allocated at once."""
+
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
 
@@ -108,29 +131,19 @@ Buffers = SharedBuffers | DeviceBuffers
 
 
 def _anonymous(size: int) -> int:
-    """A descriptor of `size` bytes of anonymous memory."""
+    """A descriptor of `size` bytes of anonymous memory, none of them allocated yet."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("hone-weights", os.MFD_CLOEXEC)
     else:
         descriptor, path = tempfile.mkstemp(prefix="hone-weights-")
         os.unlink(path)
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, size)  # fail now instead of with a bus error during a copy
-        else:
-            os.ftruncate(descriptor, size)
-    except OSError as error:
-        os.close(descriptor)
-        raise WeightSyncError(
-            f"no shared memory for a bucket of {size} bytes ({error.strerror}); choose a smaller weights.bucket_mib"
-        ) from error
+    os.ftruncate(descriptor, size)
     return descriptor
 
 
 def _mapped(descriptor: int, size: int) -> Tensor:
     """[size] uint8 over the memory of a descriptor, which may be closed afterwards."""
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    return torch.frombuffer(mmap.mmap(descriptor, size, flags=flags), dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED), dtype=torch.uint8)
 
 
 def _handle(tensor: Tensor) -> list[Any]:
