@@ -1,12 +1,16 @@
 """A disk that is full ends a run with an error that says so, and the run continues as if it had not been."""
 
+import os
 import subprocess
+import tempfile
 
 import pytest
 
 import hone
 from hone.tracking.base import TrackingError
 from hone.trainers.run.checkpoints import RunCheckpointError
+from hone.weights.base import WeightSyncError
+from hone.weights.transports.memory import SharedBuffers
 from tests.trainers.test_resume import assert_same_run
 from tests.trainers.tiny import recipe
 
@@ -52,3 +56,16 @@ def test_a_run_whose_disk_was_full_continues_to_the_same_bits(disk, tmp_path, sp
     (disk / "zeros").unlink()
     hone.train(broken)
     assert_same_run(tmp_path / "whole" / "run", disk / "broken" / "run")
+
+
+def test_a_bucket_of_weights_that_finds_no_memory_is_an_error_before_it_is_written(disk, monkeypatch):
+    """Buckets are files of a small disk here, as on systems without `memfd_create`. Writing would be a bus error."""
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    buffers = SharedBuffers(64 << 20)
+    buffers.allocate(0, 8 << 20)
+    buffers.tensors[0][: 8 << 20].fill_(7)
+    with pytest.raises(WeightSyncError, match=r"No space left on device.* weights\.bucket_mib"):
+        buffers.allocate(1, 64 << 20)
+    buffers.allocate(0, 9 << 20)
+    buffers.close()

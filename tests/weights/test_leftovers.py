@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import socket
 import time
 from pathlib import Path
@@ -85,6 +86,18 @@ def test_buckets_have_no_name_that_could_be_left_behind():
 def test_more_memory_than_there_is_is_an_error_before_anything_is_sent():
     with pytest.raises(WeightSyncError, match=r"choose a smaller weights\.bucket_mib"):
         SharedBuffers(1 << 50)
+
+
+def test_a_bucket_that_the_system_refuses_is_an_error_with_the_key():
+    """Here by its limit of the size of files, `ulimit -f`."""
+    opened, (soft, hard) = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, hard))
+    try:
+        with pytest.raises(WeightSyncError, match=r"1048576 bytes \(File too large\).* weights\.bucket_mib"):
+            SharedBuffers(1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_a_bucket_is_allocated_as_far_as_it_is_written():

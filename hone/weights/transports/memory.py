@@ -72,11 +72,10 @@ class SharedBuffers:
         if end <= begin or not hasattr(os, "posix_fallocate"):
             return
         try:
-            os.posix_fallocate(self.descriptors[number], begin, end - begin)  # a copy would end with a bus error
+            # Without it, a copy that finds no memory ends the process with a bus error.
+            os.posix_fallocate(self.descriptors[number], begin, end - begin)
         except OSError as error:
-            raise WeightSyncError(
-                f"no shared memory for {end} bytes of a bucket ({error.strerror}); choose a smaller weights.bucket_mib"
-            ) from error
+            raise _no_memory(end, error) from error
         self._allocated[number] = end
 
     def describe(self, is_mapped: bool) -> dict[str, Any]:
@@ -137,8 +136,18 @@ def _anonymous(size: int) -> int:
     else:
         descriptor, path = tempfile.mkstemp(prefix="hone-weights-")
         os.unlink(path)
-    os.ftruncate(descriptor, size)
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError as error:
+        os.close(descriptor)
+        raise _no_memory(size, error) from error
     return descriptor
+
+
+def _no_memory(size: int, error: OSError) -> WeightSyncError:
+    return WeightSyncError(
+        f"no shared memory for a bucket of {size} bytes ({error.strerror}); choose a smaller weights.bucket_mib"
+    )
 
 
 def _mapped(descriptor: int, size: int) -> Tensor:

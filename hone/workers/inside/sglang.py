@@ -60,7 +60,7 @@ PATHS = frozenset(
     {
         "/ready",
         "/server_info",
-        "/v1/loads",
+        "/v1/loads",  # how many requests are running: tests wait for it
         "/generate",
         "/abort_request",
         "/pause_generation",
@@ -80,7 +80,7 @@ CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 class KnownPaths:
-    """ASGI middleware that answers 404 for paths that neither hone nor its tests use."""
+    """ASGI middleware that answers 404 for all paths but `PATHS`."""
 
     def __init__(self, app: App) -> None:
         self._app = app

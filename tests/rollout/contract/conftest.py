@@ -135,7 +135,7 @@ class ServedByVllm(Served):
 
 
 class ServedBySglang(Served):
-    """The real SGLang. It says how many requests have their first token, not how many tokens there are."""
+    """The real SGLang. It tells how many requests have their first token, but not how many tokens."""
 
     async def let_some_come(self):
         await asyncio.sleep(0)  # `all` begins
