@@ -41,7 +41,7 @@ def settings(steps, replicas, new_weights="finish"):
             "replicas": replicas,
             "max_restarts": 10_000,
             "request_timeout_s": 40,  # a server counts as hung after 10 s
-            "start_timeout_s": 240,
+            "start_timeout_s": PATIENCE_S / 2,  # also a server that is stopped while it starts is ended in time
         },
         "evaluation": {},
         "checkpoint": {"every_steps": 5},

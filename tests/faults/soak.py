@@ -40,7 +40,7 @@ class Soak:
             "replicas": 2,
             "max_restarts": 10_000,
             "request_timeout_s": 20,  # a server counts as hung after 5 s
-            "start_timeout_s": 240,
+            "start_timeout_s": PATIENCE_S / 2,  # also a server that is stopped while it starts is ended in time
             "sampling": {"max_response_tokens": 3},
         }
         changes = {"rollout": rollout, "weights": {"timeout_s": 60}, "run": {**BASE["run"], "steps": 1_000_000}}
@@ -168,6 +168,7 @@ class Soak:
 
     def close(self):
         self.process.kill()
+        self.process.wait(PATIENCE_S)
         for peer in self.sockets:
             peer.close()
 

@@ -23,6 +23,7 @@ from hone.rollout.servers.host import Launch, Site
 from hone.rollout.settings import CONTROLS
 
 CONTROL_S = 60.0  # deadline of a control request that has nothing to wait for
+READY_S = 5.0  # deadline of each of the two requests that show whether a server is ready
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 DYING_S = 5.0  # a server whose engine has failed ends within this time
 UNAWARE_S = 1.0  # within this time a server that still calls itself healthy learns that its engine has died, and ends
@@ -61,7 +62,6 @@ class ServerConnection:
         self.process = None
         try:
             await when_free(lambda: self._launch(launch, timeout_s), timeout_s)
-            await self._check_guard()
         except ServerFailed as error:
             cause = first_error(self.process.last_lines(LOG_LINES)) if self.process is not None else ""
             await self.close()
@@ -79,17 +79,18 @@ class ServerConnection:
         await self.process.start(self._is_ready, timeout_s)
 
     async def _is_ready(self) -> bool:
+        """Whether it answers, and asks for the token. Raises RuntimeError if it answers without, OSError: not yet."""
+        timeout = aiohttp.ClientTimeout(total=READY_S)
+        url = f"http://server{self._health}"
         try:
-            await self.get(self._health, timeout_s=5.0)
-        except (ReplicaLost, RuntimeError) as error:
+            await self.get(self._health, READY_S)
+            async with self.session().get(url, headers={"Authorization": ""}, timeout=timeout) as reply:
+                status = reply.status
+        except (ReplicaLost, RuntimeError, aiohttp.ClientError) as error:
             raise ConnectionError(str(error)) from error
+        if status != 401:
+            raise RuntimeError(f"server {self.name} answers without the run's token (status {status})")
         return True
-
-    async def _check_guard(self) -> None:
-        """Raise RuntimeError for a server that answers without the token."""
-        async with self.session().get(f"http://server{self._health}", headers={"Authorization": ""}) as reply:
-            if reply.status != 401:
-                raise RuntimeError(f"server {self.name} answers without the run's token (status {reply.status})")
 
     async def close(self) -> None:
         """End the server with everything it started; again is fine. Requests that run raise ReplicaLost now."""

@@ -1,16 +1,19 @@
-"""Requests to a server that is ended meanwhile."""
+"""Starts of a server that does not check the token, and requests to one that is ended meanwhile."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
+from hone.processes.child import ServerFailed
 from hone.rollout.base import ReplicaLost, ServerSpec
 from hone.rollout.servers.connection import ServerConnection
 from hone.rollout.servers.host import SOCKET
 from hone.rollout.settings import RolloutConfig
 
-# Answers GET with 200, with 401 without a token, and POST with the head of a reply (/begun), with nothing (/silent), or
-# with an error: /dying, which ends the server while it calls itself healthy, and /wrong, which does not.
+# Answers GET with 200, and without the token with the status of the second argument; 0: it does not answer. POST gets
+# the head of a reply (/begun), nothing (/silent), or an error: /dying, which ends the server while it calls itself
+# healthy, and /wrong, which does not.
 SERVER = """
 import os, socketserver, sys, threading
 class Handler(socketserver.StreamRequestHandler):
@@ -19,8 +22,10 @@ class Handler(socketserver.StreamRequestHandler):
         while (line := self.rfile.readline()).strip():
             head += line
         if first.startswith(b"GET"):
-            status = b"200 OK" if b"Bearer token" in head else b"401 Unauthorized"
-            self.wfile.write(b"HTTP/1.1 " + status + b"\\r\\ncontent-length: 0\\r\\nconnection: close\\r\\n\\r\\n")
+            status = "200" if b"Bearer token" in head else sys.argv[2]
+            if status == "0":
+                threading.Event().wait()
+            self.wfile.write(f"HTTP/1.1 {status} .\\r\\ncontent-length: 0\\r\\nconnection: close\\r\\n\\r\\n".encode())
             return
         if b"/dying" in first or b"/wrong" in first:
             if b"/dying" in first:
@@ -42,8 +47,27 @@ def connection(tmp_path):
     return ServerConnection(ServerSpec(RolloutConfig(), "model", "float32", 0, tmp_path, "token"), "/health")
 
 
-def launch(site):
-    return [str(site.python), "-c", SERVER, str(site.folder / SOCKET)], {}
+def launch(site, without_token=401):
+    return [str(site.python), "-c", SERVER, str(site.folder / SOCKET), str(without_token)], {}
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "message"),
+    [
+        (200, RuntimeError, r"server builtin-0 answers without the run's token \(status 200\)"),
+        (0, ServerFailed, "server builtin-0 was not ready after 3 s"),
+    ],
+)
+def test_a_server_has_to_refuse_whoever_has_no_token_before_it_is_ready(status, error, message, connection):
+    """One that stops answering between the two questions is given up at the deadline of its start."""
+
+    async def story():
+        with pytest.raises(error, match=message):
+            await asyncio.wait_for(connection.start(partial(launch, without_token=status), 3), 60)
+        assert not connection.alive
+        assert connection.folder is None
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("path", ["/silent", "/begun"])
