@@ -27,6 +27,7 @@ from hone.envs.agents.runner import AgentRunner
 from hone.envs.base import ToolLost
 from hone.envs.episode import Play, ScoreFn
 from hone.envs.settings import EpisodeConfig, NemoGymSettings
+from hone.processes.http_client import http_session
 from hone.processes.untrusted_json import parse_json, parse_json_apart
 from hone.types import Prompt, TrajectoryGroup
 
@@ -165,8 +166,7 @@ class SimpleAgent:
 
     def _connected(self) -> aiohttp.ClientSession:
         """HTTP with cookies of its own, also from a server without a name; the deadlines are the callers'."""
-        limits = aiohttp.ClientTimeout(total=None)
-        return aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True), timeout=limits, trust_env=False)
+        return http_session(cookie_jar=aiohttp.CookieJar(unsafe=True))
 
     async def _check(self) -> None:
         async with self._connected() as http:

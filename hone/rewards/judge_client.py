@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from hone.processes.http_client import http_session
 from hone.processes.untrusted_json import parse_json
 
 MOST_REMEMBERED = 10_000  # verdicts in the memory of one process
@@ -77,7 +78,7 @@ class JudgeClient:
         key = os.environ.get(self.api_key_variable)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         problem = ""
-        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:
+        async with http_session(headers=headers) as session:
             for attempt in range(self.retries + 1):
                 if attempt:
                     await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from hone.processes.http_client import http_session
 from hone.processes.untrusted_json import parse_json_apart
 from hone.sandboxes.attendant import ran_of, request_of
 from hone.sandboxes.base import Limits, Ran, SandboxLost, SandboxRefused, check_request, seat, seats
@@ -220,7 +221,7 @@ class Api:
         self, method: str, url: str, *, also: Collection[int] = (), timeout_s: float = REQUEST_S, **more: Any
     ) -> tuple[int, bytes]:
         """Status and body: 2xx, or a status in `also`. Raises Busy for 429, 502, 503 and 504, else SandboxLost."""
-        self._session = self._session or aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        self._session = self._session or http_session()
         where = f"{self.name}: {method} {url.partition('?')[0]}"
         try:
             async with (

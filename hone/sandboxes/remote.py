@@ -20,6 +20,7 @@ from typing import Any
 
 import aiohttp
 
+from hone.processes.http_client import http_session
 from hone.sandboxes.base import PYTHON, Limit, Limits, Ran, SandboxLost, SandboxRefused, check_request, seat, seats
 
 GRACE_S = 30.0  # beyond a program's own deadline: for the service's queue and the network
@@ -60,12 +61,12 @@ class SandboxFusion:
             return self._ran(await self._post(request, timeout_s))
 
     async def _post(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        self._session = self._session or aiohttp.ClientSession()
+        self._session = self._session or http_session()
         where = f"{self._url}/run_code"
         try:
             async with asyncio.timeout(timeout_s + GRACE_S), self._session.post(where, json=request) as reply:
                 text = await reply.text()
-        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
+        except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
             raise SandboxLost(f"{where}: {type(error).__name__}: {error}") from error
         if reply.status != 200:
             raise SandboxLost(f"{where} replied {reply.status}: {text[:200]}")

@@ -190,6 +190,21 @@ def test_subprocesses_have_a_deadline(package):
     assert wrong == []
 
 
+SESSIONS = {  # aiohttp's own deadline, five minutes, is none of hone's
+    "hone/processes/http_client.py": "a session without limits",
+    "hone/rollout/servers/connection.py": "over a server's own socket; each request has a deadline",
+}
+
+
+def test_http_sessions_have_no_deadline_that_nobody_chose(package):
+    opened = {str(m.path) for m in package for node in m.nodes() if _is_session(node)}
+    assert opened == set(SESSIONS)
+
+
+def _is_session(node):
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ClientSession")
+
+
 # ---------------------------------------------------------------------------------------- what no file should speak of
 
 SPOKEN_OF = {

@@ -29,6 +29,7 @@ from hone.envs.base import Start, StepResult, ToolLost
 from hone.envs.games.text_actions import Refusals, opening, seed_of
 from hone.envs.settings import EpisodeConfig, OpenEnvSettings
 from hone.envs.tool_calls import Said
+from hone.processes.http_client import http_session
 from hone.processes.untrusted_json import parse_json, parse_json_apart
 from hone.types import Completion, Message, Prompt, Status
 
@@ -103,8 +104,7 @@ class Session:
                         pass
 
     async def _connect(self) -> None:
-        connecting = aiohttp.ClientSession(headers=self._settings.headers, timeout=aiohttp.ClientTimeout())
-        session = await self._open.enter_async_context(connecting)
+        session = await self._open.enter_async_context(http_session(headers=self._settings.headers))
         try:
             url = self._settings.url
             self._socket = await session.ws_connect(url, autoping=False, max_msg_size=LARGEST_MESSAGE)

@@ -22,6 +22,7 @@ import aiohttp
 
 from hone.envs.base import ToolLost
 from hone.processes.child import ServerFailed
+from hone.processes.http_client import http_session
 from hone.processes.piped import PipedProcess
 from hone.processes.supervisor import FOLDER
 from hone.processes.untrusted_json import parse_json_apart
@@ -165,7 +166,7 @@ class HttpTransport:
         self.lost = False
 
     async def open(self) -> None:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), trust_env=False)
+        self._session = http_session()
 
     async def request(self, message: Rpc) -> Rpc:
         async for found in self._post(message):
