@@ -36,7 +36,7 @@ from rich.table import Table
 from rich.text import Text
 
 import hone
-from hone import __version__
+from hone import __version__, machine
 from hone.cli.finding import Finding
 from hone.cli.listing import REGISTRIES, problems, registered
 from hone.config import ConfigError
@@ -130,7 +130,7 @@ def _machine() -> Iterator[Finding]:
     info = _read(Path("/proc/cpuinfo"))
     model = re.search(r"model name\s*: (.*)", info)
     flags = set((re.search(r"flags\s*: (.*)", info) or [""])[0].split())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = machine.cores()
     yield Finding("machine", "system", None, f"{platform.system()} {platform.release()} on {platform.machine()}")
     yield Finding(
         "machine", "processor", None, f"{model[1] if model else platform.processor()}, {cores} cores available"

@@ -202,6 +202,14 @@ class ChatTemplate:
         return not before.strip() and not begins.startswith(token)
 
 
+def encodable(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair that stands alone, which no tokenizer takes.
+
+    JSON may contain one (`"\\ud83d"`), and so may the name of a file in Python.
+    """
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def marks_only_the_first_word(tokenizer: Any) -> bool:
     """Whether the tokenizer adds a word-boundary mark to the beginning of a text, and nowhere else.
 

@@ -27,6 +27,7 @@ from hone.data.chat_template import (
     RenderingError,
     Tools,
     added_tokens,
+    encodable,
     is_text,
     marks_only_the_first_word,
 )
@@ -249,7 +250,7 @@ class Renderer:
         if not text:
             return []
         before = self._before if later else ""
-        ids = list(self.tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = list(self.tokenizer(before + encodable(text), add_special_tokens=False, verbose=False)["input_ids"])
         return ids[1:] if before else ids
 
     def _first_ids(self) -> list[int]:

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
+from hone import machine
 from hone.platforms.base import MemoryFacts, PlatformBase
 from hone.platforms.host_memory import give_back
 
-MEMINFO = Path("/proc/meminfo")
 STATM = Path("/proc/self/statm")
-CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
 NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # flags; the last is ARM's
 
@@ -67,7 +66,7 @@ class CpuPlatform(PlatformBase):
             raise ValueError(f"the CPU is one device with index 0, found {index}")
 
     def device_name(self, index: int = 0) -> str:
-        return f"{_model()}, {os.cpu_count()} cores"
+        return f"{_model()}, {machine.cores()} cores"
 
     def why_bfloat16_is_slow(self) -> str:
         return lacking_bfloat16(_flags())
@@ -83,7 +82,7 @@ class CpuPlatform(PlatformBase):
 
     def memory(self, index: int = 0) -> MemoryFacts:
         """The machine's memory, or the container's limit; allocated and reserved are this process's resident size."""
-        total, free = _machine_memory()
+        total, free = machine.memory()
         resident = _resident()
         return MemoryFacts(total=total, free=free, allocated=resident, reserved=resident, peak=_peak_resident())
 
@@ -126,24 +125,6 @@ def _of_processor(field: str) -> str:
     """What /proc/cpuinfo says of the first processor; empty if it says nothing."""
     lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines() if CPUINFO.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
-
-
-def _machine_memory() -> tuple[int, int]:
-    """Total and free bytes: of the machine, or of the container's limit where that is lower."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = total
-    if MEMINFO.is_file():
-        fields = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="ascii").splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = _read_number(CGROUP / "memory.max"), _read_number(CGROUP / "memory.current")
-    if limit is not None and limit < total:
-        total, free = limit, max(0, min(free, limit - (used or 0)))
-    return total, free
-
-
-def _read_number(path: Path) -> int | None:
-    text = path.read_text(encoding="ascii").strip() if path.is_file() else ""
-    return int(text) if text.isdigit() else None  # "max": no limit
 
 
 def _resident() -> int:

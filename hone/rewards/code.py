@@ -24,10 +24,20 @@ from hone.sandboxes.choice import make_sandboxes
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^ {0,3}\1[ \t]*$", re.DOTALL | re.MULTILINE)
 _PYTHON_NAMES = ("", "python", "python3", "py")
 
+# Python's own limits, of 1,000 calls within each other and of 4,300 digits, would fail programs that are right. 50,000
+# calls are what LiveCodeBench allows (https://github.com/LiveCodeBench/LiveCodeBench).
+_LIMITS = """
+import sys
+sys.setrecursionlimit(50_000)
+sys.set_int_max_str_digits(0)
+"""
+
 # Runs the program, then each assertion. A line with the secret word counts only if it is there: a program that ends the
 # interpreter, or prints "passed" itself, has not passed.
-_ASSERTIONS = """
-import json, sys
+_ASSERTIONS = (
+    _LIMITS
+    + """
+import json
 program, tests, word = json.loads(sys.stdin.read())
 names = {"__name__": "answer"}
 exec(compile(program, "answer.py", "exec"), names)
@@ -39,6 +49,7 @@ for number, test in enumerate(tests):
     else:
         print(f"\\n{word} {number}", flush=True)
 """
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +105,7 @@ async def _score(
     if source is None:
         return {"reward": 0.0, "passed": 0.0, "program": 0.0, "late": 0.0}
     ends = time.monotonic() + deadlines[1]
+    files = {"answer.py": _whole_program(source)}
     pairs = [one for one in tests if not isinstance(one, str)]
     assertions = [one for one in tests if isinstance(one, str)]
     passed = late = 0
@@ -104,7 +116,6 @@ async def _score(
             if left <= 0:
                 late += 1
                 continue
-            files = {"answer.py": source.encode("utf-8", "surrogatepass")}
             ran = await sandbox.run(
                 [PYTHON, "answer.py"], stdin=str(pair["stdin"]).encode(), files=files, timeout_s=left
             )
@@ -120,6 +131,11 @@ async def _score(
     share = passed / len(tests)
     reward = float(share == 1.0) if whole else share
     return {"reward": reward, "passed": share, "program": 1.0, "late": float(late > 0)}
+
+
+def _whole_program(source: str) -> bytes:
+    """A file that runs the program as `__main__` within `_LIMITS`."""
+    return f"{_LIMITS}exec(compile({source!a}, 'answer.py', 'exec'))\n".encode("ascii")
 
 
 async def _assert(source: str, tests: Sequence[str], sandbox: Sandbox, timeout_s: float) -> tuple[int, Ran]:

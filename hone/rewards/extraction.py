@@ -52,4 +52,4 @@ def _read(match: re.Match[str]) -> Decimal | None:
     if not _NUMBER.fullmatch(run):
         return None
     number = Decimal(run.replace(",", ""))
-    return -number if match["sign"] == "-" else number
+    return number.copy_negate() if match["sign"] == "-" else number  # `-number` would round it to 28 digits

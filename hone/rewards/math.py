@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from math_verify import parse, verify
 # silenced). The deadline of the reward process replaces them.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
 logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
+
+# Otherwise an answer of more than 4,300 digits would be a failure of the reward and no wrong answer.
+sys.set_int_max_str_digits(0)
 
 DELIMITERS = ("$", "\\(", "\\[", "\\boxed", "\\begin")
 

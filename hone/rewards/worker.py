@@ -10,15 +10,14 @@ For a component that scores whole groups, `response` and `role` are lists, and a
     reply    {"item": i, "answers": [{"value", "parts"} or {"error"}, ...], "seconds"}
 
 Functions run in the main thread, because some libraries need signals: plain ones one after another in the order of the
-batch, coroutine functions of a batch together on one event loop. A process may hold half of the machine's memory: a
-function that wants more fails alone.
+batch, coroutine functions of a batch together on one event loop. A process may hold half of the memory of the machine
+(or of the container): a function that wants more fails alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import random
 import resource
 import sys
@@ -27,6 +26,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from hone import machine
 from hone.processes.frames import Frame
 from hone.processes.request_loop import RequestLoop
 from hone.rewards.base import BadReward, LoadedReward, describe, judge, judge_group, load_reward
@@ -36,7 +36,7 @@ from hone.rewards.binding import Case
 def main() -> None:
     """Serve until hone closes the socket or is gone."""
     loop = RequestLoop()
-    limit_memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+    limit_memory(machine.memory()[0] // 2)
     requests = loop.requests()
     with asyncio.Runner() as runner:
         worker = RewardWorker(loop, runner)

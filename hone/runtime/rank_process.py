@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from hone import machine
 from hone.config import Config, forget_reads, sections
 from hone.platforms.base import current_platform, use_deterministic_kernels
 from hone.processes.garbage import collect_rarely
@@ -153,7 +154,7 @@ class RankProcess:
         platform = current_platform()
         if platform.device != "cpu":
             platform.set_device(place.device)
-        torch.set_num_threads(setup.threads or max(1, len(os.sched_getaffinity(0)) // place.local_ranks))
+        torch.set_num_threads(setup.threads or max(1, machine.cores() // place.local_ranks))
         if setup.deterministic:
             use_deterministic_kernels()
         if place.ranks > 1:

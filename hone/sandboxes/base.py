@@ -9,12 +9,13 @@ Reward processes import this file, so it imports the standard library only.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Literal, Protocol
+
+from hone import machine
 
 Limit = Literal["", "time", "cpu", "memory", "output", "disk", "processes"]
 SEAT_S = 600.0  # for a free seat
@@ -114,7 +115,7 @@ def check_request(argv: Sequence[str], paths: Iterable[str]) -> None:
 
 def seats(limits: Limits) -> int:
     """How many programs may run at the same time."""
-    return limits.at_once or len(os.sched_getaffinity(0))
+    return limits.at_once or machine.cores()
 
 
 @asynccontextmanager

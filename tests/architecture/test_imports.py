@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-LEVEL_0 = frozenset({"composition", "config", "deadline", "explain", "other_frameworks", "registry", "spans", "types"})
+LEVEL_0 = frozenset(
+    {"composition", "config", "deadline", "explain", "machine", "other_frameworks", "registry", "spans", "types"}
+)
 WITH_TORCH = frozenset({"spans"})  # arithmetic; whoever imports it has tensors already
 LEVEL_1 = frozenset({"algorithms", "data", "models", "platforms", "processes", "sandboxes", "schedule", "tracking"})
 LEVEL_2 = frozenset({"engines", "rollout", "weights", "runtime", "envs", "rewards", "planner"})
@@ -17,6 +19,7 @@ NOT_THE_MATHEMATICS = LEVEL_0 | LEVEL_1 - {"algorithms"}  # a loss reaches an en
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "types": frozenset(),
     "deadline": frozenset(),
+    "machine": frozenset(),
     "registry": frozenset(),
     "spans": frozenset(),
     "composition": frozenset(),

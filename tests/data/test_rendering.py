@@ -179,6 +179,15 @@ def test_a_continuation_only_appends(shape):
     assert by_eos == after
 
 
+def test_half_a_surrogate_pair_is_a_replacement_character(make_tokenizer):
+    renderer = Renderer(make_tokenizer(CHATML))
+    whole, halves = user("a\ufffdb \U0001f600"), user("a\ud83db \ud83d\ude00")  # the second pair makes a character
+    assert renderer.render_prompt([halves]) == renderer.render_prompt([whole])
+    assert renderer.render_sample([halves, assistant("x")]) == renderer.render_sample([whole, assistant("x")])
+    asked = renderer.render_prompt([user("hello")])
+    assert renderer.render_continuation(asked, [halves]) == renderer.render_continuation(asked, [whole])
+
+
 def test_several_messages_of_tools_are_continued_together(make_tokenizer):
     renderer = Renderer(make_tokenizer(CHATML))
     prompt = renderer.render_prompt([user("hello")])

@@ -182,9 +182,10 @@ def test_a_wrong_task_or_option_is_a_clear_error(settings, said, dataset):
         open_rows(dataset(source={"name": "reasoning_gym", **settings}))
 
 
-def test_hugging_face_folders(tmp_path, dataset):
+def test_hugging_face_folders(tmp_path, dataset, write_jsonl, monkeypatch):
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     whole = datasets.Dataset.from_list(ROWS)
     whole.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"test": whole}).save_to_disk(tmp_path / "dict")
@@ -200,6 +201,10 @@ def test_hugging_face_folders(tmp_path, dataset):
         open_rows(dataset(path=tmp_path / "empty"))
     with pytest.raises(DataError, match="source hf needs path"):
         open_rows(dataset(source="hf"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json").mkdir()  # also a name of the library's own
+    write_jsonl(tmp_path / "json" / "rows.jsonl", ROWS)
+    assert open_rows(dataset(path="json"))[24] == ROWS[24]
 
 
 def test_a_missing_library_is_a_clear_error():

@@ -262,6 +262,16 @@ def test_stop_strings_end_what_is_told_and_not_what_is_recorded(talk):
     assert session.trajectories("p", 0)[0].token_ids[-5:] == recording.given[0].token_ids
 
 
+def test_half_a_surrogate_pair_in_a_request_is_a_replacement_character(talk, tokenizer):
+    async def story(client, session):
+        body = {"model": "policy", "prompt": "a\ud83db", "max_tokens": 4}
+        await client.post("/completions", content=json.dumps(body).encode(), cast_to=object)
+
+    _, session, _ = talk(story)
+    (one,) = session.trajectories("p", 0)
+    assert one.token_ids[:-4] == tuple(tokenizer("a\ufffdb", add_special_tokens=False)["input_ids"])
+
+
 def test_text_completions_by_text_and_by_ids(talk, tokenizer):
     async def by_text(client, session):
         one = (await client.completions.create(model="policy", prompt="abc", max_tokens=4, logprobs=1)).choices[0]

@@ -96,6 +96,7 @@ def test_gsm8k_compares_decimals_exactly():
     assert gsm8k("#### 0.1", "0.10", {}) == 1.0
     assert gsm8k("#### 72.0000001", 72, {}) == 0.0
     assert gsm8k("#### 9007199254740993", "9007199254740992", {}) == 0.0  # equal as floats
+    assert gsm8k(f"#### -{10**30}1", f"-{10**30}2", {}) == 0.0  # more digits than a decimal context keeps
     assert gsm8k("the answer is 72", "48+24=<<48+24=72>>72\n#### 72", {}, extraction="strict") == 0.0
     assert gsm8k("the answer is 72", "48+24=<<48+24=72>>72\n#### 72", {}, extraction="flexible") == 1.0
     assert gsm8k("#### 72\nNext question: 5", 72, {}) == 1.0
@@ -133,6 +134,8 @@ def test_gsm8k_gives_every_solution_of_the_data_set_full_marks():
         ("I do not know", "1/2", 0.0),
         ("", 7, 0.0),
         ("1,000", "1000", 1.0),
+        pytest.param(f"\\boxed{{{'1' * 5000}}}", 7, 0.0, id="more digits than Python reads by default"),
+        pytest.param("7" * 5000, 7, 0.0, id="the same, without a box"),
     ],
 )
 def test_math(response, truth, value):

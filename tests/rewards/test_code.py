@@ -82,6 +82,22 @@ def test_the_share_of_tests_that_pass(score, source, tests, passed):
     assert score(source, tests)["reward"] == float(passed == count)
 
 
+DEEP = "def depth(n):\n    return 0 if n == 0 else 1 + depth(n - 1)\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "tests"),
+    [
+        (f"{DEEP}print(depth(20_000))", [{"stdin": "", "stdout": "20000"}]),
+        (DEEP, ["assert depth(20_000) == 20_000"]),
+        ("print(len(str(7 ** 10_000)))", [{"stdin": "", "stdout": "8451"}]),
+        ("def power(n):\n    return 7 ** n", ["assert len(str(power(10_000))) == 8451"]),
+    ],
+)
+def test_deep_recursion_and_long_numbers_are_no_failures(score, source, tests):
+    assert score(source, tests)["reward"] == 1.0
+
+
 def test_the_last_python_block_is_the_program(score):
     text = f"No:\n```python\nprint(0)\n```\nBetter:\n```py\n{RIGHT}\n```\nRun it:\n```bash\npython x.py\n```\n"
     assert last_block(text) == f"{RIGHT}\n"

@@ -29,11 +29,14 @@ def open_hf(config: RowsConfig) -> ListRows:
 
 
 def _load(datasets: Any, path: str, settings: HfSettings) -> Any:
-    if any((Path(path) / name).is_file() for name in SAVED):
+    folder = Path(path)
+    if any((folder / name).is_file() for name in SAVED):
         loaded = datasets.load_from_disk(path)
         if not isinstance(loaded, dict):
             return loaded
         if settings.split not in loaded:
             raise ValueError(f"no split {settings.split!r} (there is: {', '.join(loaded)})")
         return loaded[settings.split]
+    if folder.is_dir():
+        path = str(folder.resolve())  # `json` or `csv` alone would be the library's own loader of such files
     return datasets.load_dataset(path, settings.subset, split=settings.split, revision=settings.revision)

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from hone.data.chat_template import encodable
 from hone.data.images import images_in, is_image
 from hone.data.routes import Routes, joined_routes
 from hone.envs.agents.images import DecodedImages, has_images, with_bytes
@@ -240,7 +241,7 @@ class AgentSession:
         return self._encode(prompt) if isinstance(prompt, str) else tuple(prompt), ()
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.language.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
+        return tuple(self.language.tokenizer(encodable(text), add_special_tokens=False)["input_ids"]) if text else ()
 
     @staticmethod
     def _placed(track: Track, ids: Sequence[int], text: str | None = None) -> PlacedRequest:

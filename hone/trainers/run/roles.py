@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
+from hone import machine
 from hone.config import ConfigError
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
@@ -35,7 +35,7 @@ def prepare_process(runtime: RuntimeConfig) -> None:
         )
     ranks.join(runtime.collective_timeout_s)
     keep_freed()
-    torch.set_num_threads(runtime.threads or max(1, len(os.sched_getaffinity(0)) // ranks.local_ranks()))
+    torch.set_num_threads(runtime.threads or max(1, machine.cores() // ranks.local_ranks()))
     if runtime.deterministic:
         use_deterministic_kernels()
 

@@ -277,7 +277,7 @@ REFUSED = [
     pytest.param("vllm", {"speculative_config": {"method": "no_such_way"}}, r"no_such_way"),
     pytest.param("vllm", {"quantization": "no_such_bits"}, r"no_such_bits"),
     pytest.param("sglang", {"no_such_option": 3}, r"unrecognized arguments: --no-such-option=3"),
-    pytest.param("sglang", {"quantization": "no_such_bits"}, r"no_such_bits"),
+    pytest.param("sglang", {"schedule_policy": "no_such_order"}, r"no_such_order"),
 ]
 
 
