@@ -28,20 +28,27 @@ from hone.sandboxes.warm import count_threads
 MARK = "hone-reply"
 REQUEST = "request.json"
 CARRIED = (
-    *("processes/frames.py", "processes/supervisor.py", "sandboxes/attendant.py", "sandboxes/base.py"),
-    *("sandboxes/bubblewrap.py", "sandboxes/confinement.py", "sandboxes/inside.py", "sandboxes/landlock.py"),
-    *("sandboxes/system_calls.py", "sandboxes/warm.py"),
+    *("machine.py", "processes/frames.py", "processes/supervisor.py", "sandboxes/attendant.py"),
+    *("sandboxes/base.py", "sandboxes/bubblewrap.py", "sandboxes/confinement.py", "sandboxes/inside.py"),
+    *("sandboxes/landlock.py", "sandboxes/system_calls.py", "sandboxes/warm.py"),
 )
+# A Python that cannot run hone is a loss; without a reply it would count as the program's doing.
 BOOT = """
 import json, sys, zipfile
+lost = None
 if sys.version_info < (3, 10):
+    lost = "its python3 is %d.%d, and hone needs 3.10 or newer there" % sys.version_info[:2]
+else:
+    try:
+        from hone.sandboxes.inside import main
+    except ImportError as error:
+        lost = "its python3 cannot run hone: %s" % error
+if lost is None:
+    main()
+else:
     with zipfile.ZipFile(sys.argv[0]) as bundle:
         word = json.loads(bundle.read("request.json"))["word"]
-    lost = "its python3 is %d.%d, and hone needs 3.10 or newer there" % sys.version_info[:2]
     print("\\nhone-reply", word, json.dumps({"lost": lost}))
-else:
-    from hone.sandboxes.inside import main
-    main()
 """
 
 

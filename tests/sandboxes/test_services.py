@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from hone.registry import CannotLoad
-from hone.sandboxes import hosted
+from hone.sandboxes import hosted, inside
 from hone.sandboxes.base import Limits, SandboxLost, SandboxRefused
 from hone.sandboxes.choice import configured, make_sandboxes
 from hone.sandboxes.e2b import executed
@@ -195,6 +195,16 @@ def test_e2b_s_events():
         executed(lost[0][0].body[:-3])
     late = events(error={"code": "deadline_exceeded", "message": ""})
     assert executed(late.body).late
+
+
+def test_a_python_that_lacks_a_module_is_a_loss_and_no_result(played, monkeypatch):
+    monkeypatch.setattr(inside, "CARRIED", [path for path in inside.CARRIED if path != "sandboxes/landlock.py"])
+    inside._code.cache_clear()
+    try:
+        with pytest.raises(SandboxLost, match=r"e2b: its python3 cannot run hone: .*landlock"):
+            played("e2b", lambda host, _: host.open().run(["true"], timeout_s=20))
+    finally:
+        inside._code.cache_clear()
 
 
 @pytest.mark.parametrize("name", HTTP)
