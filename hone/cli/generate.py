@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from hone.cli.grouping import grouped
 from hone.config import ConfigError, build
@@ -20,6 +18,7 @@ from hone.data.sources.base import open_rows
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
 from hone.platforms.base import AUTO
+from hone.processes.frames import as_text
 from hone.rollout.settings import RolloutConfig, SamplingConfig
 from hone.trainers.policy.evaluate_model import AnswerRequest, generate_answers
 from hone.types import Message
@@ -48,6 +47,8 @@ def generate(
 ) -> None:
     """Generate answers with the built-in engine. `hone score` reads the file that --output writes."""
     rows = _rows(prompt or [], source)
+    if target is not None and not target.parent.is_dir():
+        raise ConfigError(f"--output {target}: there is no folder {target.parent}")
     sampling = SamplingConfig(max_response_tokens=how.max_response_tokens, temperature=how.temperature)
     questions = AnswerRequest(
         [_messages(row, i) for i, row in enumerate(rows)],
@@ -60,17 +61,17 @@ def generate(
     answers = generate_answers(ModelConfig(path=model), questions, engine)
     if target is not None:
         lines = [
-            json.dumps({**_text_of(row), "sample": sample, "response": answer}, ensure_ascii=False)
+            json.dumps({**_text_of(row), "sample": sample, "response": answer}, ensure_ascii=False, default=as_text)
             for row, found in zip(rows, answers, strict=True)
             for sample, answer in enumerate(found)
         ]
-        target.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        text = "".join(f"{line}\n" for line in lines)
+        target.write_text(text, encoding="utf-8", errors="backslashreplace")  # as `hone score` writes
         return
-    console = Console()
     for row, found in zip(rows, answers, strict=True):
-        console.print(f"[bold]{escape(str(row.get('prompt', row.get('messages'))))}[/]", soft_wrap=True)
-        for answer in found:
-            console.print(escape(answer), soft_wrap=True)
+        typer.secho(str(row.get("prompt", row.get("messages"))), bold=True)
+        for answer in found:  # by echo: rich would change `:smile:` and tabs
+            typer.echo(answer)
 
 
 def _rows(prompts: list[str], source: Path | None) -> list[dict[str, Any]]:

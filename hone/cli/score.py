@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hone.cli.grouping import grouped
+from hone.composition import from_yaml
 from hone.config import ConfigError, build
 from hone.data.columns import nested_columns
 from hone.data.settings import DatasetConfig
@@ -177,7 +178,7 @@ def _options(assignments: Sequence[str]) -> dict[str, Any]:
         if not separator or not key:
             raise ConfigError(f"--option {assignment!r} should be key=value")
         try:
-            options[key] = yaml.safe_load(value) if value else ""
+            options[key] = from_yaml(value) if value else ""
         except yaml.YAMLError as error:
             raise ConfigError(f"--option {assignment!r}: the value is not valid YAML") from error
     return options

@@ -99,12 +99,14 @@ def test_evaluate_generate_and_score(done):
 
 def test_files_go_from_generate_to_score_and_a_run_s_folder_is_evaluated(done, tmp_path):
     _, result, seen = done
-    rows = [{"prompt": "abc", "solution": "cba"}, {"prompt": "dca", "solution": "acd"}]
+    rows = [{"prompt": "abc", "solution": "cba"}, {"prompt": "dca", "solution": "acd", "note": "\ud83d"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("rows", "answers", "scored")}
     asked = ["--input", files["rows"], "--output", files["answers"], "--samples", "2", "--max-response-tokens", "3"]
     assert main(["generate", str(result.model), *asked]) == 0
     answers = [json.loads(line) for line in Path(files["answers"]).read_text().splitlines()]
+    assert answers[2]["note"] == "\ud83d"  # half a surrogate pair
+    assert main(["generate", "model", "--prompt", "abc", "--output", str(tmp_path / "none/x.jsonl")]) == 2
     assert [(one["prompt"], one["sample"]) for one in answers] == [("abc", 0), ("abc", 1), ("dca", 0), ("dca", 1)]
     asked = ["--reward", "exact_match", "--input", files["answers"], "--output", files["scored"], "--workers", "1"]
     assert main(["score", *asked, "--ground-truth-column", "solution"]) == 0

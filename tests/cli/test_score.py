@@ -230,7 +230,7 @@ def test_the_rows_of_a_prompt_are_one_group(tmp_path):
     scored = read(target)
     assert [row["reward"] for row in scored] == [0.0, 1.0, 1.0, 0.0, 0.0]
     assert [row["sample"] for row in scored] == [0, 1, 2, 3, 4]
-    run("--reward", f"{USER}:ranked", "--option", "scale=0.5", *asked)
+    run("--reward", f"{USER}:ranked", "--option", "scale=5e-1", *asked)
     assert [row["reward"] for row in read(target)] == [1.0, 0.0, 0.0, 0.5, 0.5]  # of "a": 7, is 7, so: 7
     assert read(target)[0]["components"] == {"ranked": 1.0, "ranked/size": 3.0}
 

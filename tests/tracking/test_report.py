@@ -103,7 +103,7 @@ def test_a_run_that_is_still_written_and_damaged_lines(tmp_path):
     write_metrics(tmp_path, [{"step": 1, "train/kl": "NaN"}, {"step": 2, "train/kl": "Infinity"}])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('[1]\nnot json\n{"step": 3, "train/kl": 0.5}\n{"step": 4, "tra')
-    write_rollouts(tmp_path, [rollout(1), {"step": 1}])
+    write_rollouts(tmp_path, [rollout(1, reward="NaN", components={"part": "Infinity"}), {"step": 1}])
     with (tmp_path / "rollouts.jsonl.gz").open("ab") as file:
         file.write(packed('oops\n{"step": 2, "respo'))
     (tmp_path / "config.yaml").write_text("a: [1\n")
@@ -117,6 +117,7 @@ def test_a_run_that_is_still_written_and_damaged_lines(tmp_path):
     data = embedded(page)
     assert data["series"]["train/kl"]["values"] == ["NaN", "Infinity", 0.5]
     assert [row["response"] for row in data["rollouts"]] == ["1 3", ""]
+    assert (data["rollouts"][0]["reward"], data["rollouts"][0]["components"]) == ("NaN", {"part": "Infinity"})
 
 
 def test_a_page_has_the_rollouts_before_a_damaged_place(tmp_path):

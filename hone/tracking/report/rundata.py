@@ -294,8 +294,8 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
         "id": f"{record.get('prompt_id', '')} #{record.get('sample', 0)} {record.get('role', '')}".rstrip(),
         "status": record.get("status", ""),
         "stop": record.get("stop_reason", ""),
-        "reward": to_float(record.get("reward")),
-        "components": {str(k): to_float(v) for k, v in (record.get("components") or {}).items()},
+        "reward": _number(record.get("reward")),
+        "components": {str(k): _number(v) for k, v in (record.get("components") or {}).items()},
         "error": record.get("error", ""),
         "prompt": _cut(record.get("prompt", "")),
         "response": _cut(record.get("response", "")),
@@ -317,12 +317,16 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
         for call in turn.get("calls") or []
     ]
     said, read = (_cut(turn.get(key, "")) for key in ("said", "read"))
-    return {"said": said, "read": read, "reward": to_float(turn.get("reward")), "calls": calls}
+    return {"said": said, "read": read, "reward": _number(turn.get("reward")), "calls": calls}
 
 
 def _digits(values: Sequence[Any], digits: int) -> list[float | str | None]:
-    numbers = [to_float(value) for value in values[:MAX_TOKENS]]
-    return [None if number is None else _short(number, digits) for number in numbers]
+    return [_number(value, digits) for value in values[:MAX_TOKENS]]
+
+
+def _number(value: Any, digits: int = 6) -> float | str | None:
+    number = to_float(value)
+    return None if number is None else _short(number, digits)
 
 
 def _cut(text: Any) -> str:
