@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hone.cli.recipe import load_recipe, run_file_of
 from hone.config import ConfigError
@@ -40,7 +41,7 @@ def eval(
     figures = evaluate_model(config, _model(config, model), _adapters(adapter or []))
     table = Table("figure", "value")
     for name, value in figures.items():
-        table.add_row(name.removeprefix("eval/"), f"{value:.4f}")
+        table.add_row(Text(name.removeprefix("eval/")), f"{value:.4f}")
     Console().print(table)
     if output is not None:
         output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+FINISHED, INTERRUPTED = "finished", "interrupted"
+
 RolloutRecord = Mapping[str, Any]
 """One line of `rollouts.jsonl.gz`; `hone.tracking.rollouts.rollout_record` documents its keys."""
 
@@ -58,8 +60,8 @@ class Tracker:
     def flush(self) -> None:
         """Write everything logged so far to disk, if the tracker writes to disk."""
 
-    def close(self) -> None:
-        """Finish; no call follows."""
+    def close(self, outcome: str = FINISHED) -> None:
+        """Finish; no call follows. `outcome`: how the run ended: FINISHED, INTERRUPTED, or "failed: <error>"."""
 
 
 def known_id(run: RunInfo, tracker: str) -> str | None:

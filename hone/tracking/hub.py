@@ -28,7 +28,7 @@ from hone import __version__
 from hone.config import Choice, ConfigError, count_as_read
 from hone.registry import CannotLoad
 from hone.tracking import TRACKERS
-from hone.tracking.base import RunInfo, Tracker, TrackingError
+from hone.tracking.base import FINISHED, INTERRUPTED, RunInfo, Tracker, TrackingError
 from hone.tracking.rollouts import Decode, TokenTexts, TrainerLogprobs, places_to_keep, rollout_record
 from hone.tracking.settings import JsonlSettings, TrackerSettings, TrackingConfig
 from hone.tracking.trackers.background import Background
@@ -143,8 +143,8 @@ class Tracking:
         """Where each tracker's output is: name -> path or address."""
         return {name: tracker.where for name, tracker in self._trackers.items() if tracker.where}
 
-    def close(self, outcome: str = "finished") -> None:
-        """Close every tracker, each within its `timeout_s`. The report shows `outcome`."""
+    def close(self, outcome: str = FINISHED) -> None:
+        """Close every tracker, each within its `timeout_s`. The report and the trackers show `outcome`."""
         if self._closed:
             return
         self._closed = True
@@ -152,7 +152,7 @@ class Tracking:
             self._write_facts(outcome)
         last = "console"  # it shows how closing the others went
         for name in sorted(self._trackers, key=lambda name: name == last):
-            self._try(name, lambda tracker: tracker.close())
+            self._try(name, lambda tracker: tracker.close(outcome))
         self._trackers.clear()
 
     def __enter__(self) -> Tracking:
@@ -250,9 +250,9 @@ def _sentence(name: str, error: Exception) -> str:
 
 def _outcome(error: BaseException | None) -> str:
     if error is None:
-        return "finished"
+        return FINISHED
     if isinstance(error, KeyboardInterrupt | SystemExit):
-        return "interrupted"
+        return INTERRUPTED
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
 
 

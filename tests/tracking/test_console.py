@@ -73,6 +73,12 @@ def shown(tracker, width=100):
     return out.getvalue()
 
 
+def test_the_name_of_a_set_is_no_markup(plain):
+    tracker, _ = plain
+    tracker.log(1, {"eval/sums [red]/reward": 0.5})
+    assert "sums [red] reward" in shown(tracker)
+
+
 def test_without_a_terminal_each_step_is_a_plain_line(plain):
     tracker, out = plain
     tracker.log(1, VALUES)

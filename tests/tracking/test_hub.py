@@ -40,8 +40,8 @@ class Recording(Tracker):
     def rollouts(self, step, records):
         self.seen.append((step, [record["response"] for record in records]))
 
-    def close(self):
-        self.seen.append("closed")
+    def close(self, outcome):
+        self.seen.append(outcome)
 
 
 class Broken(Tracker):
@@ -112,7 +112,7 @@ def test_a_step_and_its_rollouts_reach_every_tracker(start, tmp_path, group, lin
     hub.evaluated(1, "held_out", [group((5, 6))])
     hub.log(1, {"reward/mean": 0.5})
     hub.close()
-    assert Recording.seen == [(1, [" 3", " 1"]), (1, ["\n</script>"]), (1, {"reward/mean": 0.5}), "closed"]
+    assert Recording.seen == [(1, [" 3", " 1"]), (1, ["\n</script>"]), (1, {"reward/mean": 0.5}), "finished"]
     assert lines(tmp_path / METRICS_FILE) == [{"step": 1, "reward/mean": 0.5}]
     first, second, third = lines(tmp_path / ROLLOUTS_FILE)
     assert (first["step"], first["set"], first["logprob_gap"]) == (1, None, None)

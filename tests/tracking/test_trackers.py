@@ -14,6 +14,7 @@ import pytest
 
 RUN = """
 import sys
+from contextlib import suppress
 from pathlib import Path
 from hone.config import build
 from hone.tracking.base import RunInfo
@@ -24,21 +25,29 @@ folder, choice, stops = Path(sys.argv[1]), eval(sys.argv[2]), [int(step) for ste
 choice = {**(choice if isinstance(choice, dict) else {"name": choice}), "timeout_s": 60}
 config = build(TrackingConfig, {"trackers": ["jsonl", choice]}, source="test")
 at = 0
-for stop in stops:  # each stop is a launch that continues from the step before its own last one
-    with Tracking(config, RunInfo(folder, config={"run": {"seed": 3}, "lists": [1, 2]})) as hub:
+info = RunInfo(folder, config={"run": {"seed": 3}, "lists": [1, 2]})
+for stop in stops:  # each stop is a launch that continues from the step before its own last one; all but one fail
+    with suppress(ConnectionError), Tracking(config, info) as hub:
         hub.begin(at)
         for step in range(at + 1 if at else 0, stop + 1):
             hub.log(step, {"reward/mean": step / 8, "eval/sort/mean@4": 0.5, "train/kl": float("nan")})
         print(hub.places())
+        LOOK
+        if stop != stops[-1]:
+            raise ConnectionError
+    LOOK
     at = stop - 1
 """
 
 
-def launch(folder, choice, *stops, then="", **environment):
-    """Runs the launches, then `then` in the same process; returns what was printed. No tracker may be switched off."""
+def launch(folder, choice, *stops, look="pass", then="", **environment):
+    """Runs the launches, `look` in and after each, then `then`; returns what was printed.
+
+    No tracker may be switched off.
+    """
     env = {**os.environ, **environment}
     done = subprocess.run(
-        [sys.executable, "-c", RUN + then, str(folder), repr(choice), *map(str, stops)],
+        [sys.executable, "-c", RUN.replace("LOOK", look) + then, str(folder), repr(choice), *map(str, stops)],
         capture_output=True, text=True, timeout=120, env=env, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -87,18 +96,20 @@ def test_wandb(tmp_path):
     files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2
     mark = (folder / "tracking" / "wandb.id").read_text().strip()
-    logged = []
+    logged, codes = [], []
     for path in files:
         records = list(wandb_records(path))
         (run,) = [record.run for record in records if record.HasField("run")]
         assert (run.run_id, run.project, run.display_name) == (mark, "sorting", "run")
         settings = {item.key: json.loads(item.value_json) for item in run.config.update}
         assert settings["run"] == {"seed": 3}
+        codes += [record.exit.exit_code for record in records if record.HasField("exit")]
         for record in records:
             if record.HasField("history"):
                 items = {item.nested_key[0] or item.key: item.value_json for item in record.history.item}
                 logged.append((int(items["_step"]), json.loads(items["reward/mean"]), items["train/kl"]))
     assert logged == [(step, step / 8, "NaN") for step in (0, 1, 2, 3, 4, 4, 5, 6)]
+    assert codes == [1, 0]
 
 
 def test_mlflow(tmp_path):
@@ -113,9 +124,13 @@ points = lambda name: [(point.step, point.value) for point in client.get_metric_
 history = {name: points(name) for name in run.data.metrics}
 print(json.dumps([run.info.run_name, run.info.status, run.data.params, history]))
 """
-    out = launch(tmp_path / "run", choice, 4, 6, then=read, MLFLOW_ALLOW_FILE_STORE="true")
+    own = "(folder / 'tracking' / 'mlflow.id').read_text().strip()"
+    look = f"import mlflow; print('is', mlflow.MlflowClient(choice['uri']).get_run({own}).info.status)"
+    out = launch(tmp_path / "run", choice, 4, 6, look=look, then=read, MLFLOW_ALLOW_FILE_STORE="true")
     name, status, params, history = json.loads(out.splitlines()[-1])
     assert (name, status) == ("run", "FINISHED")
+    statuses = [line.removeprefix("is ") for line in out.splitlines() if line.startswith("is ")]
+    assert statuses == ["RUNNING", "FAILED", "RUNNING", "FINISHED"]
     assert params == {"run.seed": "3", "lists": "[1, 2]"}
     assert sorted(map(tuple, history["reward/mean"])) == [(step, step / 8) for step in (0, 1, 2, 3, 4, 4, 5, 6)]
     assert {value for _, value in history["eval/sort/mean_4"]} == {0.5}

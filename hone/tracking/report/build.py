@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from hone import __version__
-from hone.tracking.base import TrackingError
+from hone.tracking.base import FINISHED, INTERRUPTED, TrackingError
 from hone.tracking.names import Headline, held_out_headlines, training_headlines
 from hone.tracking.report.charts import charts
 from hone.tracking.report.rundata import RunData, curves, read_run, time_by_phase
@@ -120,10 +120,10 @@ def _state(data: RunData) -> tuple[str, str]:
     total = data.facts.get("total_steps")
     last = int(data.steps[-1]["step"]) if data.steps else 0
     if isinstance(outcome, str) and outcome:
-        kind = {"finished": "good", "interrupted": "warn"}.get(outcome, "bad")
+        kind = {FINISHED: "good", INTERRUPTED: "warn"}.get(outcome, "bad")
         return outcome if len(outcome) < 60 else f"{outcome[:60]}…", kind
     if isinstance(total, int) and last >= total:
-        return "finished", "good"
+        return FINISHED, "good"
     if data.written is None or time.time() - data.written < _STALE_S:
         return "in progress", ""
     return "ended without closing", "warn"

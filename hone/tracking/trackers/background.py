@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from hone.tracking.base import RolloutRecord, Tracker, TrackingError
+from hone.tracking.base import FINISHED, RolloutRecord, Tracker, TrackingError
 
 _WAITING_CALLS = 256  # with so many unsent calls, the service has stopped answering
 
@@ -29,6 +29,7 @@ class Background(Tracker):
         self._items: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_WAITING_CALLS)
         self._tracker: Tracker | None = None
         self._error: Exception | None = None
+        self._outcome = FINISHED
         self._busy_since: float | None = time.monotonic()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(build,), name=f"tracker {name}", daemon=True)
@@ -55,7 +56,8 @@ class Background(Tracker):
         except queue.Full as error:
             raise TrackingError(f"tracker {self._name!r} has fallen {_WAITING_CALLS} calls behind") from error
 
-    def close(self) -> None:
+    def close(self, outcome: str = FINISHED) -> None:
+        self._outcome = outcome
         deadline = time.monotonic() + self._timeout_s
         try:
             self._items.put(None, timeout=self._timeout_s)
@@ -87,7 +89,7 @@ class Background(Tracker):
                 self._busy_since = time.monotonic()
                 call(tracker)
                 self._busy_since = None
-            tracker.close()
+            tracker.close(self._outcome)
         except Exception as error:  # noqa: BLE001 (foreign code may raise anything; the next call reports it)
             self._error = error
         finally:

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hone.config import Choice
-from hone.tracking.base import RolloutRecord, RunInfo, Tracker
+from hone.tracking.base import FINISHED, RolloutRecord, RunInfo, Tracker
 from hone.tracking.names import Headline, held_out_headlines, training_headlines
 from hone.tracking.terminal import LastingConsole
 from hone.types import FAILED
@@ -89,7 +89,7 @@ class ConsoleTracker(Tracker):
     def phase(self, name: str) -> None:
         self._phase = name
 
-    def close(self) -> None:
+    def close(self, outcome: str = FINISHED) -> None:
         if self._live is not None:
             self._phase = ""
             self._live.stop()
@@ -103,10 +103,10 @@ class ConsoleTracker(Tracker):
         figures.add_column(justify="right", style="bold", no_wrap=True)
         figures.add_column(style="cyan", no_wrap=True, overflow="crop")
         for headline in training_headlines(self._values):
-            figures.add_row(headline.title, headline.show(self._values[headline.metric]), self._line_of(headline))
+            figures.add_row(Text(headline.title), headline.show(self._values[headline.metric]), self._line_of(headline))
         for headline in held_out_headlines(self._values):
             value, step = self._held_out[headline.title]
-            figures.add_row(headline.title, f"{value} (step {step})", self._line_of(headline))
+            figures.add_row(Text(headline.title), f"{value} (step {step})", self._line_of(headline))
         parts: list[Table | Text] = [self._progress(), figures]
         if self._failure:
             parts.append(Text(self._failure, style="bold red"))

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hone.config import Choice
-from hone.tracking.base import RolloutRecord, RunInfo, Tracker, TrackingError
+from hone.tracking.base import FINISHED, RolloutRecord, RunInfo, Tracker, TrackingError
 from hone.tracking.settings import JsonlSettings
 
 METRICS_FILE = "metrics.jsonl"
@@ -71,7 +71,7 @@ class JsonlTracker(Tracker):
         self._metrics.flush()
         self._rollouts.flush()
 
-    def close(self) -> None:
+    def close(self, outcome: str = FINISHED) -> None:
         self._metrics.close()
         self._rollouts.close()
 

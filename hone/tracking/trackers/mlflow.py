@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from itertools import islice
 
-from hone.tracking.base import RunInfo, Tracker, flat_config, keep_id, known_id, plain_name
+from hone.tracking.base import FINISHED, INTERRUPTED, RunInfo, Tracker, flat_config, keep_id, known_id, plain_name
 from hone.tracking.settings import MlflowSettings
 
 try:
@@ -35,6 +35,8 @@ class MlflowTracker(Tracker):
             created = self._client.create_run(self._experiment(settings.experiment), run_name=run.name)
             known = keep_id(run, "mlflow", created.info.run_id)
             self._log_settings(known, run)
+        else:
+            self._client.update_run(known, status="RUNNING")
         self._run_id = known
         self.where = f"{self._client.tracking_uri} run {known}"
 
@@ -43,8 +45,9 @@ class MlflowTracker(Tracker):
         metrics = [Metric(plain_name(name), value, now, step) for name, value in values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+    def close(self, outcome: str = FINISHED) -> None:
+        status = {FINISHED: "FINISHED", INTERRUPTED: "KILLED"}.get(outcome, "FAILED")
+        self._client.set_terminated(self._run_id, status)
 
     def _experiment(self, name: str) -> str:
         found = self._client.get_experiment_by_name(name)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from hone.config import Choice
-from hone.tracking.base import RunInfo, Tracker
+from hone.tracking.base import FINISHED, RunInfo, Tracker
 
 try:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -44,7 +44,7 @@ class TensorBoardTracker(Tracker):
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, outcome: str = FINISHED) -> None:
         self._file.close()
 
     def _write(self, event: Event) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from hone.tracking.base import RunInfo, Tracker, keep_id, known_id
+from hone.tracking.base import FINISHED, RunInfo, Tracker, keep_id, known_id
 from hone.tracking.settings import TrackioSettings
 
 try:
@@ -40,5 +40,5 @@ class TrackioTracker(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
+    def close(self, outcome: str = FINISHED) -> None:
         self._run.finish()

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from uuid import uuid4
 
-from hone.tracking.base import RunInfo, Tracker, keep_id, known_id
+from hone.tracking.base import FINISHED, INTERRUPTED, RunInfo, Tracker, keep_id, known_id
 from hone.tracking.settings import WandbSettings
 
 try:
     import wandb
 except ImportError as error:
     raise ImportError(f"tracker wandb needs the package wandb: pip install 'wandb>=0.19' ({error})") from error
+
+_INTERRUPTED_CODE = 255  # W&B's own for Ctrl-C
 
 
 class WandbTracker(Tracker):
@@ -36,5 +38,5 @@ class WandbTracker(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, outcome: str = FINISHED) -> None:
+        self._run.finish(exit_code={FINISHED: 0, INTERRUPTED: _INTERRUPTED_CODE}.get(outcome, 1))

@@ -18,6 +18,7 @@ import yaml
 
 from hone.config import Config, ConfigError, dump, plain
 from hone.runtime import ranks
+from hone.tracking.base import FINISHED
 from hone.tracking.hub import RUN_FILE
 
 LOCK = ".lock"
@@ -113,7 +114,7 @@ def _finished_steps(folder: Path) -> int:
     except (OSError, ValueError):
         return -1
     total = facts.get("total_steps")
-    return total if facts.get("outcome") == "finished" and isinstance(total, int) else -1
+    return total if facts.get("outcome") == FINISHED and isinstance(total, int) else -1
 
 
 def _short(value: Any) -> str:
