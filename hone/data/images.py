@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image as Pillow
+from PIL import ImageOps
 
 from hone.config import ConfigError
 from hone.types import Image, Message
@@ -26,6 +27,7 @@ from hone.types import Image, Message
 MARK = "<image>"  # marks an image of the column `images` in a text; many published data sets use it
 _SOURCES = ("image", "path", "image_url", "url", "base64")
 _DATA_URL = re.compile(r"data:[\w/+.-]*;base64,")
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
@@ -153,7 +155,7 @@ def encoded(source: Any, folder: Path) -> bytes:
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
     if isinstance(source, Pillow.Image):
-        return _as_png(source)
+        return as_png(source)
     if isinstance(source, Mapping):  # a column of images in a Parquet file
         if source.get("bytes") is not None:
             return encoded(source["bytes"], folder)
@@ -188,11 +190,16 @@ def _read(path: Path) -> bytes:
         raise ImageError(f"image {path} cannot be read: {reason}") from error
 
 
-def _as_png(image: Pillow.Image) -> bytes:
-    """Encode an image without loss."""
+def as_png(image: Pillow.Image) -> bytes:
+    """Encode an image without loss, or with its colours as RGB where PNG has no such mode. Raises ImageError."""
+    if image.mode in ("I", "F"):
+        raise ImageError(f"a PIL image of mode {image.mode} has no range of brightness; convert it to L or RGB")
+    image = ImageOps.exif_transpose(image)
+    if image.mode not in _PNG_MODES:
+        image = image.convert("RGBA" if image.has_transparency_data else "RGB")
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
-__all__ = ["ImageError", "ImageReader", "data_of_url", "encoded", "images_in", "put_images", "without_images"]
+__all__ = ["ImageError", "ImageReader", "as_png", "data_of_url", "encoded", "images_in", "put_images", "without_images"]

@@ -149,6 +149,47 @@ def test_every_way_to_give_an_image_gives_the_same_one(tmp_path, renderer, write
         json.dumps([prompt.messages, dict(prompt.row)])
 
 
+def as_read(image, kind="PNG", **options):
+    """The pixels that the model is given, seen through patches of a picture that needs no resizing."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return reader().image(buffer.getvalue()).patches()
+
+
+def test_a_picture_is_read_as_people_see_it():
+    plain = picture(16, 24)
+    turned = Pillow.Exif()
+    turned[0x0112] = 6  # shown after a quarter turn clockwise
+    np.testing.assert_array_equal(as_read(plain.transpose(Pillow.Transpose.ROTATE_90), exif=turned), as_read(plain))
+
+    half = plain.convert("RGBA")
+    half.paste((0, 0, 0, 0), (0, 0, 12, 16))
+    on_white = plain.copy()
+    on_white.paste("white", (0, 0, 12, 16))
+    np.testing.assert_array_equal(as_read(half), as_read(on_white))
+    np.testing.assert_array_equal(as_read(half.quantize()), as_read(half.quantize().convert("RGBA")))
+
+    grey = np.asarray(plain.convert("L"))
+    deep = Pillow.fromarray(grey.astype(np.uint16) * 257)
+    np.testing.assert_array_equal(as_read(deep), as_read(Pillow.fromarray(grey)))
+    with pytest.raises(ValueError, match="32-bit numbers without a range; save it with 8 or 16 bits"):
+        as_read(Pillow.fromarray(grey.astype(np.float32)), "TIFF")
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "PA", "I;16"])
+def test_pil_images_of_every_mode_are_taken(renderer, mode):
+    white = Pillow.new("RGB", (24, 16), "white")
+    given = white.convert(mode) if mode != "I;16" else Pillow.fromarray(np.full((16, 24), 65535, np.uint16))
+    (message,) = renderer.with_images(asking(given))
+    np.testing.assert_allclose(message["content"][0]["image"].patches(), as_read(white), atol=0.02)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_a_pil_image_without_a_range_is_refused(renderer, mode):
+    with pytest.raises(RenderingError, match=f"PIL image of mode {mode} has no range of brightness; convert it"):
+        renderer.with_images(asking(picture().convert(mode)))
+
+
 def test_a_data_set_of_the_datasets_library_gives_its_decoded_images(tmp_path, renderer):
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"prompt": datasets.Value("string"), "pictures": datasets.List(datasets.Image())})

@@ -251,12 +251,12 @@ def told_urls(language, *files):
 def test_an_agent_gets_what_the_endpoint_takes_whatever_the_format_of_its_images(language):
     picture = Pillow.open(io.BytesIO(FIRST))
     files = []
-    for kind, mode in (("BMP", "RGB"), ("TIFF", "CMYK"), ("TIFF", "I;16"), ("JPEG", "L")):
+    for kind, mode in (("BMP", "RGB"), ("TIFF", "CMYK"), ("TIFF", "I;16"), ("TIFF", "RGBA"), ("JPEG", "L")):
         file = io.BytesIO()
         picture.convert("L" if mode == "I;16" else mode).convert(mode).save(file, kind)
         files.append(file.getvalue())
     read, urls = told_urls(language, *files)
-    assert [one.partition(";")[0] for one in urls] == ["data:image/png"] * 3 + ["data:image/jpeg"]
+    assert [one.partition(";")[0] for one in urls] == ["data:image/png"] * 4 + ["data:image/jpeg"]
     for image, sent in zip(read, urls, strict=True):
         (again,) = language.with_images(images.with_bytes([user({"type": "image", "image": sent})]))[0]["content"][1:]
         assert (again["image"].patches() == image.patches()).all()

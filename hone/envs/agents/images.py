@@ -18,7 +18,7 @@ from typing import Any
 from PIL import Image as Pillow
 
 from hone.config import ConfigError
-from hone.data.images import data_of_url, images_in, is_image, parts_of, source_of, with_sources
+from hone.data.images import as_png, data_of_url, images_in, is_image, parts_of, source_of, with_sources
 from hone.envs.agents.protocol import BadRequest
 from hone.types import Image, Message, Prompt
 
@@ -172,9 +172,7 @@ def _data_url(data: bytes) -> str:
     opened = Pillow.open(io.BytesIO(data))
     kind = opened.format or ""
     if kind not in FORMATS:
-        buffer = io.BytesIO()
-        opened.convert("RGB").save(buffer, "PNG")  # models see RGB only
-        data, kind = buffer.getvalue(), "PNG"
+        data, kind = as_png(opened), "PNG"
     return f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
-from PIL import UnidentifiedImageError
+from PIL import ImageOps, UnidentifiedImageError
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
@@ -66,11 +66,27 @@ def _decoded(data: bytes) -> Pillow.Image:
             warnings.simplefilter("error", Pillow.DecompressionBombWarning)
             opened = Pillow.open(io.BytesIO(data))
             opened.load()
-            return opened.convert("RGB")
+            return _as_seen(opened)
     except UnidentifiedImageError as error:
         raise ValueError(f"its {len(data)} bytes are no image of a known format") from error
     except (OSError, SyntaxError, Pillow.DecompressionBombWarning, Pillow.DecompressionBombError) as error:
         raise ValueError(f"it cannot be decoded: {error}") from error
+
+
+def _as_seen(opened: Pillow.Image) -> Pillow.Image:
+    """The picture as people see it, in RGB: turned as its EXIF data say, and on white where it is transparent.
+
+    Qwen's own preprocessing and vLLM's put transparent pictures on white too. Raises ValueError.
+    """
+    opened = ImageOps.exif_transpose(opened)
+    if opened.mode in ("I", "F"):
+        raise ValueError("its pixels are 32-bit numbers without a range; save it with 8 or 16 bits a channel")
+    if opened.mode.startswith("I;16"):  # Pillow would cut off what is brighter than 255
+        opened = Pillow.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
+    if not opened.has_transparency_data:
+        return opened.convert("RGB")
+    seen = opened.convert("RGBA")
+    return Pillow.alpha_composite(Pillow.new("RGBA", seen.size, "white"), seen).convert("RGB")
 
 
 def load_image_processor(model: ModelConfig) -> ImageProcessor | None:
