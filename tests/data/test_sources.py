@@ -2,15 +2,18 @@
 
 import gzip
 import json
+import resource
 import subprocess
 import sys
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from hone.config import ConfigError
 from hone.data import SOURCES
 from hone.data.sources.base import DataError, open_rows
-from hone.data.sources.files import GROUPS_IN_MEMORY
+from hone.data.sources.files import GROUPS_IN_MEMORY, JsonlRows, ParquetRows
 
 ROWS = [{"prompt": f"What is {n} + {n}?", "ground_truth": 2 * n, "extra": {"n": [n, n]}} for n in range(25)]
 FORKS = """
@@ -68,6 +71,32 @@ def test_compressed_jsonl_gives_the_same_rows_in_any_order_and_in_forked_process
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"rows\.jsonl\.gz is not a whole gzip file: Compressed file ended before"):
         open_rows(dataset(path=path))
+
+
+def test_a_gzip_file_for_which_the_disk_has_no_room_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "' + b"x" * 100_000 + b'"}\n'))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"rows\.jsonl\.gz cannot be unpacked into /.*: File too large; .*TMPDIR"):
+            JsonlRows([path])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.slow
+def test_a_row_group_of_parquet_may_have_more_than_2_gib_of_images(tmp_path):
+    image = pyarrow.array([b"\0" * (1 << 25)])
+    pictures = pyarrow.ListArray.from_arrays([0, 1], pyarrow.StructArray.from_arrays([image], ["bytes"]))
+    table = pyarrow.table({"images": pyarrow.chunked_array([pictures] * 70)})
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(
+        table, path, row_group_size=70, compression="zstd", use_dictionary=False, write_statistics=False
+    )
+    rows = ParquetRows([path])
+    assert rows.blocks == [70]
+    assert len(rows[69]["images"][0]["bytes"]) == 1 << 25
 
 
 def test_parquet_keeps_few_row_groups_in_memory(tmp_path, dataset, write_parquet):

@@ -25,6 +25,7 @@ from hone.data.settings import RowsConfig
 from hone.data.sources.base import DataError, Row, nearest
 
 GROUPS_IN_MEMORY = 4  # Parquet row groups kept in memory; a shuffle mixes the rows of this many
+BATCH_ROWS, BATCH_BYTES = 1024, 1 << 28  # of a row group, read at once
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -133,9 +134,14 @@ def _unpacked(path: Path) -> int:
         try:
             with gzip.open(path) as source:
                 shutil.copyfileobj(source, target)
+            target.flush()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{path} is not a whole gzip file: {error}") from error
-        target.flush()
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be unpacked into {tempfile.gettempdir()}: {error.strerror or error}; name a folder on "
+                "a disk with more room by the environment variable TMPDIR, or unpack the file yourself"
+            ) from error
         return os.dup(target.fileno())
 
 
@@ -182,11 +188,19 @@ class ParquetRows:
         if group not in self._cache:
             path, number = self._groups[group]
             with pyarrow.parquet.ParquetFile(path, metadata=self._metadata[path]) as file:
-                self._cache[group] = file.read_row_group(number)
+                # By batches: Arrow reads no nested column of more than 2 GiB at once, such as lists of images.
+                rows = _rows_of_a_batch(self._metadata[path].row_group(number))
+                batches = file.iter_batches(batch_size=rows, row_groups=[number])
+                self._cache[group] = pyarrow.Table.from_batches(batches, schema=file.schema_arrow)
             if len(self._cache) > GROUPS_IN_MEMORY:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(group)
         return self._cache[group]
+
+
+def _rows_of_a_batch(group: pyarrow.parquet.RowGroupMetaData) -> int:
+    each: int = max(1, group.total_byte_size // max(1, group.num_rows))
+    return max(1, min(BATCH_ROWS, BATCH_BYTES // each))
 
 
 def _metadata(path: Path) -> pyarrow.parquet.FileMetaData:
