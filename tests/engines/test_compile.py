@@ -1,9 +1,13 @@
 """Compiled layers: the same training, and nothing is compiled after the first steps, however ragged the batches are."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hone.engines.fsdp2.compiled import compile_layers
 from hone.engines.fsdp2.settings import Fsdp2Settings
 from hone.models.errors import ModelError
 from hone.models.settings import BuildConfig, ModelConfig
@@ -48,6 +52,24 @@ def steps(engine, make_batch, loss):
         found.append(engine.train_batch(batch, loss)["train/loss"].value)
         compiled.append(graphs())
     return found, compiled
+
+
+class Layer(GradientCheckpointingLayer):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_a_layer_that_comes_in_many_sizes_is_compiled_for_all_of_them():
+    for size in range(2, 14):
+        body = torch.nn.Sequential(Layer(size))
+        body.config = SimpleNamespace()
+        compile_layers(body, "eager", "actor.backend.compile", "a model")
+        assert body(torch.ones(1, size)).sum() == size
+    assert graphs() == 12
 
 
 CASES = {

@@ -147,6 +147,18 @@ def test_the_kernel_is_as_close_as_tiles(scoring, window):
         assert error < 2 * allowed + 0.01
 
 
+def test_a_process_may_have_many_kernels():
+    """Of several models, for instance: with torch's limit of 8 the ninth would end the run."""
+    packing = packing_of(*PACKINGS[next(iter(PACKINGS))])
+    mask = flex.block_mask(*packed._ranges(packing, None, torch.device("cpu")))
+    q, k = torch.randn(1, 4, packing.num_tokens, 32), torch.randn(1, 2, packing.num_tokens, 32)
+    torch._dynamo.reset()
+    for softcap in range(10, 22):
+        bend = flex._capped(float(softcap))
+        found = flex._compiled("eager")(q, k, k, bend, mask, 0.2, True)
+        torch.testing.assert_close(found, flex_attention(q, k, k, bend, mask, 0.2, True))
+
+
 def test_the_soft_cap_is_a_number_in_what_is_compiled():
     """Lengths are dynamic there, and torch would make a tensor of every other number too: no kernel can read it."""
     found = []

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hone.models.attention.packed import packed_attention_forward, packed_mask
 from hone.models.errors import ModelError
 
+_VARIANTS = 64  # of a kind of layer in one process: for each model, size, kind of attention, training and inference
 BETWEEN_GRAPHS = "hone_packed_between_graphs"
 
 
@@ -33,6 +34,8 @@ def compile_layers(body: Any, backend: str, key: str, name: str) -> None:
     if not layers:
         raise ModelError(f"{key}: {name} has no layers that hone can compile; remove the key")
     text.config._attn_implementation = BETWEEN_GRAPHS
+    # Beyond torch's limit of 8, further layers would run uncompiled, which a warning in a log alone would tell.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 

@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.utils._triton import has_triton
 
 _BLOCK = 128  # queries and keys of a block; flex attention's default
+_KERNELS = 64  # of one process: for each soft cap, number of heads, kind of layer, with and without gradients
 _HEAD_SIZES = range(16, 257)  # what its kernels take
 
 
@@ -51,7 +52,7 @@ def _compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., A
 
     def call(*args: Any, **named: Any) -> Any:
         # Otherwise `dynamic` makes a tensor of the soft cap too, which the generated kernel cannot read.
-        with torch._dynamo.config.patch(specialize_float=True):
+        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=_KERNELS):
             return compiled(*args, **named)
 
     return call
