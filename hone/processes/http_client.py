@@ -1,8 +1,11 @@
-"""HTTP sessions for hone's requests to services."""
+"""HTTP sessions for hone's requests to services, and the proxy on the way to them."""
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
@@ -17,4 +20,23 @@ def http_session(**options: Any) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=timeout, connector=connector, **options)
 
 
-__all__ = ["http_session"]
+def proxy_of(url: str) -> str | None:
+    """The proxy for a service outside, by HTTP_PROXY, HTTPS_PROXY and NO_PROXY; this machine itself has none.
+
+    aiohttp's `trust_env` would also send passwords from ~/.netrc, and fail where a request has a key of its own.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if _is_loopback(host) or proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    return getproxies().get(parts.scheme)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost" or host.endswith(".localhost")
+
+
+__all__ = ["http_session", "proxy_of"]

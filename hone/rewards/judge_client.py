@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from hone.processes.http_client import http_session
+from hone.processes.http_client import http_session, proxy_of
 from hone.processes.untrusted_json import parse_json
 
 MOST_REMEMBERED = 10_000  # verdicts in the memory of one process
@@ -91,7 +91,10 @@ class JudgeClient:
     async def _attempt(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> str:
         address = f"{self.url.rstrip('/')}/chat/completions"
         try:
-            async with asyncio.timeout(self.attempt_timeout_s), session.post(address, json=body) as response:
+            async with (
+                asyncio.timeout(self.attempt_timeout_s),
+                session.post(address, json=body, proxy=proxy_of(address)) as response,
+            ):
                 text = await _text_of(response)
         except TimeoutError as error:
             raise _Outage(f"no reply within {self.attempt_timeout_s:g} s") from error

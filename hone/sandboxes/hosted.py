@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from hone.processes.http_client import http_session
+from hone.processes.http_client import http_session, proxy_of
 from hone.processes.untrusted_json import parse_json_apart
 from hone.sandboxes.attendant import ran_of, request_of
 from hone.sandboxes.base import Limits, Ran, SandboxLost, SandboxRefused, check_request, seat, seats
@@ -226,7 +226,7 @@ class Api:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.request(method, url, allow_redirects=False, **more) as answer,
+                self._session.request(method, url, allow_redirects=False, proxy=proxy_of(url), **more) as answer,
             ):
                 body = bytearray()
                 async for piece in answer.content.iter_any():

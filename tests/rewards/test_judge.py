@@ -47,6 +47,7 @@ class Server:
     async def _answer(self, request):
         body = await request.json()
         body["authorization"] = request.headers.get("Authorization")
+        self.proxy = request.headers.get("Proxy-Authorization")
         self.asked.append(body)
         if "<first-" in body["messages"][1]["content"]:
             return self._compare(body["messages"][1]["content"])
@@ -138,6 +139,19 @@ def test_an_outage_is_tried_again_and_then_a_failure(server):
         ask(server, "silent", attempt_timeout_s=0.1, retries=0)
     with pytest.raises(JudgeFailed, match="ClientConnectorError"):
         ask(server, "4", url="http://127.0.0.1:1/v1", retries=0)
+
+
+def test_a_judge_outside_is_asked_by_the_proxy_of_the_environment(server, monkeypatch, tmp_path):
+    monkeypatch.setenv("HTTP_PROXY", server.url.removesuffix("/v1").replace("//", "//me:word@"))
+    monkeypatch.setenv("NO_PROXY", "direct.invalid")
+    (tmp_path / "netrc").write_text("machine outside.invalid login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    ask(server, "by a proxy", url="http://outside.invalid/v1")
+    assert (server.asked[-1]["authorization"], server.proxy) == ("Bearer secret", "Basic bWU6d29yZA==")
+    ask(server, "on this machine")
+    assert server.proxy is None
+    with pytest.raises(JudgeFailed, match=r"direct\.invalid"):
+        ask(server, "without", url="http://direct.invalid/v1", retries=0)
 
 
 def test_an_answer_is_judged_once(server, tmp_path):

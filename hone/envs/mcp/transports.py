@@ -22,7 +22,7 @@ import aiohttp
 
 from hone.envs.base import ToolLost
 from hone.processes.child import ServerFailed
-from hone.processes.http_client import http_session
+from hone.processes.http_client import http_session, proxy_of
 from hone.processes.piped import PipedProcess
 from hone.processes.supervisor import FOLDER
 from hone.processes.untrusted_json import parse_json_apart
@@ -186,7 +186,10 @@ class HttpTransport:
             return
         if "Mcp-Session-Id" in self._headers and not self.lost:
             with suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with asyncio.timeout(STOP_S), self._session.delete(self._url, headers=self._headers):
+                async with (
+                    asyncio.timeout(STOP_S),
+                    self._session.delete(self._url, headers=self._headers, proxy=proxy_of(self._url)),
+                ):
                     pass
         await self._session.close()
 
@@ -197,7 +200,9 @@ class HttpTransport:
         """Send a message; the messages of the response."""
         assert self._session is not None
         try:
-            async with self._session.post(self._url, json=message, headers=self._headers) as response:
+            async with self._session.post(
+                self._url, json=message, headers=self._headers, proxy=proxy_of(self._url)
+            ) as response:
                 if response.status >= 400:
                     said = (await response.content.read(300)).decode(errors="replace")
                     raise aiohttp.ClientError(f"HTTP status {response.status}: {' '.join(said.split())}")
