@@ -23,13 +23,24 @@ def http_session(**options: Any) -> aiohttp.ClientSession:
 def proxy_of(url: str) -> str | None:
     """The proxy for a service outside, by HTTP_PROXY, HTTPS_PROXY and NO_PROXY; this machine itself has none.
 
-    aiohttp's `trust_env` would also send passwords from ~/.netrc, and fail where a request has a key of its own.
+    aiohttp's `trust_env` would also send passwords from ~/.netrc, and fail where a request has a key of its own. Raises
+    aiohttp.ClientError for a proxy that does not speak HTTP.
     """
     parts = urlsplit(url)
     host = parts.hostname or ""
     if _is_loopback(host) or proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
-    return getproxies().get(parts.scheme)
+    found = getproxies().get(parts.scheme)
+    if found is None:
+        return None
+    kind, separator, _ = found.partition("://")
+    if not separator:
+        return f"http://{found}"
+    if kind not in ("http", "https"):
+        raise aiohttp.ClientError(
+            f"{parts.scheme.upper()}_PROXY names a proxy of kind {kind}; hone speaks HTTP to proxies"
+        )
+    return found
 
 
 def _is_loopback(host: str) -> bool:

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from hone.processes.http_client import http_session
+from hone.processes.http_client import http_session, proxy_of
 
 MANY = 130  # more than aiohttp's own limit of connections
 
@@ -56,3 +56,19 @@ def test_only_the_caller_ends_a_request(ask, monkeypatch):
         return web.Response(text="late")
 
     assert ask(answer, 1) == ["late"]
+
+
+def test_the_proxy_of_the_environment(monkeypatch):
+    for name in ("ALL_PROXY", "all_proxy", "http_proxy", "https_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", "proxy.test:3128")
+    monkeypatch.setenv("HTTP_PROXY", "socks5://me:word@proxy.test")
+    monkeypatch.setenv("NO_PROXY", "near.test")
+    assert proxy_of("https://far.test/v1") == "http://proxy.test:3128"
+    assert [proxy_of(f"{url}/v1") for url in ("https://a.near.test:99", "http://localhost:1", "http://[::1]:1")] == [
+        None
+    ] * 3
+    with pytest.raises(
+        aiohttp.ClientError, match="HTTP_PROXY names a proxy of kind socks5; hone speaks HTTP to proxies"
+    ):
+        proxy_of("http://far.test/v1")
