@@ -235,9 +235,12 @@ class _Set(Generic[T]):
                 f"{reader.key}: {reader.rows.place} now gives {self.size} rows, but the run that is continued had "
                 f"{state['rows']}: the position in the data would be wrong"
             )
+        if state["epoch"] != self.epoch:
+            self._order = (
+                None  # otherwise kept: a step with spare prompts goes back, and shuffling many rows takes long
+            )
         self.epoch, self.position = state["epoch"], state["position"]
         self.taken, self.dropped = state["taken"], state["dropped"]
-        self._order = None
 
 
 def row_order(reader: RowReader, seed: int | None, epoch: int) -> npt.NDArray[np.int64]:
@@ -413,15 +416,23 @@ def read_all(maker: Maker[T]) -> tuple[list[T], int]:
 
     Raises DataError if all of them are.
     """
-    reader, items, shortest = maker.reader, [], None
+    items = list(_each(maker))
+    return items, len(maker.reader) - len(items)
+
+
+def _each(maker: Maker[T]) -> Iterator[T]:
+    """The items in the order of the file. Raises DataError if all rows are too long."""
+    reader, shortest, given = maker.reader, None, False
     for index in range(reader.first, reader.last):
         try:
-            items.append(maker.make(index))
+            item = maker.make(index)
         except TooLong as error:
             shortest = min(shortest or error, error, key=lambda one: one.tokens)
-    if not items and shortest is not None:
+        else:
+            given = True
+            yield item
+    if not given and shortest is not None:
         raise _all_too_long(reader, len(reader), shortest)
-    return items, len(reader) - len(items)
 
 
 def count_items(
@@ -429,7 +440,7 @@ def count_items(
 ) -> int:
     """How many items one pass over the training sets gives. Reads every row of a set that `drops` some for length."""
     makers = [(one, maker(name, one, renderer, where)) for name, one, where in _named(config, "data")]
-    return sum(len(read_all(made)[0]) if drops(one) else len(made.reader) for one, made in makers)
+    return sum(sum(1 for _ in _each(made)) if drops(one) else len(made.reader) for one, made in makers)
 
 
 def _named(config: DataConfig, key: str) -> Iterator[tuple[str, DatasetConfig, str]]:

@@ -342,7 +342,7 @@ class Router:
             return False
         strings = StopStrings(sampling.stop, self._tokenizer)
         for length in range(before + 1, len(joined.tokens) + 1):
-            if strings.completed_by(joined.tokens[:length]):
+            if strings.completed_by(joined.tokens[max(0, length - strings.window) : length]):
                 joined.cut(length)
                 return True
         return False

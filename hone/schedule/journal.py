@@ -57,10 +57,16 @@ class Journal:
             os.fsync(file.fileno())
 
     def _cut(self, step: int) -> None:
-        kept = [record for record in _lines(self._path) if record["step"] < step]
-        partial = self._path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        partial.replace(self._path)
+        if not self._path.is_file():
+            return
+        with self._path.open("r+b") as file:  # line by line: a long run's journal may be larger than the memory
+            kept = 0
+            for line in file:
+                if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
+                    break
+                kept += len(line)
+            file.truncate(kept)
+            os.fsync(file.fileno())
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
@@ -88,9 +94,10 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
 
 
 __all__ = ["JOURNAL", "Journal", "read_journal"]

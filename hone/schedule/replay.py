@@ -83,8 +83,8 @@ class Plan:
 
     def ended(self, number: int) -> None:
         """Note that a draw has all its answers again."""
-        for draws in self._using.values():
-            draws.discard(number)
+        for version in {version for answer in self._answers.get(number, ()) for version, _ in answer}:
+            self._using[version].discard(number)
 
     def needs(self, version: int) -> bool:
         """Whether a draw that has not ended uses this version."""

@@ -1,6 +1,7 @@
 """Streams: every row once an epoch, the same order for one seed, and a resumed stream goes on with the next row."""
 
 import json
+import weakref
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,11 +16,14 @@ from hone.data.sources.base import DataError
 from hone.data.sources.files import GROUPS_IN_MEMORY
 from hone.data.stream import (
     ItemStream,
+    PromptMaker,
     PromptStream,
     SampleMaker,
+    count_items,
     make_renderer,
     read_all,
     read_prompts,
+    row_order,
 )
 
 CHATML = (
@@ -164,6 +168,41 @@ def test_prompts_that_are_put_back_come_again_with_the_same_numbers(numbers, dat
     stream.back_to(before, 7)
     assert stream.take(9) == prompts[3:]
     assert stream.state_dict() == end
+
+
+def test_prompts_that_are_put_back_do_not_shuffle_their_epoch_again(numbers, data, renderer, monkeypatch):
+    shuffled = []
+
+    def watched(reader, seed, epoch):
+        shuffled.append(epoch)
+        return row_order(reader, seed, epoch)
+
+    monkeypatch.setattr("hone.data.stream.row_order", watched)
+    stream, kept = PromptStream(data({"path": numbers(9)}), renderer, seed=3), []
+    for _ in range(5):
+        before = stream.state_dict()
+        prompts = stream.take(4)
+        stream.back_to(before, prompts[2].draw)
+        kept += prompts[:2]
+    assert shuffled == [0] + 2 * [1, 0] + [1]  # the two last steps read into epoch 1, and go back
+    assert [prompt.draw for prompt in kept] == list(range(10))
+
+
+def test_counting_the_rows_that_fit_holds_none(numbers, data, renderer):
+    held, most = weakref.WeakSet(), []
+
+    class Item:
+        pass
+
+    class Maker(PromptMaker):
+        def make(self, index):
+            item = Item()
+            held.add(item)
+            most.append(len(held))
+            return item
+
+    assert count_items(Maker, data({"path": numbers(300)}), renderer, lambda one: True) == 300
+    assert max(most) <= 2
 
 
 def test_skipping_everything_ends_after_as_many_prompts_as_there_are_rows(numbers, data, renderer):

@@ -14,6 +14,7 @@ from fastapi import Request
 from transformers import AutoModelForCausalLM
 
 from hone.data.rendering import Renderer
+from hone.envs.agents import sessions
 from hone.envs.agents.endpoint import LARGEST_BODY, Endpoint, _InLoopServer
 from hone.envs.agents.sessions import AgentTask
 from hone.envs.tool_calls import arguments_text, hermes
@@ -123,6 +124,33 @@ def test_a_conversation_is_recorded_token_by_token(talk, tokenizer):
     assert (one.rollout_logprobs, one.weight_versions) == (tuple(logprobs), tuple(versions))
     assert (one.turns, one.episode, one.prompt_id) == (3, 0, "task/7")
     assert one.status in (Status.OK, Status.TRUNCATED)
+
+
+def test_each_message_of_a_long_conversation_is_compared_once_for_a_request(talk, monkeypatch):
+    compared = []
+
+    class Watched(dict):
+        __hash__ = None
+
+        def __eq__(self, other):
+            compared.append(1)
+            return super().__eq__(other)
+
+    canonical = sessions.canonical
+    monkeypatch.setattr(sessions, "canonical", lambda message: Watched(canonical(message)))
+
+    async def story(client, session):
+        messages, counts = [USER], []
+        for _ in range(12):
+            compared.clear()
+            reply = await ask(client, messages, max_tokens=1)
+            counts.append((len(compared), len(messages)))
+            messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "on"}]
+        return counts
+
+    counts, session, _ = talk(story, budget=400)
+    assert len(session.tracks) == 1
+    assert all(0 < many <= messages for many, messages in counts[1:])
 
 
 def test_a_stream_tells_the_same_as_a_whole_reply(talk):

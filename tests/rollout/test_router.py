@@ -8,7 +8,7 @@ import pytest
 from hone.deadline import Deadline
 from hone.rollout.base import ReplicaLost, ScoreAborted
 from hone.rollout.builtin.engine import BuiltinEngine
-from hone.rollout.router import RESTART_WINDOW_S, PoisonRequest, RequestLate, Router
+from hone.rollout.router import RESTART_WINDOW_S, PoisonRequest, RequestLate, Router, _Pieces
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.schedule.replay import ReplayError
 from hone.types import Completion, SamplingParams, Scored, StopReason
@@ -419,6 +419,24 @@ def test_a_stop_string_may_lie_across_two_pieces(finish, tokenizer):
     assert tokenizer.decode(found.token_ids) == "say stop"
     assert found.stop_reason is StopReason.STOP
     assert len(found.logprobs) == len(found.weight_versions) == 8
+
+
+def test_a_stop_string_is_sought_in_the_last_tokens_only(tokenizer):
+    copied = []
+
+    class Watched(list):
+        def __getitem__(self, key):
+            if isinstance(key, slice):
+                copied.append(len(range(*key.indices(len(self)))))
+            return super().__getitem__(key)
+
+    ids = tokenizer("ab" * 1000, add_special_tokens=False)["input_ids"]
+    pieces = _Pieces()
+    pieces.tokens = Watched(ids)
+    router = Router([], RolloutConfig(), tokenizer)
+    assert not router._stopped_across(pieces, 1, replace(WANTED, stop=("stop",)))
+    assert len(copied) == len(ids) - 1
+    assert max(copied) < 20
 
 
 def test_an_abort_ends_those_that_wait_too(fleet, finish):

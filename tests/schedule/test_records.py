@@ -1,6 +1,8 @@
 """The journal of a run, and the groups of open draws in a checkpoint."""
 
+import json
 import math
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +26,19 @@ def test_a_resumed_run_writes_its_steps_again_over_what_a_kill_left(tmp_path):
     assert [(one["step"], one["batch"]) for one in read_journal(path)] == [
         (1, "whole"), (2, "whole"), (3, "again"), (4, "again")
     ]  # fmt: skip
+
+
+def test_a_long_journal_is_cut_without_holding_it(tmp_path):
+    path = tmp_path / "schedule.jsonl"
+    line = json.dumps({"step": 0, "spans": "x" * 10_000})
+    path.write_text("".join(f"{line.replace('0', str(step), 1)}\n" for step in range(1, 501)) + '{"step"')
+    tracemalloc.start()
+    try:
+        Journal(path).write({"step": 400, "batch": "again"})
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20  # of 5 MB
+    finally:
+        tracemalloc.stop()
+    assert [record["step"] for record in read_journal(path)] == list(range(1, 401))
 
 
 def test_groups_come_back_to_the_last_bit_with_the_images_of_their_prompt(tmp_path):

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
 
 import pytest
 
+from hone.trainers.run import checkpoints
 from hone.trainers.run.checkpoints import CheckpointStore, RunCheckpointError, damage
 
 
@@ -58,6 +60,22 @@ def test_best_is_not_kept_when_not_asked_for(tmp_path):
     for step, score in ((1, 0.9), (2, 0.1)):
         store.save(step, {"actor": writer(str(step))}, {}, score)
     assert [f.name for f in tmp_path.iterdir()] == ["step_00000002"]
+
+
+def test_reading_and_sealing_a_large_checkpoint_is_progress(tmp_path, monkeypatch):
+    """They may take longer than a run may stand still."""
+    seen, goes_on = [], threading.Event()
+    monkeypatch.setattr(checkpoints, "CHUNK", 4)
+    monkeypatch.setattr(checkpoints, "WAIT_S", 0.001)
+    monkeypatch.setattr(checkpoints, "progress", lambda: (seen.append(threading.current_thread()), goes_on.set()))
+    seal = checkpoints._seal
+    monkeypatch.setattr(checkpoints, "_seal", lambda partial: (goes_on.wait(60), seal(partial)))
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, {"actor": writer("0123456789")}, {})
+    assert set(seen) == {threading.main_thread()}  # the thread that seals would hide a run that stands still
+    seen.clear()
+    assert store.latest().step == 1
+    assert len(seen) > 10 / 4
 
 
 @pytest.mark.parametrize("harm", ["truncate", "change", "remove", "no manifest", "torn manifest"])

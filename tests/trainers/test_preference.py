@@ -239,18 +239,22 @@ def test_a_stored_reference_asks_its_model_once(tmp_path):
 
     batch = pack_pairs([Pair(Sample((5, 8, 2), (0, 1, 1)), Sample((5, 9, 10, 2), (0, 1, 1, 1)))])
     first = stored()
-    first.prepare(iter([batch, batch]))
+    first.prepare(iter([batch, batch]), 2)
     assert len(asked) == 1
     again = stored()
-    again.prepare(iter([batch]))
-    assert len(asked) == 1  # everything is in the file
+    coming = iter([batch])
+    again.prepare(coming, 2)
+    assert list(coming) == [batch]  # everything is in the file: a run that is continued reads no data
+    again.prepare(iter([batch]), 3)
+    assert len(asked) == 1
     assert torch.equal(first.logprobs(batch), again.logprobs(batch))
     sums = torch.zeros(2).index_add(0, torch.tensor([0, 0, 0, 1, 1, 1, 1]), again.logprobs(batch))
     logprobs = model().infer_batch(batch).logprobs
     torch.testing.assert_close(sums, torch.stack([logprobs[:3].sum(), logprobs[3:].sum()]), rtol=1e-5, atol=1e-5)
-    other = stored("another model")
-    with pytest.raises(KeyError):
-        other.logprobs(batch)  # what another model said is not used
+    stored().logprobs(pack_pairs([Pair(Sample((5, 8, 2), (0, 1, 1)), Sample((5, 7, 2), (0, 1, 1)))]))
+    assert len(asked) == 3  # the data changed
+    stored("another model").logprobs(batch)
+    assert len(asked) == 4  # what another model said is not used
     (tmp_path / FILE).write_bytes(b"cut off")
     with pytest.raises(ValueError, match=r"reference\.safetensors cannot be read"):
         stored()

@@ -196,13 +196,14 @@ class AgentSession:
         """Find the role's track, and the position in it, with the longest history that these messages extend."""
         best: tuple[Track, tuple[int, int]] | None = None
         for track in self.tracks:
-            for count, length in track.marks if (track.tools, track.role) == (tools, role) else ():
-                if track.messages[:count] != known[:count] or (best and best[1][1] >= length):
+            for count, length in reversed(track.marks) if (track.tools, track.role) == (tools, role) else ():
+                if count > len(known) or (best and best[1][1] >= length):
                     continue
                 after_answer = track.messages[count - 1].get("role") == "assistant"
                 new = known[count:]
                 extends = after_answer and new and all(one.get("role") != "assistant" for one in new)
-                if extends or (not after_answer and not new):
+                # the messages last: comparing them takes longest
+                if (extends or (not after_answer and not new)) and track.messages[:count] == known[:count]:
                     best = track, (count, length)
         return best
 

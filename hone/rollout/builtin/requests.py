@@ -30,14 +30,14 @@ class StopStrings:
     def __init__(self, stop: tuple[str, ...], tokenizer: Any) -> None:
         self._stop = stop
         self._tokenizer = tokenizer
-        self._window = max(len(text.encode()) for text in stop) + _MARGIN  # a token holds at least one byte of text
+        self.window = max(len(text.encode()) for text in stop) + _MARGIN  # a token holds at least one byte of text
         self._can_end: dict[int, bool] = {}
 
     def completed_by(self, tokens: list[int]) -> bool:
-        """Whether the last token completes a stop string within the generated `tokens`."""
+        """Whether the last token completes a stop string within the generated `tokens`; reads the last `window`."""
         if not self._may_end_with(tokens[-1]):
             return False
-        text = self._decode(tokens[-self._window :])
+        text = self._decode(tokens[-self.window :])
         return any(stop in text for stop in self._stop)
 
     def _may_end_with(self, token: int) -> bool:

@@ -18,7 +18,9 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,10 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from hone.runtime import ranks
+from hone.runtime.watchdog import progress
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 1
+CHUNK = 1 << 22  # bytes of a file that are summed up between two signs of progress
+WAIT_S = 1.0  # between two signs of progress while a thread seals
 SEAL_S = 3600.0  # longest time for reading what was written: a disk that takes longer does not answer
 
 PartWriter = Callable[[Path], None]
@@ -146,10 +151,13 @@ class CheckpointStore:
                 pending.sealed = self._sealing.submit(_seal if ranks.is_first() else _seal_nothing, pending.partial)
             if not wait and ranks.agree(int(not pending.sealed.done())):
                 return False
-            try:
-                pending.sealed.result(timeout=SEAL_S)
-            except TimeoutError as error:
-                raise TimeoutError(f"its files could not be summed up within {SEAL_S:.0f} s") from error
+            ends = time.monotonic() + SEAL_S
+            while wait and not pending.sealed.done() and time.monotonic() < ends:
+                futures.wait([pending.sealed], timeout=WAIT_S)
+                progress()  # this wait has its own deadline
+            if not pending.sealed.done():
+                raise TimeoutError(f"its files could not be summed up within {SEAL_S:.0f} s")
+            pending.sealed.result()
             if ranks.is_first():
                 self._make_visible(pending)
         self._pending = None
@@ -261,7 +269,7 @@ def damage(folder: Path) -> str:
             return f"{name} is missing"
         if path.stat().st_size != expected["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written"
-        if _sha256(path) != expected["sha256"]:
+        if _sha256(path, progress) != expected["sha256"]:
             return f"{name} is not what was written (its SHA-256 differs)"
     return ""
 
@@ -284,9 +292,13 @@ def _fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, progressed: Callable[[], None] = lambda: None) -> str:
+    found = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while chunk := file.read(CHUNK):
+            found.update(chunk)
+            progressed()
+    return found.hexdigest()
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -45,10 +45,11 @@ class _PreferenceTask(Generic[I]):
         self._reference = reference
         self._budget = RowBudget(max_tokens)
 
-    def prepare(self, coming: Iterator[Sequence[I]]) -> None:
+    def prepare(self, coming: Iterator[Sequence[I]], steps: int) -> None:
         """Let the reference compute what it needs for all batches of the run."""
         if self._reference is not None:
-            self._reference.prepare(batch for items in coming for batch in self._judged_by_reference(items))
+            batches = (batch for items in coming for batch in self._judged_by_reference(items))
+            self._reference.prepare(batches, steps)
 
     def _judged_by_reference(self, items: Sequence[I]) -> list[Batch]:
         raise NotImplementedError

@@ -5,14 +5,16 @@
 
 Losses of whole answers need one number per answer: the sum over its loss tokens. The file stores this sum under a hash
 of the answer's tokens. A row that is drawn again, in another epoch or after a restart, has the same hash; a row whose
-data changed has another one and is computed again.
+data changed has another one and is computed again. A run that is continued reads none of its data before its first
+step, if the file is of a run of as many steps.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,10 +27,12 @@ from hone.algorithms.objective import present
 from hone.algorithms.segments import on_last_loss_token, sequence_sum
 from hone.data.packed_images import image_names
 from hone.runtime import ranks
+from hone.runtime.watchdog import progress
 from hone.trainers.run.roles import FrozenModel
 from hone.types import Batch, BatchImages
 
 FILE = "reference.safetensors"
+WRITE_S = 300.0  # between two writes of the file while it grows: a killed run continues from there
 
 
 class Reference(Protocol):
@@ -37,8 +41,8 @@ class Reference(Protocol):
     def logprobs(self, batch: Batch) -> Tensor:
         """Log-probs [T]; only each sequence's sum over its loss tokens is meaningful."""
 
-    def prepare(self, batches: Iterable[Batch]) -> None:
-        """Compute what is needed for these batches, in this order."""
+    def prepare(self, batches: Iterable[Batch], steps: int) -> None:
+        """Compute what is needed for these batches, in this order: all that a run of so many steps still has."""
 
 
 class LiveReference:
@@ -50,7 +54,7 @@ class LiveReference:
     def logprobs(self, batch: Batch) -> Tensor:
         return present(self._model.infer_batch(batch).logprobs, "the reference model's log-probs")
 
-    def prepare(self, batches: Iterable[Batch]) -> None:
+    def prepare(self, batches: Iterable[Batch], steps: int) -> None:
         """Does nothing: every batch has its own forward."""
 
 
@@ -69,48 +73,63 @@ class StoredReference:
         self._path = path
         self._identity = identity
         self._load = load
-        self._sums = _read(path, identity)
+        self._sums, self._steps = _read(path, identity)
+        self._model: FrozenModel | None = None
 
-    def prepare(self, batches: Iterable[Batch]) -> None:
-        model: FrozenModel | None = None
+    def prepare(self, batches: Iterable[Batch], steps: int) -> None:
+        if steps <= self._steps:  # a run that is continued need not read its data again
+            return
+        written = time.monotonic()
         for batch in batches:
-            keys = sequence_keys(batch)
-            if all(key in self._sums for key in keys):
-                continue
-            model = model or self._load()
-            logprobs = present(model.infer_batch(batch).logprobs, "the reference model's log-probs")
-            sums = sequence_sum(torch.where(batch.loss_mask, logprobs.double(), 0), batch.cu_seqlens).tolist()
-            for key, total in zip(keys, sums, strict=True):
-                self._sums.setdefault(key, total)
-        if model is not None and ranks.is_first():
+            progress()
+            self._complete(batch, sequence_keys(batch))
+            if ranks.is_first() and time.monotonic() - written > WRITE_S:
+                self._write()
+                written = time.monotonic()
+        self._model, self._steps = None, steps
+        if ranks.is_first():
             self._write()
 
     def logprobs(self, batch: Batch) -> Tensor:
-        sums = [self._sums[key] for key in sequence_keys(batch)]
-        placed = torch.tensor(sums, dtype=torch.float32, device=batch.loss_mask.device)
+        keys = sequence_keys(batch)
+        self._complete(batch, keys)  # of a run that is continued with other data
+        placed = torch.tensor([self._sums[key] for key in keys], dtype=torch.float32, device=batch.loss_mask.device)
         return on_last_loss_token(placed, batch.loss_mask, batch.cu_seqlens)
+
+    def _complete(self, batch: Batch, keys: Sequence[int]) -> None:
+        """Compute a batch of which an answer is missing."""
+        if all(key in self._sums for key in keys):
+            return
+        self._model = self._model or self._load()
+        logprobs = present(self._model.infer_batch(batch).logprobs, "the reference model's log-probs")
+        sums = sequence_sum(torch.where(batch.loss_mask, logprobs.double(), 0), batch.cu_seqlens).tolist()
+        for key, total in zip(keys, sums, strict=True):
+            self._sums.setdefault(key, total)
 
     def _write(self) -> None:
         tensors = {
             "keys": torch.tensor(list(self._sums), dtype=torch.int64),
             "sums": torch.tensor(list(self._sums.values()), dtype=torch.float64),
+            "steps": torch.tensor(self._steps),
         }
         partial = self._path.with_suffix(".partial")
         save_file(tensors, partial, metadata={"reference": self._identity})
         partial.replace(self._path)
 
 
-def _read(path: Path, identity: str) -> dict[int, float]:
+def _read(path: Path, identity: str) -> tuple[dict[int, float], int]:
+    """The stored sums, and for how many steps of the run they are enough; 0: not known."""
     if not path.is_file():
-        return {}
+        return {}, 0
     try:
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("reference") != identity:
-                return {}
+                return {}, 0
+            steps = int(file.get_tensor("steps"))
             keys, sums = file.get_tensor("keys").tolist(), file.get_tensor("sums").tolist()
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error}); remove it, and it is computed again") from error
-    return dict(zip(keys, sums, strict=True))
+    return dict(zip(keys, sums, strict=True)), steps
 
 
 def sequence_keys(batch: Batch) -> list[int]:

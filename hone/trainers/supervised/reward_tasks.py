@@ -41,7 +41,7 @@ class ComparisonTask:
         self._budget.check(items)
         return weighed(pack_pairs(items), PER_ANSWER)
 
-    def prepare(self, coming: Iterator[Sequence[Pair]]) -> None:
+    def prepare(self, coming: Iterator[Sequence[Pair]], steps: int) -> None:
         """Does nothing: there is no reference."""
 
 
@@ -59,5 +59,5 @@ class StepTask:
         self._budget.check(items)
         return weighed(pack_steps(items), PER_STEP)
 
-    def prepare(self, coming: Iterator[Sequence[Steps]]) -> None:
+    def prepare(self, coming: Iterator[Sequence[Steps]], steps: int) -> None:
         """Does nothing: there is no reference."""

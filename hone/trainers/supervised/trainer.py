@@ -54,8 +54,8 @@ class Task(Protocol[Item]):
     def collate(self, items: Sequence[Item]) -> Batch:
         """Pack the items of one optimizer step, with loss weights and all other fields that the objective reads."""
 
-    def prepare(self, coming: Iterator[Sequence[Item]]) -> None:
-        """Called once before training, with the items of every evaluation set and of every step to come."""
+    def prepare(self, coming: Iterator[Sequence[Item]], steps: int) -> None:
+        """Called once before training, with the items of every evaluation set and of every step until the last one."""
 
 
 class SftTask:
@@ -75,7 +75,7 @@ class SftTask:
         self._budget.check(items)
         return weighed(pack_samples(items), self._aggregation)
 
-    def prepare(self, coming: Iterator[Sequence[Sample]]) -> None:
+    def prepare(self, coming: Iterator[Sequence[Sample]], steps: int) -> None:
         """Does nothing: there is no reference."""
 
 
@@ -130,7 +130,7 @@ class SupervisedTrainer(Trainer, Generic[T]):
         """Continue from the newest checkpoint, and let the task prepare for the remaining steps."""
         step = super().resume()
         position = self.source.state_dict()
-        self.task.prepare(self._coming(self.steps - step))
+        self.task.prepare(self._coming(self.steps - step), self.steps)
         self.source.load_state_dict(position)
         return step
 

@@ -11,14 +11,16 @@
 All are lengths of vectors: the log-probs of many tokens, the gradient of all weights, the gradient of each kind of
 weight (all k_proj), the change of all weights by three steps of AdamW; of a value model, values are in the place of
 log-probs, and of LoRA, A and B in that of weights. Measured over all cases here: 0.84 to 1.2 times fsdp2's error, 1.8
-for a kind of weight. Two bounds follow without a constant of their own: norms of two vectors differ
-by at most the length of their difference, and losses by at most the length of the difference of log-probs times that of
-the derivative (Cauchy and Schwarz).
+for a kind of weight, 2.1 for one of few numbers. Two bounds follow without a constant of their own: norms of two
+vectors differ by at most the length of their difference, and losses by at most the length of the difference of
+log-probs times that of the derivative (Cauchy and Schwarz).
 
 A near tie between experts may fall otherwise after any rounding, and then the errors of a token are no rounding any
 more. So the mixtures here take all of their experts, and only the weights of the experts can differ. For a mixture that
 chooses, the median error of a token is compared, because most tokens keep their experts.
 """
+
+import math
 
 import pytest
 import torch
@@ -211,7 +213,11 @@ def test_bfloat16_is_as_close_to_float32_as_in_fsdp2(mesh, names, models, refere
             assert_close(f"{name} {kind}", *distances(found, wide, narrow, kind))
         for kind in sorted({wildcard(key) for key in wide if key.startswith("gradient")}):
             error, usual, _ = distances(found, wide, narrow, kind)
-            assert error <= WORSE_EACH * usual, f"{name} {kind}: {error:.3g} from float32, fsdp2 is {usual:.3g}"
+            # Of n random errors, the logarithm of a ratio of lengths spreads by 1/sqrt(n): gpt_oss has eight sinks.
+            few = math.exp(3 / math.sqrt(joined(wide, kind).numel()))
+            assert error <= max(WORSE_EACH, few) * usual, (
+                f"{name} {kind}: {error:.3g} from float32, fsdp2 is {usual:.3g}"
+            )
         assert {rank["norm"] for rank in mine} == {found["norm"]}
         assert abs(found["norm"] - wide["norm"]) <= distances(found, wide, narrow, "gradient")[0]
         _assert_losses(name, mine, wide, distances(found, wide, narrow, "score")[0])
