@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import Request
@@ -42,16 +43,16 @@ class Refusals:
             LOG.warning("%s: connections ended since the start: %s", self._listener, found)
 
 
-def bounded(refusals: Refusals, most: int, head_s: float = HEAD_S) -> type[H11Protocol]:
-    """uvicorn's protocol (`http` of its Config) with at most `most` connections and a deadline for each head."""
+def bounded(refusals: Refusals, most: Callable[[], int], head_s: float = HEAD_S) -> type[H11Protocol]:
+    """uvicorn's protocol (`http` of its Config) with at most `most()` connections and a deadline for each head."""
 
     class Bounded(H11Protocol):
         _deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if len(self.connections) > most:
-                self._end(f"there were {most} already")
+            if len(self.connections) > (limit := most()):
+                self._end(f"there were {limit} already")
             self._watch()
 
         def data_received(self, data: bytes) -> None:

@@ -742,6 +742,29 @@ def test_other_tasks_run_while_a_long_prompt_is_tokenised(talk):
     assert turns > 10, "the event loop went round while the prompt was tokenised"
 
 
+def test_each_session_has_room_for_its_connections(tokenizer, engine, finish, monkeypatch):
+    """As many agents at a time as a run has: none is refused because there are others."""
+    monkeypatch.setattr("hone.envs.agents.endpoint.MOST_CONNECTIONS", 4)
+
+    async def story():
+        language = Renderer(tokenizer)
+        wanted = SamplingParams(40, stop_token_ids=tuple(language.end_token_ids))
+        async with Endpoint(language) as endpoint:
+            keys = [
+                endpoint.open_session(AgentTask(Recording(engine.generate), wanted, f"1/{i}/0", lambda number: number))
+                for i in range(12)
+            ]
+            idle = [await asyncio.open_connection("127.0.0.1", int(endpoint.base_url.split(":")[2][:-3])) for _ in keys]
+            async with client_of(endpoint, keys[0]) as client:
+                await ask(client, [USER], max_tokens=1)
+            for _, writer in idle:
+                writer.close()
+            for key in keys:
+                endpoint.close_session(key)
+
+    finish(story())
+
+
 def test_half_open_connections_are_few_and_timed():
     """Connections that send no whole head, in a listener that takes eight; then one that asks."""
 
@@ -753,7 +776,7 @@ def test_half_open_connections_are_few_and_timed():
         refusals = Refusals("a listener")
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        config = uvicorn.Config(app, lifespan="off", log_level="warning", http=bounded(refusals, 8, head_s=0.5))
+        config = uvicorn.Config(app, lifespan="off", log_level="warning", http=bounded(refusals, lambda: 8, head_s=0.5))
         server = _InLoopServer(config)
         serving = asyncio.create_task(server.serve([listener]))
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]

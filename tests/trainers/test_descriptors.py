@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hone.cli.recipe import load_recipe
+from hone.trainers.policy.generation import _episodes_at_a_time
 from tests.trainers.tiny import recipe
-
-pytestmark = pytest.mark.slow  # each case is a process that imports torch
 
 PROGRAM = """
 import logging, sys
@@ -22,6 +22,7 @@ print(generation.within_descriptors(load_recipe(Path(sys.argv[1])).config).reque
 SERVERS = {"builtin": {"process": "separate"}, "replicas": 2, "requests_per_replica": 64}
 
 
+@pytest.mark.slow  # each case is a process that imports torch
 @pytest.mark.parametrize(
     ("limit", "rollout", "given", "says"),
     [
@@ -40,3 +41,16 @@ def test_a_run_takes_no_more_requests_than_it_has_descriptors_for(tmp_path, limi
     )
     assert done.stdout.strip() == given, done.stderr
     assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "episodes"),
+    [
+        ({}, 64),
+        ({"algorithm": {"preset": "dapo", "dynamic_sampling": {"oversample": 1.5}}}, 96),
+        ({"asynchrony": {"staleness": 3}, "algorithm": {"preset": "grpo", "correction": {"old": "rollout"}}}, 256),
+    ],
+)
+def test_episodes_of_prompts_that_are_drawn_ahead_count(tmp_path, changes, episodes):
+    update = {"prompts_per_step": 8, "samples_per_prompt": 8}
+    assert _episodes_at_a_time(load_recipe(recipe(tmp_path, {"update": update, **changes})).config) == episodes

@@ -48,7 +48,7 @@ from hone.processes.untrusted_json import parse_json
 from hone.types import Completion, Image, Message, PromptTooLong, SamplingParams, Scored, StopReason
 
 START_S, STOP_S = 10.0, 10.0
-MOST_CONNECTIONS = 4096
+MOST_CONNECTIONS, CONNECTIONS_EACH = 4096, 4  # at least so many, and so many for each session
 THREADS = 4  # of its own: the run's default threads stay free, whatever agents send
 LARGEST_BODY = 16 << 20  # bytes of one request
 ON_THE_LOOP = 1 << 16  # bytes; a longer request is tokenised in a thread, because that takes 4 s for each MiB
@@ -98,7 +98,7 @@ class Endpoint:
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=1,
-            http=bounded(Refusals("agent endpoint"), MOST_CONNECTIONS),
+            http=bounded(Refusals("agent endpoint"), self._most_connections),
         )
         self._server = _InLoopServer(config)
         self._serving = asyncio.create_task(self._server.serve([self._listener]), name="agent endpoint")
@@ -106,6 +106,9 @@ class Endpoint:
             while not self._server.started and not self._serving.done():
                 await asyncio.sleep(0.005)
         return self
+
+    def _most_connections(self) -> int:
+        return max(MOST_CONNECTIONS, CONNECTIONS_EACH * len(self._sessions))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

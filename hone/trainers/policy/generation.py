@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -61,7 +62,7 @@ def within_descriptors(config: PolicyRunConfig) -> RolloutConfig:
     rollout, limit = config.rollout, raise_limit()
     if not has_servers(rollout):
         return rollout
-    episodes = config.update.prompts_per_step * config.update.samples_per_prompt
+    episodes = _episodes_at_a_time(config)
     needs = {
         "open now": open_descriptors(),
         "files and weight sync": RESERVED_DESCRIPTORS,
@@ -83,6 +84,14 @@ def within_descriptors(config: PolicyRunConfig) -> RolloutConfig:
         "%s. Each server gets at most %d requests at a time instead (rollout.requests_per_replica)", found, left
     )
     return rollout.model_copy(update={"requests_per_replica": left})
+
+
+def _episodes_at_a_time(config: PolicyRunConfig) -> int:
+    """How many episodes may run together: of the prompts of a step, and of those that are drawn ahead."""
+    sampling = config.algorithm.dynamic_sampling
+    prompts = config.update.prompts_per_step * (1.0 if sampling is None else sampling.oversample)
+    ahead = 0 if config.asynchrony is None else config.asynchrony.staleness * config.update.prompts_per_step
+    return (math.ceil(prompts) + ahead) * config.update.samples_per_prompt
 
 
 def _new_weights(config: PolicyRunConfig) -> NewWeights | None:
