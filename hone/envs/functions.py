@@ -26,12 +26,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
 
 from hone.config import ConfigError
-from hone.envs.base import BadArguments, ToolResult
+from hone.envs.base import BadArguments, ToolLost, ToolResult
 from hone.registry import reason, resolve
 from hone.types import Prompt
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__hone_tool__"
+MOST_HANGING = 512  # calls that still run after their deadlines; containers often allow a few thousand threads
 
 
 def tool(function: F) -> F:
@@ -219,8 +220,20 @@ def _wrong(error: ValidationError) -> str:
     return "; ".join(found[:4])
 
 
+_HANGING: set[threading.Thread] = set()
+"""The threads of calls that nobody waits for any more."""
+
+
 async def in_thread(call: Callable[[], Any]) -> Any:
-    """Run a function that blocks in a thread of its own, which does not keep the process alive when it hangs."""
+    """Run a function that blocks in a thread of its own, which does not keep the process alive when it hangs.
+
+    Raises ToolLost if `MOST_HANGING` calls still run after their deadlines, or if the machine starts no more threads:
+    the policy is not to blame for that.
+    """
+    if len(_HANGING) >= MOST_HANGING:
+        _HANGING.difference_update([thread for thread in _HANGING if not thread.is_alive()])
+        if len(_HANGING) >= MOST_HANGING:
+            raise ToolLost(f"{len(_HANGING)} calls of tools still run after their deadlines: some tool hangs")
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -244,8 +257,16 @@ async def in_thread(call: Callable[[], Any]) -> Any:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, failure)
 
-    threading.Thread(target=run, name="tool", daemon=True).start()
-    return await done
+    thread = threading.Thread(target=run, name="tool", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ToolLost(f"no thread for a tool: {error}") from error
+    try:
+        return await done
+    except asyncio.CancelledError:
+        _HANGING.add(thread)
+        raise
 
 
 __all__ = ["FunctionTool", "Signature", "Toolbox", "as_result", "in_thread", "tool"]

@@ -9,6 +9,7 @@ BM25 itself gives frequent words little weight, in every language.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,11 +34,12 @@ class Index:
 
     def __init__(self, texts: Sequence[str]) -> None:
         """Raises ValueError if no text has a word."""
-        words = [words_of(text) for text in texts]
-        if not any(words):
+        known: dict[str, int] = {}
+        words = [array("i", [known.setdefault(word, len(known)) for word in words_of(text)]) for text in texts]
+        if not known:
             raise ValueError("no text has a word")
         self._bm25 = bm25s.BM25(method="lucene", backend="numpy")
-        self._bm25.index(words, show_progress=False)
+        self._bm25.index((words, known), show_progress=False)
 
     def best(self, query: str, k: int) -> list[int]:
         """The numbers of the best texts, at most `k`. Equal scores keep the order of the texts.

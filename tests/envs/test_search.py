@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import tracemalloc
 
 import pyarrow
 import pyarrow.parquet
@@ -138,3 +139,13 @@ def test_it_passes_the_check_of_environments(tmp_path, capsys):
     path = corpus_of(tmp_path)["path"]
     assert main(["env", "check", "search", f"episode.env.corpus.path={path}"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "no problem found"
+
+
+def test_words_take_little_memory_while_they_are_indexed():
+    texts = [" ".join(f"word{(n * 31 + i) % 997}" for i in range(100)) for n in range(2000)]
+    tracemalloc.start()
+    try:
+        Index(texts)
+        assert tracemalloc.get_traced_memory()[1] / len(texts) < 6000  # bytes a text; as words they are 11,000
+    finally:
+        tracemalloc.stop()

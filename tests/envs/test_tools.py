@@ -1,13 +1,15 @@
 """Tools of Python functions: schemas, calls, and everything that can go wrong, each read by the one who caused it."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from hone.config import ConfigError, build
+from hone.envs import functions
 from hone.envs.base import ToolLost
-from hone.envs.functions import Toolbox
+from hone.envs.functions import FunctionTool, Signature, Toolbox
 from hone.envs.settings import EpisodeConfig
 from hone.envs.tool_calls import Call, Said
 from hone.envs.tools import ToolEnv
@@ -145,3 +147,33 @@ def test_two_tools_of_one_name_and_options_that_do_not_fit_are_errors():
         Toolbox([f"{FILE}:Calculator"], {"begin": 1})
     with pytest.raises(ConfigError, match="has no function with @tool"):
         Toolbox([__file__], {})
+
+
+def test_calls_that_never_end_do_not_use_up_the_threads(monkeypatch):
+    monkeypatch.setattr(functions, "MOST_HANGING", 3)
+    monkeypatch.setattr(functions, "_HANGING", set())
+    free = threading.Event()
+    tool = FunctionTool(Signature.of_parameters("hang", "", {}), lambda: free.wait(60), 30)
+
+    async def story():
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(tool({}), 0.01)
+        with pytest.raises(ToolLost, match="3 calls of tools still run after their deadlines"):
+            await tool({})
+        free.set()
+        for thread in functions._HANGING:
+            thread.join()
+        return await tool({})
+
+    assert asyncio.run(story()).text == "true"
+
+
+def test_a_machine_without_threads_is_no_answer_of_a_tool(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    env = episode(f"{FILE}:Calculator")
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(ToolLost, match="no thread for a tool: can't start new thread"):
+        asyncio.run(env.step(Said("", calls=(Call("add", {"a": 1}),)), NOTHING))
