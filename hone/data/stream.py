@@ -338,7 +338,7 @@ class PromptStream(_Stream[Prompt]):
 
     def __init__(self, config: DataConfig, renderer: Renderer, seed: int, key: str = "data") -> None:
         """`key` is where `config` stands in the run file. Raises DataError for data that cannot be used."""
-        super().__init__({n: PromptMaker(n, c, renderer, k) for n, c, k in _named(config, key)}, config, seed)
+        super().__init__({n: PromptMaker(n, c, renderer, k) for n, c, k in named_sets(config, key)}, config, seed)
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts; `draw` numbers go on without a gap."""
@@ -390,7 +390,7 @@ class ItemStream(_Stream[T]):
 
     def __init__(self, maker: MakerOf[T], config: DataConfig, renderer: Renderer, seed: int, key: str = "data") -> None:
         """`key` is where `config` stands in the run file. Raises DataError for data that cannot be used."""
-        super().__init__({n: maker(n, c, renderer, k) for n, c, k in _named(config, key)}, config, seed)
+        super().__init__({n: maker(n, c, renderer, k) for n, c, k in named_sets(config, key)}, config, seed)
 
     def take(self, count: int) -> list[T]:
         """The next `count` items."""
@@ -416,34 +416,24 @@ def read_all(maker: Maker[T]) -> tuple[list[T], int]:
 
     Raises DataError if all of them are.
     """
-    items = list(_each(maker))
+    items = list(each_item(maker))
     return items, len(maker.reader) - len(items)
 
 
-def _each(maker: Maker[T]) -> Iterator[T]:
+def each_item(maker: Maker[T]) -> Iterator[T]:
     """The items in the order of the file. Raises DataError if all rows are too long."""
     reader, shortest, given = maker.reader, None, False
     for index in range(reader.first, reader.last):
         try:
-            item = maker.make(index)
+            yield maker.make(index)
+            given = True
         except TooLong as error:
             shortest = min(shortest or error, error, key=lambda one: one.tokens)
-        else:
-            given = True
-            yield item
     if not given and shortest is not None:
         raise _all_too_long(reader, len(reader), shortest)
 
 
-def count_items(
-    maker: MakerOf[Any], config: DataConfig, renderer: Renderer, drops: Callable[[DatasetConfig], bool]
-) -> int:
-    """How many items one pass over the training sets gives. Reads every row of a set that `drops` some for length."""
-    makers = [(one, maker(name, one, renderer, where)) for name, one, where in _named(config, "data")]
-    return sum(sum(1 for _ in _each(made)) if drops(one) else len(made.reader) for one, made in makers)
-
-
-def _named(config: DataConfig, key: str) -> Iterator[tuple[str, DatasetConfig, str]]:
+def named_sets(config: DataConfig, key: str) -> Iterator[tuple[str, DatasetConfig, str]]:
     yield "train", config.train, f"{key}.train"
     for name, one in config.mix.items():
         yield name, one, f"{key}.mix.{name}"

@@ -40,7 +40,9 @@ def _export(model: Any, weights: Iterable[Named], folder: Path, writes: bool) ->
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     files: dict[Path, list[str]] = {}
     total, dtype = 0, model.dtype
-    for chunk in by_layer(((name, one) for name, one in weights if name not in tied), FILE_BYTES):
+    # To host memory as it comes: a device may be full of a rollout server's weights and cache.
+    own = ((name, one.cpu() if writes else one.new_empty(0)) for name, one in weights if name not in tied)
+    for chunk in by_layer(own, FILE_BYTES):
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
             tensors = {n: t.contiguous().cpu() for n, t in revert_weight_conversion(model, chunk).items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ import torch.distributed as dist
 
 from hone.platforms.base import PlatformBase, Recording
 
+ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
+ERRORS_VARIABLE, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"  # by default, a lost peer ends the process
+ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"  # of both vendors; torch reads it first
 NATIVE_BFLOAT16 = (8, 0)  # compute capability: Ampere
 
 
@@ -65,6 +70,13 @@ class GpuPlatform(PlatformBase):
         """One for all recordings: cuBLAS keeps a workspace for each stream, and one made in a graph is of its pool."""
         return torch.cuda.Stream()
 
+    def why_no_ipc(self) -> str:
+        """Memory of expandable segments is shared by a descriptor that other processes may often not open."""
+        settings = os.environ.get(ALLOCATOR_VARIABLE) or os.environ.get(self.allocator_variable, "")
+        if "expandable_segments:true" in settings.lower().replace(" ", ""):
+            return "memory of expandable_segments (torch's allocator) cannot be shared between processes everywhere"
+        return super().why_no_ipc()
+
     def share(self, tensor: torch.Tensor) -> list[Any]:
         storage: Any = tensor.untyped_storage()
         return list(storage._share_cuda_())
@@ -85,9 +97,17 @@ class GpuPlatform(PlatformBase):
         runtime: Any = torch.cuda.cudart()
         runtime.cudaHostUnregister(memory.data_ptr())
 
-    def device_group(self, store: Any, rank: int, world: int) -> Any:
-        group: Any = dist.ProcessGroupNCCL  # its stub asks for options, which have a default
-        return group(store, rank, world)
+    def device_group(self, store: Any, rank: int, world: int, timeout_s: float) -> Any:
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        before = os.environ.get(ERRORS_VARIABLE)
+        os.environ[ERRORS_VARIABLE] = CLEAN_UP_ONLY  # the constructor reads it
+        try:
+            return dist.ProcessGroupNCCL(store, rank, world, options)
+        finally:
+            os.environ.pop(ERRORS_VARIABLE)
+            if before is not None:
+                os.environ[ERRORS_VARIABLE] = before
 
 
 class CudaPlatform(GpuPlatform):
@@ -120,6 +140,8 @@ class CudaPlatform(GpuPlatform):
     }
 
     def why_unavailable(self) -> str:
+        # CUDA's own order is by speed: an index would be another GPU here than in a rollout server.
+        os.environ.setdefault(ORDER_VARIABLE, "PCI_BUS_ID")
         if torch.version.hip is not None:
             return f"torch {torch.__version__} is built for ROCm {torch.version.hip}"
         if torch.version.cuda is None:
@@ -132,5 +154,6 @@ class CudaPlatform(GpuPlatform):
         return lacking_bfloat16(torch.cuda.get_device_capability())
 
     def rollout_environment(self, indices: Sequence[int]) -> dict[str, str]:
-        """Show the given devices, in PCI bus order, so that an index means the same GPU in every process."""
-        return {**self.visible_devices(indices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        """Show the given devices, in this process's order, so that an index means the same GPU in every process."""
+        order = os.environ.get(ORDER_VARIABLE, "PCI_BUS_ID")
+        return {**self.visible_devices(indices), ORDER_VARIABLE: order}

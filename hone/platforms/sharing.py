@@ -41,7 +41,7 @@ class MemorySharing:
     def unpin(self, memory: torch.Tensor) -> None:
         """Undo a `pin` that returned True."""
 
-    def device_group(self, store: Any, rank: int, world: int) -> Any:
+    def device_group(self, store: Any, rank: int, world: int, timeout_s: float) -> Any:
         """A process group of `torch.distributed` over device memory, for weight sync only.
 
         Raises NotImplementedError where `supports_broadcast` is False.

@@ -127,12 +127,12 @@ class Delta:
     def merged(self, base: Tensor) -> Tensor:
         """`base` with the adapter, computed in float32 at least, in the dtype of `base`."""
         wide = torch.promote_types(base.dtype, torch.float32)
-        a, b = self.parts["a"].to(wide), self.parts["b"].to(wide)
+        a, b = (self.parts[name].to(base.device, wide) for name in "ab")  # adapters from a file are in host memory
         weight = base.to(wide).T if self.transposed else base.to(wide)  # [out, in]
         weight = weight + self.scaling * (b @ a)
         if "magnitude" in self.parts:
             norm = torch.linalg.norm(weight, dim=1)
-            weight = (self.parts["magnitude"].to(wide).flatten() / norm)[:, None] * weight
+            weight = (self.parts["magnitude"].to(base.device, wide).flatten() / norm)[:, None] * weight
         return (weight.T if self.transposed else weight).to(base.dtype)
 
 

@@ -64,6 +64,11 @@ class RaySettings(Choice):
                 owners[role] = name
         return self
 
+    def most_here(self) -> int:
+        """Devices of one machine that ranks of all pools take, if they are all placed on it."""
+        values = [self.__dict__, *(pool.__dict__ for pool in self.__dict__["pools"].values())]
+        return sum(one["devices"] for one in values)
+
     def most_ranks(self) -> int:
         """Ranks of the largest pool. Reading the pools here does not count as using them, see `PoolSettings.take`."""
         values = [self.__dict__, *(pool.__dict__ for pool in self.__dict__["pools"].values())]
@@ -86,6 +91,11 @@ class RuntimeConfig(Config):
         gt=0,
     )
     deterministic: bool = setting(False, "use only deterministic GPU kernels: bit-equal resume, but slower")
+
+    def most_here(self) -> int:
+        """Devices of one machine that ranks of all pools take, if they are all placed on it."""
+        values = [self.__dict__, *(pool.__dict__ for pool in self.__dict__["pools"].values())]
+        return sum(one["devices"] for one in values)
 
     def most_ranks(self) -> int:
         """Ranks of the largest pool of a Ray run; without Ray, the processes that torchrun started, or 1."""

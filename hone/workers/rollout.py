@@ -243,7 +243,8 @@ def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: 
     publisher = ServerPublisher(router, reaching(spec.weights, [one.host for one in specs]), token)
     dtype = replicas[0].dtype
     level_auto = 2 if rule is None else 1  # level 1 keeps the base, which is not sent again
-    level = _sleep_level(spec.settings, level_auto if any(one.host.is_shared for one in specs) else 0)
+    takes_turns = spec.new_weights is None and any(one.host.is_shared for one in specs)
+    level = _sleep_level(spec.settings, level_auto if takes_turns else 0)
 
     numbers = itertools.count(spec.settings.replicas)
 
@@ -272,24 +273,36 @@ def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: 
         if background is not None and background.lent is not None:
             await background.lent.start()
 
-    share = device_share(specs, replicas[0])
+    share = device_share(specs, replicas[0], _trainers_here(spec))
     parts = RolloutParts(router, dtype, in_files, publisher, level, _probe(spec, dtype), rule, background, start, share)
     if spec.new_weights is not None:
         _check_asynchronous(parts)
     return parts
 
 
-def device_share(specs: Sequence[ServerSpec], replica: ServerAdapter) -> DeviceShare | None:
-    """What servers take of a device that the trainer computes on, too; one of them is `replica`."""
+def device_share(specs: Sequence[ServerSpec], replica: ServerAdapter, trainers: int = 1) -> DeviceShare | None:
+    """What servers take of a device that the trainer computes on, too; one of them is `replica`.
+
+    The trainer has the first devices of this machine, `trainers` of them.
+    """
     found: tuple[str, float] | None = getattr(replica, "memory_fraction", None)
     shared = [one for one in specs if one.host.is_shared]
     if found is None or not shared or current_platform().device == "cpu":
         return None
     on_device = Counter(index for one in shared for index in one.devices)
-    if on_device and not on_device[0]:  # the trainer has the first device, and servers have the others
+    on_trainers = [on_device[index] for index in range(trainers)] if on_device else [1]
+    if not any(on_trainers):  # servers have the other devices
         return None
     key, fraction = found
-    return DeviceShare(fraction, max(on_device.values(), default=1), f"rollout.engine.{key}")
+    return DeviceShare(fraction, max(on_trainers), f"rollout.engine.{key}")
+
+
+def _trainers_here(spec: RolloutSpec) -> int:
+    """How many devices of this machine the trainer computes on, as far as its runtime says."""
+    backend = None if spec.runtime is None else spec.runtime.backend
+    if isinstance(backend, RaySettings):
+        return backend.most_here()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
 
 
 def _lent(spec: RolloutSpec, router: Router, server: ServerAdapter) -> LentServer:
@@ -333,13 +346,15 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
     shape = shape_of(settings)
     hosts = hosts_of(spec.role, settings.replicas, shape.ranks, runtime, logs)
     _check_spread(settings, spec.lora, hosts)
+    trainers = _trainers_here(spec)
     for number, host in enumerate(hosts):
         devices: tuple[int, ...] = ()
         is_placed = not isinstance(host, LocalHost)
         if platform.device != "cpu" and not is_placed:
-            first, count = number * shape.ranks, platform.device_count()
-            first += spec.new_weights is not None and count > shape.ranks  # the trainer is on the first
-            devices = tuple(sorted({(first + rank) % count for rank in range(shape.ranks)}))
+            first, count, taken = number * shape.ranks, platform.device_count(), 0
+            if spec.new_weights is not None and count - trainers >= shape.ranks:
+                taken = trainers  # which compute while the servers do
+            devices = tuple(sorted({taken + (first + rank) % (count - taken) for rank in range(shape.ranks)}))
             if len(devices) < shape.ranks:
                 raise ConfigError(f"{shape} is more than the {count} devices there are")
         found.append(

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hone.config import Loaded, build, forget_reads, unread, walk
+from hone.data.counting import count_items
 from hone.data.packing import pack_samples
 from hone.data.preference_readers import PairMaker
 from hone.data.rendering import Renderer
@@ -19,7 +20,6 @@ from hone.data.stream import (
     PromptMaker,
     PromptStream,
     SampleMaker,
-    count_items,
     make_renderer,
     read_all,
     read_prompts,

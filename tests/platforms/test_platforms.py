@@ -117,8 +117,8 @@ def test_random_state_can_be_taken_and_put_back():
     assert torch.equal(torch.rand(4), first)
     cpu.seed(3)
     assert torch.equal(torch.rand(4), first)
-    with pytest.raises(ValueError, match=r"random states of \['cpu', 'cuda:0'\]"):
-        cpu.set_rng_state({**state, "cuda:0": state["cpu"]})
+    cpu.set_rng_state({**state, "cuda:0": state["cpu"]})  # of a run that goes on without its GPU
+    assert torch.equal(torch.rand(4), first)
 
 
 class FakeDevices:
@@ -166,6 +166,56 @@ def test_the_defaults_go_through_torchs_module_of_the_device(platforms):
     first = [torch.rand(2, generator=generator) for generator in devices.generators]
     toy.set_rng_state(state)
     assert all(torch.equal(torch.rand(2, generator=g), f) for g, f in zip(devices.generators, first, strict=True))
+    toy.seed(6)
+    toy.set_rng_state({name: state[name] for name in ("cpu", "xpu:1")} | {"xpu:7": state["xpu:0"]})  # other devices now
+    zero, one = (torch.rand(2, generator=generator) for generator in devices.generators)
+    assert torch.equal(one, first[1])
+    assert not torch.equal(zero, first[0])
+
+
+def test_a_trainer_numbers_gpus_as_its_servers_do(monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    CudaPlatform().why_unavailable()  # asked before anything uses a device
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+@pytest.mark.parametrize(
+    ("variables", "shares"),
+    [
+        ({}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments: true"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "pinned:True"}, True),
+    ],
+)
+def test_memory_of_expandable_segments_is_not_shared(monkeypatch, variables, shares):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (CudaPlatform().why_no_ipc() == "") == shares
+
+
+def test_a_peer_that_a_weight_sync_loses_does_not_end_the_process(monkeypatch):
+    """NCCL's watchdog does, unless the group was made with another handling of errors."""
+    made = []
+
+    class Group:
+        class Options:
+            pass
+
+        def __init__(self, store, rank, world, options):
+            made.append((rank, world, options._timeout.total_seconds(), os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]))
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    for before in (None, "3"):
+        if before is None:
+            monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+        else:
+            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
+        CudaPlatform().device_group(None, 0, 2, 30.0)
+        assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
+    assert made == [(0, 2, 30.0, "2")] * 2
 
 
 def test_visible_devices_are_numbered_as_this_process_sees_them(monkeypatch):
@@ -175,6 +225,8 @@ def test_visible_devices_are_numbered_as_this_process_sees_them(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-ab,6")
     assert cuda.visible_devices([2, 1]) == {"CUDA_VISIBLE_DEVICES": "6,GPU-ab"}
     assert cuda.rollout_environment([0]) == {"CUDA_VISIBLE_DEVICES": "4", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")  # as the user has it
+    assert cuda.rollout_environment([0])["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
     with pytest.raises(ValueError, match="device 3 was asked for, but CUDA_VISIBLE_DEVICES=4,GPU-ab,6 shows 3"):
         cuda.visible_devices([3])
     assert RocmPlatform().visible_devices([1]) == {"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "1"}

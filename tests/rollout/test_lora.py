@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hone.config import ConfigError
-from hone.rollout.adapters import AdapterFiles
+from hone.rollout.adapters import AdapterFiles, Delta
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
 from hone.types import SamplingParams
@@ -225,3 +225,11 @@ def test_one_name_of_a_tied_tensor_is_refused(adapted, tiny, finish):
     _, tensors, config = adapted("qwen2", 0, target_modules=["embed_tokens"])  # untied, and of the same sizes
     with pytest.raises(ValueError, match=r"on one of 'model\.embed_tokens\.weight' and 'lm_head\.weight'"):
         finish(engine.update_adapter(tensors.items(), config, 1))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_an_adapter_from_a_file_is_merged_where_the_weight_is(transposed):
+    parts = {"a": torch.ones(2, 4), "b": torch.ones(3, 2), "magnitude": torch.ones(3)}
+    base = torch.empty((4, 3) if transposed else (3, 4), dtype=torch.bfloat16, device="meta")
+    merged = Delta(1.0, transposed, parts).merged(base)
+    assert (merged.device.type, merged.shape, merged.dtype) == ("meta", base.shape, torch.bfloat16)

@@ -9,10 +9,12 @@ from hone.config import load
 from hone.tracking.catalogue import describe_metric
 from hone.tracking.names import held_out_headlines
 from hone.tracking.trackers.jsonl import rollout_lines
+from hone.trainers.policy.collection import RolloutLog
 from hone.trainers.policy.evaluation import EvaluationSet, Evaluator, reduce_answers
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
+from hone.workers.publication import RolloutHandle
 from tests.trainers.tiny import recipe
 
 
@@ -170,3 +172,16 @@ def test_evaluation_samples_as_its_own_section_says(answers):
     assert answers("temperature=1.5", "top_k=1") == answers("temperature=1.5", "top_p=0.001") == greedy
     assert max(map(len, warm)) == 3  # rollout.sampling.max_response_tokens
     assert answers("temperature=1.5", "max_response_tokens=2") == [tokens[:2] for tokens in warm]
+
+
+def test_the_rollout_has_made_room_before_the_log_asks_the_trainers_model(tmp_path, monkeypatch):
+    """The log's log-probs are a forward of the model, on a device that the rollout's cache may fill."""
+    events = []
+    for owner, name in ((RolloutHandle, "make_room"), (RolloutLog, "write"), (RolloutHandle, "sync_from")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *given, real=real, name=name, **named: events.append(name) or real(*given, **named)
+        )
+    path = recipe(tmp_path, {"run": {"steps": 1}, "evaluation": {}})
+    run_policy(load(PolicyRunConfig, path, []))
+    assert events == ["sync_from", "make_room", "write", "sync_from", "make_room"]  # the last one: for the export

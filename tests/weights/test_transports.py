@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hone.weights.base import Adapter, Full, Offer, WeightSyncError
 from hone.weights.delivery import receive
 from hone.weights.digests.packed import size_of
 from hone.weights.sync import CheckpointEngineManager
+from hone.weights.transports import collective
 from hone.weights.transports.buckets import Packer
 from hone.weights.transports.collective import DROPPING
 from hone.weights.transports.delta import DeltaEngine
@@ -535,3 +537,22 @@ def test_a_sync_that_is_cancelled_before_it_pauses_a_replica_leaves_no_call_behi
 
     run(MAKE["ipc"](), body)
     gc.collect()  # Python warns of a coroutine that nobody awaited when it goes, and pytest fails then
+
+
+class Lonely:
+    """A group on devices whose other members do not come, as NCCL has it: the first broadcast makes the group."""
+
+    def broadcast(self, tensors, options):
+        return self
+
+    def is_completed(self):
+        return False
+
+
+def test_members_of_a_group_on_devices_meet_before_its_first_bucket(monkeypatch):
+    """In a thread and within the deadline: in the broadcast of a bucket, the event loop would wait without one."""
+    platform = SimpleNamespace(torch_device=lambda index: torch.device("cpu"), device_group=lambda *asked: Lonely())
+    monkeypatch.setattr(collective, "current_platform", lambda: platform)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    with pytest.raises(RuntimeError, match="not all members joined within 1 s"):
+        collective._Group("group", torch.distributed.HashStore(), "nccl", 0, 2, "127.0.0.1", 0.5)

@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -15,11 +17,12 @@ from hone.config import ConfigError, build
 from hone.platforms.cpu import CpuPlatform
 from hone.processes.child import ServerFailed
 from hone.rollout.settings import RolloutConfig
+from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.types import Completion, ModelOutput, SamplingParams, StopReason
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.probe import Probe
-from hone.workers.rollout import server_specs, with_context
+from hone.workers.rollout import _trainers_here, device_share, prepare_rollout, server_specs, with_context
 
 WANTED = SamplingParams(max_tokens=24, ignore_eos=True)
 INSIDE = {"process": "inside"}
@@ -268,6 +271,52 @@ def test_specs_of_servers_hold_no_secret_in_their_text(start, tmp_path, model):
         assert one.environment["OMP_NUM_THREADS"] == "1"
         assert json.dumps([str(one.logs), one.model, one.dtype])
     assert [one.name for one in server_specs(spec, "t")] == ["builtin-0", "builtin-1", "builtin-2"]
+
+
+class EightDevices(CpuPlatform):
+    """A machine with eight accelerators, as far as the placement of servers asks."""
+
+    device = "npu"
+
+    def device_count(self):
+        return 8
+
+    def why_no_sleep(self, backend):
+        return ""
+
+    def rollout_environment(self, indices):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "runtime", "devices"),
+    [
+        (2, RuntimeConfig(), [(1,), (2,)]),
+        (8, RuntimeConfig(), [(1,), (2,), (3,), (4,), (5,), (6,), (7,), (1,)]),
+        (5, RuntimeConfig(backend=RaySettings(devices=4)), [(4,), (5,), (6,), (7,), (4,)]),
+        (2, RuntimeConfig(backend=RaySettings(devices=8)), [(0,), (1,)]),  # there are no others
+    ],
+)
+def test_servers_beside_a_trainer_that_goes_on_get_other_devices(
+    start, tmp_path, monkeypatch, replicas, runtime, devices
+):
+    monkeypatch.setattr("hone.workers.rollout.current_platform", EightDevices)
+    spec = replace(replace_spec(start, tmp_path), settings=RolloutConfig(replicas=replicas), new_weights="recompute")
+    specs = server_specs(replace(spec, runtime=runtime), "t")
+    assert [one.devices for one in specs] == devices
+    share = device_share(
+        specs, SimpleNamespace(memory_fraction=("fraction", 0.5)), _trainers_here(replace(spec, runtime=runtime))
+    )
+    assert (share is None) == (devices[0] != (0,))
+
+
+@pytest.mark.parametrize(("new_weights", "level"), [(None, 2), ("recompute", 0)])
+def test_servers_sleep_only_while_a_trainer_waits(start, tmp_path, monkeypatch, loop, new_weights, level):
+    monkeypatch.setattr("hone.workers.rollout.current_platform", EightDevices)
+    settings = RolloutConfig(builtin={"process": "separate"})
+    spec = replace(replace_spec(start, tmp_path), settings=settings, new_weights=new_weights)
+    rollout = prepare_rollout(spec, loop, lambda name: nullcontext())
+    assert rollout._parts.sleep_level == level
 
 
 def replace_spec(start, folder):

@@ -122,12 +122,12 @@ class PolicyTrainer(Trainer):
         batch = pack(played)  # dropped groups have nothing trainable left
         self.feed.commit(step, played, batch)
         self.recorder.tokens(batch.num_tokens)
+        self.rollout.make_room()  # the log asks the trainer's model, too
         self.rollout_log.write(step, played, batch, self.actor)
         return batch if self.teacher_choice is None else self.teacher_choice.assign(batch, played)
 
     def update(self, batch: Batch, version: int) -> None:
         """Annotate -> advantages -> train -> move the reference, if it follows -> weight sync."""
-        self.rollout.make_room()
         batch = self.advantages(self.annotate(batch), version)
         self.train(batch, self.cut(batch, version), version)
         self.move_reference(version)
@@ -254,6 +254,7 @@ class PolicyTrainer(Trainer):
         self.feed.restore(checkpoint, self.supply.stream, self.play, self.actor)
 
     def finish(self) -> None:
+        self.rollout.make_room()
         self.actor.export(self.folder)
 
 

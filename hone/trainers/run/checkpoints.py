@@ -157,7 +157,7 @@ class CheckpointStore:
                 progress()  # this wait has its own deadline
             if not pending.sealed.done():
                 raise TimeoutError(f"its files could not be summed up within {SEAL_S:.0f} s")
-            pending.sealed.result()
+            pending.sealed.result(timeout=0)
             if ranks.is_first():
                 self._make_visible(pending)
         self._pending = None

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from hone.config import ConfigError, Loaded, count_as_read, plain, require_all_read, with_preset
+from hone.data.counting import count_items
 from hone.data.rendering import Renderer
-from hone.data.stream import PromptMaker, count_items, make_renderer
+from hone.data.stream import PromptMaker, make_renderer
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 from hone.algorithms.preference.settings import BradleyTerrySettings, KtoSettings, PreferenceSettings, ProcessSettings
 from hone.config import ConfigError, count_as_read, plain
+from hone.data.counting import count_items
 from hone.data.preference_readers import JudgedMaker, PairMaker, StepsMaker
 from hone.data.rendering import Renderer
 from hone.data.settings import DatasetConfig
-from hone.data.stream import ItemStream, MakerOf, SampleMaker, count_items, read_all
+from hone.data.stream import ItemStream, MakerOf, SampleMaker, read_all
 from hone.models.settings import ModelConfig
 from hone.platforms.base import compute_dtype, current_platform
 from hone.trainers.run.context import RunContext

@@ -92,7 +92,10 @@ class CollectiveEngine(BucketedEngine):
             await channel.send({**told, "rank": rank, "world": len(members) + 1}, to=peer)
         facts = (backend, 0, len(members) + 1, self._host, channel.remaining_s())
         try:
-            self._group, self._members = await asyncio.to_thread(_Group, name, store, *facts), members
+            async with asyncio.timeout(channel.remaining_s()):
+                self._group, self._members = await asyncio.to_thread(_Group, name, store, *facts), members
+        except TimeoutError:
+            return self._lose_all("not all members joined in time")
         except RuntimeError as error:
             return self._lose_all(str(error))
         if not self._buckets or self._buckets[0].device != self._group.device:
@@ -226,13 +229,27 @@ class _Group:
         prefixed = dist.PrefixStore(name, store)
         self._store = store  # rank 0's store is the server of the others
         if on_device:
-            self._group: Any = platform.device_group(prefixed, rank, world)
+            self._group: Any = platform.device_group(prefixed, rank, world, limit.total_seconds())
+            self._meet(limit.total_seconds())
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = limit
             options._threads = 1
             self._group = dist.ProcessGroupGloo(prefixed, rank, world, options)
+
+    def _meet(self, timeout_s: float) -> None:
+        """Broadcast one byte: NCCL connects the members in the first broadcast, which blocks until all are there.
+
+        Here it does so in a thread, where an event loop can stop waiting for it. Raises RuntimeError.
+        """
+        work = self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
+        ends = time.monotonic() + timeout_s
+        while not work.is_completed():
+            if time.monotonic() >= ends:
+                raise RuntimeError(f"not all members joined within {timeout_s:.0f} s")
+            time.sleep(POLL_S)
+        work.wait(timedelta(seconds=POLL_S))
 
     def leave(self) -> None:
         """Abort running broadcasts, and delete the group in a thread.
