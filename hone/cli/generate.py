@@ -69,9 +69,13 @@ def generate(
         target.write_text(text, encoding="utf-8", errors="backslashreplace")  # as `hone score` writes
         return
     for row, found in zip(rows, answers, strict=True):
-        typer.secho(str(row.get("prompt", row.get("messages"))), bold=True)
+        typer.secho(_printable(str(row.get("prompt", row.get("messages")))), bold=True)
         for answer in found:  # by echo: rich would change `:smile:` and tabs
-            typer.echo(answer)
+            typer.echo(_printable(answer))
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _rows(prompts: list[str], source: Path | None) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from PIL import ExifTags
 from PIL import Image as Pillow
-from PIL import ImageOps
 
 from hone.config import ConfigError
 from hone.types import Image, Message
@@ -194,11 +194,13 @@ def as_png(image: Pillow.Image) -> bytes:
     """Encode an image without loss, or with its colours as RGB where PNG has no such mode. Raises ImageError."""
     if image.mode in ("I", "F"):
         raise ImageError(f"a PIL image of mode {image.mode} has no range of brightness; convert it to L or RGB")
-    image = ImageOps.exif_transpose(image)
+    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     if image.mode not in _PNG_MODES:
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")
     buffer = io.BytesIO()
-    image.save(buffer, "PNG")
+    turned = Pillow.Exif()
+    turned[ExifTags.Base.Orientation] = orientation
+    image.save(buffer, "PNG", exif=turned)
     return buffer.getvalue()
 
 

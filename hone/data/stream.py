@@ -236,9 +236,7 @@ class _Set(Generic[T]):
                 f"{state['rows']}: the position in the data would be wrong"
             )
         if state["epoch"] != self.epoch:
-            self._order = (
-                None  # otherwise kept: a step with spare prompts goes back, and shuffling many rows takes long
-            )
+            self._order = None  # otherwise kept: shuffling many rows in every step takes long
         self.epoch, self.position = state["epoch"], state["position"]
         self.taken, self.dropped = state["taken"], state["dropped"]
 

@@ -21,7 +21,7 @@ def http_session(**options: Any) -> aiohttp.ClientSession:
 
 
 def proxy_of(url: str) -> str | None:
-    """The proxy for a service outside, by HTTP_PROXY, HTTPS_PROXY and NO_PROXY; this machine itself has none.
+    """The proxy for a service outside, by HTTP_PROXY, HTTPS_PROXY and NO_PROXY; loopback addresses have none.
 
     aiohttp's `trust_env` would also send passwords from ~/.netrc, and fail where a request has a key of its own. Raises
     aiohttp.ClientError for a proxy that does not speak HTTP.
@@ -36,7 +36,7 @@ def proxy_of(url: str) -> str | None:
     kind, separator, _ = found.partition("://")
     if not separator:
         return f"http://{found}"
-    if kind not in ("http", "https"):
+    if kind.lower() not in ("http", "https"):
         raise aiohttp.ClientError(
             f"{parts.scheme.upper()}_PROXY names a proxy of kind {kind}; hone speaks HTTP to proxies"
         )

@@ -25,11 +25,11 @@ _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^ {0,3}\
 _PYTHON_NAMES = ("", "python", "python3", "py")
 
 # Python's own limits, of 1,000 calls within each other and of 4,300 digits, would fail programs that are right. 50,000
-# calls are what LiveCodeBench allows (https://github.com/LiveCodeBench/LiveCodeBench).
+# calls are what LiveCodeBench allows (https://github.com/LiveCodeBench/LiveCodeBench). No name is left behind, because
+# a program that lacks `import sys` has to fail. Early versions of Python 3.10 have no limit of digits.
 _LIMITS = """
-import sys
-sys.setrecursionlimit(50_000)
-sys.set_int_max_str_digits(0)
+__import__("sys").setrecursionlimit(50_000)
+getattr(__import__("sys"), "set_int_max_str_digits", abs)(0)
 """
 
 # Runs the program, then each assertion. A line with the secret word counts only if it is there: a program that ends the
@@ -37,7 +37,7 @@ sys.set_int_max_str_digits(0)
 _ASSERTIONS = (
     _LIMITS
     + """
-import json
+import json, sys
 program, tests, word = json.loads(sys.stdin.read())
 names = {"__name__": "answer"}
 exec(compile(program, "answer.py", "exec"), names)

@@ -64,10 +64,15 @@ class RaySettings(Choice):
                 owners[role] = name
         return self
 
-    def most_here(self) -> int:
-        """Devices of one machine that ranks of all pools take, if they are all placed on it."""
-        values = [self.__dict__, *(pool.__dict__ for pool in self.__dict__["pools"].values())]
-        return sum(one["devices"] for one in values)
+    def most_here(self, role: str) -> int:
+        """Devices of one machine that the ranks of `role` and of all pools take, if they are all placed on it.
+
+        Reading the pools here does not count as using them, see `PoolSettings.take`.
+        """
+        pools: dict[str, PoolSettings] = self.__dict__["pools"]
+        own = any(role in pool.members(name) for name, pool in pools.items())
+        devices: list[int] = [pool.__dict__["devices"] for pool in pools.values()]
+        return sum(devices) + (0 if own else self.__dict__["devices"])
 
     def most_ranks(self) -> int:
         """Ranks of the largest pool. Reading the pools here does not count as using them, see `PoolSettings.take`."""
@@ -91,11 +96,6 @@ class RuntimeConfig(Config):
         gt=0,
     )
     deterministic: bool = setting(False, "use only deterministic GPU kernels: bit-equal resume, but slower")
-
-    def most_here(self) -> int:
-        """Devices of one machine that ranks of all pools take, if they are all placed on it."""
-        values = [self.__dict__, *(pool.__dict__ for pool in self.__dict__["pools"].values())]
-        return sum(one["devices"] for one in values)
 
     def most_ranks(self) -> int:
         """Ranks of the largest pool of a Ray run; without Ray, the processes that torchrun started, or 1."""

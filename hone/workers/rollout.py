@@ -301,7 +301,7 @@ def _trainers_here(spec: RolloutSpec) -> int:
     """How many devices of this machine the trainer computes on, as far as its runtime says."""
     backend = None if spec.runtime is None else spec.runtime.backend
     if isinstance(backend, RaySettings):
-        return backend.most_here()
+        return backend.most_here("actor")
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
 
 
@@ -352,8 +352,8 @@ def server_specs(spec: RolloutSpec, token: str) -> list[ServerSpec]:
         is_placed = not isinstance(host, LocalHost)
         if platform.device != "cpu" and not is_placed:
             first, count, taken = number * shape.ranks, platform.device_count(), 0
-            if spec.new_weights is not None and count - trainers >= shape.ranks:
-                taken = trainers  # which compute while the servers do
+            if spec.new_weights is not None and trainers < count > shape.ranks:
+                taken = min(trainers, count - shape.ranks)  # the trainer's, which computes while the servers do
             devices = tuple(sorted({taken + (first + rank) % (count - taken) for rank in range(shape.ranks)}))
             if len(devices) < shape.ranks:
                 raise ConfigError(f"{shape} is more than the {count} devices there are")

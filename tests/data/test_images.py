@@ -3,15 +3,19 @@
 import base64
 import io
 import json
+import struct
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image as Pillow
+from PIL import ImageOps
 from transformers import Qwen2_5_VLProcessor, Qwen3VLProcessor
 
 from hone.data.chat_template import RenderingError
+from hone.data.images import encoded
 from hone.data.packed_images import ImagePlaceError, places
 from hone.data.packing import Sample, balanced, pack, pack_samples, select, sequence_costs
 from hone.data.preference_readers import PairMaker
@@ -158,9 +162,22 @@ def as_read(image, kind="PNG", **options):
 
 def test_a_picture_is_read_as_people_see_it():
     plain = picture(16, 24)
-    turned = Pillow.Exif()
-    turned[0x0112] = 6  # shown after a quarter turn clockwise
-    np.testing.assert_array_equal(as_read(plain.transpose(Pillow.Transpose.ROTATE_90), exif=turned), as_read(plain))
+    for orientation in range(1, 9):
+        exif = Pillow.Exif()
+        exif[0x0112] = orientation
+        buffer = io.BytesIO()
+        plain.save(buffer, "PNG", exif=exif)
+        shown = as_read(ImageOps.exif_transpose(Pillow.open(buffer)))
+        np.testing.assert_array_equal(as_read(plain, exif=exif), shown)
+        np.testing.assert_array_equal(reader().image(encoded(Pillow.open(buffer), Path())).patches(), shown)
+    # EXIF data of a camera that writes a unit as text, which Pillow cannot write again
+    odd = b"Exif\0\0MM\0*\0\0\0\x08\0\x02" + struct.pack(">HHIHH", 0x0112, 3, 1, 6, 0)
+    odd += struct.pack(">HHI4s", 0x0128, 2, 4, b"cm\0\0") + b"\0\0\0\0"
+    buffer = io.BytesIO()
+    plain.save(buffer, "PNG", exif=odd)
+    with pytest.raises(struct.error):
+        ImageOps.exif_transpose(Pillow.open(buffer))
+    np.testing.assert_array_equal(as_read(plain, exif=odd), as_read(plain.transpose(Pillow.Transpose.ROTATE_270)))
 
     half = plain.convert("RGBA")
     half.paste((0, 0, 0, 0), (0, 0, 12, 16))
@@ -172,7 +189,7 @@ def test_a_picture_is_read_as_people_see_it():
     grey = np.asarray(plain.convert("L"))
     deep = Pillow.fromarray(grey.astype(np.uint16) * 257)
     np.testing.assert_array_equal(as_read(deep), as_read(Pillow.fromarray(grey)))
-    with pytest.raises(ValueError, match="32-bit numbers without a range; save it with 8 or 16 bits"):
+    with pytest.raises(ValueError, match="32-bit numbers without a range; save it as PNG with 8 or 16 bits"):
         as_read(Pillow.fromarray(grey.astype(np.float32)), "TIFF")
 
 

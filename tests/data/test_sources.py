@@ -73,9 +73,10 @@ def test_compressed_jsonl_gives_the_same_rows_in_any_order_and_in_forked_process
         open_rows(dataset(path=path))
 
 
-def test_a_gzip_file_for_which_the_disk_has_no_room_is_named(tmp_path):
+@pytest.mark.parametrize("size", [5_000, 100_000])  # written when the file is closed, and before
+def test_a_gzip_file_for_which_the_disk_has_no_room_is_named(tmp_path, size):
     path = tmp_path / "rows.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"prompt": "' + b"x" * 100_000 + b'"}\n'))
+    path.write_bytes(gzip.compress(b'{"prompt": "' + b"x" * size + b'"}\n'))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:

@@ -63,6 +63,8 @@ def score():
     [
         (RIGHT, SUMS, 3),
         ("print(3)", SUMS, 1),
+        ("print(sum(map(int, sys.stdin.read().split())))", SUMS, 0),  # without `import sys`
+        ("def add(a, b):\n    return sys.intern('') or a + b", ADDS, 0),
         ("print(3", SUMS, 0),
         (RIGHT, json.dumps(SUMS), 3),
         (RIGHT, {"inputs": ["1 2", ["5 5"], "0 7"], "outputs": ["3", ["10"], "8"]}, 2),

@@ -226,7 +226,7 @@ def test_precomputed_and_live_references_give_the_same_run(tmp_path, loss):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
 
 
-def test_a_stored_reference_asks_its_model_once(tmp_path):
+def test_a_stored_reference_asks_its_model_once(tmp_path, monkeypatch):
     spec = TrainSpec(ModelConfig(build=BuildConfig(**BASE["model"]["build"])), EngineConfig(compute_dtype="float32"))
     asked = []
 
@@ -251,8 +251,12 @@ def test_a_stored_reference_asks_its_model_once(tmp_path):
     sums = torch.zeros(2).index_add(0, torch.tensor([0, 0, 0, 1, 1, 1, 1]), again.logprobs(batch))
     logprobs = model().infer_batch(batch).logprobs
     torch.testing.assert_close(sums, torch.stack([logprobs[:3].sum(), logprobs[3:].sum()]), rtol=1e-5, atol=1e-5)
-    stored().logprobs(pack_pairs([Pair(Sample((5, 8, 2), (0, 1, 1)), Sample((5, 7, 2), (0, 1, 1)))]))
+    other_data = stored()
+    monkeypatch.setattr("hone.trainers.supervised.reference.WRITE_S", -1.0)
+    other_data.logprobs(pack_pairs([Pair(Sample((5, 8, 2), (0, 1, 1)), Sample((5, 7, 2), (0, 1, 1)))]))
     assert len(asked) == 3  # the data changed
+    stored().logprobs(pack_pairs([Pair(Sample((5, 8, 2), (0, 1, 1)), Sample((5, 7, 2), (0, 1, 1)))]))
+    assert len(asked) == 3  # what was computed for it is kept, too
     stored("another model").logprobs(batch)
     assert len(asked) == 4  # what another model said is not used
     (tmp_path / FILE).write_bytes(b"cut off")

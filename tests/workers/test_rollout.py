@@ -17,7 +17,7 @@ from hone.config import ConfigError, build
 from hone.platforms.cpu import CpuPlatform
 from hone.processes.child import ServerFailed
 from hone.rollout.settings import RolloutConfig
-from hone.runtime.settings import RaySettings, RuntimeConfig
+from hone.runtime.settings import PoolSettings, RaySettings, RuntimeConfig
 from hone.types import Completion, ModelOutput, SamplingParams, StopReason
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import WeightSyncConfig
@@ -295,6 +295,9 @@ class EightDevices(CpuPlatform):
         (8, RuntimeConfig(), [(1,), (2,), (3,), (4,), (5,), (6,), (7,), (1,)]),
         (5, RuntimeConfig(backend=RaySettings(devices=4)), [(4,), (5,), (6,), (7,), (4,)]),
         (2, RuntimeConfig(backend=RaySettings(devices=8)), [(0,), (1,)]),  # there are no others
+        # the actor in a pool of its own: no role uses the run's other devices
+        (2, RuntimeConfig(backend=RaySettings(pools={"actor": PoolSettings(devices=6)})), [(6,), (7,)]),
+        (1, RuntimeConfig(backend=RaySettings(devices=5, pools={"critic": PoolSettings(devices=2)})), [(7,)]),
     ],
 )
 def test_servers_beside_a_trainer_that_goes_on_get_other_devices(

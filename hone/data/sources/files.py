@@ -130,19 +130,18 @@ class JsonlRows:
 
 def _unpacked(path: Path) -> int:
     """A descriptor of a file without a name, with the content of a gzip file."""
-    with tempfile.TemporaryFile() as target:
-        try:
-            with gzip.open(path) as source:
-                shutil.copyfileobj(source, target)
+    try:
+        with gzip.open(path) as source, tempfile.TemporaryFile() as target:
+            shutil.copyfileobj(source, target)
             target.flush()
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{path} is not a whole gzip file: {error}") from error
-        except OSError as error:
-            raise DataError(
-                f"{path} cannot be unpacked into {tempfile.gettempdir()}: {error.strerror or error}; name a folder on "
-                "a disk with more room by the environment variable TMPDIR, or unpack the file yourself"
-            ) from error
-        return os.dup(target.fileno())
+            return os.dup(target.fileno())
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is not a whole gzip file: {error}") from error
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be unpacked into {tempfile.gettempdir()}: {error.strerror or error}; if there is no room, "
+            "name another folder by the environment variable TMPDIR, or unpack the file yourself"
+        ) from error
 
 
 class ParquetRows:

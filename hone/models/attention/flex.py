@@ -52,7 +52,8 @@ def _compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., A
 
     def call(*args: Any, **named: Any) -> Any:
         # Otherwise `dynamic` makes a tensor of the soft cap too, which the generated kernel cannot read.
-        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=_KERNELS):
+        most = max(torch._dynamo.config.recompile_limit, _KERNELS)
+        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=most):
             return compiled(*args, **named)
 
     return call

@@ -7,14 +7,15 @@ torchvision. An image's number of tokens depends only on its size.
 from __future__ import annotations
 
 import io
+import struct
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import ExifTags, UnidentifiedImageError
 from PIL import Image as Pillow
-from PIL import ImageOps, UnidentifiedImageError
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
@@ -25,6 +26,20 @@ from hone.models.tokenizer import IMAGE, SPECIAL_TOKENS, VISION_TOKENS, load_tok
 from hone.models.vision.model import FAMILIES
 from hone.types import Image
 
+_TURNS = dict(  # EXIF's orientation -> what brings the picture upright
+    enumerate(
+        (
+            Pillow.Transpose.FLIP_LEFT_RIGHT,
+            Pillow.Transpose.ROTATE_180,
+            Pillow.Transpose.FLIP_TOP_BOTTOM,
+            Pillow.Transpose.TRANSPOSE,
+            Pillow.Transpose.ROTATE_270,
+            Pillow.Transpose.TRANSVERSE,
+            Pillow.Transpose.ROTATE_90,
+        ),
+        start=2,
+    )
+)
 KNOWN = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 """Names of the one processor in `preprocessor_config.json`: by whether it was saved with torchvision."""
 
@@ -78,15 +93,27 @@ def _as_seen(opened: Pillow.Image) -> Pillow.Image:
 
     Qwen's own preprocessing and vLLM's put transparent pictures on white too. Raises ValueError.
     """
-    opened = ImageOps.exif_transpose(opened)
+    opened = _upright(opened)
     if opened.mode in ("I", "F"):
-        raise ValueError("its pixels are 32-bit numbers without a range; save it with 8 or 16 bits a channel")
+        raise ValueError("its pixels are 32-bit numbers without a range; save it as PNG with 8 or 16 bits a channel")
     if opened.mode.startswith("I;16"):  # Pillow would cut off what is brighter than 255
         opened = Pillow.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
     if not opened.has_transparency_data:
         return opened.convert("RGB")
     seen = opened.convert("RGBA")
     return Pillow.alpha_composite(Pillow.new("RGBA", seen.size, "white"), seen).convert("RGB")
+
+
+def _upright(opened: Pillow.Image) -> Pillow.Image:
+    """The picture turned as its EXIF data say; EXIF data that cannot be read say nothing.
+
+    Pillow's `exif_transpose` writes all of the EXIF data again, and raises where a tag is not as the standard has it.
+    """
+    try:
+        turn = _TURNS.get(opened.getexif().get(ExifTags.Base.Orientation, 1))
+    except (OSError, SyntaxError, TypeError, ValueError, struct.error):
+        return opened
+    return opened if turn is None else opened.transpose(turn)
 
 
 def load_image_processor(model: ModelConfig) -> ImageProcessor | None:

@@ -152,9 +152,9 @@ class CheckpointStore:
             if not wait and ranks.agree(int(not pending.sealed.done())):
                 return False
             ends = time.monotonic() + SEAL_S
-            while wait and not pending.sealed.done() and time.monotonic() < ends:
+            while wait and ranks.agree(int(not pending.sealed.done() and time.monotonic() < ends)):
                 futures.wait([pending.sealed], timeout=WAIT_S)
-                progress()  # this wait has its own deadline
+                progress()  # on every rank: this wait has its own deadline
             if not pending.sealed.done():
                 raise TimeoutError(f"its files could not be summed up within {SEAL_S:.0f} s")
             pending.sealed.result(timeout=0)

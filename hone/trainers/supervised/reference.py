@@ -75,24 +75,20 @@ class StoredReference:
         self._load = load
         self._sums, self._steps = _read(path, identity)
         self._model: FrozenModel | None = None
+        self._written = time.monotonic()
 
     def prepare(self, batches: Iterable[Batch], steps: int) -> None:
         if steps <= self._steps:  # a run that is continued need not read its data again
             return
-        written = time.monotonic()
         for batch in batches:
             progress()
             self._complete(batch, sequence_keys(batch))
-            if ranks.is_first() and time.monotonic() - written > WRITE_S:
-                self._write()
-                written = time.monotonic()
         self._model, self._steps = None, steps
-        if ranks.is_first():
-            self._write()
+        self._write()
 
     def logprobs(self, batch: Batch) -> Tensor:
         keys = sequence_keys(batch)
-        self._complete(batch, keys)  # of a run that is continued with other data
+        self._complete(batch, keys)  # of a run that is continued with other data; from then on the model stays
         placed = torch.tensor([self._sums[key] for key in keys], dtype=torch.float32, device=batch.loss_mask.device)
         return on_last_loss_token(placed, batch.loss_mask, batch.cu_seqlens)
 
@@ -105,8 +101,13 @@ class StoredReference:
         sums = sequence_sum(torch.where(batch.loss_mask, logprobs.double(), 0), batch.cu_seqlens).tolist()
         for key, total in zip(keys, sums, strict=True):
             self._sums.setdefault(key, total)
+        if time.monotonic() - self._written > WRITE_S:
+            self._write()
 
     def _write(self) -> None:
+        self._written = time.monotonic()
+        if not ranks.is_first():
+            return
         tensors = {
             "keys": torch.tensor(list(self._sums), dtype=torch.int64),
             "sums": torch.tensor(list(self._sums.values()), dtype=torch.float64),
@@ -125,7 +126,7 @@ def _read(path: Path, identity: str) -> tuple[dict[int, float], int]:
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("reference") != identity:
                 return {}, 0
-            steps = int(file.get_tensor("steps"))
+            steps = int(file.get_tensor("steps")) if "steps" in file.keys() else 0  # noqa: SIM118  it is no mapping
             keys, sums = file.get_tensor("keys").tolist(), file.get_tensor("sums").tolist()
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error}); remove it, and it is computed again") from error
