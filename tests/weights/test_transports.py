@@ -5,6 +5,8 @@ import gc
 import importlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -556,3 +558,22 @@ def test_members_of_a_group_on_devices_meet_before_its_first_bucket(monkeypatch)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     with pytest.raises(RuntimeError, match="not all members joined within 1 s"):
         collective._Group("group", torch.distributed.HashStore(), "nccl", 0, 2, "127.0.0.1", 0.5)
+
+
+def test_a_group_that_is_never_made_does_not_keep_the_process_alive():
+    """NCCL waits for members without a deadline, inside a library."""
+    program = """
+import asyncio, threading
+from hone.weights.transports.collective import _beside
+
+async def main():
+    try:
+        async with asyncio.timeout(0.1):
+            await _beside(lambda: threading.Event().wait())
+    except TimeoutError:
+        print("given up")
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "given up\n", done.stderr

@@ -20,7 +20,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import Any
 
@@ -93,7 +94,7 @@ class CollectiveEngine(BucketedEngine):
         facts = (backend, 0, len(members) + 1, self._host, channel.remaining_s())
         try:
             async with asyncio.timeout(channel.remaining_s()):
-                self._group, self._members = await asyncio.to_thread(_Group, name, store, *facts), members
+                self._group, self._members = await _beside(lambda: _Group(name, store, *facts)), members
         except TimeoutError:
             return self._lose_all("not all members joined in time")
         except RuntimeError as error:
@@ -267,6 +268,21 @@ class _Group:
         options.rootRank = 0
         options.asyncOp = True
         return self._group.broadcast([tensor], options)
+
+
+async def _beside(make: Callable[[], _Group]) -> _Group:
+    """Make a group in a thread that does not keep the process alive: NCCL may wait in it for ever."""
+    done: futures.Future[_Group] = futures.Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(make())
+        except Exception as error:  # noqa: BLE001  raised where it is awaited
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="weight group", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 def _facts() -> dict[str, Any]:
