@@ -65,7 +65,7 @@ class RaySettings(Choice):
         return self
 
     def most_here(self, role: str) -> int:
-        """Devices of one machine that the ranks of `role` and of all pools take, if they are all placed on it.
+        """Devices that the ranks of `role` and of all pools take together on a machine that holds them all.
 
         Reading the pools here does not count as using them, see `PoolSettings.take`.
         """

@@ -163,7 +163,7 @@ def test_calls_that_never_end_do_not_use_up_the_threads(monkeypatch):
             await tool({})
         free.set()
         for thread in functions._HANGING:
-            thread.join()
+            thread.join(60)
         return await tool({})
 
     assert asyncio.run(story()).text == "true"

@@ -148,7 +148,7 @@ def test_the_kernel_is_as_close_as_tiles(scoring, window):
 
 
 def test_a_process_may_have_many_kernels():
-    """Of several models, for instance: with torch's limit of 8 the ninth would end the run."""
+    """A process with several models may need more than eight, which is torch's limit; the ninth ended the run."""
     packing = packing_of(*PACKINGS[next(iter(PACKINGS))])
     mask = flex.block_mask(*packed._ranges(packing, None, torch.device("cpu")))
     q, k = torch.randn(1, 4, packing.num_tokens, 32), torch.randn(1, 2, packing.num_tokens, 32)

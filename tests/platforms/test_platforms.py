@@ -174,7 +174,8 @@ def test_the_defaults_go_through_torchs_module_of_the_device(platforms):
 
 
 def test_a_trainer_numbers_gpus_as_its_servers_do(monkeypatch):
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # so that it is as before when the test ends
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
     CudaPlatform().why_unavailable()  # asked before anything uses a device
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
