@@ -1,13 +1,15 @@
 """Runs the GPU kit: stages with a time limit each, most informative first, and one line of JSON for each.
 
     python benchmarks/gpu_kit/stages.py --out OUT                      every stage
+    python benchmarks/gpu_kit/stages.py --out OUT first                a plan for six minutes; then `second`
     python benchmarks/gpu_kit/stages.py --out OUT doctor tests         these; `tests` stands for every `tests-...`
     python benchmarks/gpu_kit/stages.py --out OUT --rehearse           every stage on a CPU, as small as possible
 
 `OUT` gets two files. `results.jsonl` has a line for each stage as soon as it ends: its name, whether it succeeded, its
 seconds, its figures, and the end of its output. `output.log` has the output of all stages, of each at most its last
 MiB. Models and runs are in a temporary folder. A stage that runs over its limit is killed with everything that it
-started, and the next one begins. The exit code is the number of stages that failed.
+started, and the next one begins. Stages of tests that follow each other share the device; whatever is measured has it
+alone. The exit code is the number of stages that failed.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +73,19 @@ SMALL = {  # what a rehearsal changes
     "reverse": ("run.steps=1", "evaluation.every_steps=0"),
 }
 WARM_UP_STEPS = 2  # of a run that is measured
-H200_BF16_FLOPS = 989e12  # dense, from the vendor's data sheet
+PEAKS = {  # of a card, whose name contains the key: dense bfloat16 FLOP/s, from the vendor's data sheets
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+}
+PLANS = {  # for a machine that is there for a quarter of an hour: what to run first, and what when that works
+    "first": (
+        *("doctor", "tests", "grpo-0.6b", "sft-0.6b", "decode-0.6b", "weight-sync", "sft-1.7b", "grpo-1.7b"),
+        *("decode-1.7b", "reverse"),
+    ),
+    "second": ("trl-0.6b", "sft-4b", "profile-0.6b", "trl-1.7b", "graphs-0.6b", "head", "quickstart"),
+}
+TEST_CORES = 2  # that a process of tests keeps busy
 
 Figures = Mapping[str, Any]
 
@@ -107,17 +123,34 @@ def exact_match(output: str) -> Figures:
 def step_figures(run: Path, parameters: int, output: str) -> Figures:
     """Medians over the steps after the first two of what the run wrote down: `perf/*`, and MFU of an update.
 
-    An update is the phase `backward`; generation, rewards and the weight sync are not part of it.
+    An update is the phase `backward`; generation, rewards and the weight sync are not part of it. MFU is that of a card
+    in `PEAKS`.
     """
     path = run / "metrics.jsonl"
     steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     steps = [step for step in steps if step["step"] > WARM_UP_STEPS]
     names = sorted({name for step in steps for name in step if name.startswith("perf/")})
     figures = {name: statistics.median(s[name] for s in steps if name in s) for name in names}
-    if "perf/backward_s" in figures:
+    peak = peak_flops(card())
+    if "perf/backward_s" in figures and peak:
         tokens = figures["perf/tokens_per_s"] * figures["perf/step_s"]
-        figures["mfu"] = tokens / figures["perf/backward_s"] * 6 * parameters / H200_BF16_FLOPS
+        figures["mfu"] = tokens / figures["perf/backward_s"] * 6 * parameters / peak
     return figures
+
+
+@cache
+def card() -> str:
+    """Return the name that the vendor's tool gives the first device; empty without that tool."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.stdout.partition("\n")[0].strip()
+
+
+def peak_flops(name: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a card, None for one that is not in the table."""
+    return next((peak for part, peak in PEAKS.items() if all(word in name for word in part.split())), None)
 
 
 def profile_figures(run: Path, step: int, output: str) -> Figures:
@@ -269,6 +302,18 @@ def run_stage(name: str, make: Callable[[], Stage], out: Path) -> dict[str, Any]
     return line
 
 
+def run_in_turn(names: Sequence[str], makers: Mapping[str, Callable[[], Stage]], out: Path) -> Iterator[dict[str, Any]]:
+    """Run the stages in this order and yield the line of each as it ends; tests that follow each other run together."""
+    at_once = max(1, len(os.sched_getaffinity(0)) // TEST_CORES)
+    for tests, few in groupby(names, key=lambda name: name.startswith("tests-")):
+        if not tests:
+            yield from (run_stage(name, makers[name], out) for name in few)
+            continue
+        with ThreadPoolExecutor(at_once) as pool:
+            running = [pool.submit(run_stage, name, makers[name], out) for name in few]
+            yield from (one.result() for one in running)
+
+
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
     """End the stage and whatever it started."""
     with suppress(ProcessLookupError):
@@ -278,7 +323,9 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", help="names of stages, or what they begin with; all of them by default")
+    parser.add_argument(
+        "stages", nargs="*", help="names of stages, what they begin with, or a plan (first, second); all"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / ".gpu-kit" / "out")
     parser.add_argument("--shapes", default="0.6b,1.7b,4b", help="model shapes of the runs that are measured")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, each stage as small as possible")
@@ -291,17 +338,17 @@ def main() -> int:
     failed = 0
     try:
         makers = Kit(work, ["tiny"] if args.rehearse else args.shapes.split(","), args.rehearse).stages()
-        chosen = {given: [n for n in makers if n == given or n.startswith(f"{given}-")] for given in args.stages}
+        wanted = [name for given in args.stages for name in PLANS.get(given, (given,))]
+        chosen = {given: [n for n in makers if n == given or n.startswith(f"{given}-")] for given in wanted}
         if unknown := [given for given, names in chosen.items() if not names]:
             parser.error(f"no stage {', '.join(unknown)}; there are {', '.join(makers)}")
         names = [name for names in chosen.values() for name in names] or list(makers)
         with (out / "results.jsonl").open("a", encoding="utf-8") as results:
-            for name in names:
-                line = run_stage(name, makers[name], out)
+            for line in run_in_turn(names, makers, out):
                 failed += not line["ok"]
-                print(json.dumps(line), file=results, flush=True)
+                print(json.dumps({**line, "card": card()}), file=results, flush=True)
                 outcome = "ok" if line["ok"] else "FAILED"
-                print(f"{name}: {outcome} in {line['seconds']:.1f} s {line.get('figures', '')}", flush=True)
+                print(f"{line['stage']}: {outcome} in {line['seconds']:.1f} s {line.get('figures', '')}", flush=True)
     finally:
         shutil.rmtree(work)
     return failed

@@ -59,7 +59,8 @@ def test_a_stage_over_its_limit_ends_with_what_it_started(kit, tmp_path):
         os.sched_yield()
 
 
-def test_figures_of_a_run_leave_out_its_first_steps(kit, tmp_path):
+def test_figures_of_a_run_leave_out_its_first_steps(kit, tmp_path, monkeypatch):
+    monkeypatch.setattr(kit, "card", lambda: "NVIDIA H100 80GB HBM3")
     seconds = {1: 9.0, 2: 9.0, 3: 1.0, 4: 3.0}
     rows = [
         {"step": step, "perf/step_s": s, "perf/tokens_per_s": 100.0, "perf/backward_s": 0.5}
@@ -68,7 +69,37 @@ def test_figures_of_a_run_leave_out_its_first_steps(kit, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = kit.step_figures(tmp_path, 10**9, "")
     assert figures["perf/step_s"] == 2.0
-    assert figures["mfu"] == pytest.approx(100 * 2.0 / 0.5 * 6e9 / kit.H200_BF16_FLOPS), "of the update alone"
+    assert figures["mfu"] == pytest.approx(100 * 2.0 / 0.5 * 6e9 / 989e12), "of the update alone"
+
+
+def test_a_peak_is_that_of_the_card(kit):
+    assert kit.peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert kit.peak_flops("NVIDIA H200") == kit.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert kit.peak_flops("") is None
+    assert kit.peak_flops("NVIDIA A100-SXM4-80GB") is None
+
+
+def test_plans_hold_stages_that_exist(kit, tmp_path):
+    names = list(kit.Kit(tmp_path, ["0.6b", "1.7b", "4b"]).stages())
+    for plan in kit.PLANS.values():
+        assert [given for given in plan if not any(n == given or n.startswith(f"{given}-") for n in names)] == []
+
+
+def test_tests_run_together_and_what_is_measured_alone(kit, tmp_path):
+    """The two stages of tests wait for each other; the stage before them has ended when they begin."""
+    meet = "import pathlib, sys, time; here, there, before = map(pathlib.Path, sys.argv[1:]); assert before.exists()"
+    meet += "; here.touch()\nend = time.monotonic() + 30\nwhile not there.exists(): assert time.monotonic() < end"
+    a, b, before = (str(tmp_path / name) for name in ("a", "b", "before"))
+    commands = {
+        "alone": python(f"import pathlib, time; time.sleep(0.2); pathlib.Path({before!r}).touch()"),
+        "tests-a": [*python(meet), a, b, before],
+        "tests-b": [*python(meet), b, a, before],
+    }
+    makers = {name: (lambda name=name: kit.Stage(name, commands[name], 60)) for name in commands}
+    if len(os.sched_getaffinity(0)) < 2 * kit.TEST_CORES:
+        kit.TEST_CORES = 1
+    lines = list(kit.run_in_turn(list(commands), makers, tmp_path))
+    assert [(line["stage"], line["ok"]) for line in lines] == [("alone", True), ("tests-a", True), ("tests-b", True)]
 
 
 def test_an_unknown_stage_is_refused_by_name(tmp_path):
