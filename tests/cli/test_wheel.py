@@ -22,6 +22,7 @@ def run(*command, cwd):
     return done.stdout
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_quickstart_of_an_installed_wheel_trains_outside_the_repository(tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]

@@ -18,6 +18,7 @@ def whole(tmp_path_factory):
     return undisturbed(tmp_path_factory.mktemp("whole"), STEPS)
 
 
+@pytest.mark.ci
 def test_servers_that_die_hang_come_and_go_change_nothing(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(connection, "GRACE_S", 1.0)
 
@@ -31,6 +32,7 @@ def test_servers_that_die_hang_come_and_go_change_nothing(whole, tmp_path, monke
     assert_same(whole, run)
 
 
+@pytest.mark.ci
 def test_a_trainer_that_is_killed_twice_ends_as_one_that_is_not(whole, tmp_path):
     assert_same(whole, killed(tmp_path, STEPS, kills=2))
 

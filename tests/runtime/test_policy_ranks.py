@@ -71,7 +71,7 @@ def ppo(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("written", [distillation, ppo])
+@pytest.mark.parametrize("written", [distillation, pytest.param(ppo, marks=pytest.mark.ci)])
 def test_two_ranks_learn_what_one_process_learns(tmp_path, written):
     assert start(*written(tmp_path / "alone"))["code"] == 0
     assert start(*written(tmp_path / "spread"), *RAY)["code"] == 0

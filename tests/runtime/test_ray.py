@@ -57,6 +57,7 @@ def assert_close(one, other):
         assert all(mine[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5) for name in theirs)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_run_on_two_ranks_is_that_of_one_process(pool, tmp_path):
     local = train(tmp_path / "local", LOCAL)

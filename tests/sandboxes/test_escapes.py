@@ -57,6 +57,7 @@ def verdicts(request) -> dict[str, str]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_does_not_get_out(verdicts, name):

@@ -97,6 +97,7 @@ def lines(run):
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_kill_9_at_random_moments_changes_nothing(tmp_path):
     steps = {"run": {"steps": 30}, "checkpoint": {"every_steps": 1, "keep": 2}}
@@ -118,6 +119,7 @@ def test_kill_9_at_random_moments_changes_nothing(tmp_path):
     assert_same_run(tmp_path / "whole" / "run", run)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_ctrl_c_finishes_the_step_saves_it_and_loses_nothing(tmp_path):
     change = {"run": {"steps": 40}, "checkpoint": {"every_steps": 1000}}

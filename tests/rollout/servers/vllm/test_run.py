@@ -24,6 +24,7 @@ def kill_engine(server):
     os.kill(engine, signal.SIGKILL)
 
 
+@pytest.mark.ci
 def test_a_run_trains_on_what_the_trainer_computes_too_and_outlives_a_death(tmp_path, real_python, monkeypatch):
     changes = {
         "run": {**BASE["run"], "steps": STEPS},
