@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py FOLDER                      # a model folder, for example of gpu_kit/material.py
     python benchmarks/decode.py FOLDER --rows 1,64 --short 8 --long 24
-    python benchmarks/decode.py FOLDER --graphs             # steps replayed as graphs; on a GPU
+    python benchmarks/decode.py FOLDER --execution fused    # without graphs on a GPU, which `auto` replays there
 
 A decode step reads every weight once (the embedding only where it is also the head), and the keys and
 values of every token so far. The floor of a step is those bytes over the bandwidth of a copy within the device
@@ -72,14 +72,13 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--copy-mib", type=int, default=2048)
-    parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--execution", default="auto", help="as rollout.builtin.execution")
     args = parser.parse_args()
     platform = current_platform()
     dtype = compute_dtype("auto", platform)
     model = load_language_model(ModelConfig(path=str(args.folder), dtype=dtype))
     longest = PROMPT_TOKENS + args.long
-    execution = "graphed" if args.graphs else "auto"
-    settings = BuiltinSettings(dtype=dtype, slots=max(args.rows), max_sequence_tokens=longest, execution=execution)
+    settings = BuiltinSettings(dtype=dtype, slots=max(args.rows), max_sequence_tokens=longest, execution=args.execution)
     engine = BuiltinEngine(settings, model, device=platform.torch_device())
     bandwidth = copy_bandwidth(platform, args.copy_mib << 20)
     print(f"{platform.device_name()}, {dtype}: a copy moves {bandwidth / 1e9:.1f} GB/s", flush=True)

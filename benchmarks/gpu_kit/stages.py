@@ -83,7 +83,7 @@ PLANS = {  # for a machine that is there for a quarter of an hour: what to run f
         *("doctor", "tests", "grpo-0.6b", "sft-0.6b", "decode-0.6b", "weight-sync", "sft-1.7b", "grpo-1.7b"),
         *("decode-1.7b", "reverse"),
     ),
-    "second": ("trl-0.6b", "sft-4b", "profile-0.6b", "trl-1.7b", "graphs-0.6b", "head", "quickstart"),
+    "second": ("trl-0.6b", "sft-4b", "profile-0.6b", "trl-1.7b", "ungraphed-0.6b", "head", "quickstart"),
 }
 TEST_CORES = 2  # that a process of tests keeps busy
 
@@ -218,14 +218,14 @@ class Kit:
         ]
         makers: dict[str, Callable[[], Stage]] = {stage.name: partial(_same, stage) for stage in stages}
         kinds = ("sft", "grpo", "decode", "profile", "trl")
-        for kind in kinds if self.rehearse else (*kinds, "graphs"):  # no CPU records graphs
+        for kind in kinds if self.rehearse else (*kinds, "ungraphed"):  # no CPU records graphs
             makers |= {f"{kind}-{shape}": partial(self._of_shape, kind, shape) for shape in self.shapes_of(kind)}
         recipes = self._recipe("quickstart", 150), self._recipe("reverse", 120)
         return makers | {one.name: partial(_same, one) for one in recipes}
 
     def shapes_of(self, kind: str) -> Sequence[str]:
         """The largest shape trains by SFT only, and a trace is of the first."""
-        if kind in ("decode", "graphs", "grpo", "trl"):
+        if kind in ("decode", "ungraphed", "grpo", "trl"):
             return [shape for shape in self.shapes if shape != "4b"]
         return self.shapes[:1] if kind == "profile" else self.shapes
 
@@ -249,12 +249,12 @@ class Kit:
         if shape not in self.parameters:
             self.parameters[shape] = make_material(shape, folder)
         parameters, name = self.parameters[shape], f"{kind}-{shape}"
-        if kind in ("decode", "graphs"):
-            graphs = ["--graphs"] if kind == "graphs" else []
-            command = [PYTHON, str(ROOT / "benchmarks/decode.py"), str(folder / "model"), *graphs, *self._small(kind)]
+        if kind in ("decode", "ungraphed"):
+            how = ["--execution", "fused"] if kind == "ungraphed" else []
+            command = [PYTHON, str(ROOT / "benchmarks/decode.py"), str(folder / "model"), *how, *self._small(kind)]
             return Stage(name, command, 150, json_lines)
         if kind == "trl":
-            fits = ("--batch", "16" if shape == "0.6b" else "8", "actor.max_tokens_per_microbatch=16384")
+            fits = ("--batch", "16" if shape == "0.6b" else "8", "--rounds", "1", "actor.max_tokens_per_microbatch=16384")
             peer = ["--peer-python", str(PEER)] if self.rehearse and PEER.exists() else []
             command = [PYTHON, str(HERE / "beside_trl.py"), str(folder), *peer, *self._small(kind, *fits)]
             return Stage(name, command, 300, json_lines)

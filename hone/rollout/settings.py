@@ -77,7 +77,7 @@ class BuiltinSettings(Config):
     execution: Literal["auto", "fused", "graphed", "generic"] = setting(
         "auto",
         "fused: the decoder written for Llama, Mistral, Qwen2 and Qwen3; graphed: that with decode steps replayed as "
-        "graphs, on GPUs (not run on one yet); generic: transformers' own forward",
+        "graphs, on GPUs; generic: transformers' own forward; auto: the first of graphed, fused and generic that fits",
     )
 
 

@@ -118,15 +118,15 @@ def test_every_file_with_tests_for_a_device_has_a_stage(kit):
 
 def test_a_rehearsal_has_every_stage_but_those_of_triton_and_graphs(kit, tmp_path):
     real, small = kit.Kit(tmp_path, ["tiny"]).stages(), kit.Kit(tmp_path, ["tiny"], rehearse=True).stages()
-    assert [name for name in real if name not in small] == ["tests-engines-triton_scores", "graphs-tiny"]
+    assert [name for name in real if name not in small] == ["tests-engines-triton_scores", "ungraphed-tiny"]
     assert [name for name in real if not name.startswith("tests-")] == [
         *("doctor", "weight-sync", "head", "sft-tiny", "grpo-tiny", "decode-tiny", "profile-tiny", "trl-tiny"),
-        *("graphs-tiny", "quickstart", "reverse"),
+        *("ungraphed-tiny", "quickstart", "reverse"),
     ]
     assert {"--device", "cpu"} <= set(small["weight-sync"]().command)
     large = kit.Kit(tmp_path, ["0.6b", "4b"]).stages()
     assert [name for name in large if name.endswith("b")] == [
-        *("sft-0.6b", "sft-4b", "grpo-0.6b", "decode-0.6b", "profile-0.6b", "trl-0.6b", "graphs-0.6b")
+        *("sft-0.6b", "sft-4b", "grpo-0.6b", "decode-0.6b", "profile-0.6b", "trl-0.6b", "ungraphed-0.6b")
     ]
 
 

@@ -17,7 +17,9 @@ from hone.rollout.builtin import graphs
 from hone.rollout.builtin.cache import CacheLimits, KVCache, Step
 from hone.rollout.builtin.decoder import build_decoder
 from hone.rollout.builtin.engine import BuiltinEngine
-from hone.rollout.builtin.graphs import bucket
+from hone.rollout.builtin.fused import FusedDecoder
+from hone.rollout.builtin.generic import GenericDecoder
+from hone.rollout.builtin.graphs import GraphedDecoder, bucket
 from hone.rollout.settings import BuiltinSettings
 from hone.types import SamplingParams
 from tests.rollout.tracing import TracingCpu
@@ -176,6 +178,18 @@ def test_an_engine_with_graphs_gives_the_log_probs_of_the_plain_forward(dtype, d
     for served, completions in zip((model, other), finish(run()), strict=True):
         for prompt, completion in zip(PROMPTS, completions, strict=True):
             assert gap(served, prompt, completion) < (1e-3 if dtype == "float32" else 0.1)
+
+
+def test_auto_records_graphs_where_the_platform_can(device, tiny):
+    longest, where = 128, torch.device(device)
+    assert isinstance(build_decoder("auto", tiny("qwen3").config, torch.float32, where, longest), GraphedDecoder)
+    assert isinstance(build_decoder("auto", tiny("gpt2").config, torch.float32, where, longest), GenericDecoder)
+
+
+def test_auto_records_no_graphs_on_a_cpu(tiny, monkeypatch):
+    monkeypatch.setenv(PLATFORM_VARIABLE, "cpu")
+    found = build_decoder("auto", tiny("qwen3").config, torch.float32, torch.device("cpu"), 128)
+    assert isinstance(found, FusedDecoder)
 
 
 def test_graphs_are_refused_where_they_cannot_be_recorded(tiny, monkeypatch):

@@ -45,12 +45,10 @@ def build_decoder(
     Raises ValueError for an architecture that the wanted path cannot run exactly, or a device that records no graphs,
     with the reason.
     """
-    obstacle = unfit_for_fusing(config, longest)
-    if execution == "graphed" and not obstacle:
-        obstacle = why_no_graphs(current_platform(), device)
-    if execution in ("fused", "graphed") and obstacle:
-        raise ValueError(f"execution {execution!r} cannot run this model: {obstacle}; use 'auto' or 'generic'")
+    obstacle, no_graphs = unfit_for_fusing(config, longest), why_no_graphs(current_platform(), device)
+    if reason := {"fused": obstacle, "graphed": obstacle or no_graphs}.get(execution):
+        raise ValueError(f"execution {execution!r} cannot run this model: {reason}; use 'auto' or 'generic'")
     if execution == "generic" or obstacle:
         return GenericDecoder(config, dtype, device)
     decoder = FusedDecoder(config, dtype, device)
-    return GraphedDecoder(decoder, current_platform().record) if execution == "graphed" else decoder
+    return decoder if execution == "fused" or no_graphs else GraphedDecoder(decoder, current_platform().record)
