@@ -254,7 +254,8 @@ class Kit:
             command = [PYTHON, str(ROOT / "benchmarks/decode.py"), str(folder / "model"), *how, *self._small(kind)]
             return Stage(name, command, 150, json_lines)
         if kind == "trl":
-            fits = ("--batch", "16" if shape == "0.6b" else "8", "--rounds", "1", "actor.max_tokens_per_microbatch=16384")
+            batch = "16" if shape == "0.6b" else "8"
+            fits = ("--batch", batch, "--rounds", "1", "actor.max_tokens_per_microbatch=16384")
             peer = ["--peer-python", str(PEER)] if self.rehearse and PEER.exists() else []
             command = [PYTHON, str(HERE / "beside_trl.py"), str(folder), *peer, *self._small(kind, *fits)]
             return Stage(name, command, 300, json_lines)
