@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from unsaved import save_nothing
 from wire import Ended, Gate
 
@@ -24,12 +25,18 @@ from hone.trainers.supervised.trainer import SupervisedTrainer
 HERE = Path(__file__).parent
 
 
+def give_back() -> None:
+    """Return the memory of a GPU that torch keeps for later, because the other side computes on the same GPU now."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
 def gated(trainer: type[Trainer], gate: Gate) -> None:
     """Stop the trainer's loop between two steps: where it would evaluate, before it writes the step's figures down."""
     evaluate = trainer.evaluate
 
     def wait(self: Trainer, step: int) -> Mapping[str, float]:
-        gate.wait()
+        gate.wait(give_back)
         return evaluate(self, step)
 
     trainer.evaluate = wait  # type: ignore[method-assign]

@@ -23,6 +23,12 @@ SFT_SAMPLES = 64
 FOREVER = 1_000_000  # steps: the driver says when it is enough
 
 
+def give_back() -> None:
+    """Return the memory of a GPU that torch keeps for later, because the other side computes on the same GPU now."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
 class StepGate(TrainerCallback):
     """Stops the trainer's loop between two steps."""
 
@@ -35,7 +41,7 @@ class StepGate(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         tokens, self.tokens = self.tokens, 0
-        self.gate.wait(tokens=tokens)
+        self.gate.wait(give_back, tokens=tokens)
 
 
 def shared_settings(args: argparse.Namespace, folder: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +50,19 @@ class Gate:
         os.dup2(2, 1)
         self._started: tuple[float, float] | None = None
 
-    def wait(self, **facts: Any) -> None:
+    def wait(self, leave: Callable[[], None] = lambda: None, **facts: Any) -> None:
         """Report the step that ends here with `facts` about it, then sleep until another is asked for.
 
-        The first call reports that the side is ready. Raises Ended if the driver wants no more.
+        `leave` runs after the step's time was taken, and before the other side may begin. The first call reports that
+        the side is ready. Raises Ended if the driver wants no more.
         """
         if self._started is None:
             self._say({"ready": True, **facts})
         else:
             wall, process = self._started
-            self._say({"wall_s": time.perf_counter() - wall, "process_s": process_seconds() - process, **facts})
+            spent = {"wall_s": time.perf_counter() - wall, "process_s": process_seconds() - process}
+            leave()
+            self._say({**spent, **facts})
         line = sys.stdin.readline()
         if not line or json.loads(line)["ask"] == "end":
             raise Ended

@@ -127,7 +127,7 @@ class CudaPlatform(GpuPlatform):
         "attention_kernels": "torch.nn.attention of torch 2.13: varlen (FlashAttention 2), flex_attention (Triton)",
         "grouped_products": "torch.nn.functional.grouped_mm of torch 2.13: compute capability 8.0 and newer",
         "compiles_triton": "Triton's README: compute capability 8.0 and newer",
-        "records_graphs": "torch's notes on CUDA semantics, `CUDA Graphs`; never run with hone",
+        "records_graphs": "torch's notes on CUDA semantics, `CUDA Graphs`; run on an H200",
         "allocator_variable": "torch's notes on CUDA semantics, `Memory management`",
         **dict.fromkeys(("collectives_backend", "supports_broadcast"), "torch.distributed: NCCL"),
         "supports_ipc": "torch.UntypedStorage._share_cuda_: CUDA's IPC handles",
