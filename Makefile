@@ -10,8 +10,9 @@ ORACLE_VENV := .venv-oracle
 OLDEST_VENV := .venv-oldest
 AGENTS_VENV := .venv-agents
 TRITON := .venv-triton
-# Training engines of other packages, each in an environment of its own: make test-veomni, make .venv-veomni ...
+# Training engines of other packages (plugins/), each in an environment of its own: make test-veomni, make .venv-veomni ...
 ENGINES := automodel torchtitan veomni
+PLUGINS := $(patsubst plugins/%/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(FITS)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -23,7 +24,7 @@ SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
 QUICK := not slow and not vllm and not sglang and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-oldest test-megatron test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(ENGINES:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
+.PHONY: help quickstart test test-all test-oldest test-megatron test-plugins test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(ENGINES:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
 
 help:
 	@echo "make quickstart   install pinned versions into $(VENV), train a small model with RL, show the result"
@@ -32,6 +33,7 @@ help:
 	@echo "make test-megatron run every test of the megatron engine, on up to four processes"
 	@echo "make test-veomni  run every test of that training engine, in .venv-veomni; so too for: $(ENGINES)."
 	@echo "                  With .venv-vllm also those against the real vLLM (make .venv-vllm)"
+	@echo "make test-plugins run every test of every plug-in of plugins/, each in its environment"
 	@echo "make test-oldest  run the tests with the oldest torch and transformers that hone runs on, in $(OLDEST_VENV)"
 	@echo "make test-vllm    run the tests with the real vLLM; installs its CPU build into $(VLLM_VENV) once (2 GB)"
 	@echo "make test-sglang  run the tests with the real SGLang; installs it into $(SGLANG_VENV) once (2 GB)"
@@ -59,9 +61,11 @@ test-megatron: $(VENV)/.test
 	$(VENV)/bin/python -m pytest tests/engines/contract tests/engines/megatron $(ARGS)
 
 $(ENGINES:%=test-%): test-%: .venv-%/.engine
-	.venv-$*/bin/python -m pytest tests/engines/contract $(wildcard tests/engines/$*) -k $* $(ARGS)
+	.venv-$*/bin/python -m pytest tests/engines/contract plugins/$*/tests -k $* $(ARGS)
 
 $(ENGINES:%=.venv-%): %: %/.engine
+
+test-plugins: test-megatron $(ENGINES:%=test-%)
 
 test-oldest: $(OLDEST_VENV)/.oldest
 	$(OLDEST_VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" tests/algorithms tests/engines tests/models tests/rollout tests/trainers $(ARGS)
@@ -104,7 +108,7 @@ wheel: $(VENV)/.base
 	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
-docs: $(VENV)/.base $(DOCS_VENV)/.docs
+docs: $(VENV)/.plugins $(DOCS_VENV)/.docs
 	$(VENV)/bin/python -m docs.write_reference
 	$(DOCS_VENV)/bin/sphinx-build --fail-on-warning --keep-going --quiet docs site
 	@$(VENV)/bin/python -m docs.check_site site
@@ -127,7 +131,7 @@ install: $(VENV)/.base
 
 clean:
 	rm -rf docs/reference docs/project $(VENV) $(DOCS_VENV) $(OLDEST_VENV) $(ENGINES:%=.venv-%) .venv-vllm .venv-sglang $(AGENTS_VENV) $(TRITON) $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find hone tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	find hone plugins tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------------- environments
 # Each stamp file is newer than its lock file, so a second call installs nothing.
@@ -143,7 +147,12 @@ $(VENV)/.base: requirements/base.lock requirements/compiled.lock pyproject.toml
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.base requirements/test.lock
+# All plug-ins, without what most of them need: their settings and names are in the docs, in `hone list` and in tests.
+$(VENV)/.plugins: $(VENV)/.base $(PLUGINS:%=plugins/%/pyproject.toml)
+	@$(PIP) install --no-deps --no-build-isolation $(PLUGINS:%=--editable plugins/%)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.plugins requirements/test.lock
 	@echo "installing requirements/test.lock"
 	@$(PIP) install --no-deps --requirement requirements/test.lock
 	@touch $@
@@ -172,9 +181,10 @@ $(OLDEST_VENV)/.oldest: requirements/oldest.lock requirements/base.lock requirem
 	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# An engine's environment: hone's own, and what the engine's lock file adds to it.
-$(ENGINES:%=.venv-%/.engine): .venv-%/.engine: requirements/%.lock requirements/base.lock requirements/test.lock
+# An engine's environment: hone's own, what the engine's lock file adds to it, and the plug-in.
+$(ENGINES:%=.venv-%/.engine): .venv-%/.engine: plugins/%/requirements.lock plugins/%/pyproject.toml requirements/base.lock requirements/test.lock
 	@$(call make-engine-venv,.venv-$*,$<)
+	@.venv-$*/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation --editable plugins/$*
 	@touch $@
 
 # vLLM needs its own environment. The lock file has a hash for every package except torch, whose build depends on the machine.

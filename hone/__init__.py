@@ -4,14 +4,16 @@
 `envs`, `rewards`, `rollout` (generates), `engines` (train), `weights` (from engines to rollout), `workers` (join
 these), `runtime` (one process or many), `models`, `schedule`, `tracking`, `platforms` (kinds of device), `processes`
 (children), `sandboxes`, `planner` (predicts a run). What all of them use: `types`, `spans`, `deadline`, `machine` (its
-cores and memory), `registry`, and for run files `config`, `composition`, `explain`, `other_frameworks`. ARCHITECTURE.md
-has the levels and the reasons.
+cores and memory), `registry`, `plugins`, and for run files `config`, `composition`, `explain`, `other_frameworks`.
+ARCHITECTURE.md has the levels and the reasons.
 """
 
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
+PLUGIN_API = 1
+"""Version of what plug-ins are written against: registries, protocols, `hone.testing`. One that breaks adds 1."""
 
 __all__ = [
     "ConfigError",

@@ -1,8 +1,8 @@
 """Registries: map a name in a run file to a class or function, imported only when it is chosen.
 
 Every swappable part (advantage estimators, losses, engines, rollout engines, rewards, trackers, platforms) has one
-`Registry`, created in its package's `__init__`. A plug-in adds entries: a package with an entry point in the group
-`hone.plugins`, or a module named in `HONE_USE_EXTERNAL_MODULES`.
+`Registry`, created in its package's `__init__`. Plug-ins (`hone.plugins`) add entries: a registry loads them before it
+lists its names, and before it calls a name unknown.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-PLUGIN_GROUP = "hone.plugins"
-PLUGIN_VARIABLE = "HONE_USE_EXTERNAL_MODULES"
+from hone.plugins import elsewhere, how_to_get, load_plugins
 
 
 class UnknownName(ValueError):
@@ -66,7 +63,7 @@ class Registry:
 
     def register(self, name: str, target: str | Any, settings: str | Any = "", requires: tuple[str, ...] = ()) -> None:
         """Add an entry. Raises ValueError if the name is taken."""
-        if name in self:
+        if self._has(name):
             raise ValueError(f"{self.kind} {name!r} is already registered as {self._entry(name).target!r}")
         self._entries[name] = Entry(target, settings, requires)
 
@@ -106,10 +103,16 @@ class Registry:
         return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
 
     def __iter__(self) -> Iterator[str]:
+        load_plugins()
         return iter(sorted({*self._entries, *(self._base or ())}))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries or (self._base is not None and name in self._base)
+        if not self._has(name):
+            load_plugins()
+        return self._has(name)
+
+    def _has(self, name: str) -> bool:
+        return name in self._entries or (self._base is not None and self._base._has(name))
 
     def _entry(self, name: str) -> Entry:
         if name not in self:
@@ -132,9 +135,14 @@ def reason(error: BaseException) -> str:
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:
-    """The error message for an unknown name, with the nearest name and all known ones."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    """The error message for an unknown name: the plug-in that has it, or the nearest name and all known ones."""
+    plugins = {name: plugin for name, plugin in elsewhere(kind).items() if name not in known}
+    if name in plugins:
+        return f"unknown {kind} {name!r}: it is in {how_to_get(plugins[name])}"
+    near = difflib.get_close_matches(name, [*known, *plugins], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
+    if near and near[0] in plugins:
+        hint = f"; did you mean {near[0]!r}, in {how_to_get(plugins[near[0]])}"
     return f"unknown {kind} {name!r}{hint} (there is: {', '.join(sorted(known)) or 'nothing'})"
 
 
@@ -185,33 +193,3 @@ def _load_file(path: Path) -> Any:
         del sys.modules[name]
         raise
     return module
-
-
-_loaded_plugins: dict[str, str] | None = None
-
-
-def load_plugins() -> dict[str, str]:
-    """Import every plug-in once: name -> the reason if that fails, else an empty string.
-
-    A plug-in registers its parts when it is imported; if its entry point is callable, it is called without arguments.
-    hone continues without the parts of a broken plug-in: every command prints a warning, `hone doctor` the reason.
-    """
-    global _loaded_plugins
-    if _loaded_plugins is not None:
-        return _loaded_plugins
-    _loaded_plugins = {}
-    for point in entry_points(group=PLUGIN_GROUP):
-        _loaded_plugins[point.name] = _try_plugin(point.load)
-    for name in filter(None, (part.strip() for part in os.environ.get(PLUGIN_VARIABLE, "").split(","))):
-        _loaded_plugins[name] = _try_plugin(lambda name=name: importlib.import_module(name))
-    return _loaded_plugins
-
-
-def _try_plugin(load: Any) -> str:
-    try:
-        loaded = load()
-        if callable(loaded):
-            loaded()
-    except Exception as error:  # noqa: BLE001 (foreign code may raise anything; the reason is reported)
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return ""

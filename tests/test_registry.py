@@ -1,4 +1,4 @@
-"""Registries: lazy, exact about what is missing and why; plug-ins from entry points and the environment."""
+"""Registries: lazy, exact about what is missing and why."""
 
 import os
 import subprocess
@@ -167,54 +167,6 @@ def test_a_file_keeps_its_module_name_in_every_process(tmp_path):
     code = "from hone.registry import resolve; print(resolve('mine.py:Thing').__module__)"
     names = {run(code, tmp_path, PYTHONHASHSEED=str(seed)).stdout for seed in (1, 2)}
     assert len(names) == 1
-
-
-# ----------------------------------------------------------------------------------------------------------- plug-ins
-
-REPORT = """
-import json
-from hone.registry import Registry, load_plugins
-print(json.dumps(load_plugins()))
-assert load_plugins() is load_plugins()
-"""
-
-
-def test_modules_named_in_the_environment_are_imported_once(tmp_path):
-    (tmp_path / "first_plugin.py").write_text("print('first is imported')")
-    (tmp_path / "second_plugin.py").write_text("raise RuntimeError('no\\ndevice')")
-    variable = "first_plugin, second_plugin ,,absent_plugin"
-    done = run(REPORT, tmp_path, HONE_USE_EXTERNAL_MODULES=variable)
-    first, report = done.stdout.splitlines()
-    assert first == "first is imported"
-    assert report == (
-        '{"first_plugin": "", "second_plugin": "RuntimeError: no device", '
-        '"absent_plugin": "ModuleNotFoundError: No module named \'absent_plugin\'"}'
-    )
-
-
-def test_entry_points_are_loaded_and_called(tmp_path):
-    """A distribution as pip leaves it on the path: metadata beside a module."""
-    (tmp_path / "their_package.py").write_text("def register():\n    print('called')\n\nbroken = 1\n")
-    metadata = tmp_path / "their_package-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
-    points = "good = their_package:register\nplain = their_package\nbad = their_package:absent\n"
-    (metadata / "entry_points.txt").write_text(f"[hone.plugins]\n{points}")
-    done = run(REPORT, tmp_path, HONE_USE_EXTERNAL_MODULES="")
-    called, report = done.stdout.splitlines()
-    assert called == "called"
-    assert '"good": ""' in report
-    assert '"plain": ""' in report
-    assert '"bad": "AttributeError: ' in report
-
-
-def test_a_plugin_adds_to_a_registry_that_the_package_created(tmp_path):
-    (tmp_path / "adds.py").write_text(
-        "from hone.rewards import REWARDS\nREWARDS.register('theirs', 'adds:judge')\ndef judge(): return 1.0\n"
-    )
-    code = "from hone.registry import load_plugins; load_plugins()\nfrom hone.rewards import REWARDS\n"
-    done = run(code + "print(REWARDS.get('theirs')())", tmp_path, HONE_USE_EXTERNAL_MODULES="adds")
-    assert done.stdout.strip() == "1.0"
 
 
 def test_the_names_of_a_base_belong_to_a_registry_too():

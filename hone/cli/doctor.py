@@ -11,7 +11,7 @@ sandboxes  where code of a policy can run: each local one runs a program, and sa
 engines    which training engines have the package that they need
 servers    whether vLLM and SGLang have a Python environment
 parts      the names that a run file may use; with `--full`, each is imported, and the reason shown if that fails
-plug-ins   loaded or failed
+plug-ins   loaded or failed, and those of hone's repository that are not installed
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hone import __version__, machine
 from hone.cli.finding import Finding
 from hone.cli.listing import REGISTRIES, problems, registered
 from hone.config import ConfigError
-from hone.engines.registry import PACKAGES, EngineRegistry
+from hone.engines.registry import EngineRegistry
 from hone.platforms.base import (
     AUTO,
     PLATFORM_VARIABLE,
@@ -50,7 +50,8 @@ from hone.platforms.base import (
     why_no_triton,
 )
 from hone.platforms.cuda import is_cpu_build
-from hone.registry import load_plugins, resolve
+from hone.plugins import OURS, install_line, load_plugins
+from hone.registry import resolve
 from hone.sandboxes.choice import LOCAL, SERVICES, configured
 from hone.sandboxes.choice import examine as examine_sandbox
 
@@ -217,7 +218,7 @@ def _sandboxes() -> Iterator[Finding]:
 def _engines() -> Iterator[Finding]:
     """Which training engines can be chosen here: each may need a package of its own."""
     for backend in EngineRegistry.backends:
-        package = PACKAGES.get(backend)
+        package = EngineRegistry.packages.get(backend)
         found = "" if package is None else _version(package.distribution)
         if package is None:
             yield Finding("training engines", backend, True, "no other package needed")
@@ -260,13 +261,10 @@ def _plugins() -> Iterator[Finding]:
     plugins = load_plugins()
     for name, problem in plugins.items():
         yield Finding("plug-ins", name, not problem, problem or "loaded")
-    if not plugins:
-        yield Finding(
-            "plug-ins",
-            "none",
-            None,
-            "entry points of the group hone.plugins, or HONE_USE_EXTERNAL_MODULES",
-        )
+    for name, kinds in OURS.items():
+        if name not in plugins:
+            parts = "; ".join(f"{kind} {', '.join(names)}" for kind, names in kinds.items())
+            yield Finding("plug-ins", name, False, f"not installed ({parts}); to add it: {install_line(name)}")
 
 
 def _version(name: str) -> str:

@@ -16,8 +16,9 @@ from hone import __version__
 from hone.cli.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, report, say
 from hone.cli.keys import keys_of
 from hone.other_frameworks import COMMANDS as OTHER_COMMANDS
+from hone.plugins import load_plugins
 from hone.processes.garbage import collect_rarely
-from hone.registry import CannotLoad, UnknownName, load_plugins, reason, resolve, unknown
+from hone.registry import CannotLoad, UnknownName, reason, resolve, unknown
 
 
 @dataclass(frozen=True, slots=True)

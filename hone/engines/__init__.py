@@ -6,6 +6,6 @@ head cut over ranks);
 `optimizers`, the update; `parts`, which part of a tensor a rank holds; `checkpoint/` and `export`, the files; `moe`,
 experts; `memory`, of activations and of an idle engine; `probe`, checks of a model; `settings`; `registry`, which class
 serves a backend; `unsupported`, errors for settings that a backend does not have.
-Each backend has a folder: `fsdp2/`, `automodel/`, `megatron/`, `mindspeed/` (megatron on NPUs), `torchtitan/`,
-`veomni/`. `lora/` and `rebuilt/` are shared.
+Each backend has a folder: `fsdp2/`, `megatron/`, `mindspeed/` (megatron on NPUs); those of plug-ins are in theirs.
+`lora/` and `rebuilt/` are shared.
 """

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from hone.plugins import load_plugins
 from hone.registry import CannotLoad, Entry, Registry, UnknownName, resolve, unknown
 
 if TYPE_CHECKING:  # settings are read without torch
@@ -42,18 +43,6 @@ class Package:
         return importlib.util.find_spec(self.module) is not None
 
 
-PACKAGES: Mapping[str, Package] = {
-    "megatron": Package("megatron", "megatron-core", "pip install megatron-core==0.16.1"),
-    "automodel": Package("nemo_automodel", "nemo-automodel", "pip install --no-deps nemo-automodel==0.7.0"),
-    "torchtitan": Package(
-        "torchtitan",
-        "torchtitan",
-        "pip install --no-deps torchtitan==0.3.0 && pip install spmd_types==0.2.3 tyro triton",
-    ),
-    "veomni": Package("veomni", "veomni", "pip install --no-deps veomni==0.1.12"),
-}
-"""Backend -> its package. `--no-deps` where its pins exclude hone's, and hone needs nothing more of them."""
-
 C = TypeVar("C", bound=type)
 Key = tuple[str, str, str, str]
 
@@ -78,7 +67,8 @@ class _EngineRegistry:
 
     def __init__(self) -> None:
         self._entries: dict[Key, Any] = {}
-        self.backends = Registry("engine backend")  # name -> its first class, and the settings that only it has
+        self.packages: dict[str, Package] = {}  # backend -> the optional package that it needs
+        self.backends = Registry("training engine")  # name -> its first class, and the settings that only it has
 
     def register(
         self,
@@ -89,11 +79,12 @@ class _EngineRegistry:
         vendor: str = ANY,
         target: str | None = None,
         settings: str | Any = "hone.engines.settings:BackendSettings",
+        package: Package | None = None,
     ) -> Callable[[C], C]:
         """Register `target` ("module:class"), or the class that this decorates. A key is registered once.
 
-        `settings` is the class of the backend's own settings, a `BackendSettings`; the first registration of a
-        backend decides.
+        `settings` is the class of the backend's own settings, a `BackendSettings`, and `package` what has to be
+        installed for it; the first registration of a backend decides on both.
         """
         types = [model_type] if isinstance(model_type, str) else list(model_type)
 
@@ -105,6 +96,8 @@ class _EngineRegistry:
                 self._entries[key] = cls
             if backend not in self.backends:
                 self.backends.register(backend, cls, settings)
+                if package is not None:
+                    self.packages[backend] = package
             return cls
 
         if target is not None:
@@ -113,6 +106,7 @@ class _EngineRegistry:
 
     def find(self, model_type: str, backend: str, device: str, vendor: str) -> type[BaseEngine]:
         """The engine class. Raises UnknownName listing what exists, or CannotLoad with the import's own reason."""
+        load_plugins()  # one may have a class for this device
         for key in ((model_type, backend, device, vendor), (model_type, backend, device, ANY)):
             if key in self._entries:
                 return self._load(key)
@@ -135,16 +129,17 @@ class _EngineRegistry:
         return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
 
     def __iter__(self) -> Any:
+        load_plugins()
         return iter(sorted(self._entries))
 
     def _load(self, key: Key) -> type[BaseEngine]:
         target = self._entries[key]
         if not isinstance(target, str):
             return target  # type: ignore[no-any-return]
-        package = PACKAGES.get(key[1])
+        package = self.packages.get(key[1])
         if package is not None and not package.is_installed:
             raise CannotLoad(
-                f"engine backend {key[1]!r} needs {package.distribution}, which is not installed: {package.install}"
+                f"training engine {key[1]!r} needs {package.distribution}, which is not installed: {package.install}"
             )
         try:
             return resolve(target)  # type: ignore[no-any-return]
@@ -153,7 +148,7 @@ class _EngineRegistry:
 
     def _explain(self, model_type: str, backend: str, device: str, vendor: str) -> str:
         if backend not in self.backends:
-            return unknown("engine backend", backend, list(self.backends))
+            return unknown("training engine", backend, list(self.backends))
         there = "; ".join(_show(key) for key in self)
         return f"no engine for {_show((model_type, backend, device, vendor))} (there is: {there})"
 
@@ -174,24 +169,7 @@ EngineRegistry.register(
     backend="megatron",
     target="hone.engines.megatron.engine:MegatronEngine",
     settings="hone.engines.megatron.settings:MegatronSettings",
-)
-EngineRegistry.register(
-    model_type=("language_model", "value_model"),
-    backend="veomni",
-    target="hone.engines.veomni.engine:VeomniEngine",
-    settings="hone.engines.veomni.settings:VeomniSettings",
-)
-EngineRegistry.register(
-    model_type=("language_model", "value_model"),
-    backend="automodel",
-    target="hone.engines.automodel.engine:AutomodelEngine",
-    settings="hone.engines.automodel.settings:AutomodelSettings",
-)
-EngineRegistry.register(
-    model_type=("language_model", "value_model"),
-    backend="torchtitan",
-    target="hone.engines.torchtitan.engine:TitanEngine",
-    settings="hone.engines.torchtitan.settings:TitanSettings",
+    package=Package("megatron", "megatron-core", "pip install megatron-core==0.16.1"),
 )
 EngineRegistry.register(
     model_type=("language_model", "value_model"),

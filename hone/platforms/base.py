@@ -27,7 +27,8 @@ import torch
 from hone.config import ConfigError
 from hone.platforms import PLATFORMS
 from hone.platforms.sharing import MemorySharing
-from hone.registry import CannotLoad, load_plugins, unknown
+from hone.plugins import load_plugins
+from hone.registry import CannotLoad, unknown
 
 TRITON_SWITCH = "HONE_TRITON"  # environment variable; 0: PyTorch's operations in place of hone's Triton kernels
 TRITON_INTERPRETER = "TRITON_INTERPRET"  # Triton's own; 1: kernels run on a CPU, slowly
@@ -237,7 +238,6 @@ class PlatformRegistry:
     @staticmethod
     def probe() -> dict[str, str]:
         """Every platform, plug-ins included: empty if it is available here, else the reason why not."""
-        load_plugins()
         return {name: PlatformRegistry._probe_one(name)[1] for name in PLATFORMS}
 
     @staticmethod

@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.registry import load_plugins, resolve
+from hone.registry import resolve
 from hone.rewards import REWARDS
 from hone.rewards.binding import Binding, CannotBind, Case, bind
 
@@ -84,11 +84,7 @@ def load_reward(name: str, reference: str, options: Mapping[str, Any]) -> Loaded
 
 
 def _find(reference: str) -> Any:
-    if ":" in reference:
-        return resolve(reference)
-    if reference not in REWARDS:
-        load_plugins()
-    return REWARDS.get(reference)
+    return resolve(reference) if ":" in reference else REWARDS.get(reference)
 
 
 def _constructed(name: str, cls: Any, options: Mapping[str, Any]) -> Any:

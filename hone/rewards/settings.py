@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from hone.config import Config, setting
-from hone.registry import load_plugins, unknown
+from hone.registry import unknown
 from hone.rewards import REWARDS
 
 ENVIRONMENT = "environment"  # the component of the rewards that an environment gives for turns
@@ -66,8 +66,6 @@ class RewardComponent(Config):
     def _exists(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        if ":" not in value and value not in REWARDS:
-            load_plugins()
         if ":" not in value and value not in REWARDS:
             raise ValueError(f"{unknown('reward', value, list(REWARDS))}, or 'module:function', or 'file.py:function'")
         return value

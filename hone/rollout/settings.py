@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from hone.config import Config, setting
-from hone.registry import load_plugins, unknown
+from hone.registry import unknown
 from hone.rollout import ROLLOUT_ENGINES
 from hone.types import SamplingParams
 
@@ -147,8 +147,6 @@ class RolloutConfig(Config):
     @field_validator("backend")
     @classmethod
     def _exists(cls, value: str) -> str:
-        if value not in ROLLOUT_ENGINES:
-            load_plugins()
         if value not in ROLLOUT_ENGINES:
             raise ValueError(unknown("rollout engine", value, list(ROLLOUT_ENGINES)))
         return value

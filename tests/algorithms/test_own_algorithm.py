@@ -72,9 +72,9 @@ def test_its_numbers_are_those_of_its_page(installed):
 import torch
 from hone.algorithms import ADVANTAGES, POLICY_LOSSES
 from hone.algorithms.losses import LossInputs
-from hone.registry import load_plugins
+from hone.plugins import load_plugins
 from hone.types import Batch
-assert load_plugins() == {"quantile": ""}
+assert load_plugins()["quantile"] == ""
 ends = torch.arange(5)
 batch = Batch(token_ids=ends[:4], position_ids=torch.zeros(4, dtype=torch.long), loss_mask=torch.ones(4).bool(),
               cu_seqlens=ends, group_index=torch.zeros(4, dtype=torch.long), episode_index=ends[:4],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +13,23 @@ from pathlib import Path
 
 import pytest
 
+from hone.plugins import GROUP, VARIABLE
+
 ROOT = Path(__file__).resolve().parents[2]
+PLUGIN_FOLDERS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+
+
+def _find_plugins() -> None:
+    """Let this process and its children find all plug-ins, installed or not: their settings need hone only."""
+    projects = [tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8")) for folder in PLUGIN_FOLDERS]
+    values = [value for one in projects for value in one["project"]["entry-points"][GROUP].values()]
+    folders = [str(folder) for folder in PLUGIN_FOLDERS]
+    sys.path += folders
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT), *folders])
+    os.environ[VARIABLE] = ",".join(values)
+
+
+_find_plugins()
 
 
 @dataclass(frozen=True)
@@ -101,6 +120,8 @@ def _functions(tree: ast.AST, prefix: str, in_class: bool) -> Iterator[Function]
 
 def _module(path: Path) -> Module:
     parts = path.with_suffix("").parts
+    if parts[0] == "plugins" and parts[2:] and parts[2].startswith("hone_"):
+        parts = parts[2:]  # its package is installed from this folder
     return Module(path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
 
 
@@ -117,7 +138,19 @@ def package() -> list[Module]:
 
 
 @pytest.fixture(scope="session")
+def plugins() -> list[Module]:
+    """Every module of the packages in plugins/."""
+    return [_module(path.relative_to(ROOT)) for path in sorted(ROOT.glob("plugins/*/hone_*/**/*.py"))]
+
+
+@pytest.fixture(scope="session")
+def products(package, plugins) -> list[Module]:
+    """Every module that a user installs: of `hone`, and of the packages in plugins/."""
+    return [*package, *plugins]
+
+
+@pytest.fixture(scope="session")
 def python_files() -> list[Module]:
-    """Every Python file of the project: the package, tests, recipes, benchmarks."""
-    folders = ("hone", "tests", "recipes", "benchmarks")
+    """Every Python file of the project: the package, plug-ins, tests, recipes, benchmarks."""
+    folders = ("hone", "plugins", "tests", "recipes", "benchmarks")
     return [_module(p.relative_to(ROOT)) for folder in folders for p in sorted((ROOT / folder).rglob("*.py"))]

@@ -27,16 +27,16 @@ def _p90(numbers: list[int]) -> float:
     return statistics.quantiles(numbers, n=10)[-1]
 
 
-def test_files_are_short(package):
-    lines = {str(module.path): module.text.count("\n") for module in package}
+def test_files_are_short(products):
+    lines = {str(module.path): module.text.count("\n") for module in products}
     assert {path: n for path, n in lines.items() if n > FILE_LINES and path not in LONG_FILES} == {}
     assert _p90([n for n in lines.values() if n > 0]) <= FILE_LINES_P90
 
 
-def _classes(package) -> dict[str, tuple[int, int]]:
+def _classes(products) -> dict[str, tuple[int, int]]:
     """Lines and public methods of each class; a property's setter is the property."""
     sizes = {}
-    for module in package:
+    for module in products:
         for node in module.nodes():
             if isinstance(node, ast.ClassDef):
                 methods = {n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -49,22 +49,22 @@ def _too_long(size: tuple[int, int]) -> bool:
     return size[0] > CLASS_LINES or size[1] > PUBLIC_METHODS
 
 
-def test_classes_are_short(package):
-    long = {name: size for name, size in _classes(package).items() if _too_long(size) and name not in LONG_CLASSES}
+def test_classes_are_short(products):
+    long = {name: size for name, size in _classes(products).items() if _too_long(size) and name not in LONG_CLASSES}
     assert long == {}, "lines and public methods of each"
 
 
-def _folders(package) -> Counter[str]:
-    return Counter(module.path.parent.as_posix() for module in package if module.path.name != "__init__.py")
+def _folders(products) -> Counter[str]:
+    return Counter(module.path.parent.as_posix() for module in products if module.path.name != "__init__.py")
 
 
-def test_folders_hold_few_files(package):
-    full = {path: n for path, n in _folders(package).items() if n > FILES_IN_A_FOLDER and path not in FULL_FOLDERS}
+def test_folders_hold_few_files(products):
+    full = {path: n for path, n in _folders(products).items() if n > FILES_IN_A_FOLDER and path not in FULL_FOLDERS}
     assert full == {}
 
 
-def test_functions_are_short(package):
-    lines = {function.name: function.lines for module in package for function in module.functions}
+def test_functions_are_short(products):
+    lines = {function.name: function.lines for module in products for function in module.functions}
     assert {name: n for name, n in lines.items() if n > FUNCTION_LINES and name not in LONG_FUNCTIONS} == {}
     assert _p90(list(lines.values())) <= FUNCTION_LINES_P90
 
@@ -85,8 +85,8 @@ def _depth(body: list[ast.stmt]) -> int:
     return deepest
 
 
-def test_functions_are_flat(package):
-    deep = {f.name: _depth(f.node.body) for module in package for f in module.functions}
+def test_functions_are_flat(products):
+    deep = {f.name: _depth(f.node.body) for module in products for f in module.functions}
     assert {name: n for name, n in deep.items() if n > NESTING and name not in DEEP_FUNCTIONS} == {}
 
 
@@ -98,14 +98,14 @@ def _arguments(function) -> list[ast.arg]:
     return [*(named[1:] if function.is_method and not static else named), *arguments.kwonlyargs]
 
 
-def test_functions_take_few_parameters(package):
-    wide = {f.name: len(_arguments(f)) for module in package for f in module.functions}
+def test_functions_take_few_parameters(products):
+    wide = {f.name: len(_arguments(f)) for module in products for f in module.functions}
     assert {name: n for name, n in wide.items() if n > PARAMETERS and name not in WIDE_FUNCTIONS} == {}
 
 
-def test_all_arguments_and_results_are_typed(package):
+def test_all_arguments_and_results_are_typed(products):
     bare = []
-    for function in (f for module in package for f in module.functions):
+    for function in (f for module in products for f in module.functions):
         spread = [a for a in (function.node.args.vararg, function.node.args.kwarg) if a is not None]
         untyped = [argument.arg for argument in [*_arguments(function), *spread] if argument.annotation is None]
         if untyped or function.node.returns is None:
@@ -113,11 +113,11 @@ def test_all_arguments_and_results_are_typed(package):
     assert bare == []
 
 
-def test_exceptions_are_still_needed(package):
-    functions = {function.name: function for module in package for function in module.functions}
-    lines = {str(module.path): module.text.count("\n") for module in package}
+def test_exceptions_are_still_needed(products):
+    functions = {function.name: function for module in products for function in module.functions}
+    lines = {str(module.path): module.text.count("\n") for module in products}
     assert [path for path in LONG_FILES if lines.get(path, 0) <= FILE_LINES] == []
-    classes, folders = _classes(package), _folders(package)
+    classes, folders = _classes(products), _folders(products)
     assert [n for n in LONG_CLASSES if n not in classes or not _too_long(classes[n])] == []
     assert [path for path in FULL_FOLDERS if folders[path] <= FILES_IN_A_FOLDER] == []
     assert [n for n in LONG_FUNCTIONS if n not in functions or functions[n].lines <= FUNCTION_LINES] == []

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 NAMES_OF_ONE_DEVICE = re.compile(r"cuda|nccl", re.I)
 
+
 EXCEPTIONS = {  # file -> (what it may say, why)
     "hone/engines/megatron/cpu_patches.py": (None, "patches of a library that takes every device for this one"),
     "hone/engines/megatron/engine.py": (
@@ -39,9 +40,9 @@ def _said(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
-def test_no_kind_of_device_is_named_outside_of_the_platforms(package):
+def test_no_kind_of_device_is_named_outside_of_the_platforms(products):
     wrong = []
-    for module in package:
+    for module in products:
         allowed, _ = EXCEPTIONS.get(str(module.path), (set(), ""))
         if module.part != "platforms" and allowed is not None:
             said = {text for text in _said(module.tree) if NAMES_OF_ONE_DEVICE.search(text)}
@@ -49,8 +50,8 @@ def test_no_kind_of_device_is_named_outside_of_the_platforms(package):
     assert wrong == []
 
 
-def test_the_exceptions_are_still_needed(package):
-    modules = {str(module.path): module for module in package}
+def test_the_exceptions_are_still_needed(products):
+    modules = {str(module.path): module for module in products}
     for path, (allowed, _) in EXCEPTIONS.items():
         said = {text for text in _said(modules[path].tree) if NAMES_OF_ONE_DEVICE.search(text)}
         assert said

@@ -21,6 +21,7 @@ PAGES = {  # package -> its page, where that does not bear its name
 
 def _pages() -> list[Path]:
     found = [*DOCS.glob("*.md"), *(ROOT / "recipes").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+    found += ROOT.glob("plugins/*/*.md")
     return [*found, *(ROOT / name for name in ROOT_PAGES if (ROOT / name).is_file())]
 
 
@@ -39,10 +40,10 @@ def test_every_package_has_a_page(name):
     assert (DOCS / f"{name}.md").is_file() or (DOCS / f"{PAGES.get(name, name)}.md").is_file()
 
 
-def test_a_folder_says_what_is_in_it(package):
+def test_a_folder_says_what_is_in_it(products):
     """The docstring of a folder's `__init__` names each of its files and folders; a file of `cli` is a command."""
     unnamed = []
-    for module in package:
+    for module in products:
         folder = ROOT / module.path.parent
         if module.path.name != "__init__.py" or folder.name == "cli":
             continue
@@ -85,12 +86,14 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_files_named_in_the_docs_exist():
-    """`hone/x/y.py`, `recipes/...`, `tests/...` in backticks are files of this project."""
+    """`hone/x/y.py`, `plugins/...`, `tests/...` in backticks are files of this project."""
     named = [
         (page, name)
         for page in _pages()
         if page.name != "CHANGELOG.md"
-        for name in re.findall(r"`((?:hone|recipes|tests|docs|benchmarks)/[\w./-]+)`", page.read_text(encoding="utf-8"))
+        for name in re.findall(
+            r"`((?:hone|plugins|recipes|tests|docs|benchmarks)/[\w./-]+)`", page.read_text(encoding="utf-8")
+        )
     ]
     assert [f"{page.relative_to(ROOT)}: {name}" for page, name in named if not (ROOT / name).exists()] == []
 

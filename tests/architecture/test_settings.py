@@ -23,8 +23,8 @@ SECOND_DEFAULTS: dict[str, str] = {}  # "function: parameter" -> why it has a de
 OFF = (0, 1)  # a pure function may leave a term or a factor out unless it is told
 
 
-def _settings_classes(package) -> Iterator[type[Config]]:
-    for module in package:
+def _settings_classes(products) -> Iterator[type[Config]]:
+    for module in products:
         if module.name.endswith("settings"):
             loaded = importlib.import_module(module.name)
             for _, cls in inspect.getmembers(loaded, inspect.isclass):
@@ -32,25 +32,25 @@ def _settings_classes(package) -> Iterator[type[Config]]:
                     yield cls
 
 
-def test_every_setting_says_what_it_means(package):
+def test_every_setting_says_what_it_means(products):
     silent = [
         f"{cls.__module__}.{cls.__qualname__}.{name}"
-        for cls in _settings_classes(package)
+        for cls in _settings_classes(products)
         for name, info in cls.model_fields.items()
         if not info.description and name != "name"
     ]
     assert silent == []
 
 
-def test_every_section_says_what_it_is(package):
+def test_every_section_says_what_it_is(products):
     assert [
-        cls.__qualname__ for cls in _settings_classes(package) if not cls.__doc__ or cls.__doc__ == Config.__doc__
+        cls.__qualname__ for cls in _settings_classes(products) if not cls.__doc__ or cls.__doc__ == Config.__doc__
     ] == []
 
 
-def test_settings_stand_in_settings_files(package):
+def test_settings_stand_in_settings_files(products):
     wrong = []
-    for module in package:
+    for module in products:
         for node in module.nodes():
             bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else set()
             if bases & {"Config", "Choice"} and not module.name.endswith("settings") and module.part != "config":
@@ -58,13 +58,13 @@ def test_settings_stand_in_settings_files(package):
     assert wrong == []
 
 
-def test_a_default_is_written_once(package):
+def test_a_default_is_written_once(products):
     """A parameter named as a setting of its own package takes its value from there, not from a second default."""
     keys: dict[str, set[str]] = {}
-    for cls in _settings_classes(package):
+    for cls in _settings_classes(products):
         keys.setdefault(cls.__module__.split(".")[1], set()).update(cls.model_fields)
     wrong = []
-    for function in (f for m in package if not m.name.endswith("settings") for f in m.functions):
+    for function in (f for m in products if not m.name.endswith("settings") for f in m.functions):
         arguments = function.node.args
         positional = [*arguments.posonlyargs, *arguments.args]
         given = list(zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True))
@@ -82,10 +82,10 @@ def test_a_default_is_written_once(package):
     assert wrong == []
 
 
-def test_no_setting_is_read_with_a_fallback(package):
+def test_no_setting_is_read_with_a_fallback(products):
     """`getattr(config, "key", 3)` would be a second default, and hide a key that does not exist."""
     wrong = []
-    for module in package:
+    for module in products:
         for node in module.nodes():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
                 of = ast.unparse(node.args[0]).rpartition(".")[2]
@@ -138,7 +138,7 @@ def test_the_common_path_has_few_keys():
     assert len(keys) <= COMMON_PATH_KEYS
 
 
-def test_choices_bear_the_name_they_are_registered_under(package):
+def test_choices_bear_the_name_they_are_registered_under(products):
     """`name` of a settings class is its default: the name by which a run file finds it."""
     from hone.algorithms import ADVANTAGES, POLICY_LOSSES
     from hone.tracking import TRACKERS

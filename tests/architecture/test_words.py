@@ -77,17 +77,17 @@ def test_files_and_folders_say_what_they_hold(python_files):
     assert wrong == set()
 
 
-def test_classes_and_functions_say_what_they_do(package):
+def test_classes_and_functions_say_what_they_do(products):
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    named = [(module, node.name) for module in package for node in module.nodes() if isinstance(node, kinds)]
+    named = [(module, node.name) for module in products for node in module.nodes() if isinstance(node, kinds)]
     wrong = {f"{module.path}: {name}" for module, name in named if _words(name) & SAY_NOTHING}
     assert wrong - set(NAMES_ALLOWED) == set()
 
 
-def test_one_word_for_one_concept(package):
+def test_one_word_for_one_concept(products):
     wrong = {
         f"{module.path}: {name}"
-        for module in package
+        for module in products
         for name in [*_defined(module), *module.path.with_suffix("").parts]
         if _words(name) & OTHER_WORDS_FOR_ROLLOUT
     }
@@ -113,9 +113,9 @@ BANNED_KEYWORDS = {("weights_only", False), ("allow_pickle", True), ("trust_remo
 EVERY_INTERFACE = re.compile(r"\b0\.0\.0\.0\b|\[::\]")
 
 
-def test_nothing_is_unpickled_or_run_as_code(package):
+def test_nothing_is_unpickled_or_run_as_code(products):
     wrong = []
-    for module in package:
+    for module in products:
         wrong += [f"{module.path}:{i.line}: {i.target}" for i in module.imports if i.package in BANNED_MODULES]
         for node in module.nodes():
             if not isinstance(node, ast.Call):
@@ -128,14 +128,14 @@ def test_nothing_is_unpickled_or_run_as_code(package):
     assert wrong == []
 
 
-def test_nothing_listens_on_every_interface(package):
-    wrong = [str(module.path) for module in package if EVERY_INTERFACE.search(module.text)]
+def test_nothing_listens_on_every_interface(products):
+    wrong = [str(module.path) for module in products if EVERY_INTERFACE.search(module.text)]
     assert wrong == []
 
 
-def test_failures_are_not_swallowed(package):
+def test_failures_are_not_swallowed(products):
     wrong = []
-    for module in package:
+    for module in products:
         for node in module.nodes():
             if isinstance(node, ast.ExceptHandler):
                 kinds = ast.unparse(node.type) if node.type else "everything"
@@ -169,9 +169,9 @@ WAITS_ALLOWED = {  # "file: call" -> who ends it
 }
 
 
-def test_every_wait_has_a_deadline_or_stands_in_the_list(package):
+def test_every_wait_has_a_deadline_or_stands_in_the_list(products):
     wrong = []
-    for module in package:
+    for module in products:
         for node in module.nodes():
             bare = isinstance(node, ast.Call) and not node.args and not node.keywords
             if bare and isinstance(node.func, ast.Attribute) and node.func.attr in ENDLESS:
@@ -179,9 +179,9 @@ def test_every_wait_has_a_deadline_or_stands_in_the_list(package):
     assert sorted(set(wrong) - set(WAITS_ALLOWED)) == []
 
 
-def test_subprocesses_have_a_deadline(package):
+def test_subprocesses_have_a_deadline(products):
     wrong = []
-    for module in package:
+    for module in products:
         for node in module.nodes():
             if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("subprocess."):
                 runs = node.func.attr in ("run", "check_output", "check_call", "call")  # type: ignore[attr-defined]
@@ -196,8 +196,8 @@ SESSIONS = {  # aiohttp's own deadline, five minutes, is none of hone's
 }
 
 
-def test_http_sessions_have_no_deadline_that_nobody_chose(package):
-    opened = {str(m.path) for m in package for node in m.nodes() if _is_session(node)}
+def test_http_sessions_have_no_deadline_that_nobody_chose(products):
+    opened = {str(m.path) for m in products for node in m.nodes() if _is_session(node)}
     assert opened == set(SESSIONS)
 
 

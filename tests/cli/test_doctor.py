@@ -11,7 +11,7 @@ import torch
 from hone.cli.doctor import _show, examine
 from hone.cli.finding import Finding
 from hone.cli.main import main
-from hone.engines.registry import PACKAGES, Package
+from hone.engines.registry import EngineRegistry, Package
 
 
 def findings(full=False) -> dict[tuple[str, str], list]:
@@ -114,11 +114,13 @@ def test_a_server_is_there_if_its_environment_has_its_package(tmp_path, monkeypa
 
 
 def test_an_engine_without_its_package_says_what_to_type(monkeypatch):
-    monkeypatch.setitem(PACKAGES, "megatron", Package("no_such_module", "no-such", "pip install no-such==1"))
+    package = Package("no_such_module", "no-such", "pip install no-such==1")
+    monkeypatch.setitem(EngineRegistry.packages, "fsdp2", package)
     found = findings()
     missing = "no-such is not installed; to add it: pip install no-such==1"
-    assert found["training engines", "megatron"] == [Finding("training engines", "megatron", False, missing)]
-    assert found["training engines", "fsdp2"][0].ok
+    assert found["training engines", "fsdp2"] == [Finding("training engines", "fsdp2", False, missing)]
+    monkeypatch.delitem(EngineRegistry.packages, "fsdp2")
+    assert findings()["training engines", "fsdp2"][0].ok
 
 
 def test_a_long_line_goes_on_below(capsys, monkeypatch):

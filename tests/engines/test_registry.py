@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hone.engines.fsdp2.engine import Fsdp2Engine
-from hone.engines.registry import PACKAGES, EngineRegistry, Package, _EngineRegistry
+from hone.engines.registry import EngineRegistry, Package, _EngineRegistry
 from hone.engines.settings import EngineConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.registry import CannotLoad, UnknownName
@@ -42,7 +42,7 @@ def test_the_environment_overrides_the_platform(registry, monkeypatch):
 
 
 def test_errors_list_what_there_is(registry):
-    with pytest.raises(UnknownName, match=r"^unknown engine backend 'c' \(there is: b\)"):
+    with pytest.raises(UnknownName, match=r"^unknown training engine 'c' \(there is: b\)"):
         registry.find("language_model", "c", "cpu", "cpu")
     with pytest.raises(UnknownName, match=r"no engine for model_type=diffusion .*there is: .*vendor=acme"):
         registry.find("diffusion", "b", "cpu", "cpu")
@@ -53,9 +53,9 @@ def test_errors_list_what_there_is(registry):
         registry.register(model_type="language_model", backend="b")(object)
 
 
-def test_an_engine_without_its_package_says_what_to_type(registry, monkeypatch):
-    monkeypatch.setitem(PACKAGES, "absent", Package("no_such_module", "no-such", "pip install no-such==1"))
-    registry.register(model_type="language_model", backend="absent", target="no_such_module:Engine")
+def test_an_engine_without_its_package_says_what_to_type(registry):
+    package = Package("no_such_module", "no-such", "pip install no-such==1")
+    registry.register(model_type="language_model", backend="absent", target="no_such_module:Engine", package=package)
     with pytest.raises(CannotLoad, match=r"'absent' needs no-such, which is not installed: pip install no-such==1$"):
         registry.find("language_model", "absent", "cpu", "cpu")
 

@@ -10,6 +10,8 @@ import pytest
 from tests.trainers.tiny import recipe
 
 PLATFORM = """
+    PLUGIN_API = 1
+
     from hone.platforms.base import PlatformRegistry
     from hone.platforms.cpu import CpuPlatform
 
@@ -42,7 +44,7 @@ PYPROJECT = """
 TRAIN = """
     import torch
     from hone.platforms.base import PlatformRegistry, current_platform
-    from hone.registry import load_plugins
+    from hone.plugins import load_plugins
 
     torch.set_num_threads(1)
     print(load_plugins())

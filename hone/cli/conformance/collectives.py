@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hone.cli.conformance.record import LONGEST, Absent, Recorder, require
 from hone.platforms.base import PlatformBase, current_platform
+from hone.plugins import load_plugins
 from hone.processes.request_loop import RequestLoop
 from hone.processes.request_process import ChildLost, ChildSpec, RequestProcess
-from hone.registry import load_plugins, reason
+from hone.registry import reason
 
 PROGRAM = "hone.cli.conformance.collectives"
 WORLD = 2

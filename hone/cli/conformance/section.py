@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from hone.cli.conformance.record import Recorder
+from hone.plugins import load_plugins
 from hone.processes.request_loop import RequestLoop
-from hone.registry import load_plugins, resolve
+from hone.registry import resolve
 
 SECTIONS = {  # in the order in which they run: each relies on those before it
     "device": "hone.cli.conformance.device:device",

@@ -18,9 +18,10 @@ import torch
 
 from hone.cli.conformance.record import LONGEST, Recorder
 from hone.platforms.base import current_platform
+from hone.plugins import load_plugins
 from hone.processes.request_loop import RequestLoop
 from hone.processes.request_process import ChildLost, ChildSpec, RequestProcess
-from hone.registry import load_plugins, reason
+from hone.registry import reason
 from hone.rollout.base import WeightReceipt
 from hone.weights import TRANSPORTS
 from hone.weights.base import CheckpointEngine

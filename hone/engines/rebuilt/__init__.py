@@ -1,4 +1,4 @@
-"""What engines share that rebuild a transformers model in another package's modules (`megatron`, `torchtitan`).
+"""Parts for engines that rebuild a transformers model in another package's modules.
 
 settings, config.json  --`configs`--> refused by name, if the other package's modules compute something else
 model, on the meta device             names, shapes and config, under which everybody else knows the weights

@@ -4,6 +4,8 @@ from hone.algorithms import ADVANTAGES, POLICY_LOSSES
 from hone.algorithms.settings import AdvantageSettings, PolicyLossSettings
 from hone.config import setting
 
+PLUGIN_API = 1  # the version of hone.PLUGIN_API that this package was written for
+
 
 class QuantileSettings(AdvantageSettings):
     """Reward against a quantile of the group."""
@@ -19,5 +21,7 @@ class DampedSettings(PolicyLossSettings):
     damping: float = setting(0.5, "factor of the loss where the advantage is negative", ge=0, le=1)
 
 
-ADVANTAGES.register("quantile", "hone_quantile.mathematics:quantile", QuantileSettings)
-POLICY_LOSSES.register("damped", "hone_quantile.mathematics:damped", DampedSettings)
+def register() -> None:
+    """Add both parts to hone's registries."""
+    ADVANTAGES.register("quantile", "hone_quantile.mathematics:quantile", QuantileSettings)
+    POLICY_LOSSES.register("damped", "hone_quantile.mathematics:damped", DampedSettings)

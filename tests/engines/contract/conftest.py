@@ -1,31 +1,24 @@
 """Models in folders, and what every mesh made of them: its processes start once."""
 
-import importlib.util
-
 import pytest
 
+from hone.engines.registry import EngineRegistry
 from tests.engines.contract.cases import FAMILIES, MIXTURES, MODELS, Mesh, names_of, save_model, train_models
 from tests.ranks import run_ranks
 
-NEEDS = {  # backend -> package
-    "megatron": "megatron",
-    "veomni": "veomni",
-    "automodel": "nemo_automodel",
-    "torchtitan": "torchtitan",
-}
-
 
 def there(backend):
-    return backend not in NEEDS or importlib.util.find_spec(NEEDS[backend]) is not None
+    package = EngineRegistry.packages.get(backend)
+    return backend in EngineRegistry.backends and (package is None or package.is_installed)
 
 
 @pytest.fixture
 def needs_backend():
-    """needs_backend("megatron") skips the test where the backend's package is not installed."""
+    """needs_backend("megatron") skips the test where the backend's plug-in or its package is not installed."""
 
     def need(backend):
         if not there(backend):
-            pytest.skip(f"{NEEDS[backend]} is not installed: make test-{backend}")
+            pytest.skip(f"{backend} is not installed: make test-{backend}")
 
     return need
 

@@ -151,69 +151,12 @@ def test_bad_settings_are_errors_that_name_them(folders, needs_backend, tmp_path
 
 
 @pytest.mark.slow
-def test_settings_that_veomni_lacks_are_errors_that_name_them(folders, needs_backend):
-    needs_backend("veomni")
-    folder, two, liger = folders["qwen3"], Mesh("veomni", 2), {"operators": {"rms_norm": "liger_kernel"}}
-    bad = [
-        (Mesh("veomni", 2, {"replicate": 3}), folder, {}, "replicate = 3 does not divide 2 ranks"),
-        (Mesh("veomni", 2, {"shard": 3}), folder, {}, "shard = 3, but 2 of 2 ranks are left"),
-        (two, folder, {"lora": {"rank": 2}}, "backend veomni does not have lora"),
-        (two, folder, {"moe": {}}, "backend veomni does not have moe"),
-        (Mesh("veomni", 2, more=liger), folder, {}, "operators.rms_norm = liger_kernel does not run here"),
-        (
-            two,
-            folder,
-            {"model": {"dtype": "bfloat16"}, "compute_dtype": "bfloat16"},
-            "needs model.dtype=float32, found",
-        ),
-        (Mesh("veomni", 2, {"replicate": 2}), folder, {}, "replicate = 2 leaves no ranks to shard weights over"),
-        (Mesh("veomni", 2, {"expert": 2}), folders["qwen3_moe"], {}, "parallel.expert = 2: VeOmni sends tokens"),
-        (two, folders["mistral"], {}, "whose model_type is 'mistral': it trains llama, qwen2, qwen3, qwen3_moe"),
-    ]
-    run_ranks(2, refuse_all, bad)
-    run_ranks(
-        1,
-        refuse_after_another,
-        Mesh("veomni", 1),
-        folder,
-        [(Mesh("veomni", 1, more=liger), folder, {}, "choose one for both")],
-    )
-
-
-@pytest.mark.slow
-def test_settings_that_automodel_lacks_are_errors_that_name_them(folders, needs_backend):
-    needs_backend("automodel")
-    folder, two, own = folders["qwen3"], Mesh("automodel", 2), {"models": "automodel"}
-    bad = [
-        (Mesh("automodel", 2, {"tensor": 3}), folder, {}, "tensor = 3 does not divide 2 ranks"),
-        (Mesh("automodel", 2, {"replicate": 2}), folder, {}, "replicate = 2 leaves no ranks to shard weights over"),
-        (Mesh("automodel", 2, {"tensor": 2}), folders["qwen3_moe"], {}, "tensor = 2"),
-        (two, folder, {"lora": {"rank": 2}}, "backend automodel does not have lora"),
-        (two, folder, {"moe": {}}, "backend automodel does not have moe"),
-        (Mesh("automodel", 2, {"expert": 2}), folders["qwen3_moe"], {}, "parallel.expert = 2: Automodel divides"),
-        (
-            Mesh("automodel", 2, more=own),
-            folders["llama"],
-            {},
-            "models = automodel has qwen3 only, found model_type 'llama'",
-        ),
-    ]
-    run_ranks(2, refuse_all, bad)
-
-
-def refuse_after_another(mesh, folder, bad):
-    make_engine(mesh, folder)
-    return refuse_all(bad)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
         (Mesh("megatron", 4, {"tensor": 4}), "tensor = 4 does not divide the 2 num_key_value_heads"),
         (Mesh("megatron", 2, {"expert": 2}), "has no experts; leave it at 1"),
         (Mesh("megatron", 2, {"expert_tensor": 2}), "expert_tensor = 2: "),
-        (Mesh("automodel", 4, {"tensor": 4}), "tensor: 2 num_key_value_heads"),
     ],
     ids=str,
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from hone.engines.automodel.models import model_class
-from hone.engines.automodel.settings import AutomodelSettings
-from hone.engines.automodel.sharding import AutomodelSharder
 from hone.engines.base import EngineSpec
 from hone.engines.fsdp2.engine import Fsdp2Engine
 from hone.engines.fsdp2.mesh import Mesh
 from hone.engines.unsupported import refuse_expert_ranks, refuse_unsupported
 from hone.models.loading import DTYPES, ClassOf
+from hone_automodel.models import model_class
+from hone_automodel.settings import AutomodelSettings
+from hone_automodel.sharding import AutomodelSharder
 
 NO_EXPERT_RANKS = (
     "Automodel divides the experts of its own model classes only, and these can be built on a GPU only, so hone cannot "

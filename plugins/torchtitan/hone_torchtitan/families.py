@@ -23,10 +23,10 @@ from hone.engines.rebuilt.configs import (
     require_family,
     windows_of,
 )
-from hone.engines.torchtitan.mesh import TitanRanks
-from hone.engines.torchtitan.modules import CalledHead, PackedAttention, PaddedEmbedding, Rotary
-from hone.engines.torchtitan.settings import TitanParallel
 from hone.models.errors import ModelError
+from hone_torchtitan.mesh import TitanRanks
+from hone_torchtitan.modules import CalledHead, PackedAttention, PaddedEmbedding, Rotary
+from hone_torchtitan.settings import TitanParallel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 NO_VALUES: dict[str, Any] = {}  # first values that torchtitan would draw; weights are always read

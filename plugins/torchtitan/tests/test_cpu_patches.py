@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("torchtitan")
 
-import hone.engines.torchtitan.quiet_import  # noqa: F401  isort: skip
+import hone_torchtitan.quiet_import  # noqa: F401  isort: skip
 from torchtitan.tools import utils
 
-from hone.engines.torchtitan import cpu_patches
+from hone_torchtitan import cpu_patches
 
 
 def test_every_patch_is_still_needed():

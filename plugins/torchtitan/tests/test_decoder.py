@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 
 pytest.importorskip("torchtitan")
 
-import hone.engines.torchtitan.quiet_import as quiet_import  # isort: skip
+import hone_torchtitan.quiet_import as quiet_import  # isort: skip
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from hone.data.packing import select
-from hone.engines.torchtitan.modules import PackedAttention
-from hone.engines.torchtitan.names import MODULES, transformers_name
 from hone.models.errors import ModelError
 from hone.models.loading import without_progress_bars
+from hone_torchtitan.modules import PackedAttention
+from hone_torchtitan.names import MODULES, transformers_name
 from tests.engines.contract.cases import Mesh, make_batch, make_engine, own_part, scores, train, weights
 from tests.ranks import run_ranks
 

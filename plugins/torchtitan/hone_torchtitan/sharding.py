@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
 from hone.engines.fsdp2.sharding import sum_gradients
-from hone.engines.torchtitan.mesh import TitanRanks
-from hone.engines.torchtitan.modules import Rotary
 from hone.models.attention.packed import checkpoint_contexts
+from hone_torchtitan.mesh import TitanRanks
+from hone_torchtitan.modules import Rotary
 
 
 def shard_decoder(decoder: Any, ranks: TitanRanks, compute: torch.dtype, recompute: bool) -> None:

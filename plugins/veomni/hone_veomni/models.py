@@ -12,8 +12,8 @@ from veomni.models.loader import MODELING_REGISTRY
 from veomni.ops.dispatch import OpSlot
 from veomni.ops.kernels.moe import apply_veomni_fused_moe_patch
 
-from hone.engines.veomni.settings import OperatorsConfig
 from hone.models.errors import ModelError
+from hone_veomni.settings import OperatorsConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types that the contract tests train; VeOmni has more."""

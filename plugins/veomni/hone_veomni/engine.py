@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hone.engines.veomni.quiet_import  # noqa: F401  isort: skip
+import hone_veomni.quiet_import  # noqa: F401  isort: skip
 
 from transformers import PreTrainedModel
 
@@ -10,10 +10,10 @@ from hone.engines.base import EngineSpec
 from hone.engines.fsdp2.engine import Fsdp2Engine
 from hone.engines.fsdp2.mesh import Mesh
 from hone.engines.unsupported import refuse_expert_ranks, refuse_unsupported
-from hone.engines.veomni.models import choose_operators, model_class
-from hone.engines.veomni.settings import OperatorsConfig, VeomniSettings
-from hone.engines.veomni.sharding import VeomniSharder
 from hone.models.loading import DTYPES, ClassOf
+from hone_veomni.models import choose_operators, model_class
+from hone_veomni.settings import OperatorsConfig, VeomniSettings
+from hone_veomni.sharding import VeomniSharder
 
 NO_EXPERT_RANKS = (
     "VeOmni sends tokens to the experts of other ranks in its fused kernels alone (operators.moe), which need triton "

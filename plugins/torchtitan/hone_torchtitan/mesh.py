@@ -16,8 +16,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_spmd_backend
 
 from hone.engines.base import JobRanks, deadline_of_groups, give_deadline
-from hone.engines.torchtitan.settings import Sizes, TitanParallel
 from hone.engines.vocabulary import VocabularyRanks
+from hone_torchtitan.settings import Sizes, TitanParallel
 
 SPMD_BACKEND = "partial_dtensor"
 """Of torchtitan's three ways to write parallel tensors, the one whose gradients are right on torch 2.13."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hone.engines.torchtitan.quiet_import  # noqa: F401  isort: skip
+import hone_torchtitan.quiet_import  # noqa: F401  isort: skip
 
 from typing import Any
 
@@ -16,19 +16,19 @@ from hone.engines.fsdp2.weights import ShardedWeights
 from hone.engines.layout import lay_out
 from hone.engines.logprobs import Head
 from hone.engines.rebuilt.reading import Reader, Region, open_model
-from hone.engines.torchtitan.cpu_patches import patch_for_cpu
-from hone.engines.torchtitan.families import decoder_config
-from hone.engines.torchtitan.mesh import TitanRanks, open_mesh
-from hone.engines.torchtitan.modules import Outputs
-from hone.engines.torchtitan.names import transformers_name
-from hone.engines.torchtitan.settings import TitanParallel, TitanSettings
-from hone.engines.torchtitan.sharding import allocate, shard_decoder, sharded_modules
 from hone.engines.unsupported import refuse, refuse_unsupported
 from hone.models.attention.packed import packed
 from hone.models.loading import DTYPES
 from hone.models.value_head import values_of
 from hone.platforms.base import compute_dtype, current_platform
 from hone.types import Batch, ModelOutput
+from hone_torchtitan.cpu_patches import patch_for_cpu
+from hone_torchtitan.families import decoder_config
+from hone_torchtitan.mesh import TitanRanks, open_mesh
+from hone_torchtitan.modules import Outputs
+from hone_torchtitan.names import transformers_name
+from hone_torchtitan.settings import TitanParallel, TitanSettings
+from hone_torchtitan.sharding import allocate, shard_decoder, sharded_modules
 
 
 class TitanEngine(Engine):
