@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 from importlib.metadata import version
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,8 @@ from hypothesis import settings
 
 from hone.processes.garbage import collect_rarely
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 collect_rarely()
 settings.register_profile("hone", deadline=None)  # how long an example takes says nothing about whether it is right
 settings.load_profile("hone")

@@ -153,6 +153,14 @@ def test_the_kl_coefficient_adapts_and_survives_a_restart(batch):
     assert second.kl_coef == pytest.approx(0.102 * 1.02)
 
 
+def test_the_kl_that_it_adapts_to_is_the_mean_over_trajectories(batch):
+    """(0.125 + 0) / 2 and 0.125, so 0.09375, where the mean over tokens is 0.0833."""
+    adaptive = AdaptiveKlSettings(target=0.09375 / 1.1, horizon=20)
+    chosen = algorithm(kl=KlSettings(where="in_reward", kind="k2", coef=0.1, adaptive=adaptive))
+    chosen.advantages(batch)
+    assert chosen.kl_coef == pytest.approx(0.1 * (1 + 0.1 * 2 / 20))
+
+
 def test_old_log_probs_may_be_those_of_the_rollout(batch):
     done = algorithm(4, correction=CorrectionSettings(old="rollout")).advantages(batch.with_(old_logprobs=None))
     assert torch.equal(done.old_logprobs, batch.rollout_logprobs)

@@ -101,6 +101,7 @@ def test_it_is_listed_beside_the_others(installed):
     assert ["grpo", "hone.algorithms.advantages:grpo"] in lines
 
 
+@pytest.mark.slow
 def test_doctor_reports_a_broken_package_which_is_in_nobodys_way(installed, tmp_path):
     for name, text in BROKEN.items():
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """`hone doctor` on this very machine, and with things that are broken."""
 
 import os
-import resource
 import subprocess
 import sys
 
@@ -58,15 +57,13 @@ def test_without_full_parts_are_named_and_not_tried():
     assert not any(line.ok is not None for (section, _), lines in found.items() if section == "parts" for line in lines)
 
 
-def test_it_answers_within_five_seconds_of_processor_time():
-    """Of which importing torch takes one; transformers takes two more, and only the rest of the doctor needs it."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def test_it_imports_torch_and_nothing_else_that_takes_seconds():
+    """So that it answers in a few seconds; `hone doctor --full` imports the rest."""
     run = "import sys; from hone.cli.main import main; main(['doctor', '--json'])"
-    code = f"{run}; sys.exit('transformers' in sys.modules)"
+    heavy = ("transformers", "peft", "datasets", "pyarrow", "ray", "reasoning_gym", "torch._dynamo")
+    code = f"{run}; sys.exit(' '.join(name for name in {heavy} if name in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 5
 
 
 def test_it_prints_every_section_and_succeeds(capsys):

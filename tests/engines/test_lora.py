@@ -17,22 +17,28 @@ from hone.types import LossOutput
 from tests.engines.adapters import by_peft, same, teach, weights
 
 EXPERTS = {"targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")}
-KINDS = [
-    ("qwen3", {}),
-    ("untied", {"dora": True}),
-    ("qwen3", {"dora": True, "rslora": True, "targets": ("q_proj", "v_proj")}),
-    ("qwen3", {"init": "gaussian", "exclude": ("o_proj",)}),
-    ("qwen3", {"init": "orthogonal"}),
-    ("qwen3", {"init": "pissa"}),
-    ("qwen3", {"init": "pissa", "rslora": True}),
-    ("qwen3", {"init": "olora"}),
-    ("gpt2", {}),
-    ("gpt2", {"init": "pissa"}),
-    ("gpt2", {"dora": True}),
-    ("qwen3_moe", EXPERTS),
-]
+KINDS = {
+    "plain": ("qwen3", {}),
+    "untied dora": ("untied", {"dora": True}),
+    "pissa": ("qwen3", {"init": "pissa"}),
+    "experts": ("qwen3_moe", EXPERTS),
+    "gpt2": ("gpt2", {}),
+}
+MORE_KINDS = {
+    "dora rslora": ("qwen3", {"dora": True, "rslora": True, "targets": ("q_proj", "v_proj")}),
+    "gaussian": ("qwen3", {"init": "gaussian", "exclude": ("o_proj",)}),
+    "orthogonal": ("qwen3", {"init": "orthogonal"}),
+    "pissa rslora": ("qwen3", {"init": "pissa", "rslora": True}),
+    "olora": ("qwen3", {"init": "olora"}),
+    "gpt2 pissa": ("gpt2", {"init": "pissa"}),
+    "gpt2 dora": ("gpt2", {"dora": True}),
+}
 every_kind = pytest.mark.parametrize(
-    ("architecture", "settings"), KINDS, ids=[f"{name} {' '.join(s)}".strip() for name, s in KINDS]
+    ("architecture", "settings"),
+    [
+        *(pytest.param(*kind, id=name) for name, kind in KINDS.items()),
+        *(pytest.param(*kind, id=name, marks=pytest.mark.slow) for name, kind in MORE_KINDS.items()),
+    ],
 )
 
 

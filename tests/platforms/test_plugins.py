@@ -123,6 +123,7 @@ def test_a_whole_run_trains_on_the_platform_that_the_plug_in_brings(installed, t
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_without_its_hardware_the_plug_in_is_named_with_its_reason(installed):
     done = python(TRAIN, installed, HONE_PLATFORM="toy")
     assert done.returncode == 1

@@ -53,6 +53,7 @@ def test_a_recipe_runs_for_ten_steps_as_it_is(recipe):
         assert config.actor.schedule.warmup(steps["actor"]) == 1
 
 
+@pytest.mark.slow
 def test_ppo_on_reverse_trains_its_critic(tmp_path):
     pool = "evaluation.sets.held_out.source.size=16"
     steps = started("train", "reverse/ppo.yaml", tmp_path, "run.steps=2", "update.prompts_per_step=8", pool)
@@ -98,6 +99,7 @@ def test_fine_tuning_on_chats_learns_both_answers_and_nothing_else(tmp_path):
     assert renderer.decode(learnt_ids, keep_special=True) == "".join(answers)
 
 
+@pytest.mark.slow
 def test_the_calculator_is_called_and_credit_goes_to_turns(tmp_path):
     small = ("run.steps=1", "warm_start.steps=3", "warm_start.samples_per_step=8", "update.prompts_per_step=2",
              "update.samples_per_prompt=4", "evaluation.sets.held_out.source.size=4")  # fmt: skip
@@ -106,6 +108,7 @@ def test_the_calculator_is_called_and_credit_goes_to_turns(tmp_path):
     assert steps[1]["rollout/trajectories"] == 8
 
 
+@pytest.mark.slow
 def test_the_corpus_is_searched_by_its_recipe(tmp_path):
     small = ("run.steps=1", "warm_start.steps=3", "warm_start.samples_per_step=8", "update.prompts_per_step=2",
              "update.samples_per_prompt=4", "evaluation.sets.held_out.max_rows=4")  # fmt: skip

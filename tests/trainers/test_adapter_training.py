@@ -100,6 +100,7 @@ def test_fine_tuning_learns_exports_and_resumes(tmp_path):
     assert of_run(second, "eval/held_out/loss")[0] == pytest.approx(losses[-1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_there_is_nothing_to_merge_where_all_weights_were_trained(tmp_path):
     whole = fine_tune(sft_recipe(tmp_path / "full"), "run.steps=1")
     with pytest.raises(ConfigError, match=r"--merge: the run in .* trained all weights"):
@@ -152,6 +153,7 @@ def test_a_policy_is_its_own_reference(tmp_path, kl, loaded):
     assert divergence[-1] > 1e-6
 
 
+@pytest.mark.slow
 def test_a_policy_that_begins_with_an_adapter_is_measured_against_that(tmp_path):
     run = fine_tune(sft_recipe(tmp_path / "first", model=BASE["model"]), *lora("actor"))
     path = recipe(tmp_path / "second", KL, {"model": {"path": str(run / "model")}})

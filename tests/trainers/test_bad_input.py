@@ -212,6 +212,7 @@ def test_a_reward_that_fails_at_times_is_counted_and_never_a_zero(tmp_path, capf
     assert all(step["reward/min"] >= 1.0 for step in steps)  # what was judged has at least 1
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(tmp_path, capfd, monkeypatch):
     written = []
     real = CheckpointStore.begin

@@ -44,7 +44,13 @@ def quarter(new, old):
     return (0.25 * new.float() + 0.75 * old.float()).to(old.dtype)
 
 
-@pytest.fixture(scope="module", params=list(PRECISIONS), ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(one, marks=[] if one == ("float32", "float32") else pytest.mark.slow, id="-".join(one))
+        for one in PRECISIONS
+    ],
+)
 def blended(request, tmp_path_factory):
     """(run, tolerance): two steps, after each of which the reference moves a quarter of the way."""
     dtype, compute = request.param
@@ -87,6 +93,7 @@ def test_the_loss_is_measured_against_the_blend(tmp_path):
     assert abs(loss - math.log(2)) > 1e-4
 
 
+@pytest.mark.slow
 def test_losses_change_with_the_first_move_and_are_log_2_after_it(tmp_path):
     """It moves after steps 2 and 4, and becomes the policy: the next step begins with policy = reference."""
     still, moved = (

@@ -60,6 +60,7 @@ def trained(tmp_path):
     return load(PolicyRunConfig, path, overrides).config, tmp_path / "run" / "run"
 
 
+@pytest.mark.slow
 def test_merged_export_adapter_and_the_runs_own_export_answer_alike(trained, tmp_path):
     config, run = trained
     export_checkpoint(run, tmp_path / "merged", merge=True)

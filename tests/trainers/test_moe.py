@@ -38,6 +38,7 @@ def tied(tmp_path_factory):
     return {"model": {"path": str(folder)}}
 
 
+@pytest.mark.slow
 def test_routes_of_the_rollout_are_replayed_in_both_forwards(tied, tmp_path):
     """Two mini-batches, so there is a forward for old log-probs; the first trains a policy that has not changed."""
     found = {}

@@ -102,6 +102,7 @@ def test_oversampling_trains_on_the_same_answers_in_fewer_draws(tmp_path, exact)
     ]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_continues_with_the_prompts_that_were_put_back(tmp_path, exact):
     path = settings(tmp_path / "halves", JUDGE, 3.0)
     train(path, "run.steps=2")
@@ -143,6 +144,7 @@ def test_a_step_does_not_wait_for_answers_that_it_does_not_need(tmp_path):
     assert {draw for step, draw, *_ in rollouts(run) if step == 2} == {4, 5, 6, 7}, "those put back, the slow one too"
 
 
+@pytest.mark.slow
 def test_skipped_prompts_that_are_put_back_are_not_counted(tmp_path):
     skipping = {"max_draws": 8, "oversample": 4.0, "skip_zero_variance": {"explore": 0.01, "explore_step": 0.0}}
     rows = {"source": {"name": "python", "function": f"{tmp_path / 'skip'}/task.py:rows", "size": 12, "seed": 1}}

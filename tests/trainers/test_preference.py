@@ -140,7 +140,7 @@ def test_kto_measures_its_baseline_on_answers_under_other_prompts(tmp_path, mode
     assert metrics(tmp_path / "bare" / "run")[1]["train/loss"] == pytest.approx(sum(expected) / 5, abs=1e-5)
 
 
-@pytest.mark.parametrize("reference", ["precomputed", "live"])
+@pytest.mark.parametrize("reference", ["precomputed", pytest.param("live", marks=pytest.mark.slow)])
 def test_kto_leaves_out_what_fits_under_no_other_prompt(tmp_path, reference):
     """Every row has 13 tokens, a long prompt with a long answer 20: a budget of 14 holds rows, but not all crosses."""
     path = written(tmp_path, "prefer", "kto", samples_per_step=2, evaluation={},
@@ -201,6 +201,7 @@ def test_the_gradient_does_not_depend_on_the_cut(gradients, rows, spare, rng):
         torch.testing.assert_close(cut[name], grad, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_runs_with_different_budgets_are_the_same_run(tmp_path):
     for budget in (24, 1000):
         prefer(written(tmp_path / str(budget), "prefer", "dpo"), f"actor.max_tokens_per_microbatch={budget}")

@@ -88,6 +88,7 @@ def prime_loss(rollouts, rewards):
     return -total / tokens
 
 
+@pytest.mark.slow
 def test_a_model_that_learns_after_it_judges_gives_nothing_in_its_first_step(tmp_path):
     after = {**PRIME, "process_reward": {"engine": ENGINE, "update": "after"}}
     _, steps, _ = train(tmp_path, after, {"run": {"steps": 2}})
@@ -96,6 +97,7 @@ def test_a_model_that_learns_after_it_judges_gives_nothing_in_its_first_step(tmp
     assert steps[2]["process_reward/mean"] != 0.0
 
 
+@pytest.mark.slow
 def test_it_learns_to_tell_outcomes_apart(tmp_path):
     change = {**PRIME, "process_reward": {"engine": ENGINE, "beta": 1.0}}
     _, steps, _ = train(tmp_path, change, {"run": {"steps": 12}})

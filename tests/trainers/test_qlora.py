@@ -72,7 +72,7 @@ def test_fine_tuning_learns_exports_and_resumes(tmp_path):
     assert of_run(second, "eval/held_out/loss")[0] == pytest.approx(losses[-1], rel=1e-5)
 
 
-@pytest.mark.parametrize("sync", ["adapter", "merged"])
+@pytest.mark.parametrize("sync", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
 def test_a_policy_samples_from_what_it_is_trained_on(tmp_path, sync):
     """What is sent has the rounding of the 4 bits in it, so that no step has a gap between rollout and trainer."""
     path = recipe(tmp_path, KL, {"weights": {"verify": "probe"}})
@@ -87,6 +87,7 @@ def test_a_policy_samples_from_what_it_is_trained_on(tmp_path, sync):
     assert divergence[-1] > 1e-7
 
 
+@pytest.mark.slow
 def test_the_original_weights_would_have_been_another_policy(tmp_path):
     """The gap that sending the unrounded base would leave: many times what the test above allows."""
     run = reinforce(recipe(tmp_path, {}), *qlora("actor"), "run.steps=1")

@@ -47,7 +47,7 @@ def _any_kernel_afterwards():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("change", [{}, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("change", [pytest.param({}, marks=pytest.mark.slow, id="grpo"), pytest.param(PPO, id="ppo")])
 def test_two_halves_equal_the_whole(tmp_path, change, each_device):
     whole, halves = recipe(tmp_path / "whole", change), recipe(tmp_path / "halves", change)
     start, same = train if each_device == "cpu" else train_apart, "runtime.deterministic=true"
@@ -68,6 +68,7 @@ def test_two_halves_equal_the_whole(tmp_path, change, each_device):
     )
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
     for name in "ab":
         train(recipe(tmp_path / name))

@@ -188,7 +188,7 @@ def margins_of(ask, said):
     return [a - b for a, b in zip(*scores, strict=True)]
 
 
-@pytest.mark.parametrize("vocabulary", ["its own", "another"])
+@pytest.mark.parametrize("vocabulary", ["its own", pytest.param("another", marks=pytest.mark.slow)])
 def test_scores_are_those_of_the_training_of_reward_models(tmp_path, in_the_root, vocabulary):
     """The accuracy and margin that its own evaluation found, from the same comparisons."""
     figures, folder = exported(tmp_path, "bradley_terry")
@@ -206,6 +206,7 @@ TEMPLATE = (  # an answer ends with <tool>, which is not the tokenizer's end of 
 )
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_spoken_to_as_in_its_training(tmp_path, in_the_root):
     """Chat template, options and system prompt of its run, none of which its base tokenizer knows of."""
     (tmp_path / "template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -279,6 +280,7 @@ def test_a_process_gives_the_same_scores_and_batches_what_waits(served, folder):
     assert len({one.seconds for one in outcomes}) < len(answers) / 2
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_too_long_fails_in_the_process_too(served):
     outcome = served.submit(said(*[9] * 40)).result(30)
     assert "max_position_embeddings=32" in outcome.error
@@ -356,6 +358,7 @@ def test_a_colocated_reward_model_is_a_component_like_any_other(tmp_path, folder
     assert steps[1]["reward/failed"] == 0
 
 
+@pytest.mark.slow
 def test_two_halves_equal_the_whole_and_the_greedy_baseline_is_judged_too(tmp_path, folder):
     remax = {"algorithm": {"advantage": "remax"}}
     for name in ("whole", "halves"):

@@ -101,6 +101,7 @@ def test_verdicts_on_steps_are_the_formula_on_plain_forwards(tmp_path):
 # ------------------------------------------------------------------------------------------------- export and resuming
 
 
+@pytest.mark.slow
 def test_the_export_is_a_value_model_again(tmp_path):
     path = written(tmp_path, "reward_model", "bradley_terry")
     run = train_reward_model(path)
@@ -135,6 +136,7 @@ def test_two_halves_equal_the_whole(tmp_path, loss):
 # ------------------------------------------------------------------------------------------------------------- learning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["bradley_terry", "process"])
 def test_it_learns_to_tell_good_from_bad(tmp_path, loss):
     path = written(tmp_path, "reward_model", loss, samples_per_step=24)

@@ -158,6 +158,7 @@ def test_the_journal_has_a_line_for_each_mini_batch(streamed):
     assert [len(line["admitted"]) for line in found] == [8, 0, 4, 0, 4, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_streaming_changes_no_bit(whole, streamed):
     assert_streaming_changes_nothing(whole, streamed)
     assert [line["schedule/staleness_max"] for line in metrics(streamed)[1:]] == [0, 1, 1, 1]

@@ -81,6 +81,7 @@ def test_the_teachers_view_is_that_of_plain_transformers(tmp_path, teachers):
     assert steps[1]["reward/mean"] > 0.0
 
 
+@pytest.mark.slow
 def test_a_rollout_engine_teaches_as_a_training_engine_does(tmp_path, teachers):
     _, expected, _ = train(tmp_path / "engine", section(teachers, "b"))
     served = section(teachers, "b")
@@ -101,6 +102,7 @@ def test_a_server_is_not_asked_at_another_temperature(tmp_path, teachers):
         train(tmp_path, served, warm)
 
 
+@pytest.mark.slow
 def test_a_teachers_own_engine_has_its_own_settings(tmp_path, teachers):
     """The generic forward in float64 gives what the training engine gives; keys that nothing reads are an error."""
     _, expected, _ = train(tmp_path / "engine", section(teachers, "b"))
@@ -117,7 +119,7 @@ def test_a_teachers_own_engine_has_its_own_settings(tmp_path, teachers):
         train(tmp_path / "wrong", served)
 
 
-@pytest.mark.parametrize("name", ["forward_top_k", "reverse_top_k"])
+@pytest.mark.parametrize("name", ["forward_top_k", pytest.param("reverse_top_k", marks=pytest.mark.slow)])
 def test_top_k_is_that_of_plain_transformers(tmp_path, teachers, name):
     run, steps, rollouts = train(tmp_path, section(teachers, "a", loss={"name": name, "k": 3}))
 
@@ -135,6 +137,7 @@ def test_top_k_is_that_of_plain_transformers(tmp_path, teachers, name):
     assert steps[1]["train/loss"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_each_row_is_judged_by_the_teacher_that_it_names(tmp_path, teachers):
     change = data(tmp_path, "a", "b")
     run, steps, rollouts = train(tmp_path, change, section(teachers, "a", "b", teacher_field="judge"))
@@ -147,6 +150,7 @@ def test_each_row_is_judged_by_the_teacher_that_it_names(tmp_path, teachers):
     assert steps[1]["train/teacher_kl"] == pytest.approx(gap, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_in_the_reward_the_estimator_sees_it(tmp_path, teachers):
     algorithm = {"advantage": {"name": "reinforce_pp", "gamma": 0.0}, "loss": "reinforce"}
     change = section(teachers, "a", where="in_reward", loss={"kind": "k1"})

@@ -129,6 +129,7 @@ def test_grpo_on_pictures_and_text_agrees_with_its_rollouts_and_learns(tmp_path)
     assert figures["eval/held_out/short"] == pytest.approx(steps[-1]["eval/held_out/short"])
 
 
+@pytest.mark.slow
 def test_an_agent_shows_the_policy_images_and_its_log_probs_are_the_trainers(tmp_path):
     program = (
         "from openai import AsyncOpenAI, DefaultAsyncHttpxClient\n"
@@ -153,6 +154,7 @@ def test_an_agent_shows_the_policy_images_and_its_log_probs_are_the_trainers(tmp
     assert any("<|vision_start|>" in one["prompt"] for one in lines)
 
 
+@pytest.mark.slow
 def test_the_tower_can_be_left_as_it_is(tmp_path):
     run_supervised(
         load(SupervisedRunConfig, sft(tmp_path, model={**MODEL, "use": {"vision": {"freeze_tower": True}}}), [])
@@ -163,6 +165,7 @@ def test_the_tower_can_be_left_as_it_is(tmp_path):
     assert not any("visual" in name for name in changed)
 
 
+@pytest.mark.slow
 def test_pictures_of_files_are_answered_on_the_command_line(tmp_path, capsys):
     run_supervised(load(SupervisedRunConfig, sft(tmp_path, run={"dir": str(tmp_path / "run"), "steps": 1}), []))
     (tmp_path / "a.png").write_bytes(png(48, 48))

@@ -475,7 +475,7 @@ def test_nixl_works_during_a_sync_only(replicas):
         await manager.sync(weights.items(), 1)
         before = used()
         await asyncio.sleep(1)
-        assert used() - before < 0.2, "seconds of two processes that have nothing to do"
+        assert used() - before < 0.5, "seconds of two processes that have nothing to do"
         await manager.sync(weights.items(), 2)
         assert manager.versions == {"r0": 2}
 

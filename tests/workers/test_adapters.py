@@ -170,6 +170,7 @@ def test_the_same_adapter_gives_the_same_tokens_merged_alone_and_in_a_process_of
     assert gap(actor, PROMPT, ask(served, loop, "last")) < 1e-5
 
 
+@pytest.mark.slow
 def test_nothing_is_sampled_from_the_base_while_its_adapter_is_under_way(start, lora_actor, loop, monkeypatch):
     """A request that comes between the two waits; its tokens are the new policy's, every one."""
     actor = lora_actor()

@@ -256,6 +256,7 @@ def test_a_run_file_chooses_transports_with_their_own_settings(start, actor, loo
     assert (tmp_path / "files").is_dir()
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_is_an_error_with_its_last_lines(start):
     with pytest.raises(ServerFailed, match="max_sequence_tokens=4096 is beyond the model's context"):
         start(builtin={"process": "separate", "max_sequence_tokens": 4096})
