@@ -113,7 +113,7 @@ def test_it_may_be_the_loss_within_another_and_survives_a_preset():
     assert build(AlgorithmConfig, plain(inner), "config.yaml") == inner  # as a continued run reads it
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_another_process_in_another_folder_loads_the_file_itself(tmp_path, nested, monkeypatch):
     monkeypatch.chdir(ROOT)
     own = {"name": "recipes/own_algorithm/one_file.py:Softened", "power": 1.0}

@@ -113,7 +113,7 @@ def test_teachers_alone_need_no_reward(here):
     assert step["rollout/status/ok"] + step.get("rollout/status/truncated", 0) == 16
 
 
-@pytest.mark.parametrize("command", ["prefer", "reward-model"])
+@pytest.mark.parametrize("command", ["prefer", pytest.param("reward-model", marks=pytest.mark.slow)])
 def test_pairs_train_by_one_line_that_can_be_kept(command, here):
     pairs = [{"question": f"{n} + 1?", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(8)]
     write_rows(here / f"{command}.jsonl", pairs)

@@ -94,6 +94,7 @@ def test_layers_with_one_window_share_a_mask():
     assert longer.masks == {}  # another row, another mask
 
 
+@pytest.mark.slow
 def test_what_it_compiles_serves_every_packing(monkeypatch):
     """New lengths, windows and prefixes reuse the traced graph: compiling takes longer than a step."""
     graphs = []
@@ -147,6 +148,7 @@ def test_the_kernel_is_as_close_as_tiles(scoring, window):
         assert error < 2 * allowed + 0.01
 
 
+@pytest.mark.slow
 def test_a_process_may_have_many_kernels():
     """A process with several models may need more than eight, which is torch's limit; the ninth ended the run."""
     packing = packing_of(*PACKINGS[next(iter(PACKINGS))])

@@ -51,7 +51,9 @@ def test_values_and_gradients_equal_attention_written_out(name, scoring, window)
         assert max(gap(*pair) for pair in zip(found[1:], expected[1:], strict=True)) < gradient_gap
 
 
-@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize(
+    "scoring", [pytest.param(one, marks=[] if one == "both" else pytest.mark.slow) for one in SCORINGS]
+)
 def test_bfloat16_is_as_close_as_attention_written_out(scoring):
     (lengths, parents), (softcap, sinks) = PACKINGS["prefixes"], SCORINGS[scoring]
     packing, seen, total = packing_of(lengths, parents), visible(lengths, parents, 100), sum(lengths)

@@ -53,6 +53,7 @@ def test_the_recipe_runs_on_any_model_of_the_hugging_face_format(rollouts):
     assert all(one["ground_truth"].isdigit() for one in asked)  # "1,113" is compared as 1113
 
 
+@pytest.mark.slow
 def test_a_chat_template_may_think(gsm8k):
     change = ["data.chat_options={enable_thinking: true}", "run.steps=1"]
     assert main(["train", "recipes/gsm8k/grpo.yaml", *overrides(gsm8k, *change)]) == 0
@@ -60,6 +61,7 @@ def test_a_chat_template_may_think(gsm8k):
     assert json.loads(line)["prompt"].endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.slow
 def test_problems_that_are_too_long_are_dropped_and_counted(gsm8k):
     rows = [json.loads(line) for line in (gsm8k / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     rows[::2] = [{**row, "question": row["question"] * 30} for row in rows[::2]]

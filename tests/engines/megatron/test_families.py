@@ -92,6 +92,7 @@ def test_a_router_needs_no_transformer_engine(monkeypatch):
 DENSE = {"first_k_dense_replace": 4}
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_latent_attention_on_tensor_ranks_without_a_mixture(tmp_path):
     """Such a model may leave `sequence` out; the rotary key's gradient is then a sum over the tensor ranks."""
