@@ -1,4 +1,4 @@
-"""The `fsdp2` engine: any Hugging Face causal language model, or a value model on its body, in plain PyTorch.
+"""The `fsdp2` engine: Hugging Face causal language models, or a value model on its body, in plain PyTorch.
 
 In one process the model is loaded whole; on a mesh (see `mesh`) it is sharded while it is empty, and each rank reads
 its parts. Either way a forward takes packed tokens, and a trial of the loaded model refuses architectures that break

@@ -1,4 +1,4 @@
-"""Run any Hugging Face causal LM by its own forward, with attention replaced by one over the slot cache.
+"""Run a Hugging Face causal LM by its own forward, with attention replaced by one over the slot cache.
 
     engine --tokens of all rows as one row [1, T]--> model.forward --per layer--> `slot_attention` <--> KVCache
 
