@@ -6,7 +6,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from project_pages import menu, relink, themed, write_pages
+from project_pages import menu, numbered, relink, themed, write_pages
 
 project = "hone"
 extensions = ["myst_parser"]
@@ -32,4 +32,4 @@ def setup(app: Any) -> None:
 
 def _place(app: Any, name: str, source: list[str]) -> None:
     text = themed(name, relink(name, source[0]))
-    source[0] = menu(text) if name == "index" else text
+    source[0] = {"index": menu, "decisions/index": numbered}.get(name, str)(text)

@@ -87,7 +87,7 @@ def menu(index: str) -> str:
     sections = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", index, re.M | re.S)
     listed: dict[str, str] = {}  # page -> the first section that names it
     for title, body in sections:
-        for page in re.findall(r"\]\(([a-z_]+)\.md\)", body):
+        for page in re.findall(r"\]\(((?:[a-z_]+/)?[a-z_]+)\.md\)", body):
             listed.setdefault(page, title)
     trees = [(title, [page for page, found in listed.items() if found == title]) for title, _ in sections]
     trees.append(("Project", list(project_pages())))
@@ -96,3 +96,8 @@ def menu(index: str) -> str:
         for title, names in trees
     ]
     return "\n\n".join([index, *menus])
+
+
+def numbered(index: str) -> str:
+    """The index of a folder, with its numbered pages in the menu."""
+    return "\n".join([index, "```{toctree}", ":hidden:", ":glob:", "", "[0-9]*", "```"])

@@ -20,7 +20,8 @@ PAGES = {  # package -> its page, where that does not bear its name
 
 
 def _pages() -> list[Path]:
-    found = [*DOCS.glob("*.md"), *(ROOT / "recipes").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+    folders = [ROOT / "recipes", ROOT / "benchmarks", DOCS / "decisions"]
+    found = [*DOCS.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
     found += ROOT.glob("plugins/*/*.md")
     return [*found, *(ROOT / name for name in ROOT_PAGES if (ROOT / name).is_file())]
 
@@ -116,3 +117,29 @@ def test_the_citation_is_of_this_version():
     found = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)
     assert found is not None
     assert found[1] == hone.__version__
+
+
+DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
+PARTS = ["Context", "Decision", "What was measured", "What would reverse it"]
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem[:4])
+def test_a_decision_says_why_and_what_would_reverse_it(page):
+    """Ten to forty lines: what is shorter says nothing, and what is longer holds more than one decision."""
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", text, re.M) == PARTS
+    assert all(part.strip() for part in re.split(r"^## .+$", text, flags=re.M)[1:])
+    assert 10 <= len(text.splitlines()) <= 40
+
+
+def test_decisions_are_numbered_and_in_the_index():
+    assert [int(page.name[:4]) for page in DECISIONS] == list(range(1, len(DECISIONS) + 1))
+    index = (DOCS / "decisions" / "index.md").read_text(encoding="utf-8")
+    listed = {name: title for title, name in re.findall(r"^- \[(.+)\]\((.+)\)$", index, re.M)}
+    titles = {page.name: page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for page in DECISIONS}
+    assert listed == titles
+
+
+@pytest.mark.parametrize(("name", "most"), [("ARCHITECTURE.md", 12 << 10), ("CHANGELOG.md", 12 << 10)])
+def test_a_front_page_stays_short_enough_to_be_read(name, most):
+    assert (ROOT / name).stat().st_size <= most
