@@ -115,6 +115,17 @@ def count_tests(output: str) -> Figures:
     return {**counts, "failures": failed} if failed else counts
 
 
+def count_checks(output: str) -> Figures:
+    """How many checks of `hone doctor --conformance` ended in which way, and what was wrong with those that failed."""
+    begin = output.find("{\n")
+    if begin < 0:
+        return {}
+    results = json.JSONDecoder().raw_decode(output[begin:])[0]["results"]
+    counts = dict(Counter(one["status"] for one in results))
+    failed = {f"{one['section']}: {one['name']}": one["reason"] for one in results if one["status"] == "fails"}
+    return {**counts, "failures": failed} if failed else counts
+
+
 def exact_match(output: str) -> Figures:
     found = re.findall(r"exact match ([\d.]+)", output)
     return {"exact_match": float(found[-1])} if found else {}
@@ -212,6 +223,7 @@ class Kit:
         head = [PYTHON, str(ROOT / "benchmarks/head.py")]
         stages = [
             Stage("doctor", hone("doctor", "--full", "--json"), 60),
+            Stage("conformance", hone("doctor", "--conformance", "--json"), 240, count_checks),
             *(self._tests(path, limit_s) for path, limit_s in TESTS.items() if path != TRITON or not self.rehearse),
             Stage("weight-sync", [*sync, *self._small("weight-sync", *large)], 90, printed_numbers),
             Stage("head", [*head, *self._small("head")], 60, printed_numbers),

@@ -84,7 +84,8 @@ class CpuPlatform(PlatformBase):
         """The machine's memory, or the container's limit; allocated and reserved are this process's resident size."""
         total, free = machine.memory()
         resident = _resident()
-        return MemoryFacts(total=total, free=free, allocated=resident, reserved=resident, peak=_peak_resident())
+        peak = max(resident, _peak_resident())  # the kernel updates its own maximum later than the size
+        return MemoryFacts(total=total, free=free, allocated=resident, reserved=resident, peak=peak)
 
     def empty_cache(self) -> None:
         """torch keeps no cache of CPU memory, but the C library does: glibc keeps most of what a load has freed."""

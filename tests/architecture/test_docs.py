@@ -15,7 +15,7 @@ DOCS = ROOT / "docs"
 ROOT_PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 PAGES = {  # package -> its page, where that does not bear its name
     "trainers": "training",
-    "platforms": "platforms",
+    "testing": "extend",
 }
 
 

@@ -33,7 +33,8 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(LEVEL_2, NOT_THE_MATHEMATICS),
     "workers": LEVEL_0 | LEVEL_1 | {"engines", "rollout", "weights", "runtime"},
     "trainers": LEVEL_0 | LEVEL_1 | {"workers", "runtime", "envs", "rewards", "planner"},
-    "cli": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers"},
+    "testing": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers"},
+    "cli": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers", "testing"},
     "api": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers", "cli"},
     "__main__": frozenset({"cli"}),
     "": frozenset(),  # hone/__init__.py; it holds the version, which anybody may read

@@ -59,6 +59,18 @@ def test_a_stage_over_its_limit_ends_with_what_it_started(kit, tmp_path):
         os.sched_yield()
 
 
+def test_checks_of_the_conformance_report_are_counted(kit):
+    results = [
+        {"section": "device", "name": "streams", "status": "absent", "reason": "one queue"},
+        {"section": "device", "name": "memory facts", "status": "works", "reason": ""},
+        {"section": "engines", "name": "fsdp2: log-probs", "status": "fails", "reason": "the difference is 2"},
+    ]
+    found = kit.count_checks("a warning\n" + json.dumps({"format": 1, "results": results}, indent=1) + "\nmore")
+    counts = {"absent": 1, "works": 1, "fails": 1}
+    assert found == {**counts, "failures": {"engines: fsdp2: log-probs": "the difference is 2"}}
+    assert kit.count_checks("Killed") == {}
+
+
 def test_figures_of_a_run_leave_out_its_first_steps(kit, tmp_path, monkeypatch):
     monkeypatch.setattr(kit, "card", lambda: "NVIDIA H100 80GB HBM3")
     seconds = {1: 9.0, 2: 9.0, 3: 1.0, 4: 3.0}
@@ -106,7 +118,7 @@ def test_an_unknown_stage_is_refused_by_name(tmp_path):
     command = [sys.executable, str(STAGES), "--out", str(tmp_path), "docter"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "no stage docter; there are doctor, tests-models-attention" in done.stderr
+    assert "no stage docter; there are doctor, conformance, tests-models-attention" in done.stderr
 
 
 def test_every_file_with_tests_for_a_device_has_a_stage(kit):
@@ -120,7 +132,17 @@ def test_a_rehearsal_has_every_stage_but_those_of_triton_and_graphs(kit, tmp_pat
     real, small = kit.Kit(tmp_path, ["tiny"]).stages(), kit.Kit(tmp_path, ["tiny"], rehearse=True).stages()
     assert [name for name in real if name not in small] == ["tests-engines-triton_scores", "ungraphed-tiny"]
     assert [name for name in real if not name.startswith("tests-")] == [
-        *("doctor", "weight-sync", "head", "sft-tiny", "grpo-tiny", "decode-tiny", "profile-tiny", "trl-tiny"),
+        *(
+            "doctor",
+            "conformance",
+            "weight-sync",
+            "head",
+            "sft-tiny",
+            "grpo-tiny",
+            "decode-tiny",
+            "profile-tiny",
+            "trl-tiny",
+        ),
         *("ungraphed-tiny", "quickstart", "reverse"),
     ]
     assert {"--device", "cpu"} <= set(small["weight-sync"]().command)

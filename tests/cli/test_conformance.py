@@ -11,7 +11,8 @@ import torch
 
 from hone.cli.conformance import kernels
 from hone.cli.conformance.kit import run
-from hone.cli.conformance.record import Absent, Recorder
+from hone.cli.conformance.record import Recorder
+from hone.testing import Absent
 
 BREAKING = """
     import os

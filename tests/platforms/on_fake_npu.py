@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import torch
 from fake_npu.tensor import waits
 
-from hone.cli.conformance.device import device as device_section
 from hone.cli.conformance.kernels import kernels as kernels_section
 from hone.cli.conformance.record import Recorder
-from hone.cli.conformance.rollouts import rollouts as rollouts_section
+from hone.cli.conformance.suites import device as device_section
+from hone.cli.conformance.suites import rollouts as rollouts_section
 from hone.engines.fsdp2.engine import Fsdp2Engine
 from hone.engines.fsdp2.settings import Fsdp2Settings
 from hone.engines.settings import EngineConfig, OptimizerConfig

@@ -82,10 +82,13 @@ def test_the_conformance_kit_finds_what_the_device_lacks(found):
     assert results["packed attention in bfloat16, forward and backward"] == ("works", "")
     assert results["soft-capped attention with sinks in bfloat16, forward and backward"] == ("works", "")
     assert results["checksum of weights equals the CPU's"] == ("works", "")
-    assert results["builtin: weight sync inside of the process"] == ("works", "")
+    new = "builtin: answers after an update come from the new weights alone, also for prompts that were cached"
+    assert results[new] == ("works", "")
     wrong = {name: said for name, said in results.items() if said[0] != "works"}
     assert wrong.pop("limit a process to device 0") == ("absent", "the platform has no variable for visible devices")
-    status, reason = wrong.pop("builtin: sleep at level 2, and wake up")
+    status, reason = wrong.pop(
+        "builtin: asleep at level 2 the weights are gone, and nothing is served before they were sent again"
+    )
     assert status == "fails"
     assert "resize_() on an invalid python storage" in reason
     assert wrong == {}

@@ -13,6 +13,7 @@ from hone.sandboxes.attendant import read_inside, remove, write_inside
 from hone.sandboxes.base import Limits, SandboxLost, SandboxRefused
 from hone.sandboxes.choice import examine, make_sandboxes
 from hone.sandboxes.local import LocalSandboxes
+from hone.testing import SandboxContract
 from tests.sandboxes.available import skip_without
 
 LIMITS = Limits(memory_mb=256, processes=16, disk_mb=8)
@@ -40,6 +41,20 @@ def host(loop):
     loop.run(made.close())
 
 
+class TestLandlock(SandboxContract):
+    async def make(self, limits):
+        return make_sandboxes("landlock", limits)
+
+
+class TestBubblewrap(SandboxContract):
+    def setup_method(self):
+        super().setup_method()
+        skip_without("bubblewrap")
+
+    async def make(self, limits):
+        return make_sandboxes("bubblewrap", limits)
+
+
 async def once(host, source: str, *argv: str, **more):
     sandbox = host.open()
     try:
@@ -48,26 +63,6 @@ async def once(host, source: str, *argv: str, **more):
         )
     finally:
         await sandbox.close()
-
-
-def test_a_program_gets_arguments_input_and_files_and_gives_output_and_files(loop, host):
-    async def play():
-        sandbox = host.open()
-        source = b"import sys\nn = int(input())\nopen('out/x', 'w').write(open('data/in').read() * n)"
-        source += b"\nprint(sys.argv[1:])"
-        ran = await sandbox.run(
-            ["python", "main.py", "a", "b"],
-            stdin=b"3\n",
-            files={"main.py": source, "data/in": b"ab", "out/none": b""},
-            wanted=["out/x", "never"],
-            timeout_s=30,
-        )
-        await sandbox.close()
-        return ran
-
-    ran = loop.run(play())
-    assert (ran.status, ran.stdout, ran.stderr, ran.limit) == (0, b"['a', 'b']\n", b"", "")
-    assert ran.files == {"out/x": b"ababab"}
 
 
 def test_an_error_of_the_program_is_its_result(loop, host):
@@ -83,24 +78,20 @@ def test_an_error_of_the_program_is_its_result(loop, host):
     assert loop.run(once(host, "import atexit; atexit.register(print, 'end')")).stdout == b"end\n"
 
 
-def test_the_folder_is_kept_between_runs_and_gone_afterwards(loop, host):
+def test_the_folder_is_gone_afterwards(loop, host):
     async def play():
         sandbox = host.open()
-        first = await sandbox.run(["bash", "-c", "echo 5 > n; mkdir closed; touch closed/x; pwd"], timeout_s=30)
-        second = await sandbox.run(["bash", "-c", "cat n; nonexistent-command"], timeout_s=30)
-        third = await sandbox.run(["nonexistent-command"], timeout_s=30)
+        ran = await sandbox.run(["bash", "-c", "mkdir closed; touch closed/x; chmod 0 closed; pwd"], timeout_s=30)
+        missing = await sandbox.run(["nonexistent-command"], timeout_s=30)
         await sandbox.close()
-        return first, second, third
+        return ran, missing
 
-    first, second, third = loop.run(play())
-    assert second.stdout == b"5\n"
-    assert second.status == third.status == 127
-    assert not Path(first.stdout.decode().strip()).exists()
+    ran, missing = loop.run(play())
+    assert missing.status == 127
+    assert not Path(ran.stdout.decode().strip()).exists()
 
 
 def test_each_limit_has_its_name(loop, host):
-    assert loop.run(once(host, "while True: pass", timeout_s=0.3)).limit == "time"
-    assert loop.run(once(host, "while True: print('x' * 1000)")).limit == "output"
     assert b"MemoryError" in loop.run(once(host, "x = b'x' * (300 << 20)")).stderr
 
     async def short() -> LocalSandboxes:
@@ -207,18 +198,6 @@ def test_files_are_never_written_or_read_through_links(tmp_path):
     remove(str(folder))
     assert not folder.exists()
     assert (outside / "x").exists()
-
-
-def test_bad_requests_are_errors_of_the_caller(loop, host):
-    async def play(**more):
-        sandbox = host.open()
-        return await sandbox.run(**{"argv": ["python", "-c", ""], "timeout_s": 5, **more})
-
-    for path in ("../x", "/etc/passwd", "a/../../x", ""):
-        with pytest.raises(ValueError, match="not a path inside the working folder"):
-            loop.run(play(files={path: b""}))
-    with pytest.raises(ValueError, match="a command line should have words"):
-        loop.run(play(argv=[]))
 
 
 def test_a_sandbox_that_does_not_work_is_refused_with_the_reason(loop, tmp_path, monkeypatch):

@@ -44,7 +44,8 @@ def serve(pipe, *devices):
                 sender = _sender(delivery)
             facts = {name: (str(t.dtype), tuple(t.shape)) for name, t in holds.items()}
             found = digest_tensors(holds.items(), delivery.method)
-            pipe.send((delivery.version, delivery.digest, found, facts, (sender, next(iter(memory._kept), ""))))
+            kept = (sender, next(iter(memory._kept), ""))
+            pipe.send((delivery.version, delivery.digest, found, facts, kept, delivery.method))
         except Exception as error:  # noqa: BLE001  told to the test
             pipe.send(f"{type(error).__name__}: {error}")
 
@@ -122,6 +123,7 @@ class ProcessReplica:
         self.in_place = False  # written into what it holds
         self.asked = []
         self.facts = {}
+        self.held = ("", "")  # method and digest of what the last rank holds
         self.delays = {}  # what -> seconds
         self.senders = []  # of each rank: the process that sent, and the name of its buckets
         self.processes = [kind(*seen) for seen in self.devices]
@@ -148,8 +150,9 @@ class ProcessReplica:
         if wrong:
             raise RuntimeError(wrong[0])
         self.facts = answers[-1][3]
+        self.held = answers[-1][5], answers[-1][2]
         self.senders = [answer[4] for answer in answers]
-        return [WeightReceipt(self.name, version, held, len(facts), 0) for version, _, held, facts, _ in answers]
+        return [WeightReceipt(self.name, version, held, len(facts), 0) for version, _, held, facts, *_ in answers]
 
     def replace_rank(self, number=-1):
         self.processes[number].stop()

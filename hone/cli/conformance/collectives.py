@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.cli.conformance.record import LONGEST, Absent, Recorder, require
+from hone.cli.conformance.record import LONGEST, Recorder
 from hone.platforms.base import PlatformBase, current_platform
 from hone.plugins import load_plugins
 from hone.processes.request_loop import RequestLoop
 from hone.processes.request_process import ChildLost, ChildSpec, RequestProcess
 from hone.registry import reason
+from hone.testing.contract import Absent, require
 
 PROGRAM = "hone.cli.conformance.collectives"
 WORLD = 2

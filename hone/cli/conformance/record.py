@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hone.registry import reason
+from hone.testing.contract import Absent
 
 Status = Literal["works", "fails", "absent"]
 LONGEST = 600  # characters of a reason
-
-
-class Absent(Exception):
-    """What a check needs is not on this machine: a second device, a package, a fact that the platform denies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +48,3 @@ class Recorder:
         except Exception as error:  # noqa: BLE001  a vendor's code may raise anything; the reason is reported
             status, why = "fails", reason(error)[:LONGEST]
         self._report(Result(self._section, name, status, why, figures, round(time.perf_counter() - started, 3)))
-
-
-def require(holds: bool, problem: str) -> None:
-    """Raise RuntimeError with the problem unless it holds."""
-    if not holds:
-        raise RuntimeError(problem)

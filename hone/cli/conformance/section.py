@@ -10,12 +10,12 @@ from hone.processes.request_loop import RequestLoop
 from hone.registry import resolve
 
 SECTIONS = {  # in the order in which they run: each relies on those before it
-    "device": "hone.cli.conformance.device:device",
+    "device": "hone.cli.conformance.suites:device",
     "kernels": "hone.cli.conformance.kernels:kernels",
     "collectives": "hone.cli.conformance.collectives:collectives",
-    "weight sync": "hone.cli.conformance.sharing:sharing",
-    "engines": "hone.cli.conformance.engines:engines",
-    "rollouts": "hone.cli.conformance.rollouts:rollouts",
+    "weight sync": "hone.cli.conformance.suites:sharing",
+    "engines": "hone.cli.conformance.suites:engines",
+    "rollouts": "hone.cli.conformance.suites:rollouts",
 }
 
 

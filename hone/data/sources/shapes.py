@@ -37,6 +37,8 @@ class ShapesRows:
         return self._settings.size
 
     def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.place} has rows 0 to {len(self) - 1}, found {index}")
         rng = np.random.default_rng([self._settings.seed, index])
         if rng.random() < self._settings.text_share:
             letters = "".join(rng.choice([name[0] for name in COLOURS], 3))

@@ -1,26 +1,33 @@
 """The meshes and models of the contract suite, and what a rank does with an engine of any backend.
 
-Every function here uses the verbs of `BaseEngine` only. Batches have pad tokens inside of their rows, and sequences
-that share a prompt.
+Batches, losses and what is done with one engine are those of `hone.testing.training`.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 from transformers import GptOssConfig
 
-from hone.data.packing import Sample, balanced, pack_samples, select, sequence_costs
 from hone.engines.registry import EngineRegistry
 from hone.engines.settings import EngineConfig, OptimizerConfig
-from hone.models.loading import load_language_model, without_progress_bars
-from hone.models.precision import state_buffers
 from hone.models.settings import BuildConfig, ModelConfig
-from hone.models.tokenizer import build_tokenizer
-from hone.types import LossOutput
+from hone.testing import training
+from hone.testing.training import (  # noqa: F401  the tests of meshes have them from here
+    CAP,
+    LENGTHS,
+    LOSSES,
+    SIZES,
+    make_batch,
+    nothing_finite,
+    own_part,
+    policy,
+    scores,
+    train,
+    values,
+    weights,
+)
 
-SIZES = {"hidden_size": 32, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_size": 48, "max_positions": 64}
 MODELS = {
     "qwen3": {"options": {"head_dim": 16}},
     "qwen3-untied": {"architecture": "qwen3", "tie_embeddings": False},
@@ -149,10 +156,6 @@ FAMILIES = {
     },
 }
 """Mixtures of experts of other architectures; some layers of the second GLM's pipeline stages have no experts."""
-LENGTHS = (9, 7, 12, 7, 20, 8, 13)  # ragged: four micro-batches of at most 24 tokens for one rank, two for each of two
-GROUPS = (0, 0, 0, 1, 2, 2, 3)
-CAP = 24
-PAD = 0
 
 
 @dataclass(frozen=True)
@@ -179,16 +182,7 @@ def names_of(mesh):
 def save_model(name, folder, **options):
     """Save a tiny model with random weights, norms and biases too, and its tokenizer; `options` change its config."""
     sizes = {**SIZES, **(MODELS | MIXTURES | FAMILIES)[name]}
-    build = BuildConfig(**{**sizes, "options": {**sizes.get("options", {}), **options}})
-    with without_progress_bars(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = load_language_model(ModelConfig(build=build))
-        with torch.no_grad():
-            for weight in (*model.parameters(), *(buffer for _, buffer in state_buffers(model))):
-                weight.add_(torch.randn_like(weight) * 0.1)
-        model.save_pretrained(folder)
-    build_tokenizer(build).save_pretrained(folder)
-    return folder
+    return training.save_model(BuildConfig(**{**sizes, "options": {**sizes.get("options", {}), **options}}), folder)
 
 
 def make_engine(
@@ -213,76 +207,6 @@ def make_engine(
     made = EngineRegistry.create(spec, SimpleNamespace(device="cpu", vendor="cpu"))
     made.initialize()
     return made
-
-
-def make_batch(seed):
-    """Seven sequences with a pad token in each; with an odd seed some are answers to one prompt."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = [torch.randint(3, 104, (length,), generator=generator).tolist() for length in LENGTHS]
-    groups = GROUPS if seed % 2 else range(len(LENGTHS))
-    first = {group: tokens[i][:4] for i, group in reversed(list(enumerate(groups)))}
-    samples = [
-        Sample((*first[group], *row[4:-2], PAD, row[-1]), (0, 0) + (1,) * (len(row) - 2))
-        for group, row in zip(groups, tokens, strict=True)
-    ]
-    batch = pack_samples(samples)
-    return batch.with_(
-        group_index=torch.tensor(list(groups)),
-        loss_weights=torch.full((batch.num_tokens,), 1 / int(batch.loss_mask.sum())),
-        advantages=torch.randn(batch.num_tokens, generator=generator),
-    )
-
-
-def policy(output, batch):
-    """A clipped ratio to log-probs of another policy, and an entropy bonus."""
-    ratio = (output.logprobs - output.logprobs.detach() * 1.01).exp()
-    clipped = torch.maximum(-batch.advantages * ratio, -batch.advantages * ratio.clamp(0.8, 1.2))
-    return LossOutput(clipped - 0.01 * output.entropy, {"train/entropy": output.entropy.detach()})
-
-
-policy.needs = frozenset({"entropy"})
-
-
-def values(output, batch):
-    return LossOutput((output.values - batch.advantages) ** 2)
-
-
-def nothing_finite(output, batch):
-    return LossOutput(output.logprobs * float("nan"))
-
-
-LOSSES = {"language_model": policy, "value_model": values}
-
-
-def own_part(engine, batch):
-    return balanced(sequence_costs(batch), engine.ranks.data_parallel_size)[engine.ranks.data_parallel_rank]
-
-
-def train(engine, steps=range(2)):
-    """Metrics of some steps: losses as this rank's part of a sum. The second one has an optimizer's state already."""
-    loss, first = LOSSES[engine.model_type], engine.ranks.is_output_rank
-    found = []
-    for seed in steps:
-        batch = make_batch(seed)
-        metrics = engine.train_batch(select(batch, own_part(engine, batch)), loss)
-        found.append([metrics["train/loss"].value if first else 0.0, metrics["train/grad_norm"].value])
-    return found
-
-
-def scores(engine, seed=9):
-    """Log-probs or values by sequence, of the sequences that this rank answers for."""
-    batch = make_batch(seed)
-    indices = own_part(engine, batch)
-    output = engine.infer_batch(select(batch, indices), LOSSES[engine.model_type].__dict__.get("needs", frozenset()))
-    if not engine.ranks.is_output_rank:
-        return {}
-    score = output.logprobs if output.logprobs is not None else output.values
-    parts = score.split([LENGTHS[i] for i in indices])
-    return {f"score {i}": part for i, part in zip(indices, parts, strict=True)}
-
-
-def weights(engine):
-    return dict(engine.get_per_tensor_param()[0])
 
 
 def train_models(mesh, cases):

@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from hone.models.loading import without_progress_bars
 from tests.engines.contract.cases import (
     FAMILIES,
     LENGTHS,
     MODELS,
     Mesh,
-    make_batch,
     make_engine,
     names_of,
     train_models,
@@ -78,20 +75,6 @@ def _assert_alike(mesh, wanted, ranks):
         for key in set(wanted) - {"steps"} - {f"score {i}" for i in range(len(LENGTHS))}:
             assert torch.equal(rank[key], ranks[0][key]), f"{key} differs between ranks"
             torch.testing.assert_close(rank[key], wanted[key], rtol=1e-5, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_one_process_scores_as_transformers_does(name, alone, folders):
-    batch = make_batch(9)
-    with without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(folders[name]).eval()
-    for i, (begin, length) in enumerate(zip(batch.cu_seqlens.tolist(), LENGTHS, strict=False)):
-        ids = batch.token_ids[begin : begin + length]
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0] / 0.9
-        wanted = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        wanted = torch.nn.functional.pad(wanted, (1, 0)) * batch.loss_mask[begin : begin + length]
-        torch.testing.assert_close(alone[f"{name}/score {i}"], wanted, rtol=1e-5, atol=1e-5)
 
 
 EXPERTS = [

@@ -1,0 +1,41 @@
+"""The trackers that keep no state outside of a run's folder, by the contract; the others: `test_trackers.py`."""
+
+import pytest
+
+from hone.config import Choice
+from hone.testing import TrackerContract
+from hone.tracking import TRACKERS
+from hone.tracking.settings import TensorBoardSettings
+from hone.tracking.trackers.jsonl import read_metrics
+
+
+class TestJsonl(TrackerContract):
+    def make(self, run):
+        return TRACKERS.get("jsonl")(Choice(name="jsonl"), run)
+
+    def read(self, folder):
+        steps = [int(line["step"]) for line in read_metrics(folder)]
+        assert len(steps) == len(set(steps))
+        return {int(line.pop("step")): line for line in read_metrics(folder)}
+
+
+class TestConsole(TrackerContract):
+    def make(self, run):
+        return TRACKERS.get("console")(Choice(name="console"), run)
+
+
+class TestTensorBoard(TrackerContract):
+    def make(self, run):
+        pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+        return TRACKERS.get("tensorboard")(TensorBoardSettings(), run)
+
+    def read(self, folder):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=True)
+        events.Reload()
+        found = {}
+        for name in events.Tags()["scalars"]:
+            for event in events.Scalars(name):
+                found.setdefault(event.step, {})[name] = event.value
+        return found
