@@ -25,7 +25,7 @@ from hone.models.settings import ModelConfig
 from hone.platforms.base import PlatformBase, compute_dtype, current_platform
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 
 PROMPT_TOKENS = 64
 
@@ -59,7 +59,7 @@ async def answer(engine: BuiltinEngine, rows: int, tokens: int) -> float:
     prompts = [tuple(2 + (row + at) % 1000 for at in range(PROMPT_TOKENS)) for row in range(rows)]
     started = time.perf_counter()
     await asyncio.gather(
-        *(engine.generate(str(row), prompts[row], one) for row, one in enumerate(sampling)),
+        *(engine.generate(GenerationRequest(str(row), prompts[row], one)) for row, one in enumerate(sampling)),
     )
     return time.perf_counter() - started
 

@@ -37,7 +37,7 @@ from hone.rollout.base import Generating, ServerAdapter, ServerSpec
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.servers.builtin import BuiltinServer
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.weights import TRANSPORTS
 from hone.weights.sync import CheckpointEngineManager
 
@@ -108,7 +108,9 @@ def with_engine(
     async def all_requests() -> None:
         found = await asyncio.gather(
             *(
-                engine.generate(str(i), tuple(prompt), SamplingParams(max_tokens=length, seed=i, ignore_eos=True))
+                engine.generate(
+                    GenerationRequest(str(i), tuple(prompt), SamplingParams(max_tokens=length, seed=i, ignore_eos=True))
+                )
                 for i, (prompt, length) in enumerate(zip(prompts.tolist(), lengths, strict=True))
             )
         )

@@ -191,17 +191,43 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     max_sequence_tokens: int | None = None  # of prompt and answer together, where the policy answers; None: no limit
 
-    def fitted(self, request_id: str, prompt: int) -> SamplingParams:
-        """The same for a prompt of so many tokens, without `max_sequence_tokens`. Raises PromptTooLong."""
-        limit = self.max_sequence_tokens
-        if limit is None or self.adapter or not self.max_tokens:  # only answers of the policy are trained on
-            return replace(self, max_sequence_tokens=None)
-        if prompt >= limit:
-            raise PromptTooLong(
-                f"request {request_id!r} has a prompt of {prompt} tokens, which leaves no room in sequences of at most "
-                f"{limit}: the smallest max_tokens_per_microbatch, or limit of a teacher, of the models that read them"
-            )
-        return replace(self, max_tokens=min(self.max_tokens, limit - prompt), max_sequence_tokens=None)
+
+Versions = tuple[int, int]
+"""Least and greatest weight version that an answer may be sampled from."""
+
+VersionSpans = tuple[tuple[int, int], ...]
+"""(version, tokens) of each run of sampled tokens from one version, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A request for one answer, the same from the episode that makes it to the engine that samples.
+
+    GenerationRequest(id="1/17/0/0", tokens=(1, 53, 9), sampling=SamplingParams(max_tokens=8), versions=(4, 4))
+    """
+
+    id: str  # unique among the open requests; of a turn: "<step>/<draw>/<sample>/<turn>"
+    tokens: tuple[int, ...]  # the prompt, which the answer continues
+    sampling: SamplingParams
+    images: tuple[Image, ...] = ()  # fill the placeholders in `tokens`, in order
+    versions: Versions | None = None  # of the weights that may sample it; None: whichever are served. Routers heed it
+    spans: VersionSpans = ()  # of a replay: how many tokens each version samples. Routers heed it
+
+    def fitted(self) -> GenerationRequest:
+        """The same request, whose answer ends within `sampling.max_sequence_tokens`. Raises PromptTooLong."""
+        sampling, prompt = self.sampling, len(self.tokens)
+        limit, most = sampling.max_sequence_tokens, sampling.max_tokens
+        if limit is None:
+            return self
+        if most and not sampling.adapter:  # only answers of the policy are trained on
+            if prompt >= limit:
+                raise PromptTooLong(
+                    f"request {self.id!r} has a prompt of {prompt} tokens, which leaves no room in sequences of at "
+                    f"most {limit}: the smallest max_tokens_per_microbatch, or limit of a teacher, of the models that "
+                    "read them"
+                )
+            most = min(most, limit - prompt)
+        return replace(self, sampling=replace(sampling, max_tokens=most, max_sequence_tokens=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +262,9 @@ class PromptTooLong(ValueError):
 
 
 class GenerateFn(Protocol):
-    """`generate(request_id, token_ids, sampling) -> Completion`: how an environment asks the model for an answer.
+    """`generate(request) -> Completion`: how an environment asks the model for an answer."""
 
-    A prompt with images passes them as a fourth argument, in the order of their placeholders in `token_ids`.
-    """
-
-    def __call__(
-        self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
-    ) -> Coroutine[Any, Any, Completion]: ...
+    def __call__(self, request: GenerationRequest, /) -> Coroutine[Any, Any, Completion]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,17 @@ from hone.models.tokenizer import load_tokenizer
 from hone.platforms.base import current_platform
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
-from hone.types import Completion, Metrics, Prompt, SamplingParams, Status, StopReason, Trajectory, TrajectoryGroup
+from hone.types import (
+    Completion,
+    GenerationRequest,
+    Metrics,
+    Prompt,
+    SamplingParams,
+    Status,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+)
 from hone.weights.in_process import sync
 from hone.workers.train import TrainSpec
 
@@ -175,7 +185,7 @@ async def answer(parts: Parts, prompt: Prompt, samples: int, seed: int, step: in
         # The seed depends on the request only, so the answer does not depend on other requests.
         sampling = replace(parts.sampling, seed=request_seed(seed, step, prompt.draw, sample, turn=0))
         request_id = f"{step}/{prompt.draw}/{sample}"
-        completion = await parts.rollout.generate(request_id, prompt.token_ids, sampling)
+        completion = await parts.rollout.generate(GenerationRequest(request_id, prompt.token_ids, sampling))
         return trajectory(prompt, sample, completion, parts.renderer.decode(completion.token_ids))
 
     return TrajectoryGroup(prompt, tuple(await asyncio.gather(*(one(sample) for sample in range(samples)))))

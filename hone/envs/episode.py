@@ -31,6 +31,7 @@ from hone.envs.tool_calls import Said
 from hone.types import (
     Completion,
     GenerateFn,
+    GenerationRequest,
     Metrics,
     Prompt,
     PromptTooLong,
@@ -270,8 +271,8 @@ class EpisodeRunner:
         seed = request_seed(play.seed, play.step, prompt.draw, sample, turn)
         sampling = replace(play.sampling, seed=seed, max_tokens=room, keep_kv=self._max_turns > 1)
         record.waiting_for = "the rollout engine"
-        request, images = f"{play.step}/{prompt.draw}/{sample}/{turn}", (prompt.images,) if prompt.images else ()
-        completion = await play.generate(request, tuple(record.token_ids), sampling, *images)
+        name = f"{play.step}/{prompt.draw}/{sample}/{turn}"
+        completion = await play.generate(GenerationRequest(name, tuple(record.token_ids), sampling, prompt.images))
         record.waiting_for = "the environment"
         return completion
 

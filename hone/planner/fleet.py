@@ -14,7 +14,8 @@ from heapq import heappop, heappush
 
 from hone.planner.costs import Costs
 from hone.planner.replica import Answer, SimulatedReplica, count_down
-from hone.schedule.seats import Standing, Versions, fits, moves, needed
+from hone.schedule.seats import Standing, fits, moves, needed
+from hone.types import Versions
 
 Later = Callable[[float, Callable[[float], None]], None]
 """Call a function with the time, at that time."""

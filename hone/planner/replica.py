@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from typing import TypeVar
 
 from hone.planner.costs import Costs
-from hone.schedule.seats import Versions
+from hone.types import Versions
 
 K = TypeVar("K", bound=Hashable)
 

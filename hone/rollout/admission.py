@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from hone.rollout.adapters import check_adapter
 from hone.rollout.base import ReplicaLost
 from hone.rollout.images import PlacedImages, place_images
-from hone.types import Image, PromptTooLong, SamplingParams
+from hone.types import GenerationRequest, PromptTooLong, SamplingParams
 
 WAKE_TAGS = ("weights", "kv_cache")
 CONSTRAINS_NOT = "has no such constraint: use rollout.backend=vllm or sglang, or ask for JSON in the prompt"
@@ -114,22 +114,21 @@ class RequestLimits:
     def vocabulary(self) -> int:
         return int(self.config.get_text_config().vocab_size)
 
-    def check(
-        self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...]
-    ) -> tuple[PlacedImages, int]:
+    def check(self, request: GenerationRequest) -> tuple[PlacedImages, int]:
         """The images of the prompt with their places, and how far positions after them are ahead of the column.
 
         Raises ValueError for a request that the engine cannot serve; PromptTooLong if only its length is the reason.
         """
-        self.check_prompt(request_id, token_ids)
-        check_sampling(request_id, sampling, self.vocabulary, self.has_tokenizer)
+        sampling = request.sampling
+        self.check_prompt(request.id, request.tokens)
+        check_sampling(request.id, sampling, self.vocabulary, self.has_tokenizer)
         if sampling.json_schema and self.no_schema:
             raise ValueError(
-                f"request {request_id!r} wants an answer that follows a JSON schema, and {self.engine} {self.no_schema}"
+                f"request {request.id!r} wants an answer that follows a JSON schema, and {self.engine} {self.no_schema}"
             )
         if sampling.adapter:
             check_adapter(sampling.adapter, self.adapters)
-        return place_images(request_id, token_ids, images, self.config) if images else ((), 0)
+        return place_images(request.id, request.tokens, request.images, self.config) if request.images else ((), 0)
 
     def check_prompt(self, request_id: str, token_ids: tuple[int, ...]) -> None:
         """Raises ValueError for token ids that no model call can take."""

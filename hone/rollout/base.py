@@ -17,7 +17,7 @@ import torch
 from hone.rollout.adapters import AdapterFiles, AdapterKind
 from hone.rollout.servers.host import Host, LocalHost
 from hone.rollout.settings import RolloutConfig
-from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams, Scored
+from hone.types import Completion, GenerationRequest, Metrics, PauseMode, Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,8 @@ class Generating(Protocol):
     @property
     def weight_version(self) -> int: ...
 
-    async def generate(
-        self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
-    ) -> Completion:
-        """Continue `token_ids`; `images` fill its image placeholders in order.
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Continue the tokens of a request from the weights that it serves.
 
         Raises ValueError for a request that cannot be served (too long, empty), ReplicaLost if the engine died on the
         way, RuntimeError if it fails or has no weights. A server need not know `sampling.prompt_logprobs`: the router

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from hone.rollout.base import ReplicaLost, ServerAdapter
-from hone.rollout.replicas import Replica, RoutedRequest, end, end_task, leave
+from hone.rollout.pending import PendingRequest
+from hone.rollout.replicas import Replica, end, end_task, leave
 from hone.rollout.router import Router
 from hone.schedule.seats import fits
 from hone.types import Metric, Metrics
@@ -118,11 +119,11 @@ class LentServer:
                     await other.engine.abort_all()  # they are sent again: these to `lent`, the rest to where they were
 
 
-def _part(other: Replica, lent: Replica, parts: int) -> Sequence[RoutedRequest]:
+def _part(other: Replica, lent: Replica, parts: int) -> Sequence[PendingRequest]:
     """One of `parts` parts of the requests of a replica, those that the weights of `lent` may answer: whole prompts."""
-    able = [one for one in other.running if fits(lent.version, one.versions)]
-    prompts = sorted({one.prompt for one in able})[::parts] if len(able) >= parts else []
-    return [one for one in able if one.prompt in prompts]
+    able = [one for one in other.running if fits(lent.version, one.request.versions)]
+    prompts = sorted({one.request.tokens for one in able})[::parts] if len(able) >= parts else []
+    return [one for one in able if one.request.tokens in prompts]
 
 
 __all__ = ["LentServer"]

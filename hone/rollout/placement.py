@@ -15,7 +15,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
-from hone.rollout.replicas import Replica, RoutedRequest
+from hone.rollout.pending import PendingRequest
+from hone.rollout.replicas import Replica
 
 TOGETHER = 8  # requests by which the replica of a prompt may be busier than the least busy one
 HOMES = 65_536  # trajectories, and prompts, whose replicas are remembered; the longest unused is forgotten
@@ -38,17 +39,17 @@ class Placement:
         before = answer_tokens if self._answer_tokens is None else self._answer_tokens
         self._answer_tokens = before + (answer_tokens - before) * RECENT
 
-    def move(self, requests: Sequence[RoutedRequest], replica: Replica) -> None:
+    def move(self, requests: Sequence[PendingRequest], replica: Replica) -> None:
         """Have these requests, when they are sent again, and the later turns of their trajectories go to `replica`."""
         for request in requests:
             if request.trajectory:
                 self._trajectories.put(request.trajectory, replica)
 
-    def choose(self, request: RoutedRequest, free: Sequence[Replica]) -> Replica:
+    def choose(self, request: PendingRequest, free: Sequence[Replica]) -> Replica:
         """Choose one of the `free` replicas, and note what the request will cost there."""
-        prompt = hash(request.prompt)
+        prompt, length = hash(request.request.tokens), len(request.request.tokens)
         known = self._prompts.get(prompt) or []
-        answer = request.max_tokens
+        answer = request.request.sampling.max_tokens
         if self._answer_tokens is not None:
             answer = min(answer, round(self._answer_tokens))
         home = self._trajectories.get(request.trajectory)
@@ -59,9 +60,9 @@ class Placement:
             if having := [one for one in known if one in free]:
                 together = _least_busy(having)
                 ahead = together.expected_tokens - chosen.expected_tokens
-                chosen = together if ahead <= TOGETHER * (len(request.prompt) + answer) else chosen
+                chosen = together if ahead <= TOGETHER * (length + answer) else chosen
             has_prefix = chosen in known
-        request.cost = answer + (0 if has_prefix else len(request.prompt))
+        request.cost = answer + (0 if has_prefix else length)
         self._prompts.put(prompt, known if chosen in known else [*known, chosen])
         if request.trajectory:
             self._trajectories.put(request.trajectory, chosen)

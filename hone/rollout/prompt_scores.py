@@ -11,39 +11,33 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from hone.types import Completion, GenerateFn, Image, SamplingParams, Scored, StopReason
+from hone.types import Completion, GenerateFn, GenerationRequest, Scored, StopReason
 
 ScoreFn = Callable[[str, tuple[int, ...], int], Awaitable[Scored]]
 
 
-async def with_prompt_scores(
-    request_id: str,
-    token_ids: tuple[int, ...],
-    sampling: SamplingParams,
-    images: tuple[Image, ...],
-    score: ScoreFn,
-    generate: GenerateFn,
-) -> Completion:
+async def with_prompt_scores(request: GenerationRequest, score: ScoreFn, generate: GenerateFn) -> Completion:
     """Score the prompt as `sampling.prompt_logprobs` asks, and continue it unless `max_tokens` is 0.
 
     Raises ValueError for a prompt that cannot be scored.
     """
+    sampling = request.sampling
     assert sampling.prompt_logprobs is not None
-    if images:
-        raise ValueError(f"request {request_id!r}: log-probs of a prompt with images cannot be computed")
+    if request.images:
+        raise ValueError(f"request {request.id!r}: log-probs of a prompt with images cannot be computed")
     if sampling.adapter:
         raise ValueError(
-            f"request {request_id!r}: log-probs of a prompt are the policy's, and it names the adapter "
+            f"request {request.id!r}: log-probs of a prompt are the policy's, and it names the adapter "
             f"{sampling.adapter!r}"
         )
     if sampling.prompt_logprobs < 0:
         raise ValueError(
-            f"request {request_id!r}: prompt_logprobs should be at least 0, found {sampling.prompt_logprobs}"
+            f"request {request.id!r}: prompt_logprobs should be at least 0, found {sampling.prompt_logprobs}"
         )
-    scored = await score(f"{request_id}/prompt", token_ids, sampling.prompt_logprobs)
+    scored = await score(f"{request.id}/prompt", request.tokens, sampling.prompt_logprobs)
     if sampling.max_tokens == 0:
-        return Completion(request_id, (), (), (), StopReason.LENGTH, prompt_scores=scored)
-    completion = await generate(request_id, token_ids, replace(sampling, prompt_logprobs=None))
+        return Completion(request.id, (), (), (), StopReason.LENGTH, prompt_scores=scored)
+    completion = await generate(replace(request, sampling=replace(sampling, prompt_logprobs=None)))
     return replace(completion, prompt_scores=scored)
 
 

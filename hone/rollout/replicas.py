@@ -23,8 +23,8 @@ from typing import Any, Literal
 from hone.processes.restarts import Restarts
 from hone.rollout.base import Generating, ReplicaLost
 from hone.rollout.heartbeat import Heartbeat
-from hone.schedule.replay import Spans
-from hone.schedule.seats import Standing, Versions
+from hone.rollout.pending import PendingRequest
+from hone.schedule.seats import Standing
 from hone.types import Metric, Metrics, merge_metrics
 
 LOG = logging.getLogger(__name__)
@@ -37,39 +37,6 @@ RestoreFn = Callable[[Any], Awaitable[bool]]
 
 
 @dataclass(eq=False)
-class RoutedRequest:
-    """A request on its way through the replicas."""
-
-    request_id: str
-    versions: Versions | None = None  # of the weights that it may be sampled from; None: any
-    prompt: tuple[int, ...] = field(default=(), repr=False)
-    max_tokens: int = 0  # most that it may generate
-    cost: float = 0.0  # tokens that it is expected to compute at the replica that has it
-    spans: Spans = ()  # of a replay: the versions that sample its tokens, and how many each
-    deaths: int = 0  # of replicas that it was running at
-    is_poison: bool = False  # it made a replica die: it is not sent again
-
-    @property
-    def trajectory(self) -> str:
-        """The request ids of one trajectory differ in their last part."""
-        return self.request_id.rpartition("/")[0]
-
-    def allow_after(self, tokens: int) -> int | None:
-        """Allow the version that samples the token after the first `tokens`.
-
-        Returns how many tokens it samples; None: all that are left.
-        """
-        for version, count in self.spans[:-1]:
-            if tokens < count:
-                self.versions = version, version
-                return count - tokens
-            tokens -= count
-        if self.spans:
-            self.versions = self.spans[-1][0], self.spans[-1][0]
-        return None
-
-
-@dataclass(eq=False)
 class Replica:
     """One engine, as the router sees it."""
 
@@ -79,20 +46,20 @@ class Replica:
     heartbeat: Heartbeat | None = None  # of a server
     state: State = "serving"
     lent: bool = False  # serves on the trainer's device while the trainer waits
-    running: set[RoutedRequest] = field(default_factory=set)
+    running: set[PendingRequest] = field(default_factory=set)
     expected_tokens: float = 0.0  # that its requests will compute
     why: str = ""  # it is not serving
     revival: asyncio.Task[None] | None = None
     idle_s: float = 0.0  # without a request, since the last call of `idle`
     idle_since: float = field(default_factory=time.monotonic)  # while it has none
 
-    def begin(self, request: RoutedRequest) -> None:
+    def begin(self, request: PendingRequest) -> None:
         if not self.running:
             self.idle_s += time.monotonic() - self.idle_since
         self.running.add(request)
         self.expected_tokens += request.cost
 
-    def end(self, request: RoutedRequest) -> None:
+    def end(self, request: PendingRequest) -> None:
         if request in self.running:
             self.running.discard(request)
             self.expected_tokens = self.expected_tokens - request.cost if self.running else 0.0
@@ -277,7 +244,10 @@ class ReplicaPool:
         up = [one for one in self.members if one.state in ("serving", "empty") and is_alive(one.engine)]
         return [
             Standing(
-                one.name, one.version, frozenset(r.versions for r in one.running if r.versions is not None), one.lent
+                one.name,
+                one.version,
+                frozenset(versions for r in one.running if (versions := r.request.versions) is not None),
+                one.lent,
             )
             for one in up
         ]
@@ -331,7 +301,7 @@ class ReplicaPool:
         }
 
 
-def _blame(running: set[RoutedRequest]) -> None:
+def _blame(running: set[PendingRequest]) -> None:
     """Count a death for the requests that a replica had; one that alone has seen the most before is the cause.
 
     Requests that have seen as many as others are tried again apart from each other (`Seats`), which tells them apart.
@@ -397,4 +367,4 @@ def _name(engine: Any, number: int) -> str:
     return f"replica-{number}"
 
 
-__all__ = ["Replica", "ReplicaPool", "RestoreFn", "RoutedRequest", "end", "end_task", "is_alive", "leave"]
+__all__ = ["Replica", "ReplicaPool", "RestoreFn", "end", "end_task", "is_alive", "leave"]

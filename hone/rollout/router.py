@@ -14,26 +14,33 @@ weights (`replicas`); when the last one is lost for good, every waiting request 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from hone.data.routes import Routes, joined_routes
 from hone.deadline import SeatWait
 from hone.processes.restarts import Restarts
 from hone.rollout.base import Generating, ReplicaLost, ScoreAborted
 from hone.rollout.builtin.requests import StopStrings
+from hone.rollout.pending import PendingRequest
 from hone.rollout.placement import Placement
 from hone.rollout.prompt_scores import scorer_of, with_prompt_scores
-from hone.rollout.replicas import Replica, ReplicaPool, RestoreFn, RoutedRequest, end_task, is_alive
+from hone.rollout.replicas import Replica, ReplicaPool, RestoreFn, end_task, is_alive
 from hone.rollout.settings import RolloutConfig
-from hone.schedule.replay import ReplayError, Spans
-from hone.schedule.seats import Versions, fits
-from hone.types import Completion, Image, Metric, Metrics, PauseMode, SamplingParams, Scored, StopReason
+from hone.schedule.seats import fits
+from hone.types import (
+    Completion,
+    GenerationRequest,
+    Metric,
+    Metrics,
+    PauseMode,
+    SamplingParams,
+    Scored,
+    StopReason,
+    Versions,
+)
 
 WATCH_S = 0.5  # between two looks at the replicas' processes
 HUNG = 1 / 4  # of `rollout.request_timeout_s`: a server without a sign of life for so long is restarted
@@ -61,10 +68,10 @@ class Seats:
         self._waiting: dict[Versions | None, deque[_Waiting]] = {}
         self.placement = Placement()
 
-    async def take(self, request: RoutedRequest) -> Replica | None:
+    async def take(self, request: PendingRequest) -> Replica | None:
         """Wait for a seat; None if the request was aborted meanwhile."""
         seat: asyncio.Future[Replica | None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(request.versions, deque()).append((request, seat))
+        self._waiting.setdefault(request.request.versions, deque()).append((request, seat))
         self.hand_out()
         try:
             replica = await seat
@@ -77,7 +84,7 @@ class Seats:
         self.leave(replica, request)  # it was lent, and began to rest in the same moment
         return await self.take(request)
 
-    def leave(self, replica: Replica, request: RoutedRequest) -> None:
+    def leave(self, replica: Replica, request: PendingRequest) -> None:
         replica.end(request)
         self.hand_out()
 
@@ -137,43 +144,12 @@ class Seats:
         return found
 
 
-_Waiting = tuple[RoutedRequest, "asyncio.Future[Replica | None]"]
+_Waiting = tuple[PendingRequest, "asyncio.Future[Replica | None]"]
 
 
-def _may_join(request: RoutedRequest, running: set[RoutedRequest]) -> bool:
+def _may_join(request: PendingRequest, running: set[PendingRequest]) -> bool:
     """Requests that were at two deaths share no replica with each other, so that the next death shows the cause."""
     return request.deaths < 2 or all(one.deaths < 2 for one in running)
-
-
-@dataclass
-class _Pieces:
-    """The pieces of one completion."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    routes: Routes | None = None
-    prompt: int = 0  # its length
-    sent: int = 0  # how often it was sent again
-    # An aborted piece is dropped, because an engine follows a JSON schema from the answer's first token only.
-    whole: bool = False
-
-    def add(self, piece: Completion) -> None:
-        if self.whole and piece.stop_reason is StopReason.ABORTED:
-            return
-        self.tokens += piece.token_ids
-        self.logprobs += piece.logprobs
-        self.versions += piece.weight_versions
-        self.routes = joined_routes(self.routes, piece.routed_experts)
-
-    def cut(self, length: int) -> None:
-        del self.tokens[length:], self.logprobs[length:], self.versions[length:]
-
-    def completion(self, request_id: str, reason: StopReason) -> Completion:
-        tokens, logprobs, versions = tuple(self.tokens), tuple(self.logprobs), tuple(self.versions)
-        known = max(self.prompt + len(tokens) - 1, 0)  # a cut leaves fewer than were computed
-        routes = None if self.routes is None else self.routes[:known]
-        return Completion(request_id, tokens, logprobs, versions, reason, routes)
 
 
 class Router:
@@ -224,81 +200,62 @@ class Router:
 
     # ---------------------------------------------------------------------------------------------- generating
 
-    async def generate(
-        self,
-        request_id: str,
-        token_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        images: tuple[Image, ...] = (),
-        versions: Versions | None = None,
-        spans: Spans = (),
-    ) -> Completion:
-        """One completion, whatever happens to replicas meanwhile; `versions` are the least and the greatest weight
-        version that its tokens may be sampled from, and `spans` how many tokens each version samples in a replay.
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """One completion, whatever happens to replicas meanwhile.
 
         Raises ValueError for a request that cannot be served, RequestLate naming the replica and the request,
         PoisonRequest for one that makes replicas die, and RuntimeError if no replica is left.
         """
-        if sampling.prompt_logprobs is not None:
-            score = partial(self.score, versions=versions)
-            generate = partial(self.generate, versions=versions, spans=spans)
-            return await with_prompt_scores(request_id, token_ids, sampling, images, score, generate)
-        if request_id in self._open:
-            raise ValueError(f"request {request_id!r} is already running")
-        self._open.add(request_id)
+        if request.sampling.prompt_logprobs is not None:
+            return await with_prompt_scores(request, partial(self.score, versions=request.versions), self.generate)
+        if request.id in self._open:
+            raise ValueError(f"request {request.id!r} is already running")
+        self._open.add(request.id)
         try:
-            prompt = tuple(token_ids)
-            request = RoutedRequest(request_id, versions, prompt, sampling.max_tokens, spans=spans)
-            completion = await self._pieces(request, prompt, sampling, *((images,) if images else ()))
+            completion = await self._pieces(PendingRequest(request))
             self.seats.placement.saw(len(completion.token_ids))
             return completion
         finally:
-            self._open.discard(request_id)
+            self._open.discard(request.id)
 
-    async def _pieces(
-        self, request: RoutedRequest, prompt: tuple[int, ...], sampling: SamplingParams, *images: tuple[Image, ...]
-    ) -> Completion:
-        joined, aborts = _Pieces(prompt=len(prompt), whole=bool(sampling.json_schema)), self._aborts
-        request_id = piece_id = request.request_id
-
+    async def _pieces(self, pending: PendingRequest) -> Completion:
         async def send(replica: Replica) -> Completion:
-            rest = _rest(request, sampling, joined, replica.engine, most)
-            found: Completion = await replica.engine.generate(piece_id, (*prompt, *joined.tokens), rest, *images)
+            found: Completion = await replica.engine.generate(pending.piece(replica.engine, most))
             return found
 
+        aborts = self._aborts
         while self._aborts == aborts:
-            most = request.allow_after(len(joined.tokens))
-            replica = await self._seat(request)
+            most = pending.restrict()
+            replica = await self._seat(pending)
             if replica is None:  # aborted while it waited
                 break
-            piece = await self._ask(replica, request, send)
+            piece = await self._ask(replica, pending, send)
             is_span = False  # whether it ended only because its version samples no further token
             if piece is not None:
-                before = len(joined.tokens)
-                _check_versions(replica, request, piece)
-                joined.add(piece)
-                if self._stopped_across(joined, before, sampling):
-                    return joined.completion(request_id, StopReason.STOP)
+                before = len(pending.tokens)
+                pending.add(piece, replica.name)
+                if self._stopped_across(pending, before):
+                    return pending.completion(StopReason.STOP)
                 is_span = piece.stop_reason is StopReason.LENGTH and len(piece.token_ids) == most
                 if piece.stop_reason is not StopReason.ABORTED and not is_span:
-                    return joined.completion(request_id, piece.stop_reason)
-                if len(joined.tokens) >= sampling.max_tokens:  # aborted after its last token
-                    return joined.completion(request_id, StopReason.LENGTH)
+                    return pending.completion(piece.stop_reason)
+                if len(pending.tokens) >= pending.request.sampling.max_tokens:  # aborted after its last token
+                    return pending.completion(StopReason.LENGTH)
             self._resent += not is_span
-            joined.sent += 1
-            piece_id = f"{request_id}+{joined.sent}"  # a replica may still know the last one
-        return joined.completion(request_id, StopReason.ABORTED)
+            pending.sent += 1
+        return pending.completion(StopReason.ABORTED)
 
     async def score(
         self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0, versions: Versions | None = None
     ) -> Scored:
         """How likely the tokens of a sequence are, by weights of `versions`; raises as `generate` does."""
-        request = RoutedRequest(request_id, versions, tuple(token_ids))
+        tokens = tuple(token_ids)
+        request = PendingRequest(GenerationRequest(request_id, tokens, SamplingParams(0), versions=versions))
         self._open.add(request_id)
         aborts, piece_id = self._aborts, request_id
         try:
             while self._aborts == aborts and (replica := await self._seat(request)) is not None:
-                if found := await self._ask(replica, request, partial(_score_once, piece_id, token_ids, top_k)):
+                if found := await self._ask(replica, request, partial(_score_once, piece_id, tokens, top_k)):
                     return found
                 self._resent += 1
                 piece_id += "+"  # a replica may still know the last one
@@ -306,12 +263,14 @@ class Router:
         finally:
             self._open.discard(request_id)
 
-    async def _seat(self, request: RoutedRequest) -> Replica | None:
+    async def _seat(self, request: PendingRequest) -> Replica | None:
         self.look()
         with SeatWait():
             return await self.seats.take(request)
 
-    async def _ask(self, replica: Replica, request: RoutedRequest, send: Callable[[Replica], Awaitable[R]]) -> R | None:
+    async def _ask(
+        self, replica: Replica, request: PendingRequest, send: Callable[[Replica], Awaitable[R]]
+    ) -> R | None:
         """What the replica answers within the deadline; None if it died, and the request can be sent again."""
         life = replica.restarts.total
         try:
@@ -321,7 +280,7 @@ class Router:
             if not deadline.expired():
                 raise
             raise RequestLate(
-                f"replica {replica.name} did not answer request {request.request_id!r} within {self._timeout_s:g} s "
+                f"replica {replica.name} did not answer request {request.id!r} within {self._timeout_s:g} s "
                 f"(rollout.request_timeout_s)"
             ) from error
         except ReplicaLost as error:
@@ -329,15 +288,16 @@ class Router:
                 self.pool.down(replica, str(error))
             if request.is_poison:
                 raise PoisonRequest(
-                    f"request {request.request_id!r} is not sent again: {request.deaths} replicas died with it, the "
+                    f"request {request.id!r} is not sent again: {request.deaths} replicas died with it, the "
                     f"last one was {replica.name} ({error})"
                 ) from error
             return None
         finally:
             self.seats.leave(replica, request)
 
-    def _stopped_across(self, joined: _Pieces, before: int, sampling: SamplingParams) -> bool:
+    def _stopped_across(self, joined: PendingRequest, before: int) -> bool:
         """Cut a completion after the token that completes a stop string which began in an earlier piece."""
+        sampling = joined.request.sampling
         if not (before and sampling.stop and self._tokenizer is not None):
             return False
         strings = StopStrings(sampling.stop, self._tokenizer)
@@ -428,43 +388,11 @@ class Router:
         return {**self.pool.metrics(), "rollout/requests_resent": Metric.sum(resent)}
 
 
-def _check_versions(replica: Replica, request: RoutedRequest, piece: Completion) -> None:
-    """Raise RuntimeError for tokens of weights that the request may not be sampled from."""
-    wrong = [version for version in piece.weight_versions if request.versions and not fits(version, request.versions)]
-    if wrong:
-        raise RuntimeError(
-            f"replica {replica.name} sampled request {request.request_id!r} from weight version {wrong[0]}; it may be "
-            f"sampled from versions {request.versions}"
-        )
-
-
 async def _score_once(request_id: str, token_ids: tuple[int, ...], top_k: int, replica: Replica) -> Scored | None:
     """What one replica finds; None if it aborted the request."""
     with suppress(ScoreAborted):
         return await scorer_of(replica.engine, replica.name)(request_id, token_ids, top_k)
     return None
-
-
-def _rest(
-    request: RoutedRequest, sampling: SamplingParams, joined: _Pieces, engine: Any, most: int | None
-) -> SamplingParams:
-    """What the next piece samples: fewer tokens, `most` at most, and another random stream where the same one would
-    begin anew.
-
-    Raises ReplayError for the rest of an answer that follows a JSON schema, of another version than its beginning.
-    """
-    if joined.whole and joined.tokens:
-        raise ReplayError(
-            f"request {request.request_id!r} cannot be replayed: it wants an answer that follows a JSON schema, and in "
-            f"the recorded run several weight versions sampled it ({request.spans}); an engine follows a schema from "
-            "an answer's first token only"
-        )
-    tokens = sampling.max_tokens - len(joined.tokens)
-    left = replace(sampling, max_tokens=tokens if most is None else min(tokens, most))
-    if engine.positional_seed or not joined.tokens:
-        return left
-    text = f"{sampling.seed}/{len(joined.tokens)}".encode()
-    return replace(left, seed=int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1)
 
 
 __all__ = ["PoisonRequest", "RequestLate", "RestoreFn", "Router"]

@@ -16,8 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Spans = tuple[tuple[int, int], ...]
-"""(version, tokens) of each run of sampled tokens from one version, in order."""
+from hone.types import VersionSpans
 
 COMPARED = ("version", "admitted", "taken", "dropped", "spans", "batch")
 
@@ -29,12 +28,12 @@ class ReplayError(RuntimeError):
 class RecordedDraw:
     """The recorded answers to one prompt, and how much of each has been sampled again."""
 
-    def __init__(self, draw: int, answers: Sequence[Spans]) -> None:
+    def __init__(self, draw: int, answers: Sequence[VersionSpans]) -> None:
         self._draw = draw
         self._answers = answers
         self._sampled = [0] * len(answers)
 
-    def rest(self, request_id: str) -> Spans:
+    def rest(self, request_id: str) -> VersionSpans:
         """The spans that a request continues with; its name ends in `<sample>/<turn>`.
 
         Raises ReplayError if the recorded answer has ended.
@@ -61,7 +60,7 @@ class Plan:
     def __init__(self, path: Path, records: Collection[Mapping[str, Any]]) -> None:
         self._path = path
         self._records = {record["step"]: record for record in records}
-        self._answers: dict[int, list[Spans]] = {
+        self._answers: dict[int, list[VersionSpans]] = {
             int(draw): [tuple((version, tokens) for version, tokens in answer) for answer in answers]
             for record in records
             for draw, answers in record["spans"].items()
@@ -123,7 +122,7 @@ def _place(request_id: str) -> tuple[int, int]:
     return int(sample), int(turn)
 
 
-def _after(spans: Spans, tokens: int) -> Spans:
+def _after(spans: VersionSpans, tokens: int) -> VersionSpans:
     """The spans without their first `tokens` tokens."""
     for place, (version, count) in enumerate(spans):
         if tokens < count:
@@ -137,4 +136,4 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-__all__ = ["Plan", "RecordedDraw", "ReplayError", "Spans"]
+__all__ = ["Plan", "RecordedDraw", "ReplayError"]

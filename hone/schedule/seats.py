@@ -16,10 +16,9 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-NEWEST = sys.maxsize  # greatest version of a range without an end
+from hone.types import Versions
 
-Versions = tuple[int, int]
-"""Least and greatest weight version that a draw may be sampled from."""
+NEWEST = sys.maxsize  # greatest version of a range without an end
 
 
 @dataclass(frozen=True, slots=True)

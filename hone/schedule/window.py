@@ -28,7 +28,8 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from hone.config import ConfigError
-from hone.schedule.seats import NEWEST, Versions
+from hone.schedule.seats import NEWEST
+from hone.types import Versions
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ import torch
 
 from hone.data.packing import Sample, pack_samples
 from hone.rollout.base import ReplicaLost
-from hone.types import Batch, Completion, Metric, Metrics, ModelOutput, SamplingParams
+from hone.types import Batch, Completion, GenerationRequest, Metric, Metrics, ModelOutput, SamplingParams
 from hone.weights.base import WeightSyncError
 
 TOLERANCE = {
@@ -55,9 +55,9 @@ class Probe:
         found = []
         for number, replica in enumerate(replicas):
             name = str(getattr(replica, "name", "") or getattr(replica, "replica", number))
-            request = f"probe/{version}/{number}"
+            request = GenerationRequest(f"probe/{version}/{number}", self.prompt, self._sampling)
             try:
-                found.append((name, await replica.generate(request, self.prompt, self._sampling)))
+                found.append((name, await replica.generate(request)))
             except (ReplicaLost, TimeoutError) as error:
                 if lost is None:
                     raise

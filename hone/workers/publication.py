@@ -30,9 +30,7 @@ from hone.rollout.lending import LentServer
 from hone.rollout.router import Router
 from hone.runtime.base import PhaseFn
 from hone.runtime.watchdog import progress
-from hone.schedule.replay import Spans
-from hone.schedule.seats import Versions
-from hone.types import Completion, Image, Metric, Metrics, SamplingParams, merge_metrics
+from hone.types import Completion, GenerationRequest, Metric, Metrics, Versions, merge_metrics
 from hone.weights.base import Adapter, Full, LoadedWeights, NamedTensors, Payload, WeightSyncError
 from hone.weights.in_process import sync
 from hone.weights.sender import make_sender
@@ -348,23 +346,11 @@ class RolloutHandle:
             membership = Membership(self._engine, self._parts.background.another, self._parts.background.timeout_s)
             self._control = self._loop.start(serve_control(self._parts.background.control, membership))
 
-    async def generate(
-        self,
-        request_id: str,
-        token_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        images: tuple[Image, ...] = (),
-        versions: Versions | None = None,
-        spans: Spans = (),
-    ) -> Completion:
-        """One completion; `versions` are the least and the greatest weight version that it may be sampled from, and
-        None any that is served; `spans` say how many tokens each version samples in a replay."""
-        optional: dict[str, Any] = {"images": images} if images else {}
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """One completion. Raises PromptTooLong where `max_sequence_tokens` leaves no room, and as engines do."""
         if self._snapshots is not None:
             self._snapshots.check()
-            optional |= {"versions": versions, "spans": spans}
-        fitted = sampling.fitted(request_id, len(token_ids))
-        completion = await self._engine.generate(request_id, token_ids, fitted, **optional)
+        completion = await self._engine.generate(request.fitted())
         progress()
         return completion
 

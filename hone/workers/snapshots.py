@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from hone.rollout.router import Router
-from hone.schedule.seats import Versions, moves, needed
-from hone.types import Metric, Metrics, merge_metrics
+from hone.schedule.seats import moves, needed
+from hone.types import Metric, Metrics, Versions, merge_metrics
 from hone.weights.snapshot import Snapshot, Source
 
 LOOK_S = 0.5  # between two looks at the replicas while nothing happens

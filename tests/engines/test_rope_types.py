@@ -15,7 +15,7 @@ from hone.models.rotary import changing_rope, fix_rotary
 from hone.models.settings import BuildConfig, ModelConfig, UseConfig
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
-from hone.types import LossOutput, SamplingParams
+from hone.types import GenerationRequest, LossOutput, SamplingParams
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.ranks import run_ranks
 
@@ -154,7 +154,9 @@ def test_the_rollout_samples_with_the_same_frequencies(rope, path):
 
     async def sample():
         asked = SamplingParams(max_tokens=6, ignore_eos=True, seed=5)
-        return await asyncio.gather(*(engine.generate(str(i), p, asked) for i, p in enumerate(prompts)))
+        return await asyncio.gather(
+            *(engine.generate(GenerationRequest(str(i), p, asked)) for i, p in enumerate(prompts))
+        )
 
     sampled = asyncio.run(sample())
     rows = [Sample((*p, *one.token_ids), (0,) * len(p) + (1,) * 6) for p, one in zip(prompts, sampled, strict=True)]

@@ -59,10 +59,10 @@ def test_a_client_plays_its_episode_and_every_token_is_on_its_tracks(tokenizer, 
     says, prints, reads, tracks = CLIENTS[client]
     language, asked, left = Renderer(tokenizer), [], list(says)
 
-    async def generate(request_id, token_ids, sampling):
-        asked.append(token_ids)
+    async def generate(request):
+        asked.append(request.tokens)
         ids = language.tokenizer(left.pop(0), add_special_tokens=False)["input_ids"]
-        return Completion(request_id, tuple(ids), (-0.5,) * len(ids), (3,) * len(ids), StopReason.STOP)
+        return Completion(request.id, tuple(ids), (-0.5,) * len(ids), (3,) * len(ids), StopReason.STOP)
 
     async def played():
         async with Endpoint(language) as endpoint:

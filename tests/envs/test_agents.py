@@ -216,7 +216,7 @@ def test_how_a_program_ends_is_the_status_of_its_trajectories(play, program, bud
 
 
 def test_a_late_program_is_ended_and_who_was_waited_for_is_named(play):
-    async def never(request_id, token_ids, sampling):
+    async def never(request):
         await asyncio.sleep(60)
 
     late = play("sleeps", timeout_s=1.0)
@@ -231,10 +231,10 @@ def test_a_late_program_is_ended_and_who_was_waited_for_is_named(play):
 
 @pytest.mark.parametrize(("refusal", "status"), [(PromptTooLong, Status.TRUNCATED), (ValueError, Status.ENV_FAILED)])
 def test_only_a_refusal_for_its_length_truncates_an_episode(play, engine, refusal, status):
-    async def first_turns_only(request_id, token_ids, sampling):
-        if not request_id.endswith("/0"):
+    async def first_turns_only(request):
+        if not request.id.endswith("/0"):
             raise refusal("not this prompt")
-        return await engine.generate(request_id, token_ids, sampling)
+        return await engine.generate(request)
 
     found = play("twice", generate=first_turns_only)
     assert [(one.status, one.turns) for one in found] == [(status, 1)] * 2
@@ -242,7 +242,7 @@ def test_only_a_refusal_for_its_length_truncates_an_episode(play, engine, refusa
 
 
 def test_an_engine_that_breaks_ends_the_run(play):
-    async def broken(request_id, token_ids, sampling):
+    async def broken(request):
         raise RuntimeError("weights are not finite")
 
     with pytest.raises(RuntimeError, match="weights are not finite"):

@@ -36,9 +36,9 @@ class Recording:
         self._generate = generate
         self.asked, self.given = [], []
 
-    async def __call__(self, request_id, token_ids, sampling):
-        self.asked.append((request_id, token_ids, sampling))
-        self.given.append(await self._generate(request_id, token_ids, sampling))
+    async def __call__(self, request):
+        self.asked.append((request.id, request.tokens, request.sampling))
+        self.given.append(await self._generate(request))
         return self.given[-1]
 
 
@@ -46,10 +46,10 @@ def saying(language, *texts):
     """A GenerateFn that says one text after another: for what a tiny model would not say by itself."""
     left = list(texts)
 
-    async def generate(request_id, token_ids, sampling):
+    async def generate(request):
         ids = language.tokenizer(left.pop(0), add_special_tokens=False)["input_ids"]
         versions, logprobs = (3,) * len(ids), tuple(-0.5 - i for i in range(len(ids)))
-        return Completion(request_id, tuple(ids), logprobs, versions, StopReason.STOP)
+        return Completion(request.id, tuple(ids), logprobs, versions, StopReason.STOP)
 
     return generate
 
@@ -466,13 +466,13 @@ def test_an_answer_that_nobody_waits_for_is_given_up_and_not_recorded(talk):
     def slow_at_first(language):
         say = saying(language, "1234")
 
-        async def generate(request_id, token_ids, sampling):
-            if request_id.endswith("/0"):
+        async def generate(request):
+            if request.id.endswith("/0"):
                 try:
                     await asyncio.sleep(50)
                 finally:
-                    ended.append(request_id)
-            return await say(request_id, token_ids, sampling)
+                    ended.append(request.id)
+            return await say(request)
 
         return generate
 
@@ -529,9 +529,9 @@ def test_requests_at_the_same_time_share_the_budget(talk):
     def held_up(language):
         say = saying(language, "12", "123", "12345")
 
-        async def generate(request_id, token_ids, sampling):
+        async def generate(request):
             await go.wait()
-            return await say(request_id, token_ids, sampling)
+            return await say(request)
 
         return generate
 
@@ -649,7 +649,7 @@ def test_a_refusal_that_is_not_about_length_says_so(talk):
 
 def test_an_engine_that_breaks_is_asked_once_and_known_to_the_session(talk):
     def broken(language):
-        async def generate(request_id, token_ids, sampling):
+        async def generate(request):
             raise RuntimeError("not finite")
 
         return generate
@@ -667,7 +667,7 @@ def test_an_engine_that_breaks_is_asked_once_and_known_to_the_session(talk):
 @pytest.mark.parametrize("error", [KeyError("row"), TypeError("no len()"), IndexError("row 4")])
 def test_a_fault_inside_the_engine_is_not_the_requests(talk, error, caplog):
     def broken(language):
-        async def generate(request_id, token_ids, sampling):
+        async def generate(request):
             raise error
 
         return generate

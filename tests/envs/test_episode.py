@@ -52,10 +52,10 @@ class Engine:
         self.reason = reason
         self.delay_s = delay_s
 
-    async def generate(self, request_id, token_ids, sampling):
-        self.asked.append((request_id, token_ids, sampling))
+    async def generate(self, request):
+        self.asked.append((request.id, request.tokens, request.sampling))
         await asyncio.sleep(self.delay_s)
-        return Completion(request_id, (sampling.seed % 9 + 1, 2), (-0.5, -0.25), (3, 3), self.reason)
+        return Completion(request.id, (request.sampling.seed % 9 + 1, 2), (-0.5, -0.25), (3, 3), self.reason)
 
 
 def prompt(draw=0, ids=(7, 8)):
@@ -201,7 +201,7 @@ def test_an_aborted_completion_is_not_trained_on():
 
 def test_an_engine_that_raises_ends_the_run():
     class Dead(Engine):
-        async def generate(self, request_id, token_ids, sampling):
+        async def generate(self, request):
             raise RuntimeError("the engine died")
 
     with pytest.raises(RuntimeError, match="the engine died"):  # itself, not a group of groups of it
@@ -215,10 +215,10 @@ class Full(Engine):
         super().__init__()
         self.room, self.refusal = room, refusal
 
-    async def generate(self, request_id, token_ids, sampling):
-        if len(token_ids) > self.room:
-            raise self.refusal(f"a prompt of {len(token_ids)} tokens leaves no room")
-        return await super().generate(request_id, token_ids, sampling)
+    async def generate(self, request):
+        if len(request.tokens) > self.room:
+            raise self.refusal(f"a prompt of {len(request.tokens)} tokens leaves no room")
+        return await super().generate(request)
 
 
 def test_a_prompt_that_cannot_be_served_fails_alone():
@@ -305,13 +305,13 @@ def test_a_wait_for_a_seat_does_not_end_an_episode():
     class OneSeat(Engine):
         seats = None
 
-        async def generate(self, request_id, token_ids, sampling):
+        async def generate(self, request):
             self.seats = self.seats or asyncio.Semaphore(1)
             with SeatWait():
                 await self.seats.acquire()
                 await asyncio.sleep(0.25)  # the answer before
             self.seats.release()
-            return await super().generate(request_id, token_ids, sampling)
+            return await super().generate(request)
 
     (group,) = run(OneSeat(), [prompt()], samples=6, timeout_s=1.0)
     assert [one.status for one in group.trajectories] == [Status.OK] * 6
@@ -329,10 +329,10 @@ class Talker(TwoTurns):
 class Wordy(Engine):
     """Says as much as it may."""
 
-    async def generate(self, request_id, token_ids, sampling):
-        self.asked.append((request_id, token_ids, sampling))
-        ids = (1,) * sampling.max_tokens
-        return Completion(request_id, ids, (-0.5,) * len(ids), (3,) * len(ids), StopReason.LENGTH)
+    async def generate(self, request):
+        self.asked.append((request.id, request.tokens, request.sampling))
+        ids = (1,) * request.sampling.max_tokens
+        return Completion(request.id, ids, (-0.5,) * len(ids), (3,) * len(ids), StopReason.LENGTH)
 
 
 def test_turns_have_spans_with_rewards_and_the_states_they_began_in():

@@ -41,11 +41,11 @@ class Pairs:
         return text
 
 
-async def generate(request_id, token_ids, sampling):
+async def generate(request):
     """Two tokens; every token of turn t goes to expert 10 t in each of two layers, whenever it was sampled."""
-    turn = int(request_id.rpartition("/")[2])
-    routes = np.full((len(token_ids) + 1, 2, 1), 10 * turn, np.int16)
-    return Completion(request_id, (1, 2), (-0.5, -0.25), (3, 3), StopReason.STOP, routes)
+    turn = int(request.id.rpartition("/")[2])
+    routes = np.full((len(request.tokens) + 1, 2, 1), 10 * turn, np.int16)
+    return Completion(request.id, (1, 2), (-0.5, -0.25), (3, 3), StopReason.STOP, routes)
 
 
 def test_turns_are_joined_and_the_first_route_stays():

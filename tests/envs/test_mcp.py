@@ -126,13 +126,13 @@ class Policy:
     def __init__(self, between):
         self.between = between
 
-    async def __call__(self, request_id, token_ids, sampling):
-        turn = int(request_id.rsplit("/", 1)[1])
+    async def __call__(self, request):
+        turn = int(request.id.rsplit("/", 1)[1])
         if turn == 1:
             self.between()
         text = ["[process()]", "[add(a=1)]", "done"][turn]
         ids = tuple(map(ord, text))
-        return Completion(request_id, ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
+        return Completion(request.id, ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
 
 
 def servers_of():

@@ -67,11 +67,13 @@ class Served:
         config = build(EpisodeConfig, {"env": keys, "max_turns": max_turns}, "recipe.yaml")
         self.read = []
 
-        async def policy(request_id, token_ids, sampling):
-            turn = int(request_id.rsplit("/", 1)[1])
-            self.read.append(LANGUAGE.decode(token_ids))
-            ids = (*LANGUAGE.tokenizer.encode(answers[turn]), min(LANGUAGE.end_token_ids))[: sampling.max_tokens]
-            return Completion(request_id, ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
+        async def policy(request):
+            turn = int(request.id.rsplit("/", 1)[1])
+            self.read.append(LANGUAGE.decode(request.tokens))
+            ids = (*LANGUAGE.tokenizer.encode(answers[turn]), min(LANGUAGE.end_token_ids))[
+                : request.sampling.max_tokens
+            ]
+            return Completion(request.id, ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
 
         async def unscored(group):
             return group

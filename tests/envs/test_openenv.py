@@ -214,12 +214,12 @@ def test_a_server_that_stops_or_dies_is_a_failure(mortal, monkeypatch):
 def test_a_server_killed_in_an_episode_gives_no_reward(mortal, dies, status):
     config = mortal.config(retries=1)
 
-    async def policy(request_id, token_ids, sampling):
-        turn = int(request_id.rsplit("/", 1)[1])
+    async def policy(request):
+        turn = int(request.id.rsplit("/", 1)[1])
         if dies and turn == 1:
             mortal.end()
         ids = tuple(map(ord, guess([2, 4][turn])))
-        return Completion(request_id, ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
+        return Completion(request.id, ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
 
     async def unscored(group):
         return group

@@ -25,12 +25,12 @@ def saying(language, asked, *texts):
     """A GenerateFn that says one text after another, and notes what it was asked."""
     left = list(texts)
 
-    async def generate(request_id, token_ids, sampling):
-        asked.append(token_ids)
+    async def generate(request):
+        asked.append(request.tokens)
         ids = language.tokenizer(left.pop(0), add_special_tokens=False)["input_ids"]
-        cut = ids[: sampling.max_tokens]
+        cut = ids[: request.sampling.max_tokens]
         reason = StopReason.STOP if len(cut) == len(ids) else StopReason.LENGTH
-        return Completion(request_id, tuple(cut), (-0.5,) * len(cut), (3,) * len(cut), reason)
+        return Completion(request.id, tuple(cut), (-0.5,) * len(cut), (3,) * len(cut), reason)
 
     return generate
 

@@ -65,13 +65,13 @@ class Run:
     def play(self, answers, kind="", too_long_at=None):
         """The trajectories of two episodes in which the policy gives these answers, turn by turn."""
 
-        async def policy(request_id, token_ids, sampling):
-            turn = int(request_id.rsplit("/", 1)[1])
+        async def policy(request):
+            turn = int(request.id.rsplit("/", 1)[1])
             if turn == too_long_at:
                 raise PromptTooLong("the conversation is too long")
             end = min(LANGUAGE.end_token_ids)
             ids = (*LANGUAGE.tokenizer.encode(answers[turn]), end)
-            return Completion(request_id, ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
+            return Completion(request.id, ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
 
         async def unscored(group):
             return group

@@ -34,7 +34,7 @@ from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.export import export_checkpoint
 from hone.trainers.run.launch import run_policy, run_supervised
 from hone.trainers.supervised.settings import SupervisedRunConfig
-from hone.types import Batch, LossOutput, SamplingParams
+from hone.types import Batch, GenerationRequest, LossOutput, SamplingParams
 from hone.weights.in_process import sync
 from hone.workers.probe import Probe
 from hone.workers.rollout import engine_config
@@ -221,7 +221,9 @@ async def _probe(trainer: TrainWorker, rollout: Any, dtype: str, version: int) -
 
 async def _sample_and_compare(trainer: TrainWorker, rollout: Generating, dtype: str = "float32") -> None:
     """Require what a rollout engine samples to have the trainer's log-probs."""
-    sampled = await asyncio.gather(*(rollout.generate(str(i), p, sampling(i)) for i, p in enumerate(PROMPTS)))
+    sampled = await asyncio.gather(
+        *(rollout.generate(GenerationRequest(str(i), p, sampling(i))) for i, p in enumerate(PROMPTS))
+    )
     tokens = [one.token_ids for one in sampled]
     samples = [Sample((*p, *t), (0,) * len(p) + (1,) * len(t)) for p, t in zip(PROMPTS, tokens, strict=True)]
     batch = pack_samples(samples)

@@ -15,7 +15,7 @@ import torch
 from hone.rollout.base import ServerSpec
 from hone.rollout.servers.builtin import BuiltinServer
 from hone.rollout.settings import RolloutConfig
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.weights.base import Adapter, WeightSyncError
 from tests.rollout.syncing import sync_to
 
@@ -84,10 +84,10 @@ def test_weights_that_are_not_all_taken_in_are_never_served(server, models, fini
         finish(sync_to(server, weights(models[1]), 1))
     assert server.weight_version == -1
     with pytest.raises(RuntimeError, match="it was stopped"):
-        finish(server.generate("r", PROMPT, SamplingParams(max_tokens=2)))
+        finish(server.generate(GenerationRequest("r", PROMPT, SamplingParams(max_tokens=2))))
     server.plant("")
     finish(sync_to(server, weights(models[1]), 2))
-    found = finish(server.generate("r", PROMPT, SamplingParams(max_tokens=8)))
+    found = finish(server.generate(GenerationRequest("r", PROMPT, SamplingParams(max_tokens=8))))
     assert gap(models[1], PROMPT, found) < 1e-5
 
 
@@ -97,7 +97,7 @@ def test_a_cache_of_old_weights_shows_in_the_log_probs_of_the_tokens_after_it(se
 
     async def story():
         server.metrics()
-        running = asyncio.create_task(server.generate("r", PROMPT, LONG))
+        running = asyncio.create_task(server.generate(GenerationRequest("r", PROMPT, LONG)))
         while "rollout/tokens" not in server._metrics or not server._metrics["rollout/tokens"].value:
             await asyncio.sleep(0.02)
             await server.look()

@@ -9,14 +9,16 @@ from hone.rollout.builtin.cache import CacheLimits, CacheShape, KVCache
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.builtin.requests import StopStrings
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 
 
 async def together(engine, jobs, **sampling):
     """jobs: (prompt, max_tokens) pairs."""
     return await asyncio.gather(
         *(
-            engine.generate(str(i), prompt, SamplingParams(max_tokens=n, ignore_eos=True, seed=i, **sampling))
+            engine.generate(
+                GenerationRequest(str(i), prompt, SamplingParams(max_tokens=n, ignore_eos=True, seed=i, **sampling))
+            )
             for i, (prompt, n) in enumerate(jobs)
         )
     )
@@ -150,4 +152,4 @@ def test_a_stop_string_whose_characters_lie_across_tokens(byte_tokenizer):
 def test_stop_strings_want_a_tokenizer(tiny, finish):
     engine = BuiltinEngine(BuiltinSettings(), tiny("qwen3"))
     with pytest.raises(ValueError, match="no tokenizer"):
-        finish(engine.generate("r", (9,), SamplingParams(max_tokens=3, stop=("x",))))
+        finish(engine.generate(GenerationRequest("r", (9,), SamplingParams(max_tokens=3, stop=("x",)))))

@@ -13,7 +13,7 @@ from hone.platforms.base import current_platform
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.builtin.sampling import Rules, sample, uniforms
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.workers.inside.builtin import EngineApp
 
 PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 3, 12, 30, 12)]
@@ -24,7 +24,10 @@ NEAR = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # a wrong token, position or 
 async def answers(engine, **sampling):
     wanted = {"max_tokens": 20, "ignore_eos": True, **sampling}
     return await asyncio.gather(
-        *(engine.generate(str(i), prompt, SamplingParams(**{"seed": i, **wanted})) for i, prompt in enumerate(PROMPTS))
+        *(
+            engine.generate(GenerationRequest(str(i), prompt, SamplingParams(**{"seed": i, **wanted})))
+            for i, prompt in enumerate(PROMPTS)
+        )
     )
 
 
@@ -64,7 +67,9 @@ def test_the_same_seed_gives_the_same_answer_alone_and_among_others(each_device,
     engine = BuiltinEngine(BuiltinSettings(), tiny("qwen3_wide"), device=each_device)
     together = finish(answers(engine))
     assert finish(answers(engine)) == together
-    alone = finish(engine.generate("3", PROMPTS[3], SamplingParams(max_tokens=20, ignore_eos=True, seed=3)))
+    alone = finish(
+        engine.generate(GenerationRequest("3", PROMPTS[3], SamplingParams(max_tokens=20, ignore_eos=True, seed=3)))
+    )
     assert alone.token_ids == together[3].token_ids
 
 

@@ -17,7 +17,17 @@ from hone.models.settings import BuildConfig, ModelConfig
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.router import Router
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
-from hone.types import Completion, LossOutput, Prompt, SamplingParams, Status, StopReason, Trajectory, TrajectoryGroup
+from hone.types import (
+    Completion,
+    GenerationRequest,
+    LossOutput,
+    Prompt,
+    SamplingParams,
+    Status,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+)
 from hone.workers.train import TrainSpec
 
 OPTIONS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.3}
@@ -53,7 +63,9 @@ def make_engine(model, dtype="float32", **settings):
 def generate(engine, prompts=PROMPTS, sampling=ASKED):
     async def all_of_them():
         asked = (
-            engine.generate(f"r{i}", prompt, replace(sampling, seed=i, max_tokens=sampling.max_tokens + 2 * i))
+            engine.generate(
+                GenerationRequest(f"r{i}", prompt, replace(sampling, seed=i, max_tokens=sampling.max_tokens + 2 * i))
+            )
             for i, prompt in enumerate(prompts)
         )
         return await asyncio.gather(*asked)
@@ -152,7 +164,7 @@ def test_tokens_keep_the_experts_that_they_were_sampled_with():
     engine = make_engine(model)
 
     async def updated():
-        task = asyncio.ensure_future(engine.generate("r", PROMPTS[0], ASKED))
+        task = asyncio.ensure_future(engine.generate(GenerationRequest("r", PROMPTS[0], ASKED)))
         while not engine._scheduler.batch.running or engine._scheduler.batch._host.produced[0] < 4:
             await asyncio.sleep(0)
         await engine.update_weights(other.state_dict().items(), 1)
@@ -182,11 +194,11 @@ class _Pieces:
     def __init__(self, engine):
         self.engine, self.calls = engine, 0
 
-    async def generate(self, request_id, token_ids, sampling):
+    async def generate(self, request):
         self.calls += 1
         if self.calls > 1:
-            return await self.engine.generate(request_id, token_ids, sampling)
-        piece = await self.engine.generate(request_id, token_ids, replace(sampling, max_tokens=2))
+            return await self.engine.generate(request)
+        piece = await self.engine.generate(replace(request, sampling=replace(request.sampling, max_tokens=2)))
         return replace(piece, stop_reason=StopReason.ABORTED, routed_experts=piece.routed_experts + 100)
 
 
@@ -212,8 +224,8 @@ def test_askers_do_not_take_a_prompt_from_who_did_not_ask():
     engine = make_engine(make_model())
 
     async def both():
-        plain = engine.generate("plain", PROMPTS[0], replace(ASKED, routed_experts=False))
-        return await asyncio.gather(plain, engine.generate("asking", PROMPTS[0], ASKED))
+        plain = engine.generate(GenerationRequest("plain", PROMPTS[0], replace(ASKED, routed_experts=False)))
+        return await asyncio.gather(plain, engine.generate(GenerationRequest("asking", PROMPTS[0], ASKED)))
 
     plain, asking = asyncio.run(both())
     assert plain.routed_experts is None

@@ -21,7 +21,7 @@ from hone.rollout.builtin.fused import FusedDecoder
 from hone.rollout.builtin.generic import GenericDecoder
 from hone.rollout.builtin.graphs import GraphedDecoder, bucket
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from tests.rollout.tracing import TracingCpu
 
 FAMILY = ["qwen3", "qwen2", "llama_yarn"]
@@ -151,7 +151,7 @@ async def answers(engine):
     wanted = [{"max_tokens": 5 + 3 * i % 23, "ignore_eos": True, "seed": i} for i in range(len(PROMPTS))]
     return await asyncio.gather(
         *(
-            engine.generate(str(i), prompt, SamplingParams(**one))
+            engine.generate(GenerationRequest(str(i), prompt, SamplingParams(**one)))
             for i, (prompt, one) in enumerate(zip(PROMPTS, wanted, strict=True))
         )
     )

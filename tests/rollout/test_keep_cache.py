@@ -8,7 +8,7 @@ import torch
 
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 
 WANTED = SamplingParams(max_tokens=20, ignore_eos=True, seed=3)
 PROMPT = (9, 10, 11)
@@ -22,11 +22,11 @@ def found(tiny, finish):
     engine.keep_cache = True
 
     async def story():
-        running = asyncio.create_task(engine.generate("running", PROMPT, WANTED))
+        running = asyncio.create_task(engine.generate(GenerationRequest("running", PROMPT, WANTED)))
         while engine._scheduler.batch.counters.tokens < 5:
             await asyncio.sleep(0)
         await engine.update_weights(new.state_dict().items(), 1)
-        fresh = await engine.generate("fresh", PROMPT, replace(WANTED, seed=4))
+        fresh = await engine.generate(GenerationRequest("fresh", PROMPT, replace(WANTED, seed=4)))
         return await running, fresh, engine.metrics()["rollout/recomputed_tokens"].value
 
     return old, new, *finish(story())

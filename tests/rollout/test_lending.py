@@ -9,6 +9,7 @@ from hone.rollout.lending import LentServer
 from hone.rollout.router import Router
 from hone.rollout.settings import RolloutConfig
 from hone.schedule.seats import Standing, moves
+from hone.types import GenerationRequest
 from tests.rollout.test_router import WANTED, Mortal, steps
 
 
@@ -46,12 +47,12 @@ async def until(holds):
 def running(router, prompts=4):
     """Two requests for each of some prompts."""
     wanted = [(f"1/{prompt}/{sample}/0", (9, 10 + prompt)) for prompt in range(prompts) for sample in range(2)]
-    return [asyncio.create_task(router.generate(one, tokens, WANTED)) for one, tokens in wanted]
+    return [asyncio.create_task(router.generate(GenerationRequest(one, tokens, WANTED))) for one, tokens in wanted]
 
 
 def test_it_takes_half_of_the_prompts_and_gives_back_what_it_has_not_ended(lending, finish):
     router, own, lent, server = lending()
-    alone = [finish(own.generate(f"x{n}", (9, 10 + n), WANTED)).token_ids for n in range(4)]
+    alone = [finish(own.generate(GenerationRequest(f"x{n}", (9, 10 + n), WANTED))).token_ids for n in range(4)]
     own.seen.clear()
 
     async def story():
@@ -153,7 +154,7 @@ def test_one_that_died_is_started_when_it_is_needed_and_nobody_notices(lending, 
         return found
 
     found = finish(story())
-    alone = [finish(own.generate(f"x{n}", (9, 10 + n), WANTED)).token_ids for n in range(4)]
+    alone = [finish(own.generate(GenerationRequest(f"x{n}", (9, 10 + n), WANTED))).token_ids for n in range(4)]
     assert found == [tokens for tokens in alone for _ in range(2)]
     assert lent.starts == 1, "it slept well afterwards"
 

@@ -10,7 +10,7 @@ from hone.config import ConfigError
 from hone.rollout.adapters import AdapterFiles, Delta
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.weights.digests.digest import digest_tensors
 from tests.rollout.peft_adapters import adapt
 
@@ -55,7 +55,7 @@ def test_the_weights_and_samples_are_those_of_pefts_merge(name, adapted, tiny, f
         served = finish(engine.update_adapter(tensors.items(), config, version))
         assert digest_tensors(served.tensors.items()) == digest_tensors(tensors.items())
         assert (served.version, len(served.tensors)) == (version, len(tensors))
-        completion = finish(engine.generate(f"r{version}", PROMPT, wanted()))
+        completion = finish(engine.generate(GenerationRequest(f"r{version}", PROMPT, wanted())))
         assert set(completion.weight_versions) == {version}
         assert gap(model, PROMPT, completion) < 1e-5, "of PEFT's forward, in which nothing is merged"
         merged = model.merge_and_unload().state_dict()
@@ -112,7 +112,7 @@ def test_running_requests_go_on_with_the_new_adapter(adapted, tiny, finish, gap)
     model, tensors, config = adapted("qwen3", 0, target_modules=LINEAR)
 
     async def story():
-        running = asyncio.create_task(engine.generate("r", PROMPT, wanted(24)))
+        running = asyncio.create_task(engine.generate(GenerationRequest("r", PROMPT, wanted(24))))
         while engine._scheduler.batch.counters.tokens < 8:
             await asyncio.sleep(0)
         await engine.update_adapter(tensors.items(), config, 5)
@@ -148,7 +148,7 @@ def test_named_adapters_answer_beside_the_policy(folders, adapted, tiny, finish,
         asked = [(name, PROMPT[: 1 + i % 3]) for i, name in enumerate(order)]
         done = await asyncio.gather(
             *(
-                engine.generate(f"{tag}{i}", prompt, replace(wanted(6), adapter=name))
+                engine.generate(GenerationRequest(f"{tag}{i}", prompt, replace(wanted(6), adapter=name)))
                 for i, (name, prompt) in enumerate(asked)
             )
         )
@@ -161,7 +161,7 @@ def test_named_adapters_answer_beside_the_policy(folders, adapted, tiny, finish,
     found = finish(ask("b"))
     assert all(gap({"": policy, **models}[name], prompt, one) < 1e-5 for name, prompt, one in found)
     with pytest.raises(ValueError, match=r"adapter 'rihgt'.*right"):
-        finish(engine.generate("c", PROMPT, replace(wanted(), adapter="rihgt")))
+        finish(engine.generate(GenerationRequest("c", PROMPT, replace(wanted(), adapter="rihgt"))))
 
 
 @pytest.mark.parametrize(

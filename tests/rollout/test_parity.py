@@ -11,7 +11,7 @@ from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.builtin.fused import FusedDecoder, unfit_for_fusing
 from hone.rollout.builtin.generic import GenericDecoder
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.weights.digests.digest import digest_tensors
 
 FAMILY = ["qwen3", "qwen2", "llama", "llama_yarn", "mistral"]
@@ -22,7 +22,10 @@ PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 3, 12, 30, 12)]
 async def generate(engine, prompts, **sampling):
     wanted = {"max_tokens": 20, "ignore_eos": True, **sampling}
     return await asyncio.gather(
-        *(engine.generate(str(i), prompt, SamplingParams(**{"seed": i, **wanted})) for i, prompt in enumerate(prompts))
+        *(
+            engine.generate(GenerationRequest(str(i), prompt, SamplingParams(**{"seed": i, **wanted})))
+            for i, prompt in enumerate(prompts)
+        )
     )
 
 

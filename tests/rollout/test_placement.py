@@ -4,8 +4,10 @@ import random
 from collections import Counter
 
 from hone.processes.restarts import Restarts
+from hone.rollout.pending import PendingRequest
 from hone.rollout.placement import TOGETHER, Placement
-from hone.rollout.replicas import Replica, RoutedRequest
+from hone.rollout.replicas import Replica
+from hone.types import GenerationRequest, SamplingParams
 
 
 def replicas(count):
@@ -13,7 +15,7 @@ def replicas(count):
 
 
 def request(name, prompt, max_tokens=100):
-    return RoutedRequest(name, None, prompt, max_tokens)
+    return PendingRequest(GenerationRequest(name, prompt, SamplingParams(max_tokens)))
 
 
 def place(placement, one, free):

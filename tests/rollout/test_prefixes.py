@@ -9,7 +9,7 @@ import torch
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.builtin.prefixes import BLOCK, Prefixes
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 
 OPENING = tuple(range(8, 48))  # 40 tokens
 OBSERVATION = tuple(range(50, 58))  # 8
@@ -24,7 +24,7 @@ async def converse(engine, tag="a", opening=OPENING, turns=3, between=None, **sa
         if turn and between is not None:
             await between(turn)
         wanted = SamplingParams(ANSWER, ignore_eos=True, seed=turn, keep_kv=turns > 1, **sampling)
-        completion = await engine.generate(f"{tag}/{turn}", prompt, wanted)
+        completion = await engine.generate(GenerationRequest(f"{tag}/{turn}", prompt, wanted))
         found.append((prompt, completion))
         prompt = (*prompt, *completion.token_ids, *OBSERVATION)
     return found
@@ -160,7 +160,10 @@ def test_a_single_turn_and_a_turn_of_several_do_not_share_a_prefill(tiny, finish
     turn = SamplingParams(4, ignore_eos=True, keep_kv=True)
 
     async def story():
-        both = (engine.generate(f"{one.keep_kv}", OPENING, one) for one in (turn, replace(turn, keep_kv=False)))
+        both = (
+            engine.generate(GenerationRequest(f"{one.keep_kv}", OPENING, one))
+            for one in (turn, replace(turn, keep_kv=False))
+        )
         await asyncio.gather(*both)
 
     finish(story())

@@ -17,7 +17,7 @@ from hone.registry import Registry
 from hone.rollout.builtin.cache import CacheLimits, CacheShape, KVCache, Step
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from tests.models.flash_on_cpu import version_on_cpu
 from tests.rollout.tracing import TracingCpu
 
@@ -99,7 +99,10 @@ def test_an_engine_gives_the_log_probs_of_the_plain_forward(execution, kind, dev
     async def answers():
         wanted = [SamplingParams(max_tokens=5 + 3 * i % 23, ignore_eos=True, seed=i) for i in range(len(PROMPTS))]
         return await asyncio.gather(
-            *(engine.generate(str(i), prompt, one) for i, (prompt, one) in enumerate(zip(PROMPTS, wanted, strict=True)))
+            *(
+                engine.generate(GenerationRequest(str(i), prompt, one))
+                for i, (prompt, one) in enumerate(zip(PROMPTS, wanted, strict=True))
+            )
         )
 
     for prompt, completion in zip(PROMPTS, finish(answers()), strict=True):

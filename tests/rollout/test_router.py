@@ -8,10 +8,11 @@ import pytest
 from hone.deadline import Deadline
 from hone.rollout.base import ReplicaLost, ScoreAborted
 from hone.rollout.builtin.engine import BuiltinEngine
-from hone.rollout.router import RESTART_WINDOW_S, PoisonRequest, RequestLate, Router, _Pieces
+from hone.rollout.pending import PendingRequest
+from hone.rollout.router import RESTART_WINDOW_S, PoisonRequest, RequestLate, Router
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
 from hone.schedule.replay import ReplayError
-from hone.types import Completion, SamplingParams, Scored, StopReason
+from hone.types import Completion, GenerationRequest, SamplingParams, Scored, StopReason
 
 WANTED = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
 
@@ -33,14 +34,14 @@ class Mortal:
     def __getattr__(self, verb):
         return getattr(self.engine, verb)
 
-    async def generate(self, request_id, token_ids, sampling):
+    async def generate(self, request):
         if not self.alive:
             raise ReplicaLost(f"{self.name} is dead")
-        self.seen.append((request_id, token_ids, sampling))
-        self.order.append(request_id)
-        completion = await self.engine.generate(request_id, token_ids, sampling)
+        self.seen.append((request.id, request.tokens, request.sampling))
+        self.order.append(request.id)
+        completion = await self.engine.generate(request)
         if not self.alive:  # its process ended before it could answer
-            raise ReplicaLost(f"{self.name} died during {request_id}")
+            raise ReplicaLost(f"{self.name} died during {request.id}")
         return completion
 
     async def die(self):
@@ -89,7 +90,9 @@ def test_turns_of_a_trajectory_stay_with_their_replica_and_others_go_where_is_le
     async def story():
         wanted = replace(WANTED, max_tokens=2)
         for turn, order in enumerate(((0, 1, 2, 3, 4, 5), (3, 1, 5, 0, 2, 4), (5, 4, 3, 2, 1, 0))):
-            await asyncio.gather(*(router.generate(f"1/0/{i}/{turn}", (9, 10 + i), wanted) for i in order))
+            await asyncio.gather(
+                *(router.generate(GenerationRequest(f"1/0/{i}/{turn}", (9, 10 + i), wanted)) for i in order)
+            )
 
     finish(story())
     homes = [{request.rpartition("/")[0] for request, _, _ in one.seen} for one in mortals]
@@ -103,7 +106,7 @@ def test_a_replica_has_so_many_requests_at_a_time_and_the_others_wait_in_order(f
 
     async def story():
         wanted = replace(WANTED, max_tokens=5)
-        running = [asyncio.create_task(router.generate(f"r{i}", (9, 10), wanted)) for i in range(10)]
+        running = [asyncio.create_task(router.generate(GenerationRequest(f"r{i}", (9, 10), wanted))) for i in range(10)]
         while not all(task.done() for task in running):
             for place, mortal in enumerate(mortals):
                 most[place] = max(most[place], len(mortal.engine._scheduler._open))
@@ -116,15 +119,19 @@ def test_a_replica_has_so_many_requests_at_a_time_and_the_others_wait_in_order(f
 
 def test_a_replica_that_dies_in_the_middle_is_not_noticed(fleet, finish):
     router, mortals = fleet(2, requests_per_replica=2)  # else the samples of a prompt would all go to one
-    alone = finish(mortals[0].engine.generate("x", (9, 10), WANTED))
+    alone = finish(mortals[0].engine.generate(GenerationRequest("x", (9, 10), WANTED)))
 
     async def story():
-        running = [asyncio.create_task(router.generate(f"1/{i}/0/0", (9, 10), WANTED)) for i in range(4)]
+        running = [
+            asyncio.create_task(router.generate(GenerationRequest(f"1/{i}/0/0", (9, 10), WANTED))) for i in range(4)
+        ]
         await steps()
         await mortals[1].die()
         found = await asyncio.gather(*running)
         await router.revived()
-        later = await asyncio.gather(*(router.generate(f"2/{i}/0/0", (9, 10), WANTED) for i in range(4)))
+        later = await asyncio.gather(
+            *(router.generate(GenerationRequest(f"2/{i}/0/0", (9, 10), WANTED)) for i in range(4))
+        )
         return found, later
 
     found, later = finish(story())
@@ -139,7 +146,7 @@ def test_a_replica_that_dies_in_the_middle_is_not_noticed(fleet, finish):
 def test_utilisation_is_the_share_of_the_time_with_requests(fleet, finish):
     router, _ = fleet(2)
     router.metrics()
-    finish(router.generate("r", (9, 10), WANTED))
+    finish(router.generate(GenerationRequest("r", (9, 10), WANTED)))
     assert 0 < router.metrics()["perf/rollout_utilisation"].value <= 0.5, "the other replica had no request"
     assert router.metrics()["perf/rollout_utilisation"].value == 0
 
@@ -156,7 +163,7 @@ def test_the_only_replica_is_waited_for(fleet, finish):
     mortal.fail_starts = 1
 
     async def story():
-        running = asyncio.create_task(router.generate("r", (9, 10), WANTED))
+        running = asyncio.create_task(router.generate(GenerationRequest("r", (9, 10), WANTED)))
         await steps()
         await mortal.die()
         return await running
@@ -181,7 +188,7 @@ def test_whatever_goes_wrong_in_a_revival_it_is_tried_again(fleet, finish, error
 
     async def story():
         await mortal.die()
-        return await router.generate("r", (9, 10), WANTED)
+        return await router.generate(GenerationRequest("r", (9, 10), WANTED))
 
     assert len(finish(story()).token_ids) == 40
     assert (len(restores), mortal.starts) == (2, 2)
@@ -192,19 +199,19 @@ def test_a_loss_that_is_heard_of_late_is_not_that_of_the_new_server(fleet, finis
     told = asyncio.Event()
     generate = mortal.generate
 
-    async def late(request_id, token_ids, sampling):
-        if request_id != "late":
-            return await generate(request_id, token_ids, sampling)
+    async def late(request):
+        if request.id != "late":
+            return await generate(request)
         await told.wait()
         raise ReplicaLost("the connection to the server that was broke")
 
     mortal.generate = late
 
     async def story():
-        running = asyncio.create_task(router.generate("late", (9, 10), WANTED))
+        running = asyncio.create_task(router.generate(GenerationRequest("late", (9, 10), WANTED)))
         await steps()
         await mortal.die()
-        await router.generate("other", (9, 10), WANTED)  # after the restart
+        await router.generate(GenerationRequest("other", (9, 10), WANTED))  # after the restart
         told.set()
         return await running
 
@@ -217,7 +224,7 @@ def test_one_that_died_while_nothing_ran_is_noticed_before_it_is_asked(fleet, fi
 
     async def story():
         await mortals[0].die()
-        return await router.generate("r", (9, 10), WANTED)
+        return await router.generate(GenerationRequest("r", (9, 10), WANTED))
 
     assert len(finish(story()).token_ids) == 40
     assert [request for request, _, _ in mortals[1].seen] == ["r"]
@@ -233,15 +240,15 @@ def test_without_weights_to_give_it_waits_for_a_sync(fleet, finish):
 
     async def story():
         await mortals[1].die()
-        await router.generate("a", (9, 10), WANTED)
+        await router.generate(GenerationRequest("a", (9, 10), WANTED))
         await router.revived()
         assert mortals[1].alive
-        await asyncio.gather(*(router.generate(f"b{i}", (9, 10), WANTED) for i in range(3)))
+        await asyncio.gather(*(router.generate(GenerationRequest(f"b{i}", (9, 10), WANTED)) for i in range(3)))
         assert mortals[1].seen == []
         assert mortals[1] in router.replicas, "a sync reaches it"
         await mortals[1].update_weights(mortals[1]._model.state_dict().items(), 0)
         router.replica_serves(mortals[1])
-        await asyncio.gather(*(router.generate(f"c{i}", (9, 10), WANTED) for i in range(3)))
+        await asyncio.gather(*(router.generate(GenerationRequest(f"c{i}", (9, 10), WANTED)) for i in range(3)))
 
     finish(story())
     assert mortals[1].seen
@@ -254,7 +261,7 @@ def test_only_deaths_within_the_window_are_too_many(fleet, finish, window_s, sta
     async def story():
         for _ in range(3):
             await mortal.die()
-            await router.generate("r", (9, 10), replace(WANTED, max_tokens=2))
+            await router.generate(GenerationRequest("r", (9, 10), replace(WANTED, max_tokens=2)))
             await asyncio.sleep(0.25)
 
     if starts == 3:
@@ -271,7 +278,7 @@ def test_when_no_replica_is_left_everybody_hears_why(fleet, finish):
         mortal.fail_starts = 9
 
     async def story():
-        running = [asyncio.create_task(router.generate(f"r{i}", (9, 10), WANTED)) for i in range(3)]
+        running = [asyncio.create_task(router.generate(GenerationRequest(f"r{i}", (9, 10), WANTED))) for i in range(3)]
         await steps()
         for mortal in mortals:
             await mortal.die()
@@ -290,9 +297,9 @@ def test_a_late_answer_names_replica_and_request(fleet, finish):
     async def story():
         await mortal.engine.pause()
         with pytest.raises(RequestLate, match=r"mortal-0 did not answer request 'r' within 2 s"):
-            await router.generate("r", (9, 10), WANTED)
+            await router.generate(GenerationRequest("r", (9, 10), WANTED))
         await mortal.engine.resume()
-        return await router.generate("again", (9, 10), replace(WANTED, max_tokens=1))
+        return await router.generate(GenerationRequest("again", (9, 10), replace(WANTED, max_tokens=1)))
 
     assert len(finish(story()).token_ids) == 1
 
@@ -301,7 +308,7 @@ def test_a_caller_that_leaves_gives_its_seat_back(fleet, finish):
     router, (mortal,) = fleet(1, requests_per_replica=1)
 
     async def story():
-        tasks = [asyncio.create_task(router.generate(f"r{i}", (9, 10), WANTED)) for i in range(3)]
+        tasks = [asyncio.create_task(router.generate(GenerationRequest(f"r{i}", (9, 10), WANTED))) for i in range(3)]
         await steps()
         tasks[0].cancel()  # has the seat
         tasks[1].cancel()  # waits
@@ -325,18 +332,20 @@ class Pieces:
     def weight_version(self):
         return len(self.asked) + 1
 
-    async def generate(self, request_id, token_ids, sampling):
-        self.asked.append((request_id, token_ids, sampling))
+    async def generate(self, request):
+        self.asked.append((request.id, request.tokens, request.sampling))
         piece = self._ids[: self._first] if len(self.asked) == 1 else self._ids[self._first :]
         reason = self._ends if len(self.asked) == 1 else StopReason.LENGTH
         version = len(self.asked)
-        return Completion(request_id, tuple(piece), (-0.25,) * len(piece), (version,) * len(piece), reason)
+        return Completion(request.id, tuple(piece), (-0.25,) * len(piece), (version,) * len(piece), reason)
 
 
 @pytest.mark.parametrize("positional", [True, False])
 def test_the_rest_of_a_completion_is_asked_for_with_what_is_left(finish, positional):
     engine = Pieces([11, 12, 13, 14, 15], 2, positional)
-    found = finish(Router([engine], RolloutConfig()).generate("1/2/3/0", (9,), replace(WANTED, max_tokens=5)))
+    found = finish(
+        Router([engine], RolloutConfig()).generate(GenerationRequest("1/2/3/0", (9,), replace(WANTED, max_tokens=5)))
+    )
     (first, second) = engine.asked
     assert first[:2] == ("1/2/3/0", (9,))
     assert second[:2] == ("1/2/3/0+1", (9, 11, 12))
@@ -352,7 +361,7 @@ def test_an_answer_that_follows_a_schema_begins_anew(finish):
     """An engine follows a schema from the first token of an answer, so it cannot continue the beginning of one."""
     engine = Pieces([11, 12, 13, 14, 15], 2, True)
     wanted = replace(WANTED, max_tokens=5, json_schema="{}")
-    found = finish(Router([engine], RolloutConfig()).generate("1/2/3/0", (9,), wanted))
+    found = finish(Router([engine], RolloutConfig()).generate(GenerationRequest("1/2/3/0", (9,), wanted)))
     assert [(prompt, sampling.max_tokens) for _, prompt, sampling in engine.asked] == [((9,), 5)] * 2
     assert found.token_ids == (13, 14, 15)
     assert len(found.logprobs) == len(found.weight_versions) == 3
@@ -365,7 +374,7 @@ def test_an_answer_that_follows_a_schema_is_not_replayed_across_versions(finish)
     def replay(first, spans):
         engine = Pieces([11, 12, 13, 14, 15], first, True, ends=StopReason.LENGTH)
         router = Router([engine], RolloutConfig())
-        return finish(router.generate("1/2/3/0", (9,), wanted, spans=spans))
+        return finish(router.generate(GenerationRequest("1/2/3/0", (9,), wanted, spans=spans)))
 
     with pytest.raises(ReplayError, match=r"request '1/2/3/0' cannot be replayed: .* \(\(\(1, 2\), \(2, 3\)\)\)"):
         replay(2, ((1, 2), (2, 3)))
@@ -375,7 +384,7 @@ def test_an_answer_that_follows_a_schema_is_not_replayed_across_versions(finish)
 def test_an_engine_that_cannot_score_a_prompt_is_named(finish):
     router = Router([Pieces([11], 1, True)], RolloutConfig())
     with pytest.raises(ValueError, match=r"rollout engine \S+ cannot compute log-probs of a prompt: it has no `score`"):
-        finish(router.generate("r", (9,), replace(WANTED, max_tokens=0, prompt_logprobs=0)))
+        finish(router.generate(GenerationRequest("r", (9,), replace(WANTED, max_tokens=0, prompt_logprobs=0))))
 
 
 class Scoring(Pieces):
@@ -415,7 +424,7 @@ def test_a_stop_string_may_lie_across_two_pieces(finish, tokenizer):
     ids = tokenizer("say stop now", add_special_tokens=False)["input_ids"]
     engine = Pieces(ids, 6, True)  # "say st" + "op now"
     wanted = replace(WANTED, stop=("stop",))
-    found = finish(Router([engine], RolloutConfig(), tokenizer).generate("r", (9,), wanted))
+    found = finish(Router([engine], RolloutConfig(), tokenizer).generate(GenerationRequest("r", (9,), wanted)))
     assert tokenizer.decode(found.token_ids) == "say stop"
     assert found.stop_reason is StopReason.STOP
     assert len(found.logprobs) == len(found.weight_versions) == 8
@@ -431,10 +440,10 @@ def test_a_stop_string_is_sought_in_the_last_tokens_only(tokenizer):
             return super().__getitem__(key)
 
     ids = tokenizer("ab" * 1000, add_special_tokens=False)["input_ids"]
-    pieces = _Pieces()
-    pieces.tokens = Watched(ids)
+    pending = PendingRequest(GenerationRequest("r", (9,), replace(WANTED, stop=("stop",))))
+    pending.tokens = Watched(ids)
     router = Router([], RolloutConfig(), tokenizer)
-    assert not router._stopped_across(pieces, 1, replace(WANTED, stop=("stop",)))
+    assert not router._stopped_across(pending, 1)
     assert len(copied) == len(ids) - 1
     assert max(copied) < 20
 
@@ -443,7 +452,7 @@ def test_an_abort_ends_those_that_wait_too(fleet, finish):
     router, _ = fleet(1, requests_per_replica=1)
 
     async def story():
-        running = [asyncio.create_task(router.generate(f"r{i}", (9, 10), WANTED)) for i in range(3)]
+        running = [asyncio.create_task(router.generate(GenerationRequest(f"r{i}", (9, 10), WANTED))) for i in range(3)]
         await steps()
         await router.abort_all()
         return await asyncio.gather(*running)
@@ -458,11 +467,11 @@ def test_a_closed_router_refuses_and_ends_its_replicas(fleet, finish):
     router, mortals = fleet(2)
 
     async def story():
-        running = asyncio.create_task(router.generate("r", (9, 10), WANTED))
+        running = asyncio.create_task(router.generate(GenerationRequest("r", (9, 10), WANTED)))
         await steps(3)
         await router.close()
         with pytest.raises(RuntimeError, match="no rollout replica is left"):
-            await router.generate("late", (9, 10), WANTED)
+            await router.generate(GenerationRequest("late", (9, 10), WANTED))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -479,22 +488,24 @@ def no_pauses(monkeypatch):
 def test_a_request_that_makes_replicas_die_fails_alone_and_by_name(fleet, finish, no_pauses, others):
     """Those that are at its side twice are told apart from it: they end as if nothing had happened."""
     router, mortals = fleet(2)
-    alone = finish(mortals[0].engine.generate("x", (9, 10), WANTED))
+    alone = finish(mortals[0].engine.generate(GenerationRequest("x", (9, 10), WANTED)))
     for mortal in mortals:
         generate = mortal.generate
 
-        async def deadly(request_id, token_ids, sampling, mortal=mortal, generate=generate):
-            if request_id.startswith("poison"):
+        async def deadly(request, mortal=mortal, generate=generate):
+            if request.id.startswith("poison"):
                 await steps(3)
                 await mortal.die()
-            return await generate(request_id, token_ids, sampling)
+            return await generate(request)
 
         mortal.generate = deadly
 
     async def story():
-        running = [asyncio.create_task(router.generate(f"r{i}", (9, 10), WANTED)) for i in range(others)]
+        running = [
+            asyncio.create_task(router.generate(GenerationRequest(f"r{i}", (9, 10), WANTED))) for i in range(others)
+        ]
         with pytest.raises(PoisonRequest, match=r"'poison' is not sent again: [23] replicas died with it"):
-            await router.generate("poison", (9, 10), WANTED)
+            await router.generate(GenerationRequest("poison", (9, 10), WANTED))
         found = await asyncio.gather(*running)
         await router.revived()
         return found
@@ -508,12 +519,12 @@ def test_a_request_that_is_aborted_after_its_last_token_is_complete(fleet, finis
     """It is not sent again with nothing left to sample."""
     router, (mortal,) = fleet(1)
 
-    async def aborted_late(request_id, token_ids, sampling):
-        ids = tuple(range(10, 10 + sampling.max_tokens))
-        return Completion(request_id, ids, (-1.0,) * len(ids), (0,) * len(ids), StopReason.ABORTED)
+    async def aborted_late(request):
+        ids = tuple(range(10, 10 + request.sampling.max_tokens))
+        return Completion(request.id, ids, (-1.0,) * len(ids), (0,) * len(ids), StopReason.ABORTED)
 
     mortal.generate = aborted_late
-    found = finish(router.generate("r", (9, 10), replace(WANTED, max_tokens=4)))
+    found = finish(router.generate(GenerationRequest("r", (9, 10), replace(WANTED, max_tokens=4))))
     assert (found.token_ids, found.stop_reason) == ((10, 11, 12, 13), StopReason.LENGTH)
 
 
@@ -522,7 +533,7 @@ def test_the_wait_for_a_seat_stops_the_deadline_of_an_episode(fleet, finish):
 
     async def episode(number, deadlines):
         async with Deadline(3600) as deadlines[number]:
-            return await router.generate(f"r{number}", (9, 10), WANTED)
+            return await router.generate(GenerationRequest(f"r{number}", (9, 10), WANTED))
 
     async def story():
         deadlines = {}

@@ -10,7 +10,7 @@ from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.builtin.generic import GenericDecoder
 from hone.rollout.builtin.scoring import in_turns
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from tests.conftest import OLD
 from tests.rollout.peft_adapters import adapt
 
@@ -82,9 +82,13 @@ def test_scores_are_the_policys_whichever_adapter_answered_last(tiny, tokenizer,
     )
 
     async def ask():
-        before = await engine.generate("a", SEQUENCES[2], SamplingParams(8, adapter="judge"))
+        before = await engine.generate(GenerationRequest("a", SEQUENCES[2], SamplingParams(8, adapter="judge")))
         scored = await engine.score("b", SEQUENCES[2])
-        return before, scored, await engine.generate("c", SEQUENCES[2], SamplingParams(8, adapter="judge"))
+        return (
+            before,
+            scored,
+            await engine.generate(GenerationRequest("c", SEQUENCES[2], SamplingParams(8, adapter="judge"))),
+        )
 
     before, scored, after = finish(ask())
     expected = forward(tiny("qwen3"), SEQUENCES[2])[:-1].log_softmax(-1)

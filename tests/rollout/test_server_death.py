@@ -10,7 +10,7 @@ from hone.rollout.router import Router
 from hone.rollout.servers.engine import EngineDefaults, EngineServer
 from hone.rollout.servers.host import SOCKET
 from hone.rollout.settings import RolloutConfig
-from hone.types import Completion, SamplingParams, StopReason
+from hone.types import Completion, GenerationRequest, SamplingParams, StopReason
 
 
 class Small(EngineServer):
@@ -30,10 +30,10 @@ class Small(EngineServer):
     async def _longest_sequence(self):
         return 100
 
-    async def _generate(self, request_id, token_ids, sampling, images):
+    async def _generate(self, request, images):
         ids = tuple((await self.connection.post("/generate", {}))["token_ids"])
         versions = (self.weight_version,) * len(ids)
-        return Completion(request_id, ids, (-1.0,) * len(ids), versions, StopReason.LENGTH), 1, 0
+        return Completion(request.id, ids, (-1.0,) * len(ids), versions, StopReason.LENGTH), 1, 0
 
     async def _never(self, *_):
         raise NotImplementedError
@@ -59,7 +59,7 @@ def test_all_requests_of_a_server_whose_engine_died_go_on_after_its_restart(tmp_
         router.restore_with(restore)
         await engine.start()
         engine.take_weights()
-        asked = (router.generate(f"1/{i}/0/0", (9,), SamplingParams(max_tokens=2)) for i in range(4))
+        asked = (router.generate(GenerationRequest(f"1/{i}/0/0", (9,), SamplingParams(max_tokens=2))) for i in range(4))
         found = await asyncio.gather(*asked, return_exceptions=True)
         await router.revived()
         counted = router.metrics()

@@ -12,7 +12,7 @@ from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams, StopReason
+from hone.types import GenerationRequest, SamplingParams, StopReason
 from tests.engines.pictures import FAMILIES, Case, images_of, make_engine, sample
 
 SAMPLING = SamplingParams(max_tokens=12, temperature=0.9, ignore_eos=True)
@@ -39,7 +39,9 @@ def generating(trainer, **settings):
 async def ask(engine, asked, seed=0, **changes):
     return await asyncio.gather(
         *(
-            engine.generate(f"r{number}", ids, replace(SAMPLING, seed=seed + number, **changes), images)
+            engine.generate(
+                GenerationRequest(f"r{number}", ids, replace(SAMPLING, seed=seed + number, **changes), images)
+            )
             for number, (ids, images) in enumerate(asked)
         )
     )
@@ -86,7 +88,7 @@ def test_greedy_answers_are_those_of_transformers(pair, tmp_path):
         eos_token_id=None,
     )[0, len(ids) :]
     greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
-    found = asyncio.run(engine.generate("greedy", ids, greedy, images))
+    found = asyncio.run(engine.generate(GenerationRequest("greedy", ids, greedy, images)))
     assert list(found.token_ids) == answer.tolist()
 
 
@@ -96,7 +98,9 @@ def test_an_answer_does_not_depend_on_its_neighbours(pair):
     together = asyncio.run(ask(engine, asked))
     for number, one in enumerate(together):
         alone = asyncio.run(
-            generating(trainer).generate("alone", asked[number][0], replace(SAMPLING, seed=number), asked[number][1])
+            generating(trainer).generate(
+                GenerationRequest("alone", asked[number][0], replace(SAMPLING, seed=number), asked[number][1])
+            )
         )
         assert alone.token_ids == one.token_ids
 
@@ -108,14 +112,14 @@ def test_what_an_image_shows_changes_the_answer_of_equal_tokens(pair):
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
 
     async def both():  # at the same time: the prompts' tokens are equal, and must not share their keys and values
-        one = engine.generate("one", ids, greedy, (first,))
-        return await asyncio.gather(one, engine.generate("other", ids, greedy, (other,)))
+        one = engine.generate(GenerationRequest("one", ids, greedy, (first,)))
+        return await asyncio.gather(one, engine.generate(GenerationRequest("other", ids, greedy, (other,))))
 
     async def later():  # while the first is running, which could lend what it has computed
-        running = asyncio.ensure_future(engine.generate("long", ids, SAMPLING, (first,)))
+        running = asyncio.ensure_future(engine.generate(GenerationRequest("long", ids, SAMPLING, (first,))))
         for _ in range(3):
             await asyncio.sleep(0)
-        found = await engine.generate("later", ids, greedy, (other,))
+        found = await engine.generate(GenerationRequest("later", ids, greedy, (other,)))
         await running
         return found
 
@@ -130,7 +134,7 @@ def test_new_weights_in_the_middle_of_an_answer_see_the_image_again(pair):
     (ids, images) = prompts(trainer.model.config.model_type)[1]
 
     async def interrupted():
-        running = asyncio.ensure_future(engine.generate("r", ids, SAMPLING, images))
+        running = asyncio.ensure_future(engine.generate(GenerationRequest("r", ids, SAMPLING, images)))
         for _ in range(4):
             await asyncio.sleep(0)
         await engine.update_weights(trainer.get_per_tensor_param()[0], 1)
@@ -156,14 +160,14 @@ def test_requests_that_do_not_fit_are_refused(pair):
         (ids[: ids.index(10)], (small,), "ends with an image"),
     ):
         with pytest.raises(ValueError, match=says):
-            asyncio.run(engine.generate("bad", tokens, SAMPLING, images))
+            asyncio.run(engine.generate(GenerationRequest("bad", tokens, SAMPLING, images)))
 
 
 def test_an_engine_for_text_refuses_images(folder_of_text):
     engine = BuiltinEngine(BuiltinSettings(kv_cache_tokens=4096), folder_of_text)
     ids, images = prompts("qwen3_vl")[0]
     with pytest.raises(ValueError, match="a model of type 'qwen3' takes text only"):
-        asyncio.run(engine.generate("r", ids, SAMPLING, images))
+        asyncio.run(engine.generate(GenerationRequest("r", ids, SAMPLING, images)))
 
 
 @pytest.fixture
@@ -180,7 +184,7 @@ def test_kept_kv_beside_images(pair):
     text = (tuple(range(8, 24)) * 3)[:40]
 
     async def story():
-        first = await engine.generate("t/0", text, replace(SAMPLING, keep_kv=True))
+        first = await engine.generate(GenerationRequest("t/0", text, replace(SAMPLING, keep_kv=True)))
         second = (*text, *first.token_ids, 9, 9)
         together = [(second, ()), *asked]
         return together, await ask(engine, together, keep_kv=True)

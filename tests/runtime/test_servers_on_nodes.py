@@ -27,7 +27,7 @@ from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.placing import hosts_of
 from hone.workers.rollout import RolloutSpec, start_rollout
@@ -106,7 +106,10 @@ def start(machines, model, loop, tmp_path):
 
 async def many(rollout, number=8, step=1, **changes):
     return await asyncio.gather(
-        *(rollout.generate(f"{step}/{i}/0/0", (5, 6, 7 + i), replace(WANTED, seed=i, **changes)) for i in range(number))
+        *(
+            rollout.generate(GenerationRequest(f"{step}/{i}/0/0", (5, 6, 7 + i), replace(WANTED, seed=i, **changes)))
+            for i in range(number)
+        )
     )
 
 

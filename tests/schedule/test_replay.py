@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hone.rollout.replicas import RoutedRequest
+from hone.rollout.pending import PendingRequest
 from hone.schedule.replay import Plan, ReplayError
+from hone.types import GenerationRequest, SamplingParams
 
 RECORDS = [
     {
@@ -73,8 +74,11 @@ def test_the_first_field_that_differs_is_named(plan):
 
 
 def test_a_request_moves_from_version_to_version():
-    request = RoutedRequest("1/1/0/0", (0, 9), spans=((3, 2), (5, 1), (6, 4)))
-    asked = [(request.allow_after(tokens), request.versions) for tokens in (0, 1, 2, 3, 9)]
+    def after(tokens, spans):
+        request = GenerationRequest("1/1/0/0", (7,), SamplingParams(20), versions=(0, 9), spans=spans)
+        pending = PendingRequest(request, tokens=[1] * tokens)
+        return pending.restrict(), pending.request.versions
+
+    asked = [after(tokens, ((3, 2), (5, 1), (6, 4))) for tokens in (0, 1, 2, 3, 9)]
     assert asked == [(2, (3, 3)), (1, (3, 3)), (1, (5, 5)), (None, (6, 6)), (None, (6, 6))]
-    live = RoutedRequest("1/1/0/0", (0, 9))
-    assert (live.allow_after(4), live.versions) == (None, (0, 9))
+    assert after(4, ()) == (None, (0, 9))

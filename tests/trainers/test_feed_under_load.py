@@ -28,7 +28,17 @@ from hone.tracking.metrics import Timer
 from hone.trainers.policy.collection import Collector
 from hone.trainers.policy.feed import Feed
 from hone.trainers.run.recorder import Recorder
-from hone.types import Completion, Metric, Prompt, SamplingParams, Status, StopReason, Trajectory, TrajectoryGroup
+from hone.types import (
+    Completion,
+    GenerationRequest,
+    Metric,
+    Prompt,
+    SamplingParams,
+    Status,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+)
 from hone.workers.snapshots import SnapshotPublication
 
 TOKEN_S, TAIL, PATIENCE_S = 0.01, 20, 600.0
@@ -91,17 +101,17 @@ class Server:
         self.moving = False  # receives weights: it produces nothing
         self._aborts = 0
 
-    async def generate(self, request_id, token_ids, sampling):
+    async def generate(self, request):
         tokens, versions, aborts = [], [], self._aborts
-        while len(tokens) < sampling.max_tokens and aborts == self._aborts:
+        while len(tokens) < request.sampling.max_tokens and aborts == self._aborts:
             await asyncio.sleep(TOKEN_S)
             if not self.alive:
                 raise ReplicaLost(f"{self.name} died")
             if not self.moving and aborts == self._aborts:
-                tokens.append(len(token_ids) + len(tokens))
+                tokens.append(len(request.tokens) + len(tokens))
                 versions.append(self.weight_version)
-        reason = StopReason.ABORTED if len(tokens) < sampling.max_tokens else StopReason.LENGTH
-        return Completion(request_id, tuple(tokens), (-1.0,) * len(tokens), tuple(versions), reason)
+        reason = StopReason.ABORTED if len(tokens) < request.sampling.max_tokens else StopReason.LENGTH
+        return Completion(request.id, tuple(tokens), (-1.0,) * len(tokens), tuple(versions), reason)
 
     async def abort_all(self):
         self._aborts += 1
@@ -159,9 +169,9 @@ class Rollout:
     def hold(self, versions):
         return self.snapshots.hold(versions)
 
-    async def generate(self, request_id, token_ids, sampling, images=(), versions=None, spans=()):
+    async def generate(self, request):
         self.snapshots.check()
-        return await self.router.generate(request_id, token_ids, sampling, versions=versions)
+        return await self.router.generate(request)
 
     async def disturb(self, what):
         """A server dies, joins or leaves, as far as it can."""
@@ -191,7 +201,9 @@ class Samples:
 
     async def _answer(self, prompt, sample, play):
         sampling = SamplingParams(max_tokens=self._load.length(prompt.draw, sample))
-        said = await play.generate(f"{play.step}/{prompt.draw}/{sample}/0", prompt.token_ids, sampling)
+        said = await play.generate(
+            GenerationRequest(f"{play.step}/{prompt.draw}/{sample}/0", prompt.token_ids, sampling)
+        )
         start, count = len(prompt.token_ids), len(said.token_ids)
         return Trajectory(
             prompt_id=prompt.prompt_id,

@@ -12,7 +12,7 @@ from hone.tracking.trackers.jsonl import rollout_lines
 from hone.trainers.policy.checks import TokenBudgets
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
-from hone.types import PromptTooLong, SamplingParams
+from hone.types import GenerationRequest, PromptTooLong, SamplingParams
 from tests.trainers.tiny import recipe
 
 BUDGET = 24
@@ -97,14 +97,17 @@ def test_a_teacher_that_a_rollout_engine_serves_has_a_budget(name, tmp_path):
 
 
 def test_only_answers_of_the_policy_are_limited():
+    def fitted(sampling, prompt):
+        return GenerationRequest("r", (7,) * prompt, sampling).fitted().sampling
+
     limited = SamplingParams(max_tokens=6, max_sequence_tokens=10)
-    assert limited.fitted("r", 4) == SamplingParams(max_tokens=6)
-    assert limited.fitted("r", 7) == SamplingParams(max_tokens=3)
+    assert fitted(limited, 4) == SamplingParams(max_tokens=6)
+    assert fitted(limited, 7) == SamplingParams(max_tokens=3)
     with pytest.raises(
         PromptTooLong, match="'r' has a prompt of 10 tokens, which leaves no room in sequences of at most 10"
     ):
-        limited.fitted("r", 10)
+        fitted(limited, 10)
     other = SamplingParams(max_tokens=6, max_sequence_tokens=10, adapter="opponent")
-    assert other.fitted("r", 99) == SamplingParams(max_tokens=6, adapter="opponent")
+    assert fitted(other, 99) == SamplingParams(max_tokens=6, adapter="opponent")
     scored = SamplingParams(max_tokens=0, max_sequence_tokens=10, prompt_logprobs=0)
-    assert scored.fitted("r", 99) == SamplingParams(max_tokens=0, prompt_logprobs=0)
+    assert fitted(scored, 99) == SamplingParams(max_tokens=0, prompt_logprobs=0)

@@ -21,7 +21,7 @@ from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
-from hone.types import Prompt, SamplingParams, Status, StopReason, Trajectory, TrajectoryGroup
+from hone.types import GenerationRequest, Prompt, SamplingParams, Status, StopReason, Trajectory, TrajectoryGroup
 from hone.workers.train import TrainSpec, TrainWorker
 
 SAMPLES, CHUNKS = 4096, 32
@@ -73,7 +73,9 @@ def sampled(model):
 
     async def ask():
         wanted = [SamplingParams(max_tokens=2, ignore_eos=True, seed=seed) for seed in range(SAMPLES)]
-        return await asyncio.gather(*(engine.generate(str(i), PROMPT, one) for i, one in enumerate(wanted)))
+        return await asyncio.gather(
+            *(engine.generate(GenerationRequest(str(i), PROMPT, one)) for i, one in enumerate(wanted))
+        )
 
     return asyncio.run(asyncio.wait_for(ask(), 120))
 

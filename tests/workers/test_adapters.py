@@ -15,7 +15,7 @@ from hone.engines.settings import EngineConfig, LoraConfig
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.runtime.local import LocalWorkerGroup
 from hone.tracking.metrics import Timer
-from hone.types import LossOutput, SamplingParams
+from hone.types import GenerationRequest, LossOutput, SamplingParams
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.rollout import adapter_kind
@@ -62,7 +62,7 @@ def gap(actor, prompt, completion):
 
 
 def ask(rollout, loop, name="r"):
-    return loop.run(rollout.generate(f"{name}/0/0/0", PROMPT, WANTED))
+    return loop.run(rollout.generate(GenerationRequest(f"{name}/0/0/0", PROMPT, WANTED)))
 
 
 def size(tensors):
@@ -150,7 +150,9 @@ def test_the_same_adapter_gives_the_same_tokens_merged_alone_and_in_a_process_of
 
     async def with_a_death():
         os.kill(victim.connection.process.process_ids()[0], signal.SIGKILL)
-        asked = [served.generate(f"6/{i}/0/0", (*PROMPT, i), replace(WANTED, seed=i)) for i in range(8)]
+        asked = [
+            served.generate(GenerationRequest(f"6/{i}/0/0", (*PROMPT, i), replace(WANTED, seed=i))) for i in range(8)
+        ]
         finished = await asyncio.gather(*asked)
         await served._engine.revived()
         return finished
@@ -161,7 +163,7 @@ def test_the_same_adapter_gives_the_same_tokens_merged_alone_and_in_a_process_of
     learn(actor)
     assert served.sync_from(actor, 7)["weights/bytes"].value == adapter, "both have the base"
     for replica in (victim, other):
-        completion = loop.run(replica.generate("own", PROMPT, WANTED))
+        completion = loop.run(replica.generate(GenerationRequest("own", PROMPT, WANTED)))
         assert gap(actor, PROMPT, completion) < 1e-5
 
     loop.run(served._engine.sleep(2))
@@ -182,7 +184,9 @@ def test_nothing_is_sampled_from_the_base_while_its_adapter_is_under_way(start, 
     async def with_a_request(*arguments, **named):
         metrics = await plain(*arguments, **named)
         if not asked:
-            asked.append(asyncio.create_task(rollout._engine.replicas[0].generate("r", PROMPT, WANTED)))
+            asked.append(
+                asyncio.create_task(rollout._engine.replicas[0].generate(GenerationRequest("r", PROMPT, WANTED)))
+            )
             await asyncio.sleep(0.3)
             assert not asked[0].done()
         return metrics

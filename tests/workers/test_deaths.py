@@ -12,7 +12,7 @@ import torch
 
 from hone.config import ConfigError
 from hone.rollout.base import ReplicaLost
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import CollectiveSettings, WeightSyncConfig
 from hone.workers import publication
@@ -29,7 +29,9 @@ def loop(shared_loop):
 
 
 async def many(rollout, step=1):
-    asked = (rollout.generate(f"{step}/{i}/0/0", (5, 6, 7 + i), replace(WANTED, seed=i)) for i in range(6))
+    asked = (
+        rollout.generate(GenerationRequest(f"{step}/{i}/0/0", (5, 6, 7 + i), replace(WANTED, seed=i))) for i in range(6)
+    )
     return await asyncio.gather(*asked)
 
 

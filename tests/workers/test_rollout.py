@@ -18,7 +18,7 @@ from hone.platforms.cpu import CpuPlatform
 from hone.processes.child import ServerFailed
 from hone.rollout.settings import RolloutConfig
 from hone.runtime.settings import PoolSettings, RaySettings, RuntimeConfig
-from hone.types import Completion, ModelOutput, SamplingParams, StopReason
+from hone.types import Completion, GenerationRequest, ModelOutput, SamplingParams, StopReason
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.probe import Probe
@@ -30,7 +30,10 @@ INSIDE = {"process": "inside"}
 
 async def many(rollout, number=8, step=1, **changes):
     return await asyncio.gather(
-        *(rollout.generate(f"{step}/{i}/0/0", (5, 6, 7 + i), replace(WANTED, seed=i, **changes)) for i in range(number))
+        *(
+            rollout.generate(GenerationRequest(f"{step}/{i}/0/0", (5, 6, 7 + i), replace(WANTED, seed=i, **changes)))
+            for i in range(number)
+        )
     )
 
 
@@ -137,7 +140,7 @@ def test_every_door_of_a_server_asks_for_the_token(start, actor, loop, tmp_path)
         """A caller that leaves frees its slot there: the same id can be used again, and soon nothing runs."""
         long = replace(WANTED, max_tokens=110)
         for _ in range(5):
-            running = asyncio.create_task(server.generate("same", (5, 6), long))
+            running = asyncio.create_task(server.generate(GenerationRequest("same", (5, 6), long)))
             await asyncio.sleep(0.01)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -147,12 +150,12 @@ def test_every_door_of_a_server_asks_for_the_token(start, actor, loop, tmp_path)
                 await server.look()
                 if not server.metrics()["rollout/tokens"].value:
                     break
-        return await server.generate("same", (5, 6), replace(WANTED, max_tokens=2))
+        return await server.generate(GenerationRequest("same", (5, 6), replace(WANTED, max_tokens=2)))
 
     assert len(loop.run(hang_up()).token_ids) == 2
 
     with pytest.raises(ValueError, match="vocabulary"):
-        loop.run(rollout.generate("bad", (10**6,), WANTED))
+        loop.run(rollout.generate(GenerationRequest("bad", (10**6,), WANTED)))
     with pytest.raises(ValueError, match="malformed request"):
         loop.run(server.connection.post("/pause", {}))
     with pytest.raises(ValueError, match="abort, wait, keep"):

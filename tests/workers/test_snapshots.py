@@ -16,7 +16,7 @@ from hone.models.attention.packed import packed
 from hone.runtime.local import LocalWorkerGroup
 from hone.schedule.seats import NEWEST
 from hone.tracking.metrics import Timer
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import WeightSyncConfig
 from hone.weights.snapshot import Copied, Snapshot
@@ -42,7 +42,7 @@ def train(actor, amount=0.05):
 async def play(rollout, name, versions, sampling=SHORT, prompt=PROMPT):
     """One draw: held as long as it is open."""
     with rollout.hold(versions):
-        return await rollout.generate(name, prompt, sampling, versions=versions)
+        return await rollout.generate(GenerationRequest(name, prompt, sampling, versions=versions))
 
 
 async def running(rollout, count=1):
@@ -91,13 +91,16 @@ def test_finish_lets_answers_end_and_keeps_what_was_published(share, actor, star
     train(actor)
     rollout.publish(actor, 1)
     newer = loop.start(play(rollout, "2/0/0/0", (1, 1), LONG))
-    inside_first = start.loop.run(inside.generate("1/0/0/0", PROMPT, LONG))
+    inside_first = start.loop.run(inside.generate(GenerationRequest("1/0/0/0", PROMPT, LONG)))
     inside.sync_from(actor, 1)
     train(actor)  # while version 1 waits for the answers: what is sent is what was published
     assert set(older.result(WAIT_S).weight_versions) == {0}
     assert set(newer.result(WAIT_S).weight_versions) == {1}
     assert older.result(0).token_ids == inside_first.token_ids
-    assert newer.result(0).token_ids == start.loop.run(inside.generate("2/0/0/0", PROMPT, LONG)).token_ids
+    assert (
+        newer.result(0).token_ids
+        == start.loop.run(inside.generate(GenerationRequest("2/0/0/0", PROMPT, LONG))).token_ids
+    )
     rollout.wait_for(1, WAIT_S)
     assert rollout.weight_version == 1
     figures = rollout.metrics()
@@ -112,10 +115,12 @@ def test_one_replica_keeps_the_older_version_for_the_rest_of_its_draws(share, ac
 
     async def two_turns():
         with rollout.hold((0, 0)):
-            first = await rollout.generate("1/0/0/0", PROMPT, SHORT, versions=(0, 0))
+            first = await rollout.generate(GenerationRequest("1/0/0/0", PROMPT, SHORT, versions=(0, 0)))
             while not second_turn.is_set():  # a tool that works between two turns
                 await asyncio.sleep(0.01)
-            second = await rollout.generate("1/0/0/1", (*PROMPT, *first.token_ids, 9), SHORT, versions=(0, 0))
+            second = await rollout.generate(
+                GenerationRequest("1/0/0/1", (*PROMPT, *first.token_ids, 9), SHORT, versions=(0, 0))
+            )
             return first.weight_versions + second.weight_versions
 
     older = loop.start(two_turns())

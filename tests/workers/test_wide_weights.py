@@ -10,7 +10,7 @@ from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.weights.in_process import sync
 from hone.workers.rollout import engine_config
 from hone.workers.train import TrainSpec, TrainWorker
@@ -46,7 +46,7 @@ def test_a_rollout_in_bfloat16_holds_them_as_the_trainer_does_and_samples_alike(
     async def sample():
         await sync(trainer.weights(torch.bfloat16), rollout.update_weights, 0)  # raises if a digest differs
         asked = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
-        return [await rollout.generate(str(i), (10 + i, 11, 12, 13), asked) for i in range(4)]
+        return [await rollout.generate(GenerationRequest(str(i), (10 + i, 11, 12, 13), asked)) for i in range(4)]
 
     sampled = asyncio.run(sample())
     masters = dict(trainer.engine.get_per_tensor_param()[0])

@@ -45,7 +45,7 @@ from hone.envs.tool_calls import ParseFn, hermes
 from hone.processes.guard import LOOPBACK, PathToken, TokenGuard, bearer_token
 from hone.processes.listening import Refusals, bounded, read_body
 from hone.processes.untrusted_json import parse_json
-from hone.types import Completion, Image, Message, PromptTooLong, SamplingParams, Scored, StopReason
+from hone.types import Completion, GenerationRequest, Image, Message, PromptTooLong, SamplingParams, Scored, StopReason
 
 START_S, STOP_S = 10.0, 10.0
 MOST_CONNECTIONS, CONNECTIONS_EACH = 4096, 4  # at least so many, and so many for each session
@@ -306,15 +306,17 @@ async def _sample(
             running = [
                 tasks.create_task(
                     task.generate(
-                        f"{task.request_id}/{number}",
-                        prompt,
-                        replace(
-                            sampling,
-                            seed=task.seed_of(number),
-                            keep_kv=True,
-                            prompt_logprobs=sampling.prompt_logprobs if number == numbers[0] else None,
-                        ),
-                        *((images,) if images else ()),
+                        GenerationRequest(
+                            f"{task.request_id}/{number}",
+                            prompt,
+                            replace(
+                                sampling,
+                                seed=task.seed_of(number),
+                                keep_kv=True,
+                                prompt_logprobs=sampling.prompt_logprobs if number == numbers[0] else None,
+                            ),
+                            images,
+                        )
                     )
                 )
                 for number in numbers

@@ -29,7 +29,7 @@ from hone.rollout.builtin.scheduler import Scheduler
 from hone.rollout.builtin.scoring import Following, score_in_turns
 from hone.rollout.prompt_scores import with_prompt_scores
 from hone.rollout.settings import BuiltinSettings
-from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams, Scored
+from hone.types import Completion, GenerationRequest, Metrics, PauseMode, Scored
 
 _NAMED = 5  # missing tensors that an error names
 
@@ -114,17 +114,15 @@ class BuiltinEngine:
 
     # ---------------------------------------------------------------------------------------------- generating
 
-    async def generate(
-        self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
-    ) -> Completion:
-        """Continue `token_ids`; waits for a row if all are taken, and while the engine is paused.
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Continue the tokens of a request; waits for a row if all are taken, and while the engine is paused.
 
         Raises ValueError for a request that cannot be served, RuntimeError if the engine has no weights, sleeps, or
         fails while the request runs.
         """
-        if sampling.prompt_logprobs is not None:
-            return await with_prompt_scores(request_id, tuple(token_ids), sampling, images, self.score, self.generate)
-        return await self._scheduler.run(self._accept(request_id, tuple(token_ids), sampling, images))
+        if request.sampling.prompt_logprobs is not None:
+            return await with_prompt_scores(request, self.score, self.generate)
+        return await self._scheduler.run(self._accept(request))
 
     async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
         """How likely each token is after the earlier ones, at temperature 1; raises as `score_all` does."""
@@ -144,24 +142,23 @@ class BuiltinEngine:
             score = partial(self._decoder.score, temperature=temperature, top_k=top_k)
             return score_in_turns(score, sequences, self._settings.prefill_tokens, self._device)
 
-    def _accept(
-        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...]
-    ) -> Request:
-        placed, shift = self._limits.check(request_id, prompt, sampling, images)
+    def _accept(self, request: GenerationRequest) -> Request:
+        sampling = request.sampling
+        placed, shift = self._limits.check(request)
         if sampling.routed_experts and self._decoder.routers is None:
             raise ValueError(
-                f"request {request_id!r} asks for the experts of its tokens, and {self._config.model_type} has no "
+                f"request {request.id!r} asks for the experts of its tokens, and {self._config.model_type} has no "
                 "routers that can be watched"
             )
-        self._scheduler.check_new(request_id)
+        self._scheduler.check_new(request.id)
         self._state.check_serving()
         eos = () if sampling.ignore_eos else self._eos
         return Request(
-            request_id=request_id,
-            prompt=prompt,
+            request_id=request.id,
+            prompt=request.tokens,
             sampling=sampling,
             future=asyncio.get_running_loop().create_future(),
-            limit=min(sampling.max_tokens, self._longest - len(prompt)),
+            limit=min(sampling.max_tokens, self._longest - len(request.tokens)),
             stop_ids=(*eos, *sampling.stop_token_ids),
             stop_strings=self._stop_strings(sampling.stop) if sampling.stop else None,
             images=placed,

@@ -33,7 +33,7 @@ from hone.rollout.servers.connection import CONTROL_S, ServerConnection
 from hone.rollout.servers.host import Site
 from hone.rollout.servers.open_requests import OpenRequests
 from hone.rollout.servers.shape import shape_of
-from hone.types import Completion, Image, Metrics, PauseMode, SamplingParams, Scored, StopReason
+from hone.types import Completion, GenerationRequest, Metrics, PauseMode, Scored, StopReason
 
 STOP_S = 5.0  # what a server is given to confirm that it stopped, after it failed to take in weights
 AGAIN_S = 0.02  # between two looks whether aborted requests have ended
@@ -79,10 +79,9 @@ class RolloutServer(ABC):
         """Ask the running server how many tokens prompt and completion may have."""
 
     @abstractmethod
-    async def _generate(
-        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, images: PlacedImages
-    ) -> tuple[Completion, int, int]:
-        """Send one checked request: its completion, the tokens of its prompt, and how many of them were cached."""
+    async def _generate(self, request: GenerationRequest, images: PlacedImages) -> tuple[Completion, int, int]:
+        """Send one checked request, whose images have their places: its completion, the tokens of its prompt, and how
+        many of them were cached."""
 
     @abstractmethod
     async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored | None:
@@ -170,24 +169,22 @@ class RolloutServer(ABC):
 
     # ---------------------------------------------------------------------------------------------- generating
 
-    async def generate(
-        self, request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
-    ) -> Completion:
-        """Continue `token_ids`; log-probs are of the distribution that was sampled.
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Continue the tokens of a request; log-probs are of the distribution that was sampled.
 
         Raises ValueError for a request that cannot be served; ReplicaLost if the server died; TimeoutError after
         `rollout.request_timeout_s`; RuntimeError if it sleeps, has no weights, or loses them meanwhile.
         """
-        if images and not self.takes_images:
-            raise ValueError(f"request {request_id!r} has images, and {self.name} takes text only")
-        placed, _ = self._limits.check(request_id, tuple(token_ids), sampling, images)
-        check_routes(request_id, sampling, self._spec)
+        if request.images and not self.takes_images:
+            raise ValueError(f"request {request.id!r} has images, and {self.name} takes text only")
+        placed, _ = self._limits.check(request)
+        check_routes(request, self._spec)
         self._state.check_serving()
-        with self._requests.opened(request_id):
-            completion, prompt_tokens, cached_tokens = await self._generate(request_id, token_ids, sampling, placed)
+        with self._requests.opened(request.id):
+            completion, prompt_tokens, cached_tokens = await self._generate(request, placed)
         self._requests.count(completion, prompt_tokens, cached_tokens)
         if completion.stop_reason is StopReason.ABORTED:
-            self._state.check_kept(request_id)
+            self._state.check_kept(request.id)
         return completion
 
     async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
@@ -291,11 +288,11 @@ class RolloutServer(ABC):
             await (self._hold("keep") if self._state.paused else self._go_on())
 
 
-def check_routes(request_id: str, sampling: SamplingParams, spec: ServerSpec) -> None:
+def check_routes(request: GenerationRequest, spec: ServerSpec) -> None:
     """Raise ValueError for a request that asks for experts which the server does not return."""
-    if sampling.routed_experts and not spec.routed_layers:
+    if request.sampling.routed_experts and not spec.routed_layers:
         raise ValueError(
-            f"request {request_id!r} asks for the experts of its tokens, and {spec.name} was started without them"
+            f"request {request.id!r} asks for the experts of its tokens, and {spec.name} was started without them"
         )
 
 

@@ -26,11 +26,11 @@ from hone.rollout.servers.connection import CONTROL_S
 from hone.rollout.servers.host import SOCKET, Site
 from hone.types import (
     Completion,
+    GenerationRequest,
     Metric,
     Metrics,
     PauseMode,
     Reducer,
-    SamplingParams,
     Scored,
     StopReason,
     merge_metrics,
@@ -98,20 +98,18 @@ class BuiltinServer(RolloutServer):
 
     # ---------------------------------------------------------------------------------------------- generating
 
-    async def _generate(
-        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, images: PlacedImages
-    ) -> tuple[Completion, int, int]:
-        body = {"request_id": request_id, "token_ids": list(token_ids), "sampling": asdict(sampling)}
+    async def _generate(self, request: GenerationRequest, images: PlacedImages) -> tuple[Completion, int, int]:
+        body = {"request_id": request.id, "token_ids": list(request.tokens), "sampling": asdict(request.sampling)}
         found = await self._call("generate", body, self._request_timeout_s)
         completion = Completion(
-            request_id=request_id,
+            request_id=request.id,
             token_ids=tuple(found["token_ids"]),
             logprobs=tuple(found["logprobs"]),
             weight_versions=tuple(found["weight_versions"]),
             stop_reason=StopReason(found["stop_reason"]),
             routed_experts=routes_of_text(found["routed_experts"]),
         )
-        return completion, len(token_ids), 0
+        return completion, len(request.tokens), 0
 
     async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored:
         body = {"request_id": request_id, "token_ids": list(token_ids), "top_k": top_k}

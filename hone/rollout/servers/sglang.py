@@ -36,7 +36,7 @@ from hone.rollout.servers.engine import EngineDefaults, EngineServer, command_ar
 from hone.rollout.servers.host import SOCKET, Site
 from hone.rollout.servers.shape import Span, size_option
 from hone.rollout.settings import RolloutConfig
-from hone.types import Completion, PauseMode, SamplingParams, Scored, StopReason
+from hone.types import Completion, GenerationRequest, PauseMode, SamplingParams, Scored, StopReason
 
 HOW_TO_INSTALL = (
     "`make .venv-sglang` makes one for CPUs; for NVIDIA GPUs: python3 -m venv .venv-sglang && "
@@ -200,30 +200,30 @@ class SglangServer(EngineServer):
 
     # ---------------------------------------------------------------------------------------------- generating
 
-    async def _generate(
-        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, images: PlacedImages
-    ) -> tuple[Completion, int, int]:
-        if not await self._may_begin(request_id):
-            return Completion(request_id, (), (), (), StopReason.ABORTED), 0, 0
-        rid = f"{next(self._numbers)}:{request_id}"  # a unique prefix: SGLang aborts by prefix
-        body = _generate_body(rid, token_ids, sampling, int(self._limits.longest), sampling.adapter or self._adapter)
+    async def _generate(self, request: GenerationRequest, images: PlacedImages) -> tuple[Completion, int, int]:
+        sampling = request.sampling
+        if not await self._may_begin(request.id):
+            return Completion(request.id, (), (), (), StopReason.ABORTED), 0, 0
+        rid = f"{next(self._numbers)}:{request.id}"  # a unique prefix: SGLang aborts by prefix
+        adapter = sampling.adapter or self._adapter
+        body = _generate_body(rid, request.tokens, sampling, int(self._limits.longest), adapter)
         try:
             reply = await self.connection.post("/generate", body, self._request_timeout_s)
         except ValueError as error:
             if sampling.json_schema and ABORTED in str(error):
-                return Completion(request_id, (), (), (), StopReason.ABORTED), 0, 0
+                return Completion(request.id, (), (), (), StopReason.ABORTED), 0, 0
             raise
         except (asyncio.CancelledError, TimeoutError):
             with suppress(ReplicaLost, TimeoutError, RuntimeError):  # frees its slot at once
                 await asyncio.shield(self.connection.post("/abort_request", {"rid": rid}))
             raise
         meta = reply["meta_info"]
-        found = _completion(request_id, reply, bool(body.get("return_sampling_mask")))
+        found = _completion(request.id, reply, bool(body.get("return_sampling_mask")))
         if sampling.routed_experts:
             sizes = self._config.num_hidden_layers, self._config.num_experts_per_tok
             routes = _routes(meta.get("routed_experts"), *sizes)
-            found = with_routes(found, routes, len(token_ids), self._spec)
-        return found, len(token_ids), int(meta.get("cached_tokens") or 0)
+            found = with_routes(found, routes, len(request.tokens), self._spec)
+        return found, len(request.tokens), int(meta.get("cached_tokens") or 0)
 
     async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored | None:
         if not await self._may_begin(request_id):

@@ -12,7 +12,7 @@ Does not import vLLM. Tested with vLLM 0.32.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from hone.rollout.servers.host import SOCKET, Site
 from hone.rollout.servers.shape import Shape, Span, size_option
 from hone.rollout.servers.vllm_images import features_of
 from hone.rollout.settings import RolloutConfig
-from hone.types import Completion, PauseMode, SamplingParams, Scored, StopReason
+from hone.types import Completion, GenerationRequest, PauseMode, Scored, StopReason
 
 HOW_TO_INSTALL = (
     "`make .venv-vllm` makes one for CPUs; for NVIDIA GPUs: python3 -m venv .venv-vllm && "
@@ -209,21 +209,17 @@ class VllmServer(EngineServer):
 
     # ---------------------------------------------------------------------------------------------- generating
 
-    async def _generate(
-        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, images: PlacedImages
-    ) -> tuple[Completion, int, int]:
-        body = _generate_body(
-            request_id, token_ids, sampling, int(self._limits.longest), sampling.adapter or self._adapter
-        )
+    async def _generate(self, request: GenerationRequest, images: PlacedImages) -> tuple[Completion, int, int]:
+        body = _generate_body(request, int(self._limits.longest), request.sampling.adapter or self._adapter)
         if images:
             body["features"] = features_of(images)
         reply = await self.connection.post("/inference/v1/generate", body, self._request_timeout_s)
         usage = reply.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        found = _completion(request_id, reply)
-        if sampling.routed_experts:
+        found = _completion(request.id, reply)
+        if request.sampling.routed_experts:
             routes = routes_of_text(reply["choices"][0].get("routed_experts"))
-            found = with_routes(found, routes, len(token_ids), self._spec)
+            found = with_routes(found, routes, len(request.tokens), self._spec)
         return found, usage.get("prompt_tokens", 0), cached
 
     async def _score(self, request_id: str, token_ids: Sequence[int], top_k: int) -> Scored | None:
@@ -371,10 +367,8 @@ def head_size(config: Any) -> int | None:
 # --------------------------------------------------------------------------------------------- vLLM's JSON, and ours
 
 
-def _generate_body(
-    request_id: str, token_ids: Iterable[int], sampling: SamplingParams, longest: int, adapter: str | None
-) -> dict[str, Any]:
-    prompt = list(token_ids)
+def _generate_body(request: GenerationRequest, longest: int, adapter: str | None) -> dict[str, Any]:
+    sampling, prompt = request.sampling, list(request.tokens)
     wanted = {
         "max_tokens": min(sampling.max_tokens, longest - len(prompt)),
         "temperature": sampling.temperature,
@@ -394,7 +388,7 @@ def _generate_body(
     }
     if sampling.json_schema:
         wanted["structured_outputs"] = {"json": sampling.json_schema}
-    return {"request_id": request_id, "token_ids": prompt, "sampling_params": wanted, "model": adapter}
+    return {"request_id": request.id, "token_ids": prompt, "sampling_params": wanted, "model": adapter}
 
 
 def tokens_of(page: str) -> int | None:

@@ -8,19 +8,28 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 
 from hone.data.packing import select
 from hone.envs.episode import Play, first_failure
 from hone.envs.runners import Runner
 from hone.rewards.rubric import Rubric
-from hone.schedule.replay import RecordedDraw, Spans
+from hone.schedule.replay import RecordedDraw
 from hone.schedule.window import Enough
 from hone.tracking.hub import Tracking
 from hone.tracking.rollouts import places_to_keep
 from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
-from hone.types import Batch, Completion, Image, Metric, Metrics, Prompt, SamplingParams, TrajectoryGroup
+from hone.types import (
+    Batch,
+    Completion,
+    GenerateFn,
+    GenerationRequest,
+    Metric,
+    Metrics,
+    Prompt,
+    TrajectoryGroup,
+    Versions,
+)
 from hone.workers.publication import RolloutHandle
 from hone.workers.train import TrainHandle
 
@@ -61,8 +70,7 @@ class Collector:
         """
         with self._recorder.phase("generate"):
             self._last_token = time.perf_counter()  # if nothing is generated, all of it is waiting
-            generate = self._generate if versions is None else partial(self._generate, versions=versions)
-            play = replace(play, generate=generate)
+            play = replace(play, generate=self._within(versions))
             # A reward model in this process scores all answers at the end, so no group can be judged before that.
             if enough is None or self._rubric.has_colocated:
                 groups = self._loop.run(self._runner.run(prompts, play, self._rubric.score))
@@ -107,12 +115,9 @@ class Collector:
         return self._loop.start(self._play_one(prompt, play, versions))
 
     async def _replay_one(self, prompt: Prompt, play: Play, recorded: RecordedDraw) -> TrajectoryGroup:
-        async def generate(
-            request_id: str, token_ids: tuple[int, ...], sampling: SamplingParams, images: tuple[Image, ...] = ()
-        ) -> Completion:
-            spans = recorded.rest(request_id)
-            completion = await self._generate(request_id, token_ids, sampling, images, spans=spans)
-            recorded.sampled(request_id, len(completion.token_ids))
+        async def generate(request: GenerationRequest) -> Completion:
+            completion = await self._generate(replace(request, spans=recorded.rest(request.id)))
+            recorded.sampled(request.id, len(completion.token_ids))
             return completion
 
         return (await self._runner.run([prompt], replace(play, generate=generate), self._rubric.score))[0]
@@ -125,8 +130,7 @@ class Collector:
                 held.close()  # all answers have ended: a slow reward does not keep a replica from new weights
                 return await self._rubric.score(group)
 
-            generate = partial(self._generate, versions=versions)
-            groups = await self._runner.run([prompt], replace(play, generate=generate), score)
+            groups = await self._runner.run([prompt], replace(play, generate=self._within(versions)), score)
         return groups[0]
 
     def complete(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
@@ -137,16 +141,14 @@ class Collector:
         """Metrics of the rollout engine and the rewards since the last call."""
         return {**self._rollout.metrics(), **self._rubric.metrics()}
 
-    async def _generate(
-        self,
-        request_id: str,
-        token_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        images: tuple[Image, ...] = (),
-        versions: tuple[int, int] | None = None,
-        spans: Spans = (),
-    ) -> Completion:
-        completion = await self._rollout.generate(request_id, token_ids, sampling, images, versions, spans)
+    def _within(self, versions: Versions | None) -> GenerateFn:
+        """Generate from weights of these versions; None: of any."""
+        if versions is None:
+            return self._generate
+        return lambda request: self._generate(replace(request, versions=versions))
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
+        completion = await self._rollout.generate(request)
         self._last_token = time.perf_counter()
         return completion
 

@@ -28,7 +28,7 @@ from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
 from hone.trainers.run.roles import frozen_engine, place_role, prepare_process
 from hone.trainers.run.run_model import FOLDER, local_model
-from hone.types import Message
+from hone.types import GenerationRequest, Message
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.publication import RolloutHandle
 from hone.workers.rollout import RolloutSpec, serve_rollout, start_rollout
@@ -104,7 +104,7 @@ async def _generate(rollout: RolloutHandle, renderer: Renderer, request: AnswerR
         messages = renderer.with_images(request.conversations[number], request.folder)
         prompt = renderer.render_prompt(messages)
         own = replace(sampling, seed=seed)
-        completion = await rollout.generate(f"{number}/{sample}", prompt, own, images_in(messages))
+        completion = await rollout.generate(GenerationRequest(f"{number}/{sample}", prompt, own, images_in(messages)))
         return renderer.decode(completion.token_ids)
 
     answers = [

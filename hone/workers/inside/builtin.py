@@ -38,7 +38,7 @@ from hone.processes.guard import Receive, Scope, Send, TokenGuard, same_token
 from hone.rollout.base import WeightReceipt
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
-from hone.types import PauseMode, PromptTooLong, SamplingParams
+from hone.types import GenerationRequest, PauseMode, PromptTooLong, SamplingParams
 from hone.weights.base import Adapter
 from hone.weights.delivery import receive
 from hone.weights.digests.digest import digest_tensors
@@ -123,7 +123,8 @@ class EngineApp:
         for key in ("stop", "stop_token_ids"):
             sampling[key] = tuple(sampling.get(key, ()))
         ids = tuple(asked["token_ids"])
-        completion = await self._engine.generate(str(asked["request_id"]), ids, SamplingParams(**sampling))
+        request = GenerationRequest(str(asked["request_id"]), ids, SamplingParams(**sampling))
+        completion = await self._engine.generate(request)
         return {
             "token_ids": completion.token_ids,
             "logprobs": completion.logprobs,

@@ -14,7 +14,7 @@ from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.router import Router
 from hone.rollout.servers.builtin import BuiltinServer
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.weights.digests.digest import digest_tensors
 from tests.rollout.receipts import receipt_of, served_digest
 from tests.rollout.syncing import sync_to
@@ -49,7 +49,7 @@ class Bench:
         self.asked = len(prompts)
         return await asyncio.gather(
             *(
-                self.engine.generate(f"{tag}{i}", prompt, SamplingParams(**{"seed": i, **wanted}))
+                self.engine.generate(GenerationRequest(f"{tag}{i}", prompt, SamplingParams(**{"seed": i, **wanted})))
                 for i, prompt in enumerate(prompts)
             )
         )

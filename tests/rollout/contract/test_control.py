@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from hone.rollout.base import ScoreAborted
-from hone.types import SamplingParams, StopReason
+from hone.types import GenerationRequest, SamplingParams, StopReason
 from hone.weights.base import WeightSyncError
 
 MANY = 100  # enough that something can happen in between, whatever else the machine does
@@ -28,7 +28,7 @@ def test_abort_gives_the_tokens_so_far_and_a_resend_continues_them(bench, finish
 
     async def resend(i, partial):
         wanted = SamplingParams(max_tokens=MANY - len(partial), ignore_eos=True, seed=i, **how)
-        return await bench.engine.generate(f"again{i}", (*prompts[i], *partial), wanted)
+        return await bench.engine.generate(GenerationRequest(f"again{i}", (*prompts[i], *partial), wanted))
 
     cut = finish(during(bench, prompts, bench.engine.abort_all, **how))
     assert any(c.token_ids for c in cut)

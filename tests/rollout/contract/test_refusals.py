@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hone.types import PromptTooLong, SamplingParams
+from hone.types import GenerationRequest, PromptTooLong, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,9 @@ def test_a_malformed_request_is_one_clear_error(bench, finish, prompt, sampling,
     async def story():
         good = asyncio.create_task(bench.all(bench.prompts(3)))
         with pytest.raises(ValueError, match=message) as caught:
-            await bench.engine.generate("bad", prompt, SamplingParams(**{"max_tokens": 4, **sampling}))
+            await bench.engine.generate(
+                GenerationRequest("bad", prompt, SamplingParams(**{"max_tokens": 4, **sampling}))
+            )
         assert "'bad'" in str(caught.value)
         assert "\n" not in str(caught.value)
         assert isinstance(caught.value, PromptTooLong) == (len(prompt) == 128)
@@ -43,11 +45,11 @@ def test_a_malformed_request_is_one_clear_error(bench, finish, prompt, sampling,
 def test_an_id_is_used_once_at_a_time(bench, finish):
     async def story():
         wanted = SamplingParams(max_tokens=4, ignore_eos=True)
-        first = asyncio.create_task(bench.engine.generate("same", (9,), wanted))
+        first = asyncio.create_task(bench.engine.generate(GenerationRequest("same", (9,), wanted)))
         await asyncio.sleep(0)
         with pytest.raises(ValueError, match="'same' is already running"):
-            await bench.engine.generate("same", (9,), wanted)
+            await bench.engine.generate(GenerationRequest("same", (9,), wanted))
         await first
-        return await bench.engine.generate("same", (9,), wanted)
+        return await bench.engine.generate(GenerationRequest("same", (9,), wanted))
 
     assert len(finish(story()).token_ids) == 4

@@ -9,7 +9,7 @@ import torch
 
 from hone.rollout.router import Router
 from hone.rollout.settings import RolloutConfig
-from hone.types import SamplingParams, StopReason
+from hone.types import GenerationRequest, SamplingParams, StopReason
 from tests.rollout.contract.conftest import Served
 
 
@@ -36,7 +36,7 @@ def test_a_prompt_has_the_logprobs_of_the_plain_forward(bench, finish, forward):
 
     async def ask(prompt, name, **sampling):
         wanted = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, "temperature": 0.0, **sampling})
-        return await engine.generate(name, prompt, wanted)
+        return await engine.generate(GenerationRequest(name, prompt, wanted))
 
     _, long, short = bench.prompts(3)
     for prompt in (long, short):
@@ -68,7 +68,7 @@ def test_an_answer_follows_a_json_schema_or_is_refused(bench, finish):
 
     async def ask(**sampling):
         wanted = SamplingParams(**{"max_tokens": 12, "json_schema": schema, **sampling})
-        return await bench.engine.generate("json", bench.prompts(2)[1], wanted)
+        return await bench.engine.generate(GenerationRequest("json", bench.prompts(2)[1], wanted))
 
     if not bench.constrains:
         with pytest.raises(ValueError, match=r"(the built-in rollout engine|builtin-\d) has no such constraint"):
@@ -106,12 +106,16 @@ def test_a_seed_decides_and_nothing_else(bench, finish):
     prompts = bench.prompts(7)
 
     async def alone(i):
-        return await bench.engine.generate("x", prompts[i], SamplingParams(max_tokens=16, ignore_eos=True, seed=i))
+        return await bench.engine.generate(
+            GenerationRequest("x", prompts[i], SamplingParams(max_tokens=16, ignore_eos=True, seed=i))
+        )
 
     async def backwards():
         wanted = [SamplingParams(max_tokens=16, ignore_eos=True, seed=i) for i in range(7)]
         order = list(reversed(range(7)))
-        found = await asyncio.gather(*(bench.engine.generate(f"y{i}", prompts[i], wanted[i]) for i in order))
+        found = await asyncio.gather(
+            *(bench.engine.generate(GenerationRequest(f"y{i}", prompts[i], wanted[i])) for i in order)
+        )
         return list(reversed(found))
 
     together = finish(bench.all(prompts))
@@ -189,14 +193,14 @@ def test_prompts_that_are_more_at_once_than_an_engine_reads_in_one_step(bench, f
 def test_a_later_turn_finds_the_prompt_of_the_turn_before(bench, finish):
     opening = (*bench.prompts(2, longest=40)[1],)
     how = SamplingParams(8, ignore_eos=True, keep_kv=True)
-    first = finish(bench.engine.generate("1/0/0/0", opening, how))
+    first = finish(bench.engine.generate(GenerationRequest("1/0/0/0", opening, how)))
     bench.engine.metrics()
     prompt = (*opening, *first.token_ids, 9)
     greedy = replace(how, temperature=0.0)
-    second = finish(bench.engine.generate("1/0/0/1", prompt, greedy))
+    second = finish(bench.engine.generate(GenerationRequest("1/0/0/1", prompt, greedy)))
     assert bench.engine.metrics()["rollout/cached_prompt_tokens"].value >= 32
     finish(bench.update(bench.weights(bench.model), 1))
-    anew = finish(bench.engine.generate("2/0/0/1", prompt, greedy))
+    anew = finish(bench.engine.generate(GenerationRequest("2/0/0/1", prompt, greedy)))
     assert bench.engine.metrics()["rollout/cached_prompt_tokens"].value == 0
     assert second.token_ids == anew.token_ids
     assert second.logprobs == pytest.approx(anew.logprobs, abs=bench.tolerance)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from tests.rollout.syncing import sync_to
 
 
@@ -46,7 +46,7 @@ def sample(finish):
         async def story():
             return await asyncio.gather(
                 *(
-                    server.generate(f"r{i}", prompt, SamplingParams(**{"seed": i, **wanted}))
+                    server.generate(GenerationRequest(f"r{i}", prompt, SamplingParams(**{"seed": i, **wanted})))
                     for i, prompt in enumerate(prompts)
                 )
             )

@@ -10,7 +10,7 @@ from hone.config import ConfigError
 from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.adapters import AdapterFiles, AdapterKind
 from hone.rollout.servers.sglang import ADAPTABLE, ADAPTED
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.weights.base import Adapter, WeightSyncError
 from tests.rollout.conftest import REAL, REAL_ENGINES
 from tests.rollout.peft_adapters import adapt
@@ -61,7 +61,7 @@ def test_each_request_is_answered_by_the_adapter_that_it_names(backend, server, 
         asked = [(name, prompt) for prompt in PROMPTS for name in ("", *named)]
         sampling = [SamplingParams(12, ignore_eos=True, seed=i, adapter=name) for i, (name, _) in enumerate(asked)]
         requests = [
-            server.generate(f"r{i}", prompt, wanted)
+            server.generate(GenerationRequest(f"r{i}", prompt, wanted))
             for i, ((_, prompt), wanted) in enumerate(zip(asked, sampling, strict=True))
         ]
         return [(*one, done) for one, done in zip(asked, await asyncio.gather(*requests), strict=True)]
@@ -84,7 +84,7 @@ def test_each_request_is_answered_by_the_adapter_that_it_names(backend, server, 
     push(server, list(base().state_dict().items()), 4)
     check(base(), 4)
     with pytest.raises(ValueError, match=r"adapter 'lfet'.*left"):
-        finish(server.generate("x", PROMPTS[0], SamplingParams(4, adapter="lfet")))
+        finish(server.generate(GenerationRequest("x", PROMPTS[0], SamplingParams(4, adapter="lfet"))))
 
 
 KINDS = {
@@ -105,7 +105,9 @@ def test_what_sglang_would_scale_or_fuse_wrongly_is_computed_rightly(name, backe
     policy, tensors, config = adapt(base(), 5, **KINDS[name])
     push(server, list(base().state_dict().items()), 1)
     push(server, list(tensors.items()), 2, Adapter("policy", config))
-    completion = finish(server.generate("r", PROMPTS[0], SamplingParams(12, ignore_eos=True, seed=1)))
+    completion = finish(
+        server.generate(GenerationRequest("r", PROMPTS[0], SamplingParams(12, ignore_eos=True, seed=1)))
+    )
     assert gap(policy, PROMPTS[0], completion) < 1e-4
     assert gap(base(), PROMPTS[0], completion) > 0.02
     scored = finish(server.score("s", (*PROMPTS[0], *completion.token_ids)))
@@ -123,7 +125,9 @@ def test_sglang_computes_adapters_of_other_families(kind, real_adapter, runner, 
         push(server, list(tiny(kind).state_dict().items()), 1)
         policy, tensors, config = adapt(tiny(kind), 3, target_modules=list(ADAPTABLE))
         push(server, list(tensors.items()), 2, Adapter("policy", config))
-        completion = finish(server.generate("r", PROMPTS[0], SamplingParams(12, ignore_eos=True, seed=1)))
+        completion = finish(
+            server.generate(GenerationRequest("r", PROMPTS[0], SamplingParams(12, ignore_eos=True, seed=1)))
+        )
         assert gap(policy, PROMPTS[0], completion) < 1e-4
         assert gap(tiny(kind), PROMPTS[0], completion) > 0.02
     finally:
@@ -170,10 +174,10 @@ def test_sglang_is_given_no_adapter_that_it_would_drop_or_die_of(
     with pytest.raises(WeightSyncError, match=message):
         push(server, list(change(tensors).items()), 2, Adapter("policy", {**config, **entries}))
     with pytest.raises(RuntimeError, match=r"cannot generate: .*update_weights"):
-        finish(server.generate("r", PROMPTS[0], SamplingParams(4)))
+        finish(server.generate(GenerationRequest("r", PROMPTS[0], SamplingParams(4))))
     push(server, whole, 3)
     push(server, list(tensors.items()), 4, Adapter("policy", config))
-    completion = finish(server.generate("r", PROMPTS[0], SamplingParams(8, ignore_eos=True, seed=1)))
+    completion = finish(server.generate(GenerationRequest("r", PROMPTS[0], SamplingParams(8, ignore_eos=True, seed=1))))
     assert gap(policy, PROMPTS[0], completion) < 1e-4
 
 
@@ -189,7 +193,7 @@ def test_running_requests_go_on_with_the_new_adapter(server, base, push, finish,
         found = []
         while not over.is_set():
             wanted = SamplingParams(80, ignore_eos=True, seed=number)
-            found.append(await server.generate(f"r{number}/{len(found)}", PROMPTS[0], wanted))
+            found.append(await server.generate(GenerationRequest(f"r{number}/{len(found)}", PROMPTS[0], wanted)))
         return found
 
     async def story():

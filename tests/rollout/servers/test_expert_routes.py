@@ -17,7 +17,7 @@ from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.base import ServerSpec
 from hone.rollout.settings import RolloutConfig
 from hone.trainers.run.launch import run_policy
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from tests.trainers.tiny import BASE, metrics, recipe
 
 NEEDS_TRITON = "vLLM 0.32 tells experts by its Model Runner V2 only, which needs Triton"
@@ -105,10 +105,12 @@ def check(server, model, runner):
 
     async def ask():
         sampling = [SamplingParams(12 + i, ignore_eos=True, seed=i, routed_experts=True) for i in range(len(PROMPTS))]
-        asked = (server.generate(f"r{i}", prompt, sampling[i]) for i, prompt in enumerate(PROMPTS))
+        asked = (server.generate(GenerationRequest(f"r{i}", prompt, sampling[i])) for i, prompt in enumerate(PROMPTS))
         first = await asyncio.gather(*asked)
-        again = await server.generate("again", PROMPTS[2], sampling[2])  # its prompt comes from the prefix cache
-        plain = await server.generate("plain", PROMPTS[0], SamplingParams(3))
+        again = await server.generate(
+            GenerationRequest("again", PROMPTS[2], sampling[2])
+        )  # its prompt comes from the prefix cache
+        plain = await server.generate(GenerationRequest("plain", PROMPTS[0], SamplingParams(3)))
         return [*first, again], plain
 
     routers = Routers.find(model[0])

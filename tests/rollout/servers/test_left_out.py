@@ -5,7 +5,7 @@ The same with vLLM: vllm/test_weights.py.
 
 import pytest
 
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.weights.base import WeightSyncError
 
 
@@ -18,6 +18,6 @@ def test_biases_without_a_place_in_the_engine_are_named(real_adapter, runner, ti
         with pytest.raises(WeightSyncError, match=r"no place for model\.layers\.0\.mlp\.down_proj\.bias, .* left out"):
             push(server, list(tiny("llama").state_dict().items()), 1)
         with pytest.raises(RuntimeError, match=r"cannot generate: .*update_weights"):
-            finish(server.generate("r", (9, 10), SamplingParams(4)))
+            finish(server.generate(GenerationRequest("r", (9, 10), SamplingParams(4))))
     finally:
         runner.run(server.close())

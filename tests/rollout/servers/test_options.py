@@ -18,7 +18,7 @@ from hone.rollout.servers.host import Site
 from hone.rollout.servers.shape import Span
 from hone.rollout.servers.vllm import head_size
 from hone.rollout.settings import RolloutConfig
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def test_a_server_that_is_closed_is_lost_to_requests_with_a_seat(backend, adapte
     async def ask(server):
         await server.close()
         with pytest.raises(ReplicaLost, match="cannot generate: it was closed"):
-            await server.generate("r", (5, 6), SamplingParams(max_tokens=1))
+            await server.generate(GenerationRequest("r", (5, 6), SamplingParams(max_tokens=1)))
         with pytest.raises(ReplicaLost, match="cannot generate: it was closed"):
             await server.score("r", (5, 6))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hone.rollout.base import ReplicaLost
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from hone.weights.base import Adapter, WeightSyncError
 from tests.rollout.conftest import REAL, REAL_ENGINES
 from tests.rollout.receipts import served_digest
@@ -144,7 +144,7 @@ def test_a_dead_worker_is_noticed_within_seconds_and_nothing_is_left(pair, finis
     wanted = SamplingParams(max_tokens=100, ignore_eos=True)
 
     async def story():
-        tasks = [asyncio.create_task(pair.generate(f"r{i}", (9,), wanted)) for i in range(40)]
+        tasks = [asyncio.create_task(pair.generate(GenerationRequest(f"r{i}", (9,), wanted))) for i in range(40)]
         await asyncio.sleep(0.02)
         os.kill(pids[-1], signal.SIGKILL)
         async with asyncio.timeout(30):  # SGLang by itself would take over a minute
@@ -158,4 +158,4 @@ def test_a_dead_worker_is_noticed_within_seconds_and_nothing_is_left(pair, finis
     assert not pair.alive
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     with pytest.raises(ReplicaLost):
-        finish(pair.generate("late", (9,), wanted))
+        finish(pair.generate(GenerationRequest("late", (9,), wanted)))

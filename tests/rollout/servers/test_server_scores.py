@@ -18,7 +18,7 @@ from hone.rollout.base import ScoreAborted, ServerSpec
 from hone.rollout.settings import RolloutConfig
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
-from hone.types import SamplingParams, StopReason
+from hone.types import GenerationRequest, SamplingParams, StopReason
 from tests.rollout.conftest import REAL
 from tests.trainers.tiny import BASE, metrics, recipe
 
@@ -132,7 +132,7 @@ def test_sglang_refuses_an_aborted_request_whose_schema_it_compiles_and_hone_sen
 
     async def refused(text):
         server.connection = Aborting(ValueError(f"replica sglang-0 refused /generate (status 400): {text}"))
-        found, _ = await asyncio.gather(server.generate("r", (9,), wanted), server.abort_all())
+        found, _ = await asyncio.gather(server.generate(GenerationRequest("r", (9,), wanted)), server.abort_all())
         return found
 
     assert finish(refused("Aborted by AbortReq.")).stop_reason is StopReason.ABORTED

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from hone.rollout.servers.sglang import _generate_body
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.sglang
 
@@ -21,11 +21,13 @@ def test_a_caller_that_goes_away_ends_its_own_request_and_no_other(server, finis
 
     async def story():
         wanted = SamplingParams(max_tokens=60, ignore_eos=True)
-        gone, stays = (asyncio.create_task(server.generate(name, (9,), wanted)) for name in ("a", "ab"))
+        gone, stays = (
+            asyncio.create_task(server.generate(GenerationRequest(name, (9,), wanted))) for name in ("a", "ab")
+        )
         await asyncio.sleep(0.05)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
-        again = await server.generate("a", (9,), SamplingParams(max_tokens=2, ignore_eos=True))
+        again = await server.generate(GenerationRequest("a", (9,), SamplingParams(max_tokens=2, ignore_eos=True)))
         return again, await stays
 
     again, stayed = finish(story())
@@ -35,7 +37,7 @@ def test_a_caller_that_goes_away_ends_its_own_request_and_no_other(server, finis
 def test_requests_that_wait_for_a_pause_to_end_can_be_aborted(server, finish):
     async def story():
         await server.pause()
-        waiting = asyncio.create_task(server.generate("waits", (9,), SamplingParams(max_tokens=2)))
+        waiting = asyncio.create_task(server.generate(GenerationRequest("waits", (9,), SamplingParams(max_tokens=2))))
         await asyncio.sleep(0.05)
         await server.abort_all()
         found = await waiting
@@ -48,14 +50,16 @@ def test_requests_that_wait_for_a_pause_to_end_can_be_aborted(server, finish):
 def test_an_aborted_request_keeps_its_tokens_while_the_server_is_paused(server, finish):
     async def story():
         running = asyncio.create_task(
-            server.generate("r", (9,), SamplingParams(max_tokens=100, ignore_eos=True, seed=3))
+            server.generate(GenerationRequest("r", (9,), SamplingParams(max_tokens=100, ignore_eos=True, seed=3)))
         )
         await asyncio.sleep(0.05)  # a few of the 100 tokens, also where each takes 2 ms
         await server.pause()
         await server.abort_all()
         cut = await running
         await server.resume()
-        return cut, await server.generate("r", (9,), SamplingParams(max_tokens=100, ignore_eos=True, seed=3))
+        return cut, await server.generate(
+            GenerationRequest("r", (9,), SamplingParams(max_tokens=100, ignore_eos=True, seed=3))
+        )
 
     cut, whole = finish(story())
     assert 0 < len(cut.token_ids) < 100

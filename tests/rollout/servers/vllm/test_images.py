@@ -22,7 +22,7 @@ from hone.rollout.base import ServerSpec
 from hone.rollout.servers.vllm import VllmServer
 from hone.rollout.servers.vllm_images import features_of
 from hone.rollout.settings import RolloutConfig
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from tests.engines.pictures import FAMILIES, Case, batch_of, build, images_of, likelihood, make_engine, sample
 from tests.rollout.receipts import served_digest
 
@@ -68,7 +68,10 @@ def test_what_is_sampled_has_the_trainers_logprobs_after_every_sync(pair, push, 
     async def ask():
         wanted = [SamplingParams(12, temperature=TEMPERATURE, ignore_eos=True, seed=i) for i in range(len(asked))]
         return await asyncio.gather(
-            *(server.generate(f"r{i}", ids, wanted[i], images) for i, (ids, images) in enumerate(asked))
+            *(
+                server.generate(GenerationRequest(f"r{i}", ids, wanted[i], images))
+                for i, (ids, images) in enumerate(asked)
+            )
         )
 
     before = None

@@ -84,11 +84,11 @@ def test_answers_end_under_their_weights_although_one_of_two_servers_dies(train,
     killed = []
     generate = VllmServer.generate
 
-    async def with_a_death(server, request_id, *asked):
+    async def with_a_death(server, request, *asked):
         if not killed and len(server._requests.ids) >= 4 and server.weight_version >= 2:
             killed.append(server.name)
             kill_engine(server)
-        return await generate(server, request_id, *asked)
+        return await generate(server, request, *asked)
 
     monkeypatch.setattr(VllmServer, "generate", with_a_death)
     run = train("finish", replicas=2, max_restarts=0)

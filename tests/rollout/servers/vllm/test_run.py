@@ -42,11 +42,11 @@ def test_a_run_trains_on_what_the_trainer_computes_too_and_outlives_a_death(tmp_
     killed = []
     generate = VllmServer.generate
 
-    async def with_a_death(server, request_id, *asked):
+    async def with_a_death(server, request, *asked):
         if not killed and len(server._requests.ids) == 10 and server.weight_version == 1:
-            killed.append(request_id)
+            killed.append(request.id)
             kill_engine(server)  # at once: a little later, on a busy machine, they may all be done
-        return await generate(server, request_id, *asked)
+        return await generate(server, request, *asked)
 
     monkeypatch.setattr(VllmServer, "generate", with_a_death)
     run_policy(load_recipe(path))

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from hone.types import ModelOutput, SamplingParams
+from hone.types import GenerationRequest, ModelOutput, SamplingParams
 from hone.weights.base import WeightSyncError
 from hone.workers.probe import Probe
 
@@ -113,11 +113,13 @@ def test_512_requests_have_the_right_logprobs_in_whatever_batch(plain, models, s
 
 def test_a_caller_that_goes_away_frees_its_place(plain, finish):
     async def story():
-        task = asyncio.create_task(plain.generate("gone", (9,), SamplingParams(max_tokens=100, ignore_eos=True)))
+        task = asyncio.create_task(
+            plain.generate(GenerationRequest("gone", (9,), SamplingParams(max_tokens=100, ignore_eos=True)))
+        )
         await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        return await plain.generate("gone", (9,), SamplingParams(max_tokens=2, ignore_eos=True))
+        return await plain.generate(GenerationRequest("gone", (9,), SamplingParams(max_tokens=2, ignore_eos=True)))
 
     assert len(finish(story()).token_ids) == 2
 
