@@ -12,7 +12,7 @@ from pathlib import Path
 from hone.rollout.base import ServerSpec
 from hone.rollout.router import Router
 from hone.rollout.settings import RolloutConfig
-from hone.types import SamplingParams
+from hone.types import GenerationRequest, SamplingParams
 from tests.rollout.test_server_death import Small
 
 folder = Path(sys.argv[1])
@@ -28,7 +28,8 @@ async def main():
             await one.start()
             one.take_weights()
         wanted = SamplingParams(max_tokens=2)
-        found = await asyncio.gather(*(router.generate(f"1/{i}/0/0", (9,), wanted) for i in range(300)))
+        requests = [GenerationRequest(f"1/{i}/0/0", (9,), wanted) for i in range(300)]
+        found = await asyncio.gather(*(router.generate(request) for request in requests))
         counted = router.metrics()
         print(len(found), *(int(counted[f"rollout/{n}"].value) for n in ("replica_restarts", "requests_resent")))
     finally:

@@ -228,12 +228,12 @@ def test_sglang_says_when_it_was_started_without_what_a_json_schema_needs(adapte
 
     def refusal(**engine):
         with pytest.raises(ValueError, match="wants an answer that follows a JSON schema, and sglang-0") as found:
-            adapter_of("sglang", engine)._limits.check("r", (9,), wanted, ())
+            adapter_of("sglang", engine)._limits.check(GenerationRequest("r", (9,), wanted))
         return str(found.value)
 
     assert "started without a tokenizer" in refusal()
     (tmp_path / "model/tokenizer.json").write_text("{}")
-    adapter_of("sglang")._limits.check("r", (9,), wanted, ())
+    adapter_of("sglang")._limits.check(GenerationRequest("r", (9,), wanted))
     assert "started with rollout.engine.grammar_backend=none" in refusal(grammar_backend="none")
 
 
