@@ -2,9 +2,9 @@
 
 In reading order: `base` (the contracts), `settings`, `router` and `replicas` (several engines behind one `generate`),
 `pending` (a request without its whole answer), `placement` (which replica gets it), `lending` (a server on the
-trainer's device), `heartbeat` (notices one that hangs), `admission` (checks before a request is taken), `prompt_scores` (log-probs of a prompt), `adapters` (LoRA),
-`images`; `builtin/` is an engine of its own, `servers/` has adapters of engines in other processes. This file imports
-no torch.
+trainer's device), `heartbeat` (notices one that hangs), `admission` (checks before a request is taken),
+`prompt_scores` (log-probs of a prompt), `adapters` (LoRA), `images`; `builtin/` is an engine of its own, `servers/`
+has adapters of engines in other processes. This file imports no torch.
 """
 
 from hone.registry import Registry
