@@ -24,7 +24,7 @@ from hone.platforms.base import current_platform
 from hone.rollout.base import Generating
 from hone.testing.contract import Broken, Contract, require
 from hone.testing.training import SIZES, save_model
-from hone.types import Completion, SamplingParams
+from hone.types import Completion, GenerationRequest, SamplingParams
 
 T = TypeVar("T")
 CONTEXT = 512  # tokens of the model's context
@@ -91,7 +91,7 @@ class Serving(Contract):
         self.engine.metrics()
 
     async def _generate(self, name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Completion:
-        found: Completion = await self.engine.generate(name, prompt, sampling)
+        found: Completion = await self.engine.generate(GenerationRequest(name, prompt, sampling))
         return found
 
     async def _asked(
