@@ -11,7 +11,7 @@ OLDEST_VENV := .venv-oldest
 AGENTS_VENV := .venv-agents
 TRITON := .venv-triton
 # Training engines of other packages (plugins/), each in an environment of its own: make test-veomni, make .venv-veomni ...
-ENGINES := automodel torchtitan veomni
+ENGINES := automodel megatron torchtitan veomni
 PLUGINS := $(patsubst plugins/%/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -24,13 +24,12 @@ SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
 QUICK := not slow and not vllm and not sglang and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-oldest test-megatron test-plugins test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(ENGINES:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
+.PHONY: help quickstart test test-all test-oldest test-plugins test-ascend test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(PLUGINS:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
 
 help:
 	@echo "make quickstart   install pinned versions into $(VENV), train a small model with RL, show the result"
 	@echo "make test         run all tests except the slow ones, and those of the architecture (make check)"
 	@echo "make test-all     run every test: clusters of processes, faults and learning too"
-	@echo "make test-megatron run every test of the megatron engine, on up to four processes"
 	@echo "make test-veomni  run every test of that training engine, in .venv-veomni; so too for: $(ENGINES)."
 	@echo "                  With .venv-vllm also those against the real vLLM (make .venv-vllm)"
 	@echo "make test-plugins run every test of every plug-in of plugins/, each in its environment"
@@ -57,18 +56,18 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	$(VENV)/bin/python -m pytest $(SPREAD) $(ARGS)
 
-test-megatron: $(VENV)/.test
-	$(VENV)/bin/python -m pytest tests/engines/contract tests/engines/megatron $(ARGS)
-
 $(ENGINES:%=test-%): test-%: .venv-%/.engine
-	.venv-$*/bin/python -m pytest tests/engines/contract plugins/$*/tests -k $* $(ARGS)
+	.venv-$*/bin/python -m pytest tests/engines/contract plugins/$*/tests $(if $(filter megatron,$*),,-k $*) $(ARGS)
 
-$(ENGINES:%=.venv-%): %: %/.engine
+$(PLUGINS:%=.venv-%): %: %/.engine
 
-test-plugins: test-megatron $(ENGINES:%=test-%)
+test-ascend: .venv-ascend/.engine
+	.venv-ascend/bin/python -m pytest plugins/ascend/tests $(ARGS)
+
+test-plugins: test-ascend $(ENGINES:%=test-%)
 
 test-oldest: $(OLDEST_VENV)/.oldest
-	$(OLDEST_VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" tests/algorithms tests/engines tests/models tests/rollout tests/trainers $(ARGS)
+	$(OLDEST_VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" tests/algorithms tests/engines tests/models tests/rollout tests/trainers plugins/megatron/tests $(ARGS)
 
 test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
 	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile -m vllm tests/engines/contract tests/families tests/rollout $(ARGS)
@@ -130,7 +129,7 @@ bench: $(VENV)/.base
 install: $(VENV)/.base
 
 clean:
-	rm -rf docs/reference docs/project $(VENV) $(DOCS_VENV) $(OLDEST_VENV) $(ENGINES:%=.venv-%) .venv-vllm .venv-sglang $(AGENTS_VENV) $(TRITON) $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf docs/reference docs/project $(VENV) $(DOCS_VENV) $(OLDEST_VENV) $(PLUGINS:%=.venv-%) .venv-vllm .venv-sglang $(AGENTS_VENV) $(TRITON) $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info plugins/*/build plugins/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hone plugins tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------------- environments
@@ -152,9 +151,10 @@ $(VENV)/.plugins: $(VENV)/.base $(PLUGINS:%=plugins/%/pyproject.toml)
 	@$(PIP) install --no-deps --no-build-isolation $(PLUGINS:%=--editable plugins/%)
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.plugins requirements/test.lock
+# Megatron-Core too, which is light: `make test` and `make test-vllm` train with it.
+$(VENV)/.test: $(VENV)/.plugins requirements/test.lock plugins/megatron/requirements.lock
 	@echo "installing requirements/test.lock"
-	@$(PIP) install --no-deps --requirement requirements/test.lock
+	@$(PIP) install --no-deps --requirement requirements/test.lock --requirement plugins/megatron/requirements.lock
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test requirements/check.lock
@@ -170,21 +170,22 @@ $(ORACLE_VENV)/.oracle: requirements/oracle.lock
 	@touch $@
 
 # torch comes first, with what its build for this machine needs; then base.lock without the packages of oldest.lock.
-$(OLDEST_VENV)/.oldest: requirements/oldest.lock requirements/base.lock requirements/test.lock
+$(OLDEST_VENV)/.oldest: requirements/oldest.lock requirements/base.lock requirements/test.lock plugins/megatron/requirements.lock
 	@$(call make-venv,$(OLDEST_VENV))
 	@echo "installing requirements/oldest.lock into $(OLDEST_VENV) (a few minutes, once; 6 GB with a CUDA build of torch)"
 	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --constraint $< torch
 	@grep -vE '^(torch|transformers|huggingface.hub|setuptools)==' requirements/base.lock >$(OLDEST_VENV)/base.txt
 	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $(OLDEST_VENV)/base.txt
-	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement requirements/test.lock
+	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement requirements/test.lock --requirement plugins/megatron/requirements.lock
 	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $<
-	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation --editable .
+	@$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation --editable . $(PLUGINS:%=--editable plugins/%)
 	@touch $@
 
 # An engine's environment: hone's own, what the engine's lock file adds to it, and the plug-in.
-$(ENGINES:%=.venv-%/.engine): .venv-%/.engine: plugins/%/requirements.lock plugins/%/pyproject.toml requirements/base.lock requirements/test.lock
+$(PLUGINS:%=.venv-%/.engine): .venv-%/.engine: plugins/%/requirements.lock plugins/%/pyproject.toml requirements/base.lock requirements/test.lock
 	@$(call make-engine-venv,.venv-$*,$<)
-	@.venv-$*/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation --editable plugins/$*
+	@.venv-$*/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation \
+		$(patsubst %,--editable plugins/%,$* $(if $(filter ascend,$*),megatron))
 	@touch $@
 
 # vLLM needs its own environment. The lock file has a hash for every package except torch, whose build depends on the machine.

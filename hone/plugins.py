@@ -19,7 +19,9 @@ GROUP = "hone.plugins"
 VARIABLE = "HONE_USE_EXTERNAL_MODULES"
 
 OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "ascend": {"platform": ("ascend",)},
     "automodel": {"training engine": ("automodel",)},
+    "megatron": {"training engine": ("megatron",)},
     "torchtitan": {"training engine": ("torchtitan",)},
     "veomni": {"training engine": ("veomni",)},
 }

@@ -13,7 +13,7 @@ PRELOADED = [
     *("hone.engines.fsdp2.engine", "hone.engines.lora.adapter", "hone.runtime.local"),
     *(f"hone.weights.transports.{name}" for name in ("collective", "delta", "ipc")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama", "qwen3_moe")),
-    *(["hone.engines.megatron.engine"] if importlib.util.find_spec("megatron") else []),
+    *(["hone_megatron.engine"] if all(map(importlib.util.find_spec, ("hone_megatron", "megatron"))) else []),
     "tests.frozen",
 ]
 CONTEXT.set_forkserver_preload(PRELOADED)

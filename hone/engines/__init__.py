@@ -6,6 +6,5 @@ head cut over ranks);
 `optimizers`, the update; `parts`, which part of a tensor a rank holds; `checkpoint/` and `export`, the files; `moe`,
 experts; `memory`, of activations and of an idle engine; `probe`, checks of a model; `settings`; `registry`, which class
 serves a backend; `unsupported`, errors for settings that a backend does not have.
-Each backend has a folder: `fsdp2/`, `megatron/`, `mindspeed/` (megatron on NPUs); those of plug-ins are in theirs.
-`lora/` and `rebuilt/` are shared.
+The backend `fsdp2/` has a folder; those of other projects are plug-ins, which share `lora/` and `rebuilt/`.
 """

@@ -68,7 +68,7 @@ class OffloadingEngine(Engine):
         if config.activation_checkpointing == "selective" and not self.recomputes_parts:
             raise ValueError(
                 f"{config.key_of('activation_checkpointing')}=selective: backend {config.backend.name} recomputes "
-                "whole layers only; set it to true, or use backend megatron"
+                "whole layers only; set it to true, or use a backend that has recompute_modules"
             )
         super().__init__(spec, device, ranks)
         self._home = device

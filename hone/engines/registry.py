@@ -164,17 +164,3 @@ EngineRegistry.register(
     target="hone.engines.fsdp2.engine:Fsdp2Engine",
     settings="hone.engines.fsdp2.settings:Fsdp2Settings",
 )
-EngineRegistry.register(
-    model_type=("language_model", "value_model"),
-    backend="megatron",
-    target="hone.engines.megatron.engine:MegatronEngine",
-    settings="hone.engines.megatron.settings:MegatronSettings",
-    package=Package("megatron", "megatron-core", "pip install megatron-core==0.16.1"),
-)
-EngineRegistry.register(
-    model_type=("language_model", "value_model"),
-    backend="megatron",
-    device="npu",
-    vendor="huawei",
-    target="hone.engines.mindspeed.engine:MindSpeedEngine",
-)

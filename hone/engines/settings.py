@@ -153,7 +153,7 @@ class EngineConfig(Config):
     activation_checkpointing: bool | Literal["offload", "selective"] = setting(
         False,
         "recompute layers in the backward to save memory; offload: their inputs wait in CPU memory meanwhile; "
-        "selective: recompute parts of layers (backend.recompute_modules of megatron)",
+        "selective: recompute parts of layers (backend.recompute_modules, where the backend has it)",
     )
     logprob_chunk_tokens: int = setting(
         1024, "compute logits for this many tokens at a time, to save memory", unit="tokens", ge=1

@@ -21,7 +21,7 @@ def refuse_expert_ranks(parallel: Config | None, reason: str) -> None:
     if parallel is not None and ranks > 1:
         raise ValueError(
             f"{parallel.key_of('expert')} = {ranks}: {reason}; leave it at 1 (experts are then sharded like other "
-            "weights), or use backend fsdp2 or megatron"
+            "weights), or use backend fsdp2"
         )
 
 

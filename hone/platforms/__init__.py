@@ -1,7 +1,7 @@
 """Platforms: the kind of device that this process runs on.
 
 Read `base`: the interface (`PlatformBase`), the decorator that registers a new platform (`PlatformRegistry`) and the
-choice of one (`current_platform`). `cpu`, `cuda` (NVIDIA), `rocm` (AMD) and `ascend` (Huawei) implement it. `facts` is
+choice of one (`current_platform`). `cpu`, `cuda` (NVIDIA) and `rocm` (AMD) implement it, and plug-ins. `facts` is
 a platform's table of facts with their sources, `sharing` what the weight sync needs, `host_memory` freed host memory.
 """
 
@@ -14,7 +14,6 @@ PLATFORMS = Registry(
     {
         "cuda": "hone.platforms.cuda:CudaPlatform",
         "rocm": "hone.platforms.rocm:RocmPlatform",
-        "ascend": "hone.platforms.ascend:AscendPlatform",
         "cpu": "hone.platforms.cpu:CpuPlatform",
     },
 )

@@ -82,6 +82,7 @@ class PlatformBase(MemorySharing, ABC):
     grouped_products: ClassVar[tuple[str, ...]] = ()  # dtypes of torch's `grouped_mm` where bfloat16 is native
     profiler_activity: ClassVar[str] = ""  # member of `torch.profiler.ProfilerActivity` besides CPU; "" if none
     architectures: ClassVar[tuple[str, ...]] = ()  # chips that the vendor's builds of torch and vLLM are made for
+    packages: ClassVar[tuple[str, ...]] = ()  # distributions of the vendor whose versions a report names
     container: ClassVar[str] = ""  # options of `docker run` that give a container the devices
     never_run: ClassVar[str] = ""  # which parts of hone never ran on such a device, for a person; "" if all did
     sources: ClassVar[Mapping[str, str]] = {}  # name of a fact -> where it was found

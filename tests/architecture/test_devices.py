@@ -8,8 +8,11 @@ NAMES_OF_ONE_DEVICE = re.compile(r"cuda|nccl", re.I)
 
 
 EXCEPTIONS = {  # file -> (what it may say, why)
-    "hone/engines/megatron/cpu_patches.py": (None, "patches of a library that takes every device for this one"),
-    "hone/engines/megatron/engine.py": (
+    "plugins/megatron/hone_megatron/cpu_patches.py": (
+        None,
+        "patches of a library that takes every device for this one",
+    ),
+    "plugins/megatron/hone_megatron/engine.py": (
         {"model_parallel_cuda_manual_seed"},
         "Megatron's name of the function that seeds every rank, on any device",
     ),

@@ -47,7 +47,7 @@ THIRD_PARTY = {  # heavy or optional package -> files that may import it, or a f
     "triton": ["triton_scores.py"],
     "vllm": ["vllm.py", "vllm_follower.py"],
     "sglang": ["sglang.py", "sglang_adapters.py"],
-    "megatron": ["engines/megatron/", "megatron/modules/"],
+    "megatron": ["megatron/hone_megatron/", "hone_megatron/modules/"],
     "veomni": ["veomni/hone_veomni/"],
     "nemo_automodel": ["automodel/hone_automodel/"],
     "torchtitan": ["torchtitan/hone_torchtitan/"],
@@ -67,6 +67,7 @@ THIRD_PARTY = {  # heavy or optional package -> files that may import it, or a f
 }
 
 LAZY = {  # function-level imports: file -> what it imports there, and why
+    "plugins/ascend/hone_ascend/__init__.py": {"hone_megatron": "optional"},
     "hone/data/sources/hf.py": {"datasets": "optional"},
     "hone/engines/kernels/choice.py": {"hone": "the kernels, which import triton"},
     "hone/models/source.py": {"modelscope": "optional", "modelscope_hub": "its errors"},

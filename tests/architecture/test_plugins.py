@@ -9,6 +9,7 @@ import pytest
 
 import hone
 from hone.cli.listing import REGISTRIES
+from hone.engines.registry import ANY, EngineRegistry
 from hone.plugins import GROUP, OURS
 from hone.registry import Registry, resolve
 
@@ -72,9 +73,14 @@ def test_the_table_says_what_plug_ins_register():
     homes = {_package(folder): folder.name for folder in FOLDERS}
     for place in REGISTRIES.values():
         registry = resolve(place)
-        names = getattr(registry, "backends", registry)
-        for name in names if isinstance(names, Registry) else ():
-            home = homes.get(names.target(name).partition(".")[0])
-            if home:
-                registered[home].setdefault(names.kind, set()).add(name)
+        if registry is EngineRegistry:  # a class for one kind of device adds no name
+            kind = registry.backends.kind
+            targets = {key[1]: registry.target(key) for key in registry if key[2] == ANY}
+        elif isinstance(registry, Registry):
+            kind, targets = registry.kind, {name: registry.target(name) for name in registry}
+        else:
+            continue
+        for name, target in targets.items():
+            if home := homes.get(target.partition(".")[0]):
+                registered[home].setdefault(kind, set()).add(name)
     assert {name: {kind: set(parts) for kind, parts in kinds.items()} for name, kinds in OURS.items()} == registered

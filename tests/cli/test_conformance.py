@@ -86,11 +86,9 @@ def doctor(*options, **variables):
 
 @pytest.mark.slow
 def test_a_platform_that_is_not_here_is_one_error():
-    done = doctor("--conformance", HONE_PLATFORM="ascend")
+    done = doctor("--conformance", HONE_PLATFORM="rocm")
     assert done.returncode != 0
-    assert "HONE_PLATFORM=ascend: platform 'ascend' is not available: the package torch_npu is not installed" in (
-        done.stderr
-    )
+    assert "HONE_PLATFORM=rocm: platform 'rocm' is not available: " in done.stderr
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from rich.text import Text
 from hone import __version__
 from hone.cli.conformance.record import LONGEST, Result
 from hone.cli.conformance.section import SECTIONS
+from hone.engines.registry import EngineRegistry
 from hone.platforms.base import PLATFORM_VARIABLE, PlatformBase, current_platform
 from hone.platforms.facts import facts_of
 from hone.processes.request_process import ChildLost, ChildSpec, RequestProcess
@@ -27,7 +28,7 @@ START_S = 120.0  # to import torch and the vendor's package
 DEADLINE_S = 300.0  # of one section
 COLOURS = {"works": "green", "fails": "red", "absent": "yellow"}
 FORMAT = 1  # of the report
-PACKAGES = ("torch", "torch_npu", "transformers", "vllm", "sglang", "vllm-ascend", "ray", "megatron-core")
+PACKAGES = ("torch", "transformers", "vllm", "sglang", "ray")  # and those of the platform and of training engines
 
 
 def conformance(as_json: bool) -> bool:
@@ -76,7 +77,8 @@ def _section(name: str, platform: str) -> Iterator[Result]:
 def report(platform: PlatformBase, results: Sequence[Result]) -> dict[str, Any]:
     """Everything that a maintainer needs to read the results without the machine."""
     versions = {}
-    for package in PACKAGES:
+    engines = [package.distribution for package in EngineRegistry.packages.values()]
+    for package in (*PACKAGES, *platform.packages, *engines):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -246,7 +246,7 @@ def _index(path: Path, notes: list[str]) -> list[_Line]:
 
 
 def _numbered(lines: Iterator[bytes], wanted: Sequence[int]) -> Iterator[bytes]:
-    """The lines with these numbers, which ascend. Reads none after the last of them."""
+    """The lines with these numbers, in ascending order. Reads none after the last of them."""
     position = 0
     for number in wanted:
         yield from islice(lines, number - position, number - position + 1)

@@ -1,0 +1,43 @@
+"""How layers are divided over the parts of a pipeline."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from hone_megatron.settings import MegatronParallel
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers", "wanted"),
+    [
+        ({}, 5, (5,)),
+        ({"pipeline": 2}, 4, (2, 2)),
+        ({"pipeline": 2}, 5, (3, 2)),
+        ({"pipeline": 2, "virtual_pipeline": 2}, 7, (2, 2, 2, 1)),
+        ({"pipeline": 3, "layers": (4, 4, 2)}, 10, (4, 4, 2)),
+    ],
+)
+def test_the_first_parts_have_more_layers_unless_said_otherwise(settings, layers, wanted):
+    assert MegatronParallel(**settings).layers_of_parts(layers, "m") == wanted
+
+
+def test_ranks_that_share_experts_are_those_that_share_other_things():
+    settings = {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 3}
+    sizes = MegatronParallel(**settings).sizes(12)
+    assert (sizes.data, sizes.world, sizes.expert_tensor) == (6, 12, 3)
+    with pytest.raises(ValueError, match=r"expert = 2 x .*expert_tensor = 3 does not divide the 4 ranks of one"):
+        MegatronParallel(**settings, pipeline=2).sizes(8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pipeline": 8}, r"pipeline = 8 x .*virtual_pipeline = 1: m has 5 layers, and each of 8 parts needs one"),
+        ({"pipeline": 2, "layers": (5,)}, r"layers = \[5\] should be 2 numbers above 0 .* with the sum 5, which m has"),
+        ({"pipeline": 2, "layers": (5, 0)}, r"layers = \[5, 0\] should be 2 numbers above 0"),
+        ({"pipeline": 2, "layers": (2, 2)}, r"with the sum 5, which m has"),
+    ],
+)
+def test_layers_that_are_not_those_of_the_model_are_an_error(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MegatronParallel(**settings).layers_of_parts(5, "m")
