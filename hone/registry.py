@@ -63,7 +63,7 @@ class Registry:
 
     def register(self, name: str, target: str | Any, settings: str | Any = "", requires: tuple[str, ...] = ()) -> None:
         """Add an entry. Raises ValueError if the name is taken."""
-        if self._has(name):
+        if self.has(name):
             raise ValueError(f"{self.kind} {name!r} is already registered as {self._entry(name).target!r}")
         self._entries[name] = Entry(target, settings, requires)
 
@@ -107,12 +107,13 @@ class Registry:
         return iter(sorted({*self._entries, *(self._base or ())}))
 
     def __contains__(self, name: str) -> bool:
-        if not self._has(name):
+        if not self.has(name):
             load_plugins()
-        return self._has(name)
+        return self.has(name)
 
-    def _has(self, name: str) -> bool:
-        return name in self._entries or (self._base is not None and self._base._has(name))
+    def has(self, name: str) -> bool:
+        """Whether a name is registered so far: for registrations, which must not load the plug-ins that they are in."""
+        return name in self._entries or (self._base is not None and self._base.has(name))
 
     def _entry(self, name: str) -> Entry:
         if name not in self:

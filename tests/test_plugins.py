@@ -98,6 +98,20 @@ def test_registries_load_plug_ins_before_they_list_names_or_call_one_unknown(tmp
     assert answers == ["1.0", "True", "True", "adds:judge"]
 
 
+def test_a_plug_in_whose_parts_are_imported_first_is_loaded_whole(tmp_path):
+    """Python then imports hone's registries from the plug-in's front, which has no function to call so far."""
+    front = f"from hone.engines.registry import EngineRegistry\n{API}"
+    front += "def register():\n    EngineRegistry.register(model_type='language_model', backend='mine', target='x:y')\n"
+    write_package(tmp_path, "theirs", "mine = mine_package:register\n", mine_package=front)
+    assert run(f"import mine_package\n{REPORT}", tmp_path)[-1].count('"mine": ""') == 1
+
+
+def test_importing_registries_loads_no_plug_in(tmp_path):
+    code = "from hone.cli.listing import REGISTRIES, resolve\n"
+    code += "for place in REGISTRIES.values():\n    resolve(place)\nfrom hone import plugins\nprint(plugins._loaded)"
+    assert run(code, tmp_path) == ["None"]
+
+
 @pytest.fixture
 def foreign(monkeypatch):
     """A plug-in of hone's repository, `forge`, that is not installed; and `torn`, which is, and does not load."""

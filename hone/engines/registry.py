@@ -94,7 +94,7 @@ class _EngineRegistry:
                 if key in self._entries:
                     raise ValueError(f"engine {_show(key)} is already registered as {self._entries[key]!r}")
                 self._entries[key] = cls
-            if backend not in self.backends:
+            if not self.backends.has(backend):
                 self.backends.register(backend, cls, settings)
                 if package is not None:
                     self.packages[backend] = package
