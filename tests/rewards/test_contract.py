@@ -31,6 +31,7 @@ class TestMath(RewardContract):
 
 
 class TestCode(RewardContract):
+    options = {"credit": "share"}  # noqa: RUF012
     timeout_s = 60.0
     cases = (
         ("```python\nprint(int(input()) ** 2)\n```", SQUARES, 1.0),

@@ -81,7 +81,7 @@ class _Builtin(RolloutEngineContract):
     """vLLM and SGLang are not started here: they run in Python environments of their own (docs/rollout.md)."""
 
     tolerance = TOLERANCE
-    long_tokens = 60
+    long_tokens = 30
 
     def make(self, model: Any, tokenizer: Any) -> RolloutEngine:
         return BuiltinEngine(BuiltinSettings(), model, tokenizer, device=current_platform().torch_device(0))

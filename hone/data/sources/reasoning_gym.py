@@ -37,6 +37,8 @@ class TaskRows:
         return len(self._problems)
 
     def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.place} has problems 0 to {len(self) - 1}, found {index}")
         entry = self._problems[index]
         return {**entry, "entry": entry, "task": self._task}
 
