@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import signal
+import sys
 from importlib.metadata import version
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,8 +25,14 @@ settings.register_profile("hone", deadline=None)  # how long an example takes sa
 settings.load_profile("hone")
 
 
-CLUSTERS = "tests/deploy/test_slurm.py", "tests/runtime/test_ray", "tests/runtime/test_servers_on_nodes.py"
-"""Files whose tests are many processes each: never two of them at once."""
+CLUSTERS = (
+    "tests/deploy/test_slurm.py",
+    "tests/runtime/test_policy_ranks.py",
+    "tests/runtime/test_preference_ranks.py",
+    "tests/runtime/test_ray",
+    "tests/runtime/test_servers_on_nodes.py",
+)
+"""Files whose tests are many processes each: never two of them at once, and all in one process, with one Ray."""
 
 LONG = "tests/workers/test_deaths.py", "tests/workers/test_snapshots.py", "tests/schedule/test_every_order.py"
 """Files that take minutes, most of them in waiting for servers that hang: not the last ones."""
@@ -54,6 +61,14 @@ def pytest_collection_modifyitems(items):
             not item.nodeid.startswith(LONG),
         )
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """After the last cluster, end Ray: its daemons would take a few percent of a core until all tests have ended."""
+    last = nextitem is None or not nextitem.nodeid.startswith(CLUSTERS)
+    if last and item.nodeid.startswith(CLUSTERS) and "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
 
 
 @pytest.hookimpl(wrapper=True)

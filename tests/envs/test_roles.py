@@ -237,6 +237,7 @@ def test_dynamic_sampling_looks_for_variance_within_a_role():
     assert figures["rollout/roles/proposer/trajectories"].value == 4
 
 
+@pytest.mark.slow
 def test_a_run_trains_both_roles(tmp_path, programs):
     env = {"name": "agent", "program": f"{programs}:self_play", "roles": list(ROLES)}
     changes = {

@@ -157,7 +157,7 @@ async def answers(engine):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_an_engine_with_graphs_gives_the_log_probs_of_the_plain_forward(dtype, device, tiny, finish, gap, monkeypatch):
     """Also after new weights, and after a sleep that takes the cache away."""
     monkeypatch.setattr(graphs, "FEWEST_COLUMNS", 64)  # so that steps have several sizes
