@@ -9,8 +9,9 @@ it. Operations on a `Batch` (packing, selecting, splitting) are in `hone.data.pa
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 if TYPE_CHECKING:
@@ -397,6 +398,31 @@ class Selection:
     part: Batch  # the part as it was selected; fields that still hold these tensors need not be sent
 
 
+class Axis(StrEnum):
+    """First dimension of a tensor in a `Batch`."""
+
+    TOKEN = "T"
+    SEQUENCE = "N"
+    ENDS = "N+1"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Axis and dtype of a field of `Batch`: all that lists, cuts, sends or checks fields reads these."""
+
+    axis: Axis
+    dtype: str  # torch's name; "": the model's or the algorithm's choice
+    sampled: bool = False  # comes from the rollout: the journal's digest of a batch covers it
+    named: bool = False  # a mapping from names to such tensors
+
+
+def _column(axis: Axis, dtype: str, *, sampled: bool = False, named: bool = False) -> dict[str, Column]:
+    return {"column": Column(axis, dtype, sampled, named)}
+
+
+per_token, per_sequence = partial(_column, Axis.TOKEN), partial(_column, Axis.SEQUENCE)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """N sequences packed into one axis of T tokens, without padding.
@@ -409,39 +435,45 @@ class Batch:
     token_ids [5, 6, 7, 5, 9], position_ids [0, 1, 2, 0, 1], cu_seqlens [0, 3, 5], loss_mask [0, 1, 1, 0, 1].
     """
 
-    token_ids: torch.Tensor  # [T] int64
-    position_ids: torch.Tensor  # [T] int64, restarts at 0 in each sequence
-    loss_mask: torch.Tensor  # [T] bool
-    cu_seqlens: torch.Tensor  # [N+1] int64, sequence i is [cu_seqlens[i], cu_seqlens[i+1])
-    group_index: torch.Tensor  # [N] int64, which prompt
-    episode_index: torch.Tensor  # [N] int64, which role of which episode; unique over the batch
-    rewards: torch.Tensor | None = None  # [N] float32
-    components: Mapping[str, torch.Tensor] = field(default_factory=dict)  # name -> [N] float32
-    weight_versions: torch.Tensor | None = None  # [T] int32: version that sampled the token, -1 for other tokens
-    rollout_logprobs: torch.Tensor | None = None  # [T] float32, as are the next nine
-    old_logprobs: torch.Tensor | None = None
-    ref_logprobs: torch.Tensor | None = None
-    teacher_logprobs: torch.Tensor | None = None  # of the teacher that judges the sequence
-    process_rewards: torch.Tensor | None = None  # a process reward model's reward of each token
-    values: torch.Tensor | None = None
-    token_rewards: torch.Tensor | None = None  # rewards placed on tokens: of turns, of the sequence, KL penalty
-    anchors: torch.Tensor | None = None  # [T] int64: number of the state in which the token's turn began, -1: unknown
-    advantages: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
-    loss_weights: torch.Tensor | None = None  # factor of each token's loss in the sum (see aggregation)
-    labels: torch.Tensor | None = None  # [T] float32: 1 for a right step and 0 for a wrong one, where loss_mask is 1
-    outcomes: torch.Tensor | None = None  # [N] float32, between 0 and 1: what a process reward model learns to predict
-    role_index: torch.Tensor | None = None  # [N] int64: role that the policy played; None: all played the same
-    teacher_index: torch.Tensor | None = None  # [N] int64: number of the teacher that judges the sequence
-    kto_baseline: torch.Tensor | None = None  # [N] float32: the estimate of KL that KTO compares log-ratios with
-    entropy: torch.Tensor | None = None  # [T] of the policy before the update, as is the next: sum over tokens of p^2
-    sum_pi_squared: torch.Tensor | None = None
-    routed_experts: torch.Tensor | None = None  # [T, layers, K] int16: experts that the rollout or actor chose
-    ids_at: torch.Tensor | None = None  # [T, K] int64: tokens whose log-probs the loss needs, with the teacher's below
-    teacher_top_k_logprobs: torch.Tensor | None = None  # [T, K]
-    reference_states: torch.Tensor | None = None  # [T, H]: the reference's last hidden states, for the exact KL
-    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of one part alone: per token, [T] or [T, ...]
-    sequence_extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of one part alone: [N] or [N, ...]
+    token_ids: torch.Tensor = field(metadata=per_token("int64", sampled=True))
+    position_ids: torch.Tensor = field(metadata=per_token("int64"))  # restarts at 0 in each sequence
+    loss_mask: torch.Tensor = field(metadata=per_token("bool", sampled=True))
+    # [N+1]: sequence i is [cu_seqlens[i], cu_seqlens[i+1])
+    cu_seqlens: torch.Tensor = field(metadata=_column(Axis.ENDS, "int64", sampled=True))
+    group_index: torch.Tensor = field(metadata=per_sequence("int64", sampled=True))  # which prompt
+    # which role of which episode; unique over the batch
+    episode_index: torch.Tensor = field(metadata=per_sequence("int64"))
+    rewards: torch.Tensor | None = field(default=None, metadata=per_sequence("float32", sampled=True))
+    # reward component -> its values
+    components: Mapping[str, torch.Tensor] = field(default_factory=dict, metadata=per_sequence("float32", named=True))
+    # version that sampled the token, -1 for other tokens
+    weight_versions: torch.Tensor | None = field(default=None, metadata=per_token("int32", sampled=True))
+    rollout_logprobs: torch.Tensor | None = field(default=None, metadata=per_token("float32", sampled=True))
+    old_logprobs: torch.Tensor | None = field(default=None, metadata=per_token("float32"))
+    ref_logprobs: torch.Tensor | None = field(default=None, metadata=per_token("float32"))
+    values: torch.Tensor | None = field(default=None, metadata=per_token("float32"))
+    # rewards placed on tokens: of turns, of the sequence, KL penalty
+    token_rewards: torch.Tensor | None = field(default=None, metadata=per_token(""))
+    # number of the state in which the token's turn began, as the environment names it; -1: unknown
+    anchors: torch.Tensor | None = field(default=None, metadata=per_token("int64"))
+    advantages: torch.Tensor | None = field(default=None, metadata=per_token("float32"))
+    returns: torch.Tensor | None = field(default=None, metadata=per_token("float32"))
+    # factor of each token's loss in the sum (see aggregation)
+    loss_weights: torch.Tensor | None = field(default=None, metadata=per_token("float32"))
+    # role that the policy played; None: all played the same
+    role_index: torch.Tensor | None = field(default=None, metadata=per_sequence("int64"))
+    # of the policy before the update, as is the next: sum over the vocabulary of p^2
+    entropy: torch.Tensor | None = field(default=None, metadata=per_token("float32"))
+    sum_pi_squared: torch.Tensor | None = field(default=None, metadata=per_token("float32"))
+    # [T, layers, K]: experts that the rollout or actor chose
+    routed_experts: torch.Tensor | None = field(default=None, metadata=per_token("int16"))
+    # [T, K]: tokens whose log-probs a forward returns for the need "logprobs_at"
+    ids_at: torch.Tensor | None = field(default=None, metadata=per_token("int64"))
+    # [T, H]: the reference's last hidden states, for the need "full_kl"
+    reference_states: torch.Tensor | None = field(default=None, metadata=per_token(""))
+    # tensors of one algorithm alone, [T] or [T, ...] and [N] or [N, ...]: see `Extra`
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict, metadata=per_token("", named=True))
+    sequence_extras: Mapping[str, torch.Tensor] = field(default_factory=dict, metadata=per_sequence("", named=True))
     images: BatchImages | None = None  # None: no sequence has images
     origin: Selection | None = field(default=None, repr=False)  # the batch that it was selected from
 
@@ -461,6 +493,38 @@ class Batch:
     def with_(self, **fields: Any) -> Batch:
         """A copy with some fields replaced. Fields are added, never removed."""
         return replace(self, **fields)
+
+
+COLUMNS: Mapping[str, Column] = {one.name: one.metadata["column"] for one in fields(Batch) if "column" in one.metadata}
+"""The tensors of a `Batch` by field, in the order in which they are declared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A tensor that one algorithm puts into a batch for itself; the module of the algorithm declares it.
+
+    OUTCOMES = Extra("outcomes", Axis.SEQUENCE); OUTCOMES.on(batch, tensor); OUTCOMES.of(batch)
+    """
+
+    name: str
+    axis: Axis = Axis.TOKEN
+
+    def on(self, batch: Batch, value: torch.Tensor) -> Batch:
+        """The batch with this tensor, [T, ...] or [N, ...]."""
+        if self.axis is Axis.TOKEN:
+            return batch.with_(extras={**batch.extras, self.name: value})
+        return batch.with_(sequence_extras={**batch.sequence_extras, self.name: value})
+
+    def of(self, batch: Batch) -> torch.Tensor | None:
+        return (batch.extras if self.axis is Axis.TOKEN else batch.sequence_extras).get(self.name)
+
+    def needed(self, batch: Batch) -> torch.Tensor:
+        """The tensor of a batch that must have it. Raises ValueError with the name."""
+        value = self.of(batch)
+        if value is None:
+            where = "extras" if self.axis is Axis.TOKEN else "sequence_extras"
+            raise ValueError(f"Batch.{where}[{self.name!r}] is missing, and this algorithm needs it")
+        return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from torch import Tensor
 from hone.algorithms import ADVANTAGES
 from hone.algorithms.advantages import Advantages, token_rewards
 from hone.algorithms.aggregation import StepCounts, loss_weights, step_counts
-from hone.algorithms.correction import accepted, importance_weights, mismatch, normalized
+from hone.algorithms.correction import IS_WEIGHTS, accepted, importance_weights, mismatch, normalized
 from hone.algorithms.filtering.group_filter import GREEDY_REWARD, GroupFilter
 from hone.algorithms.filtering.overlong import OVERLONG
 from hone.algorithms.filtering.resampling import resample
 from hone.algorithms.kl import adapt_coef, kl_penalty
-from hone.algorithms.objective import FULL_KL, IS_WEIGHTS, POSITIVE, SELECTED, PolicyObjective, ValueObjective
+from hone.algorithms.objective import FULL_KL, POSITIVE, SELECTED, PolicyObjective, ValueObjective
 from hone.algorithms.segments import in_dtype_of, loss_token_counts, masked_mean, sequence_mean, spread
 from hone.algorithms.settings import (
     AggregationSettings,
@@ -33,10 +33,10 @@ from hone.algorithms.settings import (
 )
 from hone.config import Choice, Config
 from hone.registry import resolve
-from hone.types import Batch, Metric, Metrics
+from hone.types import Axis, Batch, Extra, Metric, Metrics
 
-REPEATS = "repeats"  # of Batch.sequence_extras, [N]: how often the trajectory counts (PF-PPO)
-REJECTED = "rejected"  # of Batch.extras: tokens that a rejection rule took out of the loss mask
+REPEATS = Extra("repeats", Axis.SEQUENCE)  # [N]: how often the trajectory counts (PF-PPO)
+REJECTED = Extra("rejected")  # [T]: tokens that a rejection rule took out of the loss mask
 
 
 class Algorithm:
@@ -163,13 +163,13 @@ class Algorithm:
         if self._resample is not None:
             drawn_by = random.Random(f"resample/{self._seed}/{self._batches}").getrandbits(63)
             repeats = resample(_field(batch.rewards, "rewards"), self._resample, drawn_by)
-            batch = batch.with_(sequence_extras={**batch.sequence_extras, REPEATS: repeats})
+            batch = REPEATS.on(batch, repeats)
         self._batches += 1
         return self._without_rejected(batch)
 
     def counts(self, minibatch: Batch) -> StepCounts:
         """Counts of this part of an optimizer step; ranks add up their counts and pass the sum to `weigh`."""
-        return step_counts(minibatch.loss_mask, minibatch.cu_seqlens, minibatch.sequence_extras.get(REPEATS))
+        return step_counts(minibatch.loss_mask, minibatch.cu_seqlens, REPEATS.of(minibatch))
 
     def weigh(self, minibatch: Batch, counts: StepCounts | None = None) -> Batch:
         """Add the loss weights to a mini-batch (one optimizer step, before any further cut)."""
@@ -178,13 +178,13 @@ class Algorithm:
             minibatch.cu_seqlens,
             self._aggregation,
             counts,
-            minibatch.sequence_extras.get(REPEATS),
+            REPEATS.of(minibatch),
         )
         minibatch = minibatch.with_(loss_weights=weights)
         if self._selection:
-            minibatch = _with_extra(minibatch, SELECTED, resolve(self._selection)(minibatch, self._loss))
+            minibatch = SELECTED.on(minibatch, resolve(self._selection)(minibatch, self._loss))
         if self._nll_coef:
-            minibatch = _with_extra(minibatch, POSITIVE, _positive_share(minibatch))
+            minibatch = POSITIVE.on(minibatch, _positive_share(minibatch))
         return minibatch
 
     def policy_objective(self) -> PolicyObjective:
@@ -203,7 +203,8 @@ class Algorithm:
         Metrics without their inputs are left out; without old log-probs of the trainer, the objective measures the
         mismatch in its forward.
         """
-        mask = batch.loss_mask | batch.extras.get(REJECTED, torch.zeros_like(batch.loss_mask))
+        rejected = REJECTED.of(batch)
+        mask = batch.loss_mask if rejected is None else batch.loss_mask | rejected
         current = batch.old_logprobs
         metrics: Metrics = {}
         itself = self._correction.old == "rollout"  # then the objective measures the gap
@@ -214,11 +215,12 @@ class Algorithm:
             metrics["train/reference_kl"] = Metric.mean(kl.item(), int(mask.sum()))
         if self._kl.coef > 0:
             metrics["train/kl_coef"] = Metric.mean(self._kl_coef)
-        if IS_WEIGHTS in batch.extras:
-            weight = masked_mean(batch.extras[IS_WEIGHTS], mask)
+        weights = IS_WEIGHTS.of(batch)
+        if weights is not None:
+            weight = masked_mean(weights, mask)
             metrics["correction/weight"] = Metric.mean(weight.item(), int(mask.sum()))
-        if self._rejections:
-            share = batch.extras[REJECTED].sum() / mask.sum().clamp(min=1)
+        if rejected is not None:
+            share = rejected.sum() / mask.sum().clamp(min=1)
             metrics["correction/rejected"] = Metric.mean(share.item(), int(mask.sum()))
         return metrics | _critic_fit(batch)
 
@@ -247,7 +249,7 @@ class Algorithm:
         weights = importance_weights(batch.old_logprobs, rollout, batch.loss_mask, batch.cu_seqlens, self._correction)
         if self._correction.normalize:
             weights = normalized(weights, batch.loss_mask)
-        return _with_extra(batch, IS_WEIGHTS, weights)
+        return IS_WEIGHTS.on(batch, weights)
 
     def _with_token_rewards(self, batch: Batch, adapt: bool) -> Batch:
         rewards = token_rewards(batch)
@@ -272,7 +274,7 @@ class Algorithm:
             return batch
         old, rollout = _field(batch.old_logprobs, "old_logprobs"), _field(batch.rollout_logprobs, "rollout_logprobs")
         kept = accepted(old, rollout, batch.loss_mask, batch.cu_seqlens, self._rejections, batch.advantages)
-        return _with_extra(batch, REJECTED, batch.loss_mask & ~kept).with_(loss_mask=kept)
+        return REJECTED.on(batch, batch.loss_mask & ~kept).with_(loss_mask=kept)
 
 
 def check_reward_shaping(config: AlgorithmConfig) -> None:
@@ -312,10 +314,6 @@ def _take(settings: Config | None) -> None:
     for name in type(settings).model_fields if settings is not None else ():
         if name not in getattr(settings, "ignored", ()):
             getattr(settings, name)
-
-
-def _with_extra(batch: Batch, name: str, value: Tensor) -> Batch:
-    return batch.with_(extras={**batch.extras, name: value})
 
 
 def _positive_share(batch: Batch) -> Tensor:

@@ -23,8 +23,9 @@ from hone.algorithms.segments import (
 )
 from hone.algorithms.settings import CorrectionSettings, RejectionSettings
 from hone.spans import cumulative
-from hone.types import Metric, Metrics, merge_metrics
+from hone.types import Extra, Metric, Metrics, merge_metrics
 
+IS_WEIGHTS = Extra("is_weights")  # importance weights of the token losses, [T], if they need the whole batch
 _IN_CACHE = 1 << 17  # tokens per block of `mismatch`: a dozen intermediate results of a block fit into the CPU cache
 DEFAULT_BAND = (0.5, 2.0)  # for the metric `correction/outside_band` if no band is set
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hone.algorithms import POLICY_LOSSES
 from hone.algorithms.correction import (
+    IS_WEIGHTS,
     accepted,
     clamped_log_ratio,
     importance_weights,
@@ -27,12 +28,11 @@ from hone.algorithms.own_parts import portable_settings
 from hone.algorithms.segments import on_last_loss_token, spread
 from hone.algorithms.settings import AlgorithmConfig, KlKind, ValueLossSettings
 from hone.config import build
-from hone.types import Batch, LossOutput, ModelOutput
+from hone.types import Batch, Extra, LossOutput, ModelOutput
 
-# Per-token tensors that `Algorithm` puts into `Batch.extras` for the objectives.
-IS_WEIGHTS = "is_weights"  # importance weights, if they need the whole batch
-SELECTED = "selected"  # tokens that the loss's `selection` picked over the mini-batch
-POSITIVE = "positive_nll"  # factor of -log p on the tokens of rewarded trajectories
+# Per-token tensors that `Algorithm` puts into a batch for the objectives.
+SELECTED = Extra("selected")  # tokens that the loss's `selection` picked over the mini-batch
+POSITIVE = Extra("positive_nll")  # factor of -log p on the tokens of rewarded trajectories
 FULL_KL = "full_kl"  # of ModelOutput.extras: exact KL to the reference
 
 
@@ -71,7 +71,7 @@ class PolicyObjective:
             mask=mask,
             cu_seqlens=batch.cu_seqlens,
             is_weights=self._is_weights(old, batch),
-            selected=_extra(batch, SELECTED) if self._selects else None,
+            selected=SELECTED.needed(batch) if self._selects else None,
         )
         policy = self._loss(inputs, self._settings)
         values, metrics = policy.values, dict(policy.metrics)
@@ -87,7 +87,7 @@ class PolicyObjective:
         if self._entropy_coef:
             values = values - self._entropy_coef * present(output.entropy, "ModelOutput.entropy")
         if self._nll_coef:
-            values = values - self._nll_coef * _extra(batch, POSITIVE) * lp
+            values = values - self._nll_coef * POSITIVE.needed(batch) * lp
         if output.entropy is not None:
             metrics["train/entropy"] = output.entropy.detach()
         unmeasured = batch.old_logprobs is None or self._correction.old == "rollout"  # else `Algorithm.measure` did it
@@ -124,8 +124,9 @@ class PolicyObjective:
     def _is_weights(self, old: Tensor, batch: Batch) -> Tensor | None:
         if self._correction.weights is None:
             return None
-        if IS_WEIGHTS in batch.extras:
-            return batch.extras[IS_WEIGHTS]
+        known = IS_WEIGHTS.of(batch)
+        if known is not None:
+            return known
         rollout = present(batch.rollout_logprobs, "Batch.rollout_logprobs")
         return importance_weights(old, rollout, batch.loss_mask, batch.cu_seqlens, self._correction)
 
@@ -178,9 +179,3 @@ def present(value: Tensor | None, name: str) -> Tensor:
     if value is None:
         raise ValueError(f"{name} is missing, and this objective needs it")
     return value
-
-
-def _extra(batch: Batch, name: str) -> Tensor:
-    if name not in batch.extras:
-        raise ValueError(f"Batch.extras[{name!r}] is missing: pass the mini-batch through Algorithm.weigh first")
-    return batch.extras[name]

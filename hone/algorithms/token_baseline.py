@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages import Advantages, token_rewards
+from hone.algorithms.correction import IS_WEIGHTS
 from hone.algorithms.segments import Grid, compared, reward_to_go, sequence_extreme, sequence_ids
 from hone.algorithms.settings import AdvantageSettings
 from hone.types import Batch
@@ -56,7 +57,7 @@ def _energy(batch: Batch) -> Tensor:
     if batch.old_logprobs is None or batch.sum_pi_squared is None:
         raise ValueError("the optimal token baseline needs Batch.old_logprobs and Batch.sum_pi_squared")
     energy = 1 - 2 * batch.old_logprobs.double().exp() + batch.sum_pi_squared.double()
-    weights = batch.extras.get("is_weights")
+    weights = IS_WEIGHTS.of(batch)
     return energy if weights is None else energy * weights.double().square()
 
 

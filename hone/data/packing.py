@@ -16,7 +16,7 @@ import itertools
 import math
 import random
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,34 +27,10 @@ from hone.data.packed_images import pack_images, select_images
 from hone.data.routes import packed_routes
 from hone.data.turns import turn_fields
 from hone.spans import cumulative, ranges
-from hone.types import Batch, BatchImages, Image, Selection, Status, Trajectory, TrajectoryGroup
+from hone.types import COLUMNS, Axis, Batch, BatchImages, Image, Selection, Status, Trajectory, TrajectoryGroup
 
-PER_TOKEN = (
-    "token_ids",
-    "position_ids",
-    "loss_mask",
-    "weight_versions",
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "teacher_logprobs",
-    "process_rewards",
-    "values",
-    "token_rewards",
-    "anchors",
-    "advantages",
-    "returns",
-    "loss_weights",
-    "labels",
-    "entropy",
-    "sum_pi_squared",
-    "routed_experts",
-    "ids_at",
-    "teacher_top_k_logprobs",
-    "reference_states",
-)
-PER_SEQUENCE = ("group_index", "episode_index", "role_index", "rewards", "outcomes", "teacher_index", "kto_baseline")
-MAPPINGS = {"extras": True, "sequence_extras": False, "components": False}  # name -> whether its tensors are per token
+Key = tuple[str, str]
+"""A field of `Batch`, and the name in it where it is a mapping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +85,8 @@ def pack(groups: Sequence[TrajectoryGroup]) -> Batch:
             name: torch.tensor([one.components.get(name, math.nan) for _, one in chosen], dtype=torch.float32)
             for name in names
         },
-        weight_versions=_flat((one.weight_versions for _, one in chosen), np.int32),
-        rollout_logprobs=_flat((one.rollout_logprobs for _, one in chosen), np.float32),
+        weight_versions=_flat("weight_versions", (one.weight_versions for _, one in chosen)),
+        rollout_logprobs=_flat("rollout_logprobs", (one.rollout_logprobs for _, one in chosen)),
         routed_experts=torch.from_numpy(packed_routes([one for _, one in chosen])) if routed else None,
         **(turn_fields(chosen) if any(one.credited for _, one in chosen) else {}),
         images=_images(
@@ -144,17 +120,20 @@ def _packed(token_ids: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[int
     cu_seqlens = cumulative(lengths)
     number = torch.arange(len(token_ids))
     return Batch(
-        token_ids=_flat(token_ids, np.int64),
+        token_ids=_flat("token_ids", token_ids),
         position_ids=ranges(torch.zeros_like(lengths), lengths),
-        loss_mask=_flat(loss_mask, np.bool_),
+        loss_mask=_flat("loss_mask", loss_mask),
         cu_seqlens=cu_seqlens,
         group_index=number,
         episode_index=number.clone(),
     )
 
 
-def _flat(rows: Iterable[Sequence[float]], dtype: type[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(rows), dtype))  # a tenth of torch.tensor's time
+def _flat(name: str, rows: Iterable[Sequence[float]]) -> torch.Tensor:
+    """The rows end to end, in the dtype of the field `name`."""
+    return torch.from_numpy(
+        np.fromiter(itertools.chain.from_iterable(rows), COLUMNS[name].dtype)
+    )  # a tenth of torch.tensor's time
 
 
 def _check_trajectory(one: Trajectory) -> None:
@@ -202,14 +181,43 @@ def select(batch: Batch, indices: Sequence[int]) -> Batch:
     if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < batch.num_sequences:
         raise IndexError(f"sequence indices should be 0 to {batch.num_sequences - 1}, found {list(indices)}")
     positions = token_positions(batch.cu_seqlens, chosen)
-    fields: dict[str, Any] = {"cu_seqlens": cumulative(batch.lengths[chosen])}
-    for names, rows, at in ((PER_TOKEN, batch.num_tokens, positions), (PER_SEQUENCE, batch.num_sequences, chosen)):
-        fields |= {name: _take(getattr(batch, name), at, rows, name) for name in names}
-    for name, per_token in MAPPINGS.items():
-        rows, at = (batch.num_tokens, positions) if per_token else (batch.num_sequences, chosen)
-        fields[name] = {key: _take(value, at, rows, f"{name}.{key}") for key, value in getattr(batch, name).items()}
-    part = Batch(**fields, images=None if batch.images is None else select_images(batch.images, chosen))
+    taken: dict[Key, torch.Tensor] = {("cu_seqlens", ""): cumulative(batch.lengths[chosen])}
+    for key, axis, value in columns(batch):
+        if axis is not Axis.ENDS:
+            rows, at = (batch.num_tokens, positions) if axis is Axis.TOKEN else (batch.num_sequences, chosen)
+            taken[key] = _take(value, at, rows, ".".join(filter(None, key)))
+    part = assembled(taken, None if batch.images is None else select_images(batch.images, chosen))
     return part.with_(origin=Selection(batch, tuple(chosen.tolist()), part))
+
+
+def columns(batch: Batch) -> Iterator[tuple[Key, Axis, Any]]:
+    """The tensors that a batch has, in the order of its fields, each with its axis."""
+    for name, column in COLUMNS.items():
+        value = getattr(batch, name)
+        for key, tensor in value.items() if column.named else [("", value)]:
+            if tensor is not None:
+                yield (name, key), column.axis, tensor
+
+
+def assembled(values: Mapping[Key, torch.Tensor], images: BatchImages | None) -> Batch:
+    """A batch from its tensors: the reverse of `columns`."""
+    return Batch(**_by_field(values, {}), images=images)
+
+
+def with_columns(batch: Batch, values: Mapping[Key, torch.Tensor]) -> Batch:
+    """The batch with more tensors, or others in the place of its own."""
+    mine = {name: getattr(batch, name) for name, column in COLUMNS.items() if column.named}
+    return batch.with_(**_by_field(values, mine))
+
+
+def _by_field(values: Mapping[Key, torch.Tensor], before: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: dict(one) for name, one in before.items()}
+    for (name, key), tensor in values.items():
+        if COLUMNS[name].named:
+            found.setdefault(name, {})[key] = tensor
+        else:
+            found[name] = tensor
+    return found
 
 
 def restore(
@@ -240,9 +248,7 @@ def token_positions(cu_seqlens: torch.Tensor, chosen: torch.Tensor) -> torch.Ten
     return ranges(starts, cu_seqlens[chosen + 1] - starts)
 
 
-def _take(value: torch.Tensor | None, at: torch.Tensor, rows: int, name: str) -> torch.Tensor | None:
-    if value is None:
-        return None
+def _take(value: torch.Tensor, at: torch.Tensor, rows: int, name: str) -> torch.Tensor:
     if value.shape[0] != rows:
         raise ValueError(f"batch field {name} should have {rows} rows, found {tuple(value.shape)}")
     return value.index_select(0, at.to(value.device))

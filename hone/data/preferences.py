@@ -87,14 +87,6 @@ def pack_judged(answers: Sequence[Judged]) -> Batch:
     return batch.with_(rewards=torch.tensor([float(one.good) for one in answers]))
 
 
-def pack_steps(answers: Sequence[Steps]) -> Batch:
-    """Pack answers in steps; `labels` has each step's verdict where the loss mask is 1."""
-    batch = pack_samples([one.sample for one in answers])
-    labels = torch.zeros(batch.num_tokens)
-    labels[batch.loss_mask] = torch.tensor([label for one in answers for label in one.labels])
-    return batch.with_(labels=labels)
-
-
 def mismatched(answers: Sequence[Judged], max_tokens: int) -> list[Judged]:
     """Give each prompt the answer to the next one, to measure KTO's baseline (arXiv 2402.01306 section 4.1).
 

@@ -23,16 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.data.packing import MAPPINGS, PER_SEQUENCE, PER_TOKEN, select, token_positions
-from hone.types import Batch, BatchImages
+from hone.data.packing import Key, assembled, columns, select, token_positions, with_columns
+from hone.types import COLUMNS, Axis, Batch, BatchImages
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Arrays = dict[str, tuple[np.ndarray, str]]
 """Name -> (array, torch's name of the dtype, which NumPy may not have)."""
-Key = tuple[str, str]
-"""A field of `Batch`, and the key in it where it is a mapping or the images."""
-
+IMAGES = "images"  # in the place of a field in a `Key`: the name is a field of `BatchImages`
 STAYING = frozenset({"states"})
 """Keys of `ModelOutput.extras` that only ranks read. They are large, [T, H], so they are not sent to the driver."""
 
@@ -157,14 +155,9 @@ def _distant(values: Mapping[Key, Any]) -> tuple[tuple[Key, tuple[Piece, ...]], 
 
 
 def _values(batch: Batch) -> Iterator[tuple[Key, Any]]:
-    for name in ("cu_seqlens", *PER_TOKEN, *PER_SEQUENCE):
-        value = getattr(batch, name)
-        if value is not None:
-            yield (name, ""), value
-    for name in MAPPINGS:
-        yield from (((name, key), value) for key, value in getattr(batch, name).items())
+    yield from ((key, value) for key, _, value in columns(batch))
     if batch.images is not None:
-        yield from ((("images", one.name), getattr(batch.images, one.name)) for one in fields(batch.images))
+        yield from (((IMAGES, one.name), getattr(batch.images, one.name)) for one in fields(batch.images))
 
 
 # ------------------------------------------------------------------------------------------------------ on the ranks
@@ -187,30 +180,15 @@ def unpack(plan: BatchPlan, arrays: Iterator[np.ndarray], rank: int, fetch: Call
         places = torch.tensor(plan.places[rank], dtype=torch.int64)
         positions = token_positions(ends, places)
         for key, dtype in plan.added:
-            per_token = key[0] in PER_TOKEN or MAPPINGS.get(key[0], False)
+            per_token = COLUMNS[key[0]].axis is Axis.TOKEN
             found[key] = to_tensor(next(arrays), dtype)[positions if per_token else places]
-    return _with(own, found)
+    return with_columns(own, found).with_(origin=None)
 
 
 def _batch(values: Mapping[Key, Tensor]) -> Batch:
-    given: dict[str, Any] = {"images": {}, **{name: {} for name in MAPPINGS}}
-    for (name, key), tensor in values.items():
-        if key:
-            given[name][key] = tensor
-        else:
-            given[name] = tensor
-    given["images"] = BatchImages(**given["images"]) if given["images"] else None
-    return Batch(**given)
-
-
-def _with(batch: Batch, values: Mapping[Key, Tensor]) -> Batch:
-    changes: dict[str, Any] = {name: dict(getattr(batch, name)) for name in MAPPINGS}
-    for (name, key), tensor in values.items():
-        if key:
-            changes[name][key] = tensor
-        else:
-            changes[name] = tensor
-    return batch.with_(origin=None, **changes)
+    images = {name: tensor for (field, name), tensor in values.items() if field == IMAGES}
+    rest = {key: tensor for key, tensor in values.items() if key[0] != IMAGES}
+    return assembled(rest, BatchImages(**images) if images else None)
 
 
 def _gathered(

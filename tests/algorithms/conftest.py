@@ -5,9 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from hone.types import Batch
-
-PER_SEQUENCE = {"group_index", "episode_index", "rewards", "outcomes", "teacher_index", "kto_baseline"}
+from hone.types import COLUMNS, Axis, Batch
 
 
 def build(masks, groups=None, episodes=None, dtype=torch.float64, **fields):
@@ -51,7 +49,7 @@ def take(batch, rows):
         elif field.name in ("components", "sequence_extras"):
             changes[field.name] = {key: inner[rows] for key, inner in value.items()}
         else:
-            changes[field.name] = value[rows] if field.name in PER_SEQUENCE else value[at]
+            changes[field.name] = value[at] if COLUMNS[field.name].axis is Axis.TOKEN else value[rows]
     return dataclasses.replace(batch, **changes)
 
 

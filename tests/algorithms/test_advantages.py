@@ -304,7 +304,7 @@ def test_the_order_of_sequences_does_not_matter(batches, settings):
         old_logprobs=-draw(tokens),
         components={"a": draw(6), "greedy_reward": draw(6)},
         sum_pi_squared=draw(tokens),
-        process_rewards=draw(tokens),
+        extras={"process_rewards": draw(tokens)},
     )
     order = [4, 0, 5, 3, 1, 2]
     expected = estimate(batch, settings)
@@ -325,7 +325,7 @@ def test_a_sequence_without_loss_tokens_gets_nothing_and_breaks_nothing(batches,
         old_logprobs=[-0.5] * 6,
         components={"a": torch.tensor([1.0, 0, 0]), "greedy_reward": torch.zeros(3)},
         sum_pi_squared=torch.full((6,), 0.5),
-        process_rewards=torch.full((6,), 0.5),
+        extras={"process_rewards": torch.full((6,), 0.5)},
     )
     found = estimate(batch, settings).advantages
     assert torch.isfinite(found).all()
@@ -342,12 +342,13 @@ def test_estimators_declare_the_fields_that_they_need(batches, settings):
         "old_logprobs": [-0.5] * 4,
         "components": {"a": torch.tensor([1.0, 0.0]), "greedy_reward": torch.zeros(2)},
         "sum_pi_squared": torch.full((4,), 0.5),
-        "process_rewards": torch.full((4,), 0.5),
+        "extras": {"process_rewards": torch.full((4,), 0.5)},
     }
 
     def fields(names):
         chosen = {name: value for name, value in full.items() if name in names}
         chosen["components"] = {k: v for k, v in full["components"].items() if f"components.{k}" in names}
+        chosen["extras"] = {k: v for k, v in full["extras"].items() if k in names}
         return chosen
 
     declared = settings.required_fields

@@ -317,7 +317,7 @@ def test_every_estimator_works_with_every_loss(batches, batch, advantage, loss):
         components={"a": torch.tensor([1.0, 0.0]), "greedy_reward": torch.tensor([0.5, 0.5])},
         entropy=5.0 - torch.arange(5.0),
         sum_pi_squared=torch.full((5,), 0.5),
-        process_rewards=torch.full((5,), 0.5),
+        extras={"process_rewards": torch.full((5,), 0.5)},
     )
     weighed = chosen.weigh(chosen.advantages(full))
     lp = torch.tensor([0, -1.1, -1.9, 0, -1.4], requires_grad=True)

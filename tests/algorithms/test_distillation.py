@@ -21,7 +21,7 @@ from hone.types import ModelOutput
 
 
 def test_reverse_kl_from_sampled_tokens(batches, close):
-    batch = batches.build([[0, 1, 1]], teacher_logprobs=torch.tensor([9.0, -1.0, -2.0]).double())
+    batch = batches.build([[0, 1, 1]], extras={"teacher_logprobs": torch.tensor([9.0, -1.0, -2.0]).double()})
     lp = torch.tensor([0, -1.5, -1.0], dtype=torch.float64, requires_grad=True)
     result = DistillationObjective(SampledKlSettings(kind="k3+"))(ModelOutput(logprobs=lp), batch)
     close(result.values, [0, math.exp(0.5) - 1.5, math.exp(-1.0)])
@@ -31,7 +31,7 @@ def test_reverse_kl_from_sampled_tokens(batches, close):
 
 
 def test_the_default_has_the_value_of_k1_and_the_gradient_of_k2(batches, close):
-    batch = batches.build([[0, 1]], teacher_logprobs=torch.tensor([0.0, -1.0]).double())
+    batch = batches.build([[0, 1]], extras={"teacher_logprobs": torch.tensor([0.0, -1.0]).double()})
     lp = torch.tensor([0, -1.5], dtype=torch.float64, requires_grad=True)
     result = DistillationObjective(SampledKlSettings())(ModelOutput(logprobs=lp), batch)
     close(result.values, [0, -0.5])
@@ -42,7 +42,7 @@ def test_top_k_puts_the_rest_into_one_bin(batches, close):
     """Teacher 0.5, 0.25 (rest 0.25); student 0.25, 0.25 (rest 0.5)."""
     teacher = torch.tensor([[0.0, 0.0], [0.5, 0.25]]).double().log().clamp(min=-50)
     student = torch.tensor([[0.0, 0.0], [0.25, 0.25]]).double().log().clamp(min=-50)
-    batch = batches.build([[0, 1]], teacher_top_k_logprobs=teacher)
+    batch = batches.build([[0, 1]], extras={"teacher_top_k_logprobs": teacher})
     output = ModelOutput(extras={"logprobs_at": student})
     forward = DistillationObjective(ForwardTopKSettings())
     assert forward.needs == {"logprobs_at"}
@@ -73,7 +73,9 @@ def test_all_of_a_distribution_within_the_top_k_leaves_finite_gradients(name):
 
 
 def test_distillation_as_reward(batches, close):
-    batch = batches.build([[0, 1, 1]], old_logprobs=[0, -1.0, -2.0], teacher_logprobs=torch.tensor([9.0, -3.0, -1.0]))
+    batch = batches.build(
+        [[0, 1, 1]], old_logprobs=[0, -1.0, -2.0], extras={"teacher_logprobs": torch.tensor([9.0, -3.0, -1.0]).double()}
+    )
     close(distillation_rewards(batch, coef=0.5), [0, -1.0, 0.5])
     close(distillation_rewards(batch.with_(token_rewards=torch.ones(3)), coef=0.5), [1.0, 0.0, 1.5])
     with pytest.raises(ValueError, match="old_logprobs"):
@@ -88,7 +90,7 @@ def judged(batches):
         rewards=[1.0, 0.0],
         advantages=[0, 0.5, 0.5, 0, -0.5],
         old_logprobs=[0, -1.0, -2.0, 0, -1.0],
-        teacher_logprobs=torch.tensor([9.0, -3.0, -1.0, 9.0, -1.0]).double(),
+        extras={"teacher_logprobs": torch.tensor([9.0, -3.0, -1.0, 9.0, -1.0]).double()},
     )
 
 
@@ -150,8 +152,11 @@ def test_top_k_asks_the_teacher_and_the_student():
 def test_a_missing_teacher_is_named(batches):
     with pytest.raises(ValueError, match="teacher_logprobs"):
         DistillationObjective(SampledKlSettings())(ModelOutput(logprobs=torch.zeros(2)), batches.build([[0, 1]]))
-    with pytest.raises(ValueError, match=r"logprobs_at.*teacher_top_k_logprobs"):
-        DistillationObjective(ForwardTopKSettings())(ModelOutput(logprobs=torch.zeros(2)), batches.build([[0, 1]]))
+    top_k = DistillationObjective(ForwardTopKSettings())
+    with pytest.raises(ValueError, match="logprobs_at"):
+        top_k(ModelOutput(logprobs=torch.zeros(2)), batches.build([[0, 1]]))
+    with pytest.raises(ValueError, match="teacher_top_k_logprobs"):
+        top_k(ModelOutput(extras={"logprobs_at": torch.zeros(2, 5)}), batches.build([[0, 1]]))
 
 
 def test_settings_that_contradict_each_other_are_refused():

@@ -7,6 +7,7 @@ import torch
 
 from hone.algorithms import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 from hone.algorithms.preference.losses import (
+    KTO_BASELINE,
     Answers,
     Pairs,
     PreferenceObjective,
@@ -240,7 +241,7 @@ def test_kto_objective_judges_single_answers(packed, close):
     output = ModelOutput(logprobs=torch.tensor(LP, dtype=torch.float64))
     with pytest.raises(ValueError, match="kto_baseline"):
         objective(output, packed)
-    with_baseline = packed.with_(kto_baseline=torch.full((packed.num_sequences,), 0.5).double())
+    with_baseline = KTO_BASELINE.on(packed, torch.full((packed.num_sequences,), 0.5).double())
     # log-ratios -2 (bad), 0, 1 (good), 1 (bad)
     expected = [1 - sigmoid(1.25), 1 - sigmoid(-0.25), 1 - sigmoid(0.25), 1 - sigmoid(-0.25)]
     close(objective(output, with_baseline).values[[4, 6, 9, 12]], expected)
@@ -261,10 +262,10 @@ def test_bradley_terry_scores_the_last_loss_token(packed, close):
 
 
 def test_process_reward_model_is_judged_per_token(batches, close):
-    batch = batches.build([[0, 1, 0, 1]], labels=torch.tensor([0, 1.0, 0, 0.0]))
+    batch = batches.build([[0, 1, 0, 1]], extras={"labels": torch.tensor([0, 1.0, 0, 0.0])})
     objective = RewardModelObjective(ProcessSettings())
     result = objective(ModelOutput(values=torch.tensor([9.0, 2.0, 9.0, 1.0]).double()), batch)
     close(result.values, [0, -math.log(sigmoid(2.0)), 0, -math.log(sigmoid(-1.0))])
     close(result.metrics["train/preference_accuracy"][[1, 3]], [1, 0])
     with pytest.raises(ValueError, match="labels"):
-        objective(ModelOutput(values=torch.zeros(4)), batch.with_(labels=None))
+        objective(ModelOutput(values=torch.zeros(4)), batch.with_(extras={}))

@@ -8,6 +8,8 @@ import torch
 from hone.algorithms.advantages import rloo
 from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.process_reward.losses import (
+    OUTCOMES,
+    PROCESS_REWARDS,
     ProcessRewardObjective,
     implicit_rewards,
     measure_process_rewards,
@@ -28,7 +30,7 @@ def batch(batches):
     return batches.build(
         [[0, 1, 1], [0, 1], [0, 1, 0, 1]],
         rewards=[1.0, 0.0, 0.0],
-        process_rewards=tensor([0, 1.0, 3.0, 0, 1.0, 0, 2.0, 0, 4.0]),
+        extras={"process_rewards": tensor([0, 1.0, 3.0, 0, 1.0, 0, 2.0, 0, 4.0])},
     )
 
 
@@ -50,14 +52,14 @@ def test_prime_discounts_process_rewards_only(batch, close):
 
 
 def test_without_process_rewards_prime_is_rloo(batch):
-    silent = batch.with_(process_rewards=torch.zeros(9, dtype=torch.float64))
+    silent = PROCESS_REWARDS.on(batch, torch.zeros(9, dtype=torch.float64))
     expected = rloo(batch, RlooSettings()).advantages
     assert torch.equal(prime(silent, PrimeSettings()).advantages, expected)
     assert torch.equal(prime(batch, PrimeSettings(process_coef=0.0)).advantages, expected)
 
 
 def test_an_answer_of_its_own_has_no_baseline(batches, close):
-    batch = batches.build([[0, 1, 1]], rewards=[1.0], process_rewards=tensor([0, 0.25, 0.5]))
+    batch = batches.build([[0, 1, 1]], rewards=[1.0], extras={"process_rewards": tensor([0, 0.25, 0.5])})
     close(prime(batch, PrimeSettings()).advantages, [0, 1.75, 1.5])
 
 
@@ -67,7 +69,7 @@ def test_an_episode_counts_once_in_the_baseline(batches, close):
         [[0, 1], [0, 1], [0, 1]],
         episodes=[0, 0, 1],
         rewards=[0.0, 0.0, 0.0],
-        process_rewards=tensor([0, 1.0, 0, 3.0, 0, 5.0]),
+        extras={"process_rewards": tensor([0, 1.0, 0, 3.0, 0, 5.0])},
     )
     close(prime(batch, PrimeSettings()).advantages, [0, 1 - 5, 0, 3 - 5, 0, 5 - 2])
 
@@ -82,7 +84,7 @@ def test_the_model_learns_from_the_cross_entropy_of_summed_rewards(batches, clos
     batch = batches.build(
         [[0, 1, 1], [0, 1]],
         ref_logprobs=[0, -1.0, -1.0, 0, -2.0],
-        outcomes=tensor([1.0, 0.25]),
+        sequence_extras={"outcomes": tensor([1.0, 0.25])},
     )
     lp = tensor([7.0, 0.0, 0.0, 7.0, -2.0]).requires_grad_()
     result = ProcessRewardObjective(beta=0.5)(ModelOutput(logprobs=lp), batch)
@@ -97,7 +99,7 @@ def test_the_model_learns_from_the_cross_entropy_of_summed_rewards(batches, clos
 
 
 def test_what_is_measured(batch):
-    batch = batch.with_(outcomes=tensor([1, 0, 0]))
+    batch = OUTCOMES.on(batch, tensor([1, 0, 0]))
     metrics = measure_process_rewards(batch)
     assert metrics["process_reward/accuracy"].value == pytest.approx(1 / 3)  # all sums are positive, one outcome is
     assert metrics["process_reward/mean"].value == pytest.approx(11 / 5)

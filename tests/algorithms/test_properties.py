@@ -88,7 +88,7 @@ def advantages(name, groups):
     filled = batch.with_(
         values=known(ids, 1.0),
         old_logprobs=-known(ids, 2.0),
-        process_rewards=known(ids, 0.3),
+        extras={"process_rewards": known(ids, 0.3)},
         sum_pi_squared=known(ids, 0.5),
         anchors=ids // 1000 * 2 + ids % 2,  # two states in each group
     )

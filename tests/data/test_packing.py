@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from hone.data.packing import (
     select,
     sequence_costs,
 )
-from hone.types import Batch, Prompt, Status, StopReason, Trajectory, TrajectoryGroup, TurnSpan
+from hone.types import COLUMNS, Axis, Batch, Prompt, Status, StopReason, Trajectory, TrajectoryGroup, TurnSpan
 
 quick = settings(max_examples=60, deadline=None)
 lengths_of_sequences = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -57,7 +58,7 @@ def batch_of(lengths):
     values = {
         field.name: torch.arange(total, dtype=torch.float32) + 0.25
         for field in dataclasses.fields(Batch)
-        if field.name in packing.PER_TOKEN and getattr(batch, field.name) is None
+        if field.name in COLUMNS and COLUMNS[field.name].axis is Axis.TOKEN and getattr(batch, field.name) is None
     }
     return batch.with_(
         token_ids=torch.arange(total),
@@ -65,8 +66,7 @@ def batch_of(lengths):
         components={"format": torch.arange(count, dtype=torch.float32) * 2},
         extras={"mine": torch.arange(total, dtype=torch.float32) * 3},
         sequence_extras={"repeats": torch.arange(count) * 5},
-        outcomes=torch.arange(count, dtype=torch.float32) / 8,
-        teacher_index=torch.arange(count) + 7,
+        role_index=torch.arange(count) + 7,
         **values,
     )
 
@@ -142,9 +142,18 @@ def test_pack_samples():
         pack_samples([Sample((5, 6), (0, 1), "a"), Sample((), (), "b")])
 
 
-def test_every_field_of_a_batch_is_known_to_select():
-    known = {*packing.PER_TOKEN, *packing.PER_SEQUENCE, *packing.MAPPINGS, "cu_seqlens", "images"}
-    assert {field.name for field in dataclasses.fields(Batch)} == known | {"origin"}
+def test_every_field_of_a_batch_says_its_axis():
+    assert {field.name for field in dataclasses.fields(Batch)} == {*COLUMNS, "images", "origin"}
+
+
+def test_a_packed_batch_has_the_declared_dtypes():
+    credited = trajectory(0, spans=(TurnSpan(2, 4, reward=0.5, anchor="room"),))
+    routed = trajectory(1, role="critic", routed_experts=np.zeros((4, 1, 2), np.int16))
+    batch = pack([group(credited, routed)])
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for (name, _), _, tensor in packing.columns(batch)}
+    assert {"components", "anchors", "role_index", "routed_experts", "rollout_logprobs"} <= dtypes.keys()
+    declared = {name: COLUMNS[name].dtype or dtype for name, dtype in dtypes.items()}
+    assert dtypes == declared
 
 
 def test_select_takes_every_field_in_the_order_asked_for():
@@ -159,8 +168,7 @@ def test_select_takes_every_field_in_the_order_asked_for():
     assert chosen.rewards.tolist() == [2, 0]
     assert chosen.components["format"].tolist() == [4, 0]
     assert chosen.sequence_extras["repeats"].tolist() == [10, 0]
-    assert chosen.outcomes.tolist() == [0.25, 0]
-    assert chosen.teacher_index.tolist() == [9, 7]
+    assert chosen.role_index.tolist() == [9, 7]
     assert select(batch, [1, 1]).token_ids.tolist() == [2, 3, 4, 2, 3, 4]
 
 
@@ -186,7 +194,7 @@ def test_any_permutation_can_be_undone(lengths, rng):
         if before is None:
             assert after is None
             continue
-        for name in before if field.name in packing.MAPPINGS else [None]:
+        for name in before if field.name in COLUMNS and COLUMNS[field.name].named else [None]:
             assert torch.equal(*((before, after) if name is None else (before[name], after[name])))
 
 

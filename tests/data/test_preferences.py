@@ -3,11 +3,10 @@
 from functools import partial
 
 import pytest
-import torch
 
 from hone.data.packing import Sample
 from hone.data.preference_readers import JudgedMaker, PairMaker, StepsMaker, without_first_runs
-from hone.data.preferences import Judged, Pair, Steps, mismatched, pack_judged, pack_pairs, pack_steps
+from hone.data.preferences import Judged, Pair, mismatched, pack_judged, pack_pairs
 from hone.data.rendering import Renderer
 from hone.data.sources.base import DataError
 from hone.data.stream import ItemStream, TooLong
@@ -208,12 +207,6 @@ def test_the_mark_of_a_step_is_on_the_token_after_it(make, renderer):
 def test_steps_that_do_not_fit_their_labels_are_named(make, changes, message):
     with pytest.raises(DataError, match=message):
         make(IN_LINES, {"prompt": "hi", "completions": ["ab", "c"], "labels": [True, False], **changes})
-
-
-def test_packed_steps():
-    first = Steps(Sample((5, 6, 9, 7, 2), (0, 0, 1, 0, 1)), labels=(1.0, 0.0))
-    batch = pack_steps([first, Steps(Sample((5, 2), (0, 1)), labels=(1.0,))])
-    assert torch.equal(batch.labels, torch.tensor([0, 0, 1.0, 0, 0, 0, 1.0]))
 
 
 def test_runs_of_a_mask():

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hone.algorithms.aggregation import loss_weights
 from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.preference.losses import (
+    KTO_BASELINE,
     MARGIN,
     PreferenceObjective,
     RewardModelObjective,
@@ -305,7 +306,7 @@ def test_kto_steps(desirable, undesirable, folder, tmp_path):
         gaps = torch.where(mismatched.loss_mask, actor.infer_batch(mismatched).logprobs - ref, 0)
         points.append(float(kto_baseline(sequence_sum(gaps, mismatched.cu_seqlens))))
         baseline = torch.full((batch.num_sequences,), points[-1])
-        actor.train_batch(batch.with_(kto_baseline=baseline), objective)
+        actor.train_batch(KTO_BASELINE.on(batch, baseline), objective)
     assert max(points) > 0, "the reference point was never above 0: nothing of it was compared"
     same_weights(actor, trainer.model)
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hone.data.packing import MAPPINGS, PER_SEQUENCE, PER_TOKEN, Sample, pack_samples, select
+from hone.data.packing import Sample, columns, pack_samples, select
 from hone.runtime.batch_plan import Distant, Piece, plan, to_array, unpack
 
 LENGTHS = [4, 1, 3, 2, 5]
@@ -42,14 +42,9 @@ class Store:
 
 
 def assert_equal(one, other):
-    for name in ("cu_seqlens", *PER_TOKEN, *PER_SEQUENCE):
-        mine, theirs = getattr(one, name), getattr(other, name)
-        assert (mine is None) == (theirs is None), name
-        assert mine is None or torch.equal(mine, theirs), name
-    for name in MAPPINGS:
-        mine, theirs = getattr(one, name), getattr(other, name)
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    mine, theirs = ({key: value for key, _, value in columns(batch)} for batch in (one, other))
+    assert mine.keys() == theirs.keys()
+    assert [key for key in mine if not torch.equal(mine[key], theirs[key])] == []
 
 
 PARTS = [[2, 0], [1]]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hone.algorithms.distillation.losses import TEACHER_INDEX
 from hone.config import ConfigError
 from hone.data.packing import pack
 from hone.trainers.policy.annotators import OldLogprobs, ReferenceLogprobs, Stage, Values, check_stages
@@ -57,4 +58,4 @@ def test_each_adds_its_fields_and_keeps_the_others():
 def test_the_teacher_of_a_sequence_is_one_number_for_it():
     groups = [group(0, "easy"), group(1, "hard")]
     batch = TeacherChoice("level", ["hard", "easy"]).assign(pack(groups), groups)
-    assert batch.teacher_index.tolist() == [1, 0]
+    assert TEACHER_INDEX.of(batch).tolist() == [1, 0]

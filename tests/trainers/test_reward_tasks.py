@@ -8,15 +8,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer
 
+from hone.algorithms.preference.losses import LABELS
 from hone.config import load
-from hone.data.packing import pack_samples
+from hone.data.packing import Sample, pack_samples
 from hone.data.preference_readers import PairMaker, StepsMaker
+from hone.data.preferences import Steps
 from hone.data.rendering import Renderer
 from hone.data.stream import ItemStream, read_all
 from hone.engines.settings import EngineConfig
 from hone.models.loading import VALUE_HEAD_FILE
 from hone.models.settings import ModelConfig
 from hone.trainers.run.export import export_checkpoint
+from hone.trainers.supervised.reward_tasks import pack_steps
 from hone.trainers.supervised.settings import RewardModelRunConfig
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.trainers.preference_task import train_reward_model, written
@@ -146,3 +149,9 @@ def test_it_learns_to_tell_good_from_bad(tmp_path, loss):
     assert steps[0]["eval/held_out/accuracy"] < 0.8
     assert steps[-1]["eval/held_out/accuracy"] >= 0.9
     assert steps[-1]["eval/held_out/loss"] < steps[0]["eval/held_out/loss"]
+
+
+def test_packed_steps():
+    first = Steps(Sample((5, 6, 9, 7, 2), (0, 0, 1, 0, 1)), labels=(1.0, 0.0))
+    batch = pack_steps([first, Steps(Sample((5, 2), (0, 1)), labels=(1.0,))])
+    assert torch.equal(LABELS.of(batch), torch.tensor([0, 0, 1.0, 0, 0, 0, 1.0]))

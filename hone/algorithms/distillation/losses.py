@@ -4,8 +4,8 @@
     batch with advantages --after_advantages--> advantages                  (task_coef; where: in_advantage)
     policy objective --objective--> policy objective + divergence           (where: in_loss)
 
-The teacher's view is `teacher_logprobs` [T] of the sampled tokens and, for the top-k losses,
-`teacher_top_k_logprobs` [T, K] of its K most likely tokens, whose ids are `ids_at` [T, K].
+The teacher's view is `TEACHER_LOGPROBS` [T] of the sampled tokens and, for the top-k losses,
+`TOP_K_LOGPROBS` [T, K] of its K most likely tokens, whose ids are `Batch.ids_at` [T, K].
 Source: arXiv 2306.13649; the teacher as reward: arXiv 2306.08543.
 """
 
@@ -20,9 +20,14 @@ from torch import Tensor
 from hone.algorithms import DISTILLATION_LOSSES
 from hone.algorithms.distillation.settings import DistillationConfig, SampledKlSettings
 from hone.algorithms.kl import kl_penalty
+from hone.algorithms.objective import present
 from hone.algorithms.segments import masked_mean, on_last_loss_token
 from hone.algorithms.settings import KlKind
-from hone.types import Batch, LossFn, LossOutput, Metric, Metrics, ModelOutput
+from hone.types import Axis, Batch, Extra, LossFn, LossOutput, Metric, Metrics, ModelOutput
+
+TEACHER_LOGPROBS = Extra("teacher_logprobs")  # of the teacher that judges the sequence, [T] float32
+TOP_K_LOGPROBS = Extra("teacher_top_k_logprobs")  # the teacher's of the tokens in `Batch.ids_at`, [T, K] float32
+TEACHER_INDEX = Extra("teacher_index", Axis.SEQUENCE)  # [N] int64: number of the teacher that judges the sequence
 
 AT = "logprobs_at"  # of ModelOutput.extras: the student's log-probs of the teacher's K tokens, [T, K]
 
@@ -54,16 +59,15 @@ def _with_rest(lp: Tensor) -> Tensor:
 
 
 def distillation_penalty(batch: Batch, kind: KlKind) -> Tensor:
-    """Reverse KL estimate of each token from `old_logprobs` and `teacher_logprobs`, [T]; 0 outside the mask."""
-    if batch.old_logprobs is None or batch.teacher_logprobs is None:
-        raise ValueError("the teacher's penalty needs Batch.old_logprobs and Batch.teacher_logprobs")
-    return torch.where(batch.loss_mask, kl_penalty(batch.old_logprobs, batch.teacher_logprobs, kind), 0)
+    """Reverse KL estimate of each token from `old_logprobs` and the teacher's log-probs, [T]; 0 outside the mask."""
+    old = present(batch.old_logprobs, "Batch.old_logprobs")
+    return torch.where(batch.loss_mask, kl_penalty(old, TEACHER_LOGPROBS.needed(batch), kind), 0)
 
 
 def distillation_rewards(batch: Batch, coef: float, kind: KlKind = "k1") -> Tensor:
     """Token rewards minus coef times the reverse KL estimate of each token, [T].
 
-    Reads `old_logprobs`, `teacher_logprobs`, and `token_rewards` (0 if not filled).
+    Reads `old_logprobs`, `TEACHER_LOGPROBS`, and `token_rewards` (0 if not filled).
     """
     penalty = coef * distillation_penalty(batch, kind)
     return -penalty if batch.token_rewards is None else batch.token_rewards - penalty
@@ -80,16 +84,15 @@ class DistillationObjective:
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
         """Compute the loss. Raises ValueError if the student's or the teacher's log-probs are missing."""
-        lp = output.logprobs if self._sampled else output.extras.get(AT)
-        teacher = batch.teacher_logprobs if self._sampled else batch.teacher_top_k_logprobs
-        if lp is None or teacher is None:
-            wanted = "ModelOutput.logprobs" if self._sampled else f"ModelOutput.extras[{AT!r}]"
-            found = f"Batch.{'teacher_logprobs' if self._sampled else 'teacher_top_k_logprobs'}"
-            raise ValueError(f"distillation needs {wanted} and {found}")
+        if self._sampled:
+            lp, teacher = present(output.logprobs, "ModelOutput.logprobs"), TEACHER_LOGPROBS.needed(batch)
+        else:
+            lp, teacher = present(output.extras.get(AT), f"ModelOutput.extras[{AT!r}]"), TOP_K_LOGPROBS.needed(batch)
         losses = torch.where(batch.loss_mask, self._loss(lp, teacher, self._settings), 0)
         metrics = {"train/distillation_loss": losses.detach()}
-        if output.logprobs is not None and batch.teacher_logprobs is not None:
-            gap = output.logprobs.detach() - batch.teacher_logprobs
+        of_sampled = TEACHER_LOGPROBS.of(batch)
+        if output.logprobs is not None and of_sampled is not None:
+            gap = output.logprobs.detach() - of_sampled
             metrics["train/teacher_kl"] = torch.where(batch.loss_mask, gap, 0)
         return LossOutput(losses, metrics)
 

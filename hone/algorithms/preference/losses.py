@@ -29,9 +29,11 @@ from hone.algorithms.preference.settings import (
     SimpoSettings,
 )
 from hone.algorithms.segments import loss_token_counts, on_last_loss_token, sequence_sum, spread
-from hone.types import Batch, LossOutput, ModelOutput
+from hone.types import Axis, Batch, Extra, LossOutput, ModelOutput
 
 LARGEST_EXPONENT = 80.0  # exp(80) is 5e34, well within float32
+KTO_BASELINE = Extra("kto_baseline", Axis.SEQUENCE)  # [N] float32: estimate of KL that KTO compares log-ratios with
+LABELS = Extra("labels")  # [T] float32: 1 for a right step and 0 for a wrong one, where the loss mask is 1
 MARGIN = "margin"  # of Batch.components: the margin by which the chosen answer should win, for reward models; optional
 
 
@@ -199,7 +201,7 @@ class PreferenceObjective:
     def _judge(self, answers: Answers, good: Tensor, batch: Batch) -> LossOutput:
         baseline = torch.zeros_like(answers.lp)
         if self._baseline:
-            baseline = present(batch.kto_baseline, "Batch.kto_baseline")
+            baseline = KTO_BASELINE.needed(batch)
         losses = self._loss(answers, good, baseline, self._settings)
         right = ((answers.log_ratio > baseline) == good).to(losses.dtype)
         shown = {"train/preference_loss": losses.detach(), "train/preference_accuracy": right}
@@ -255,7 +257,7 @@ class RewardModelObjective:
         return _on_both(per_pair, first, second, batch, metrics)
 
     def _classify(self, values: Tensor, batch: Batch) -> LossOutput:
-        labels = present(batch.labels, "Batch.labels").to(values.dtype)
+        labels = LABELS.needed(batch).to(values.dtype)
         losses = torch.where(batch.loss_mask, self._loss(values, labels, self._settings), 0)
         accuracy = ((values > 0) == (labels > 0.5)).to(values.dtype)
         return LossOutput(losses, {"train/preference_loss": losses.detach(), "train/preference_accuracy": accuracy})

@@ -25,7 +25,10 @@ from hone.algorithms.segments import (
     spread,
     whiten,
 )
-from hone.types import Batch, LossOutput, Metric, Metrics, ModelOutput
+from hone.types import Axis, Batch, Extra, LossOutput, Metric, Metrics, ModelOutput
+
+PROCESS_REWARDS = Extra("process_rewards")  # of each token, [T] float32
+OUTCOMES = Extra("outcomes", Axis.SEQUENCE)  # [N] float32, between 0 and 1: what the model learns to predict
 
 
 def implicit_rewards(lp: Tensor, ref: Tensor, mask: Tensor, beta: float) -> Tensor:
@@ -38,12 +41,10 @@ def prime(batch: Batch, settings: PrimeSettings) -> Advantages:
 
     The baseline of an answer's process rewards is the mean, over the group's other answers, of each answer's mean per
     token, so that long and short answers weigh the same; it is 0 in a group of one. Raises ValueError without
-    `process_rewards`.
+    `PROCESS_REWARDS`.
     """
-    if batch.process_rewards is None:
-        raise ValueError("prime needs Batch.process_rewards, of a process reward model")
     mask = batch.loss_mask
-    rewards = batch.process_rewards
+    rewards = PROCESS_REWARDS.needed(batch)
     episodes = Episodes.of(batch, sequence_mean(rewards, mask, batch.cu_seqlens))
     others = (episodes.group_sum(episodes.rewards) - episodes.rewards) / (episodes.size - 1).clamp(min=1)
     centred = rewards - episodes.on_tokens(others, batch, rewards.dtype)
@@ -57,7 +58,7 @@ class ProcessRewardObjective:
     """-o log sigmoid(R) - (1 - o) log sigmoid(-R) of each answer's summed rewards R and outcome o.
 
     The answer's last loss token carries the loss, so `seq_mean_token_sum` is the mean over answers. Reads
-    `ref_logprobs` and `outcomes`.
+    `ref_logprobs` and `OUTCOMES`.
     """
 
     needs: frozenset[str] = frozenset()
@@ -69,7 +70,7 @@ class ProcessRewardObjective:
         lp = present(output.logprobs, "ModelOutput.logprobs")
         ref = present(batch.ref_logprobs, "Batch.ref_logprobs")
         total = sequence_sum(implicit_rewards(lp, ref, batch.loss_mask, self._beta), batch.cu_seqlens)
-        outcome = present(batch.outcomes, "Batch.outcomes").to(total.dtype)
+        outcome = OUTCOMES.needed(batch).to(total.dtype)
         losses = -outcome * logsigmoid(total) - (1 - outcome) * logsigmoid(-total)
         shown = {"train/cross_entropy": spread(losses.detach(), batch.cu_seqlens)}
         last = on_last_loss_token(torch.ones_like(total), batch.loss_mask, batch.cu_seqlens).bool()
@@ -80,8 +81,8 @@ class ProcessRewardObjective:
 
 def measure_process_rewards(batch: Batch) -> Metrics:
     """Metrics of process rewards: how well their sums separate the outcomes, and their size per token."""
-    rewards, tokens = present(batch.process_rewards, "Batch.process_rewards"), int(batch.loss_mask.sum())
-    outcomes = present(batch.outcomes, "Batch.outcomes")
+    rewards, tokens = PROCESS_REWARDS.needed(batch), int(batch.loss_mask.sum())
+    outcomes = OUTCOMES.needed(batch)
     rows = loss_token_counts(batch.loss_mask, batch.cu_seqlens) > 0
     total = sequence_sum(rewards, batch.cu_seqlens)[rows]
     right = ((total > 0) == (outcomes[rows] > 0.5)).double()

@@ -29,6 +29,7 @@ from typing import Any
 
 from hone.algorithms.filtering.group_filter import GroupFilter
 from hone.algorithms.filtering.history import SKIPPED
+from hone.data.packing import columns
 from hone.data.stream import PromptStream
 from hone.envs.episode import Play
 from hone.schedule.journal import Journal
@@ -38,13 +39,12 @@ from hone.trainers.policy.collection import Collector
 from hone.trainers.run.checkpoints import Checkpoint
 from hone.trainers.run.randomness import draw_chance
 from hone.trainers.run.recorder import Recorder
-from hone.types import Batch, Metric, Metrics, Prompt, Trajectory, TrajectoryGroup
+from hone.types import COLUMNS, Batch, Metric, Metrics, Prompt, Trajectory, TrajectoryGroup
 from hone.workers.publication import RolloutHandle
 from hone.workers.train import TrainHandle
 
 PART = "draws"  # folder of a checkpoint
 LOOK_S = 1.0  # between two looks at answers that the trainer waits for
-DIGESTED = ("token_ids", "loss_mask", "cu_seqlens", "group_index", "rewards", "weight_versions", "rollout_logprobs")
 
 Group = Future[TrajectoryGroup]
 
@@ -389,10 +389,10 @@ def _reason(group: TrajectoryGroup) -> str:
 
 
 def _digest(batch: Batch) -> str:
-    """A digest of what the batch holds: equal batches have equal ones."""
+    """A digest of what the rollout sampled: equal batches have equal ones."""
     digest = hashlib.blake2b(digest_size=16)
-    for name in DIGESTED:
-        if (values := getattr(batch, name)) is not None:
+    for (name, _), _, values in columns(batch):
+        if COLUMNS[name].sampled:
             digest.update(values.cpu().numpy().tobytes())
     return digest.hexdigest()
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hone.algorithms.aggregation import loss_weights
 from hone.algorithms.process_reward.losses import (
+    OUTCOMES,
+    PROCESS_REWARDS,
     ProcessRewardObjective,
     implicit_rewards,
     measure_process_rewards,
@@ -42,7 +44,7 @@ class ProcessRewards:
 
         Raises ValueError for an outcome that is not between 0 and 1.
         """
-        batch = batch.with_(outcomes=self._outcomes(batch))
+        batch = OUTCOMES.on(batch, self._outcomes(batch))
         if self._first:
             self._learn(batch)
         batch = self._rewarded(batch)
@@ -74,4 +76,4 @@ class ProcessRewards:
         lp, ref = self.learner.infer_batch(batch).logprobs, batch.ref_logprobs
         assert lp is not None
         assert ref is not None  # `check_stages` saw to it
-        return batch.with_(process_rewards=implicit_rewards(lp, ref, batch.loss_mask, self._beta))
+        return PROCESS_REWARDS.on(batch, implicit_rewards(lp, ref, batch.loss_mask, self._beta))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hone.algorithms.distillation.losses import Distillation
+from hone.algorithms.distillation.losses import TEACHER_INDEX, TEACHER_LOGPROBS, TOP_K_LOGPROBS, Distillation
 from hone.data.packing import restore, select
 from hone.registry import unknown
 from hone.trainers.run.recorder import Recorder
@@ -54,9 +54,9 @@ class TeacherChoice:
                 self.number_of(prompt)
 
     def assign(self, batch: Batch, groups: Sequence[TrajectoryGroup]) -> Batch:
-        """The batch that was packed from `groups`, with `teacher_index`."""
+        """The batch that was packed from `groups`, with `TEACHER_INDEX`."""
         numbers = torch.tensor([self.number_of(group.prompt) for group in groups])
-        return batch.with_(teacher_index=numbers[batch.group_index])
+        return TEACHER_INDEX.on(batch, numbers[batch.group_index])
 
 
 class Teachers:
@@ -72,9 +72,9 @@ class Teachers:
         self._needs: frozenset[str] = frozenset({f"top_k:{top_k}"} if top_k else ())
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with `teacher_logprobs`, what top-k losses read, and with `in_reward` the token rewards."""
-        assert batch.teacher_index is not None  # `TeacherChoice.assign` filled it
-        mine = [(batch.teacher_index == number).nonzero()[:, 0].tolist() for number in range(len(self._teachers))]
+        """The batch with `TEACHER_LOGPROBS`, what top-k losses read, and with `in_reward` the token rewards."""
+        judge = TEACHER_INDEX.needed(batch)
+        mine = [(judge == number).nonzero()[:, 0].tolist() for number in range(len(self._teachers))]
         busy = [number for number, rows in enumerate(mine) if rows]
         parts = [mine[number] for number in busy]
         views = [self._teachers[number].infer_batch(select(batch, mine[number]), self._needs) for number in busy]
@@ -82,11 +82,9 @@ class Teachers:
         def joined(pieces: Sequence[Any]) -> torch.Tensor:
             return restore(pieces, parts, batch.cu_seqlens)
 
-        batch = batch.with_(teacher_logprobs=joined([view.logprobs for view in views]))
+        batch = TEACHER_LOGPROBS.on(batch, joined([view.logprobs for view in views]))
         if self._needs:
-            batch = batch.with_(
-                ids_at=joined([view.extras["top_k_ids"] for view in views]),
-                teacher_top_k_logprobs=joined([view.extras["top_k_logprobs"] for view in views]),
-            )
+            batch = batch.with_(ids_at=joined([view.extras["top_k_ids"] for view in views]))
+            batch = TOP_K_LOGPROBS.on(batch, joined([view.extras["top_k_logprobs"] for view in views]))
         self._recorder.record(self._distillation.measure(batch))
         return self._distillation.before_advantages(batch)

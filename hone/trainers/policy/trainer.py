@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.filtering.group_filter import lost_to_failures
-from hone.data.packing import minibatches, pack, select
+from hone.data.packing import columns, minibatches, pack, select
 from hone.data.stream import PromptStream
 from hone.platforms.host_memory import give_back
 from hone.schedule.window import Enough
@@ -33,7 +35,7 @@ from hone.trainers.run.context import RunContext
 from hone.trainers.run.following import Following
 from hone.trainers.run.loop import Trainer
 from hone.trainers.run.recorder import NotFinite
-from hone.types import Batch, LossFn, Metric, TrajectoryGroup
+from hone.types import Axis, Batch, LossFn, Metric, TrajectoryGroup
 from hone.workers.train import TrainHandle
 
 
@@ -260,7 +262,5 @@ class PolicyTrainer(Trainer):
 
 def not_finite(batch: Batch) -> list[str]:
     """The fields of a batch that have a NaN or an infinite number on a trained token."""
-    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "process_rewards", "values",
-             "token_rewards", "advantages", "returns")  # fmt: skip
-    filled = {name: value for name in names if (value := getattr(batch, name)) is not None}
-    return [name for name, value in filled.items() if not bool(value[batch.loss_mask].isfinite().all())]
+    read = ((key, one) for key, axis, one in columns(batch) if axis is Axis.TOKEN and isinstance(one, Tensor))
+    return [key or name for (name, key), one in read if not bool(one[batch.loss_mask].isfinite().all())]

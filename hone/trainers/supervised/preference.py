@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import torch
 
 from hone.algorithms.objective import present
-from hone.algorithms.preference.losses import PreferenceObjective, kto_baseline
+from hone.algorithms.preference.losses import KTO_BASELINE, PreferenceObjective, kto_baseline
 from hone.algorithms.preference.settings import KtoSettings, PreferenceSettings
 from hone.algorithms.segments import sequence_sum
 from hone.algorithms.settings import AggregationSettings
@@ -105,7 +105,7 @@ class JudgedTask(_PreferenceTask[Judged]):
         crossed = self._crossed(items)
         self._record({"train/kto_left_out": Metric.sum(len(items) - crossed.num_sequences)})
         baseline = torch.full((batch.num_sequences,), self._measured_baseline(crossed))
-        return batch.with_(kto_baseline=baseline)
+        return KTO_BASELINE.on(batch, baseline)
 
     def _measured_baseline(self, crossed: Batch) -> float:
         """The mean log-ratio of answers under other prompts, before this step's update."""

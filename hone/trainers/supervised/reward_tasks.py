@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hone.algorithms.preference.losses import RewardModelObjective
+import torch
+
+from hone.algorithms.preference.losses import LABELS, RewardModelObjective
 from hone.algorithms.preference.settings import BradleyTerrySettings, ProcessSettings
 from hone.algorithms.settings import AggregationSettings
 from hone.config import count_as_read
-from hone.data.preferences import Pair, Steps, pack_pairs, pack_steps
+from hone.data.packing import pack_samples
+from hone.data.preferences import Pair, Steps, pack_pairs
 from hone.trainers.supervised.budget import RowBudget
 from hone.trainers.supervised.preference import PER_ANSWER
 from hone.trainers.supervised.trainer import weighed
@@ -43,6 +46,14 @@ class ComparisonTask:
 
     def prepare(self, coming: Iterator[Sequence[Pair]], steps: int) -> None:
         """Does nothing: there is no reference."""
+
+
+def pack_steps(answers: Sequence[Steps]) -> Batch:
+    """Pack answers in steps; `LABELS` has each step's verdict where the loss mask is 1."""
+    batch = pack_samples([one.sample for one in answers])
+    labels = torch.zeros(batch.num_tokens)
+    labels[batch.loss_mask] = torch.tensor([label for one in answers for label in one.labels])
+    return LABELS.on(batch, labels)
 
 
 class StepTask:
