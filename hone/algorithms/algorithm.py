@@ -25,13 +25,13 @@ from hone.algorithms.kl import adapt_coef, kl_penalty
 from hone.algorithms.objective import FULL_KL, POSITIVE, SELECTED, PolicyObjective, ValueObjective
 from hone.algorithms.segments import in_dtype_of, loss_token_counts, masked_mean, sequence_mean, spread
 from hone.algorithms.settings import (
+    AdvantageSettings,
     AggregationSettings,
     AlgorithmConfig,
     GaeSettings,
     GdpoSettings,
-    Mode,
 )
-from hone.config import Choice, Config
+from hone.config import Config
 from hone.registry import resolve
 from hone.types import Axis, Batch, Extra, Metric, Metrics
 
@@ -59,7 +59,7 @@ class Algorithm:
         self._estimator: Callable[[Batch, Any], Advantages] = ADVANTAGES.get(config.advantage.name)
         self._advantage = config.advantage
         self._loss = config.loss
-        self._selection: str = getattr(config.loss, "selection", "")
+        self._selection = config.loss.selection
         self._kl = config.penalty
         self._correction = config.correction
         self._rejections = config.correction.rules("old")
@@ -88,7 +88,7 @@ class Algorithm:
         """Whether a forward must run before the update; with one step per batch, old is the current policy."""
         if self._correction.old == "rollout":
             return bool(self.infer_needs)  # for what comes with the forward; its log-probs give way to the rollout's
-        declared = "old_logprobs" in getattr(self._advantage, "required_fields", frozenset())
+        declared = "old_logprobs" in self._advantage.required_fields
         before_the_step = bool(self._correction.normalize or self._rejections or self._kl_in_reward)
         return self._steps_per_batch > 1 or before_the_step or declared or bool(self._selection)
 
@@ -104,13 +104,12 @@ class Algorithm:
     @property
     def needs_values(self) -> bool:
         """Whether the run also trains a critic."""
-        return "values" in getattr(self._advantage, "required_fields", frozenset())
+        return "values" in self._advantage.required_fields
 
     @property
     def required_fields(self) -> frozenset[str]:
         """Fields of `Batch` to fill before `advantages`; `components.x` names a reward component."""
-        fields = set(getattr(self._advantage, "required_fields", frozenset({"rewards"})))
-        fields |= getattr(self._loss, "required_fields", frozenset())
+        fields = {*self._advantage.required_fields, *self._loss.required_fields}
         uses_rollout = self._correction.old == "rollout" or self._correction.weights or self._correction.rejections
         if self._correction.old == "rollout":
             fields.discard("old_logprobs")
@@ -127,9 +126,7 @@ class Algorithm:
     @property
     def infer_needs(self) -> frozenset[str]:
         """Outputs of the forward for `old_logprobs` beyond log-probs, which become fields of the batch."""
-        declared: frozenset[str] = getattr(self._advantage, "required_fields", frozenset())
-        declared |= getattr(self._loss, "required_fields", frozenset())
-        return declared & {"entropy", "sum_pi_squared"}
+        return (self._advantage.required_fields | self._loss.required_fields) & {"entropy", "sum_pi_squared"}
 
     @property
     def reference_needs(self) -> frozenset[str]:
@@ -284,7 +281,7 @@ def check_reward_shaping(config: AlgorithmConfig) -> None:
         check_takes_token_rewards(advantage, "kl.where: in_reward")
     if config.overlong is None or not config.overlong.punishes:
         return
-    if not getattr(advantage, "any_rewards", True):
+    if not advantage.any_rewards:
         raise ValueError(f"overlong: advantage {advantage.name} is for rewards of 0 and 1, and a penalty is neither")
     if isinstance(advantage, GdpoSettings) and OVERLONG not in advantage.weights:
         raise ValueError(
@@ -292,18 +289,20 @@ def check_reward_shaping(config: AlgorithmConfig) -> None:
         )
 
 
-def check_takes_token_rewards(advantage: Choice, what: str) -> None:
+def check_takes_token_rewards(advantage: AdvantageSettings, what: str) -> None:
     """Raise ValueError if the estimator does not read rewards that were put on tokens."""
-    if isinstance(advantage, GdpoSettings):
-        raise ValueError(f"{what}: advantage gdpo reads reward components, not rewards on tokens; use in_loss")
-    if not getattr(advantage, "any_rewards", True):
+    if not advantage.any_rewards:
         raise ValueError(f"{what}: advantage {advantage.name} is for rewards of 0 and 1; use in_loss")
+    if not advantage.token_rewards:
+        raise ValueError(
+            f"{what}: advantage {advantage.name} reads reward components, not rewards on tokens; use in_loss"
+        )
 
 
 def _resolved(config: AlgorithmConfig) -> AggregationSettings:
     """Replace mode null by the mode of the loss's paper."""
-    own: Mode = getattr(config.loss, "own_aggregation", "token_mean")
-    return AggregationSettings(mode=config.aggregation.mode or own, norm_tokens=config.aggregation.norm_tokens)
+    mode = config.aggregation.mode or config.loss.own_aggregation
+    return AggregationSettings(mode=mode, norm_tokens=config.aggregation.norm_tokens)
 
 
 def _take(settings: Config | None) -> None:

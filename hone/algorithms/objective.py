@@ -47,7 +47,7 @@ class PolicyObjective:
         self._loss: Callable[[LossInputs, Any], LossOutput] = POLICY_LOSSES.get(settings.loss.name)
         self._settings = settings.loss
         self._config = settings
-        self._selects = bool(getattr(settings.loss, "selection", ""))
+        self._selects = bool(settings.loss.selection)
         self._correction = settings.correction
         self._rejections = settings.correction.rules("current")
         self._entropy_coef = settings.entropy_coef

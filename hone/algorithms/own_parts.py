@@ -74,8 +74,9 @@ class OpenRegistry(Registry):
     def get(self, name: str) -> Any:
         return self._own(name) if ":" in name else super().get(name)
 
-    def settings(self, name: str) -> Any | None:
-        return self._own(name).settings if ":" in name else super().settings(name)
+    def settings(self, name: str) -> Any:
+        """The settings class of a part; for one that takes no settings, the base class of the others'."""
+        return self._own(name).settings if ":" in name else super().settings(name) or resolve(self._contract.settings)
 
     def target(self, name: str) -> str:
         return name if ":" in name else super().target(name)

@@ -1,14 +1,14 @@
 """Settings of the algorithms: estimator, loss, and their numbers. Imports no torch.
 
-A settings class also states which fields of a `Batch` its estimator or loss reads beyond the packed tokens
-(`required_fields`), so that a run that does not produce a field fails at start-up, and what the loss's paper averages
-over (`own_aggregation`).
+A settings class also states the rules of its estimator or loss as class attributes, which checks of a run read: the
+fields of a `Batch` that it reads beyond the packed tokens (`required_fields`), what the loss's paper averages over
+(`own_aggregation`), and so on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import SerializeAsAny, model_validator
 
@@ -29,25 +29,23 @@ KlKind = Literal["k1", "k2", "k3", "abs", "full", "k1+", "k2+", "k3+", "abs+"]
 class AdvantageSettings(Choice):
     """Base class of the estimators' settings."""
 
-    @property
-    def required_fields(self) -> frozenset[str]:
-        """Fields of `Batch` that must be filled; `components.x` names a reward component."""
-        return frozenset({"rewards"})
+    required_fields: ClassVar[frozenset[str]] = frozenset({"rewards"})
+    """Fields and extras of a batch that must be filled; `components.x` names a reward component."""
+    any_rewards: ClassVar[bool] = True
+    """Whether rewards may be any numbers; otherwise only 0 and 1."""
+    token_rewards: ClassVar[bool] = True
+    """Whether rewards that are put on tokens (KL, a teacher's) reach the estimator."""
+    compares_group: ClassVar[bool] = True
+    """Whether a trajectory's advantage depends on the others of its group."""
+    own_group: ClassVar[bool] = False
+    """Whether advantages depend on no other group of the step: then mini-batches may train before the rest is there."""
+    smallest_group: ClassVar[int] = 1
+    """Trajectories per prompt below which every advantage is 0."""
 
     @property
-    def any_rewards(self) -> bool:
-        """Whether rewards may be any numbers; otherwise only 0 and 1."""
-        return True
-
-    @property
-    def compares_group(self) -> bool:
-        """Whether a trajectory's advantage depends on the others of its group."""
-        return True
-
-    @property
-    def smallest_group(self) -> int:
-        """Trajectories per prompt below which every advantage is 0."""
-        return 1
+    def spans_groups(self) -> bool:
+        """Whether these settings make advantages depend on other groups of the step."""
+        return not self.own_group
 
     @property
     def ignored(self) -> frozenset[str]:
@@ -59,20 +57,14 @@ class GaeSettings(AdvantageSettings):
     """Generalised advantage estimation."""
 
     name: str = "gae"
+    required_fields = frozenset({"rewards", "values"})
+    compares_group = False
     gamma: float = setting(1.0, "discount per generated token", ge=0, le=1)
     lam: float = setting(1.0, "lambda of the policy's advantages", ge=0, le=1)
     length_adaptive_alpha: float | None = setting(
         None, "if set, lambda = 1 - 1 / (alpha x generated tokens) in place of lam (VAPO: 0.05)", gt=0
     )
     critic_lam: float | None = setting(None, "lambda of the critic's returns; null: the policy's (VAPO: 1)", ge=0, le=1)
-
-    @property
-    def required_fields(self) -> frozenset[str]:
-        return frozenset({"rewards", "values"})
-
-    @property
-    def compares_group(self) -> bool:
-        return False
 
     @property
     def ignored(self) -> frozenset[str]:
@@ -83,30 +75,34 @@ class GrpoSettings(AdvantageSettings):
     """Reward against the group's mean."""
 
     name: str = "grpo"
+    own_group = True
     scale_by: Literal["group", "batch", "none"] = setting(
         "group", "standard deviation to divide by: the group's, the batch's, or none (Dr.GRPO)"
     )
+
+    @property
+    def spans_groups(self) -> bool:
+        return not self.own_group or self.scale_by == "batch"
 
 
 class GrpoPassKSettings(AdvantageSettings):
     """Only the best of a group is reinforced."""
 
     name: str = "grpo_pass_k"
+    own_group = True
+    smallest_group = 2
     scale: bool = setting(True, "divide by the group's standard deviation")
-
-    @property
-    def smallest_group(self) -> int:
-        return 2
 
 
 class GdpoSettings(AdvantageSettings):
     """Each reward component normalised on its own."""
 
     name: str = "gdpo"
+    token_rewards = False
     weights: dict[str, float] = setting(..., "weight of each reward component", min_length=1)
 
     @property
-    def required_fields(self) -> frozenset[str]:
+    def required_fields(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset(f"components.{name}" for name in self.weights)
 
 
@@ -114,17 +110,15 @@ class RlooSettings(AdvantageSettings):
     """Leave-one-out baseline."""
 
     name: str = "rloo"
+    own_group = True
 
 
 class ReinforcePpSettings(AdvantageSettings):
     """Discounted reward-to-go, whitened over the batch."""
 
     name: str = "reinforce_pp"
+    compares_group = False
     gamma: float = setting(1.0, "discount per generated token", ge=0, le=1)
-
-    @property
-    def compares_group(self) -> bool:
-        return False
 
 
 class ReinforcePpBaselineSettings(AdvantageSettings):
@@ -137,20 +131,16 @@ class RemaxSettings(AdvantageSettings):
     """The reward of one greedy answer as baseline."""
 
     name: str = "remax"
-
-    @property
-    def required_fields(self) -> frozenset[str]:
-        return frozenset({"rewards", "components.greedy_reward"})
-
-    @property
-    def compares_group(self) -> bool:
-        return False
+    own_group = True
+    required_fields = frozenset({"rewards", "components.greedy_reward"})
+    compares_group = False
 
 
 class OpoSettings(AdvantageSettings):
     """Length-weighted group mean as baseline."""
 
     name: str = "opo"
+    own_group = True
 
 
 class GpgAdvantageSettings(AdvantageSettings):
@@ -164,20 +154,16 @@ class MaxRlSettings(AdvantageSettings):
     """Maximum-likelihood RL for binary rewards."""
 
     name: str = "max_rl"
-
-    @property
-    def any_rewards(self) -> bool:
-        return False
+    token_rewards = False
+    own_group = True
+    any_rewards = False
 
 
 class OptimalTokenBaselineSettings(AdvantageSettings):
     """Per-position baseline that minimises the gradient's variance."""
 
     name: str = "optimal_token_baseline"
-
-    @property
-    def required_fields(self) -> frozenset[str]:
-        return frozenset({"rewards", "old_logprobs", "sum_pi_squared"})
+    required_fields = frozenset({"rewards", "old_logprobs", "sum_pi_squared"})
 
 
 class TirOptimalTokenBaselineSettings(OptimalTokenBaselineSettings):
@@ -190,6 +176,7 @@ class MtGrpoSettings(GrpoSettings):
     """Rewards of turns against rewards of the same turn in the group, plus the outcome against the group's mean."""
 
     name: str = "mt_grpo"
+    own_group = False
     outcome_coef: float = setting(1.0, "strength of the outcome's advantage in the turns before the last", ge=0)
 
 
@@ -197,6 +184,7 @@ class GigpoSettings(GrpoSettings):
     """The episode against its group, plus turns against others that begin in the same state."""
 
     name: str = "gigpo"
+    own_group = False
     gamma: float = setting(0.95, "discount per turn of the returns that are compared among equal states", ge=0, le=1)
     weight: float = setting(1.0, "strength of the comparison among equal states", ge=0)
 
@@ -205,18 +193,12 @@ class TurnGaeSettings(AdvantageSettings):
     """Generalised advantage estimation within turns, and between them."""
 
     name: str = "turn_gae"
+    required_fields = frozenset({"rewards", "values"})
+    compares_group = False
     gamma: float = setting(1.0, "discount per generated token within a turn", ge=0, le=1)
     lam: float = setting(1.0, "lambda within a turn", ge=0, le=1)
     turn_gamma: float = setting(1.0, "discount from one turn to the next", ge=0, le=1)
     turn_lam: float = setting(1.0, "lambda from one turn to the next", ge=0, le=1)
-
-    @property
-    def required_fields(self) -> frozenset[str]:
-        return frozenset({"rewards", "values"})
-
-    @property
-    def compares_group(self) -> bool:
-        return False
 
 
 # ---------------------------------------------------------------------------------------------------- policy losses
@@ -225,20 +207,14 @@ class TurnGaeSettings(AdvantageSettings):
 class PolicyLossSettings(Choice):
     """Base class of the policy losses' settings."""
 
-    @property
-    def own_aggregation(self) -> Mode:
-        """The aggregation mode if the run file sets none."""
-        return "token_mean"
-
-    @property
-    def selection(self) -> str:
-        """The "module:function" that picks tokens of the whole mini-batch for this loss; empty: no picking."""
-        return ""
-
-    @property
-    def required_fields(self) -> frozenset[str]:
-        """Fields of `Batch` to fill in addition to the estimator's."""
-        return frozenset()
+    own_aggregation: ClassVar[Mode] = "token_mean"
+    """The aggregation mode if the run file sets none."""
+    selection: ClassVar[str] = ""
+    """The "module:function" that picks tokens of the whole mini-batch for this loss; empty: no picking."""
+    has_ratio: ClassVar[bool] = True
+    """Whether the loss compares the policy with the older one that sampled a token."""
+    required_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields and extras of a batch to fill in addition to the estimator's."""
 
 
 class ClipSettings(PolicyLossSettings):
@@ -259,18 +235,16 @@ class ReinforceSettings(PolicyLossSettings):
     """Plain policy gradient."""
 
     name: str = "reinforce"
+    has_ratio = False
 
 
 class GspoSettings(PolicyLossSettings):
     """Clipped ratio of the whole sequence (geometric mean over its tokens)."""
 
     name: str = "gspo"
+    own_aggregation = "seq_mean_token_mean"
     clip_low: float = setting(3e-4, "how far the sequence ratio may fall below 1", ge=0, le=1)
     clip_high: float = setting(4e-4, "how far the sequence ratio may rise above 1", ge=0)
-
-    @property
-    def own_aggregation(self) -> Mode:
-        return "seq_mean_token_mean"
 
 
 class CispoSettings(PolicyLossSettings):
@@ -316,37 +290,28 @@ class GmpoSettings(PolicyLossSettings):
     """Geometric mean of clamped ratios."""
 
     name: str = "gmpo"
+    own_aggregation = "seq_mean_token_mean"
     clip_low: float = setting(0.4, "how far the log-ratio may fall below 0", unit="nats", ge=0)
     clip_high: float = setting(0.4, "how far the log-ratio may rise above 0", unit="nats", ge=0)
-
-    @property
-    def own_aggregation(self) -> Mode:
-        return "seq_mean_token_mean"
 
 
 class ClipCovSettings(ClipSettings):
     """PPO without the loss of a few tokens that would cost the most entropy."""
 
     name: str = "clip_cov"
+    selection = "hone.algorithms.selection:random_by_covariance"
     share: float = setting(2e-4, "share of the mini-batch's tokens that get no loss", gt=0, le=1)
     cov_low: float = setting(1.0, "smallest covariance of a token that may be picked")
     cov_high: float = setting(5.0, "largest covariance of a token that may be picked")
-
-    @property
-    def selection(self) -> str:
-        return "hone.algorithms.selection:random_by_covariance"
 
 
 class KlCovSettings(PolicyLossSettings):
     """Policy gradient with a KL penalty on the few tokens that would cost the most entropy."""
 
     name: str = "kl_cov"
+    selection = "hone.algorithms.selection:top_by_covariance"
     share: float = setting(2e-4, "share of the mini-batch's tokens that are penalised", gt=0, le=1)
     coef: float = setting(1.0, "strength of the penalty", ge=0)
-
-    @property
-    def selection(self) -> str:
-        return "hone.algorithms.selection:top_by_covariance"
 
 
 class DroSettings(PolicyLossSettings):
@@ -360,35 +325,29 @@ class TopEntropySettings(PolicyLossSettings):
     """Another loss, on the tokens of the highest entropy only."""
 
     name: str = "top_entropy"
+    selection = "hone.algorithms.selection:top_by_entropy"
+    required_fields = frozenset({"old_logprobs", "entropy"})
     share: float = setting(0.2, "share of the mini-batch's tokens that get a policy loss", gt=0, le=1)
-    loss: Annotated[SerializeAsAny[Choice], FromRegistry(POLICY_LOSSES)] = setting(
+    loss: Annotated[SerializeAsAny[PolicyLossSettings], FromRegistry(POLICY_LOSSES)] = setting(
         factory=PpoSettings, meaning="the loss of these tokens"
     )
 
     @model_validator(mode="after")
     def _picks_once(self) -> TopEntropySettings:
-        if getattr(self.loss, "selection", ""):
+        if self.loss.selection:
             raise ValueError(f"loss {self.loss.name} picks tokens itself; choose one that does not, such as ppo")
         return self
 
     @property
-    def own_aggregation(self) -> Mode:
-        mode: Mode = getattr(self.loss, "own_aggregation", "token_mean")
-        return mode
-
-    @property
-    def selection(self) -> str:
-        return "hone.algorithms.selection:top_by_entropy"
-
-    @property
-    def required_fields(self) -> frozenset[str]:
-        return frozenset({"old_logprobs", "entropy"})
+    def own_aggregation(self) -> Mode:  # type: ignore[override]
+        return self.loss.own_aggregation
 
 
 class GpgSettings(PolicyLossSettings):
     """Plain policy gradient without importance weights."""
 
     name: str = "gpg"
+    has_ratio = False
 
 
 # ------------------------------------------------------------------------------------------------- the other parts
@@ -509,10 +468,10 @@ class AlgorithmConfig(Config):
     """Estimator, loss and their options. A preset fills the keys that the run file leaves out."""
 
     preset: str | None = setting(None, "named algorithm that fills in the keys below that are not set")
-    advantage: Annotated[SerializeAsAny[Choice], FromRegistry(ADVANTAGES)] = setting(
+    advantage: Annotated[SerializeAsAny[AdvantageSettings], FromRegistry(ADVANTAGES)] = setting(
         factory=GrpoSettings, meaning="advantage estimator"
     )
-    loss: Annotated[SerializeAsAny[Choice], FromRegistry(POLICY_LOSSES)] = setting(
+    loss: Annotated[SerializeAsAny[PolicyLossSettings], FromRegistry(POLICY_LOSSES)] = setting(
         factory=PpoSettings, meaning="policy loss"
     )
     aggregation: AggregationSettings = setting(
@@ -536,7 +495,7 @@ class AlgorithmConfig(Config):
 
     def check_group_size(self, samples_per_prompt: int) -> None:
         """Raise ValueError if every advantage is 0 in groups of this size."""
-        least = int(getattr(self.advantage, "smallest_group", 1))
+        least = self.advantage.smallest_group
         if samples_per_prompt < least:
             raise ValueError(
                 f"update.samples_per_prompt = {samples_per_prompt}: algorithm.advantage {self.advantage.name} compares "

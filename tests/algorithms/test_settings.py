@@ -9,8 +9,17 @@ import yaml
 
 from hone.algorithms import ADVANTAGES, POLICY_LOSSES
 from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.own_parts import Contract, OpenRegistry
 from hone.algorithms.presets import PRESETS
-from hone.algorithms.settings import AlgorithmConfig, CispoSettings, GrpoSettings, GspoSettings, PpoSettings
+from hone.algorithms.settings import (
+    AlgorithmConfig,
+    CispoSettings,
+    GrpoSettings,
+    GspoSettings,
+    MtGrpoSettings,
+    PolicyLossSettings,
+    PpoSettings,
+)
 from hone.config import ConfigError, build, load, require_all_read
 from hone.registry import resolve
 
@@ -184,3 +193,21 @@ def test_groups_too_small_to_teach_anything_are_refused(data, message):
 def test_presets_only_use_keys_that_exist():
     for name, keys in PRESETS.items():
         assert set(keys) < set(AlgorithmConfig.model_fields), name
+
+
+def test_a_rule_of_an_algorithm_is_read_from_its_settings():
+    """Estimators whose step can train group by group, and losses that need importance weights for old tokens."""
+    own_group = {name for name in ADVANTAGES if ADVANTAGES.settings(name).own_group}
+    assert own_group == {"grpo", "grpo_pass_k", "rloo", "opo", "max_rl", "remax"}
+    assert GrpoSettings(scale_by="batch").spans_groups
+    assert not GrpoSettings(scale_by="none").spans_groups
+    assert MtGrpoSettings().spans_groups
+    assert {name for name in POLICY_LOSSES if not POLICY_LOSSES.settings(name).has_ratio} == {"reinforce", "gpg"}
+
+
+def test_a_part_without_settings_has_the_rules_of_its_base_class():
+    contract = Contract(
+        "hone.algorithms.settings:PolicyLossSettings", "inputs", "mask", "hone.types:LossOutput", "values"
+    )
+    registry = OpenRegistry("policy loss", {"bare": "hone.algorithms.losses:ppo"}, contract)
+    assert registry.settings("bare") is PolicyLossSettings

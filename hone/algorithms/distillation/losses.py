@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 
 from hone.algorithms import DISTILLATION_LOSSES
-from hone.algorithms.distillation.settings import DistillationConfig, SampledKlSettings
+from hone.algorithms.distillation.settings import (
+    DistillationConfig,
+    DistillationLossSettings,
+    SampledKlSettings,
+    TopKSettings,
+)
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.objective import present
 from hone.algorithms.segments import masked_mean, on_last_loss_token
@@ -76,10 +81,10 @@ def distillation_rewards(batch: Batch, coef: float, kind: KlKind = "k1") -> Tens
 class DistillationObjective:
     """Objective of the student with a distillation loss by name."""
 
-    def __init__(self, settings: SampledKlSettings | Any) -> None:
+    def __init__(self, settings: DistillationLossSettings) -> None:
         self._loss: Callable[[Tensor, Tensor, Any], Tensor] = DISTILLATION_LOSSES.get(settings.name)
         self._settings = settings
-        self._sampled = settings.name == "reverse_kl"
+        self._sampled = settings.sampled
         self.needs: frozenset[str] = frozenset() if self._sampled else frozenset({AT})
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
@@ -126,7 +131,7 @@ class Distillation:
         self._task_coef = config.task_coef
         self._kind: KlKind = config.loss.kind if isinstance(config.loss, SampledKlSettings) else "k1"
         self._objective = DistillationObjective(config.loss) if config.where == "in_loss" else None
-        self.top_k: int = 0 if isinstance(config.loss, SampledKlSettings) else getattr(config.loss, "k", 0)
+        self.top_k = config.loss.k if isinstance(config.loss, TopKSettings) else 0
         """Number of most likely tokens that a teacher returns; 0: only log-probs of the sampled tokens."""
 
     @property

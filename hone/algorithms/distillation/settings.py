@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import SerializeAsAny, field_validator, model_validator
 
@@ -11,10 +11,18 @@ from hone.algorithms.settings import KlKind
 from hone.config import Choice, Config, FromRegistry, setting
 
 
-class SampledKlSettings(Choice):
+class DistillationLossSettings(Choice):
+    """Base class of the distillation losses' settings."""
+
+    sampled: ClassVar[bool] = False
+    """Whether the loss reads the teacher's log-probs of the sampled tokens; otherwise those of its `k` likeliest."""
+
+
+class SampledKlSettings(DistillationLossSettings):
     """Reverse KL from the teacher's log-probs of the student's own tokens."""
 
     name: str = "reverse_kl"
+    sampled = True
     kind: KlKind = setting("k1+", "estimator per token; with +: the same value, with k2's gradient")
 
     @field_validator("kind")
@@ -25,24 +33,28 @@ class SampledKlSettings(Choice):
         return value
 
 
-class ForwardTopKSettings(Choice):
+class TopKSettings(DistillationLossSettings):
+    """Base class of losses over the teacher's most likely tokens."""
+
+    k: int = setting(16, "how many of the teacher's most likely tokens are compared", unit="tokens", ge=1)
+
+
+class ForwardTopKSettings(TopKSettings):
     """KL(teacher, student) over the teacher's most likely tokens."""
 
     name: str = "forward_top_k"
-    k: int = setting(16, "how many of the teacher's most likely tokens are compared", unit="tokens", ge=1)
 
 
-class ReverseTopKSettings(Choice):
+class ReverseTopKSettings(TopKSettings):
     """KL(student, teacher) over the teacher's most likely tokens."""
 
     name: str = "reverse_top_k"
-    k: int = setting(16, "how many of the teacher's most likely tokens are compared", unit="tokens", ge=1)
 
 
 class DistillationConfig(Config):
     """Use of the teachers' log-probs: in the loss, the reward or the advantage."""
 
-    loss: Annotated[SerializeAsAny[Choice], FromRegistry(DISTILLATION_LOSSES)] = setting(
+    loss: Annotated[SerializeAsAny[DistillationLossSettings], FromRegistry(DISTILLATION_LOSSES)] = setting(
         factory=SampledKlSettings, meaning="divergence from the teacher"
     )
     where: Literal["in_loss", "in_advantage", "in_reward"] = setting(
@@ -54,6 +66,6 @@ class DistillationConfig(Config):
 
     @model_validator(mode="after")
     def _a_reward_is_sampled(self) -> DistillationConfig:
-        if self.where != "in_loss" and self.loss.name != "reverse_kl":
+        if self.where != "in_loss" and not self.loss.sampled:
             raise ValueError(f"where: {self.where} takes the log-probs of sampled tokens: loss should be reverse_kl")
         return self

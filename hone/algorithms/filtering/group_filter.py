@@ -46,8 +46,8 @@ class GroupFilter:
             check_buffer(max_response_tokens, self._overlong)
         self._sampling = config.dynamic_sampling
         self._max_response_tokens = max_response_tokens or 0
-        self._compares = bool(getattr(config.advantage, "compares_group", True))
-        required: frozenset[str] = getattr(config.advantage, "required_fields", frozenset())
+        self._compares = config.advantage.compares_group
+        required = config.advantage.required_fields
         named = {name.removeprefix("components.") for name in required if name.startswith("components.")}
         self._components = sorted(named - {GREEDY_REWARD, OVERLONG})
         skipping = None if config.dynamic_sampling is None else config.dynamic_sampling.skip_zero_variance

@@ -26,6 +26,7 @@ from hone.algorithms.preference.settings import (
     NoisySettings,
     OrpoSettings,
     PreferenceSettings,
+    RewardModelLossSettings,
     SimpoSettings,
 )
 from hone.algorithms.segments import loss_token_counts, on_last_loss_token, sequence_sum, spread
@@ -239,10 +240,10 @@ class RewardModelObjective:
 
     needs: frozenset[str] = frozenset()
 
-    def __init__(self, settings: BradleyTerrySettings | Any) -> None:
+    def __init__(self, settings: RewardModelLossSettings) -> None:
         self._loss: Callable[..., Tensor] = REWARD_MODEL_LOSSES.get(settings.name)
         self._settings = settings
-        self.whole_groups = settings.name != "process"
+        self.whole_groups = settings.paired
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
         values = present(output.values, "ModelOutput.values")

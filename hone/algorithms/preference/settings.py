@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import SerializeAsAny, model_validator
 
@@ -15,20 +15,12 @@ class PreferenceSettings(Choice):
 
     beta: float = setting(0.1, "strength of the pull towards the reference, or scale of the log-prob margin", gt=0)
 
-    @property
-    def paired(self) -> bool:
-        """Whether the loss compares two answers to one prompt; otherwise it judges single answers."""
-        return True
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss reads `Batch.ref_logprobs`."""
-        return True
-
-    @property
-    def length_normalised(self) -> bool:
-        """Whether the loss averages log-probs over tokens, so that the implicit rewards are per token too."""
-        return False
+    paired: ClassVar[bool] = True
+    """Whether the loss compares two answers to one prompt; otherwise it judges single answers."""
+    needs_reference: ClassVar[bool] = True
+    """Whether the loss reads `Batch.ref_logprobs`."""
+    length_normalised: ClassVar[bool] = False
+    """Whether the loss averages log-probs over tokens, so that the implicit rewards are per token too."""
 
 
 class MarginSettings(PreferenceSettings):
@@ -56,10 +48,7 @@ class IpoSettings(PreferenceSettings):
     """Identity preference optimisation."""
 
     name: str = "ipo"
-
-    @property
-    def length_normalised(self) -> bool:
-        return True
+    length_normalised = True
 
 
 class HingeSettings(MarginSettings):
@@ -89,13 +78,8 @@ class CdpoSettings(NoisySettings):
 class ReferenceFreeSettings(PreferenceSettings):
     """Base class of length-normalised losses without a reference."""
 
-    @property
-    def length_normalised(self) -> bool:
-        return True
-
-    @property
-    def needs_reference(self) -> bool:
-        return False
+    length_normalised = True
+    needs_reference = False
 
 
 class SimpoSettings(ReferenceFreeSettings):
@@ -117,15 +101,12 @@ class KtoSettings(PreferenceSettings):
     """Single answers, each labelled good or bad."""
 
     name: str = "kto"
+    paired = False
     desirable: float = setting(1.0, "weight of good answers", gt=0)
     undesirable: float = setting(1.0, "weight of bad answers", gt=0)
     baseline: bool = setting(
         True, "estimate the KL baseline in every step, from answers paired with other prompts; false: it is 0"
     )
-
-    @property
-    def paired(self) -> bool:
-        return False
 
 
 class ChosenSftSettings(ReferenceFreeSettings):
@@ -137,7 +118,9 @@ class ChosenSftSettings(ReferenceFreeSettings):
 class WeightedLoss(Config):
     """One part of a combined loss."""
 
-    loss: Annotated[SerializeAsAny[Choice], FromRegistry(PREFERENCE_LOSSES)] = setting(meaning="a loss of pairs")
+    loss: Annotated[SerializeAsAny[PreferenceSettings], FromRegistry(PREFERENCE_LOSSES)] = setting(
+        meaning="a loss of pairs"
+    )
     weight: float = setting(1.0, "its weight in the sum", gt=0)
 
 
@@ -155,7 +138,7 @@ class CombinedSettings(PreferenceSettings):
 
     @model_validator(mode="after")
     def _of_pairs(self) -> CombinedSettings:
-        wrong = [one.loss.name for one in self.parts if not getattr(one.loss, "paired", False)]
+        wrong = [one.loss.name for one in self.parts if not one.loss.paired]
         if wrong:
             raise ValueError(f"loss {wrong[0]} judges single answers; a combined loss takes losses of pairs")
         if any(
@@ -165,19 +148,27 @@ class CombinedSettings(PreferenceSettings):
         return self
 
     @property
-    def needs_reference(self) -> bool:
-        return any(getattr(one.loss, "needs_reference", True) for one in self.parts)
+    def needs_reference(self) -> bool:  # type: ignore[override]
+        return any(one.loss.needs_reference for one in self.parts)
 
 
-class BradleyTerrySettings(Choice):
+class RewardModelLossSettings(Choice):
+    """Base class of the reward-model losses' settings."""
+
+    paired: ClassVar[bool] = True
+    """Whether the loss compares two answers to one prompt; otherwise it judges the steps of single answers."""
+
+
+class BradleyTerrySettings(RewardModelLossSettings):
     """Reward model trained on comparisons."""
 
     name: str = "bradley_terry"
     centring: float = setting(0.0, "weight of the penalty on the sum of the two scores, which keeps it near 0", ge=0)
 
 
-class ProcessSettings(Choice):
+class ProcessSettings(RewardModelLossSettings):
     """Process reward model trained on a right or wrong label per step."""
 
     name: str = "process"
+    paired = False
     step_separator: str = setting("\n", "text between two steps of an answer")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hone.algorithms import ADVANTAGES
 from hone.algorithms.algorithm import Algorithm, check_takes_token_rewards
 from hone.algorithms.distillation.losses import Distillation
 from hone.algorithms.filtering.group_filter import GREEDY_REWARD
@@ -30,8 +31,6 @@ from hone.types import Prompt
 from hone.workers.rollout import CONTEXT_OPTIONS, is_batch_invariant, server_shape
 
 OBJECTIVE_OUTPUTS = frozenset({"entropy", "sum_pi_squared", FULL_KL})  # of an engine's forward, beyond log-probs
-
-OWN_GROUP = ("grpo", "grpo_pass_k", "rloo", "opo", "max_rl", "remax")  # advantages that need no other group
 
 PRODUCED_BY = {"process_rewards": "process_reward"}  # field -> the section of the run file that fills it
 
@@ -426,6 +425,7 @@ def _check_streaming(config: PolicyRunConfig, asynchrony: AsynchronyConfig, stag
     update, algorithm = config.update, config.algorithm
     colocated = [name for name, one in config.reward.components.items() if one.model and one.model.place == "colocated"]
     stage = ", ".join(stage.name for stage in stages)
+    own_group = ", ".join(name for name in ADVANTAGES if ADVANTAGES.settings(name).own_group)
     needs = {
         "asynchrony.staleness = 0": (
             asynchrony.staleness == 0,
@@ -444,9 +444,9 @@ def _check_streaming(config: PolicyRunConfig, asynchrony: AsynchronyConfig, stag
             "old log-probs come from a forward before the step's first update; set algorithm.correction.old=rollout",
         ),
         f"algorithm.advantage: {algorithm.advantage.name}": (
-            algorithm.advantage.name not in OWN_GROUP or getattr(algorithm.advantage, "scale_by", "") == "batch",
+            algorithm.advantage.spans_groups,
             "its advantages depend on all groups of the step; set algorithm.advantage to "
-            f"{', '.join(OWN_GROUP)} (grpo with scale_by group or none)",
+            f"{own_group} (grpo with scale_by group or none)",
         ),
         "algorithm.resample": (
             algorithm.resample is not None,

@@ -21,8 +21,6 @@ from hone.tracking.settings import TrackingConfig
 from hone.trainers.run.settings import CheckpointConfig, EvaluationConfig, ProfileConfig, ReferenceConfig, RunConfig
 from hone.weights.settings import WeightSyncConfig
 
-WITHOUT_RATIO = ("reinforce", "gpg")  # losses that compare with no older log-probs
-
 
 class EvaluationSamplingConfig(Config):
     """How evaluation answers are sampled. Stop strings come from `rollout.sampling`."""
@@ -196,7 +194,7 @@ class PolicyRunConfig(Config):
         assert self.asynchrony is not None
         key, correction = f"asynchrony.staleness = {self.asynchrony.staleness}", self.algorithm.correction
         weights = "algorithm.correction.weights=token algorithm.correction.truncate=2 (truncated importance sampling)"
-        if self.algorithm.loss.name in WITHOUT_RATIO and correction.weights is None:
+        if not self.algorithm.loss.has_ratio and correction.weights is None:
             raise ValueError(
                 f"{key} with algorithm.loss: {self.algorithm.loss.name}: this loss has no ratio to the weights that "
                 f"sampled a token, so older tokens would count as new ones; set {weights}"

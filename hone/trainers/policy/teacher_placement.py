@@ -48,7 +48,7 @@ class TeacherPlacement:
         settings = config.rollout or RolloutConfig(builtin=self._config.rollout.builtin)
         if settings.backend == "builtin":
             distillation = self._config.distillation
-            if distillation is not None and distillation.loss.name != "reverse_kl":
+            if distillation is not None and not distillation.loss.sampled:
                 raise ConfigError(
                     f"{key}.served_by: the built-in rollout engine scores sampled tokens; loss "
                     f"{distillation.loss.name} needs engine, or a server (rollout.backend)"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from hone.algorithms.preference.settings import BradleyTerrySettings, KtoSettings, PreferenceSettings, ProcessSettings
+from hone.algorithms.preference.settings import KtoSettings, PreferenceSettings, ProcessSettings
 from hone.config import ConfigError, count_as_read, plain
 from hone.data.counting import count_items
 from hone.data.preference_readers import JudgedMaker, PairMaker, StepsMaker
@@ -154,7 +154,6 @@ def assemble_preference(
 ) -> SupervisedTrainer[Any]:
     """A trainer of a preference loss. Loads the reference if the loss needs one and its log-probs are not stored."""
     loss = config.loss
-    assert isinstance(loss, PreferenceSettings)
     count_as_read(loss)  # its values are read in every step
     parts = SupervisedAssembly(config, model, renderer, context)
     policy = parts.model()
@@ -174,7 +173,6 @@ def assemble_preference(
 def check_reference(config: PreferenceRunConfig) -> None:
     """Raise ConfigError if `reference.follow` is set and the rest of the run has no reference that could follow."""
     loss, reference = config.loss, config.reference
-    assert isinstance(loss, PreferenceSettings)
     if reference.follow is None:
         return
     if not loss.needs_reference:
@@ -217,6 +215,5 @@ def assemble_reward_model(
     if isinstance(config.loss, ProcessSettings):
         steps = StepTask(config.loss, config.actor.max_tokens_per_microbatch)
         return parts.trainer(maker_of(config), steps, value_model)
-    assert isinstance(config.loss, BradleyTerrySettings)  # the only other one
     task = ComparisonTask(config.loss, config.actor.max_tokens_per_microbatch)
     return parts.trainer(maker_of(config), task, value_model)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from hone.algorithms.preference.losses import LABELS, RewardModelObjective
-from hone.algorithms.preference.settings import BradleyTerrySettings, ProcessSettings
+from hone.algorithms.preference.settings import ProcessSettings, RewardModelLossSettings
 from hone.algorithms.settings import AggregationSettings
 from hone.config import count_as_read
 from hone.data.packing import pack_samples
@@ -34,7 +34,7 @@ class ComparisonTask:
         "margin": "train/preference_margin",
     }
 
-    def __init__(self, settings: BradleyTerrySettings, max_tokens: int) -> None:
+    def __init__(self, settings: RewardModelLossSettings, max_tokens: int) -> None:
         count_as_read(settings)  # its values are read in every step
         self.objective: LossFn = RewardModelObjective(settings)
         self._budget = RowBudget(max_tokens)

@@ -7,9 +7,14 @@ from typing import Annotated, Literal
 from pydantic import SerializeAsAny
 
 from hone.algorithms import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
-from hone.algorithms.preference.settings import BradleyTerrySettings, DpoSettings
+from hone.algorithms.preference.settings import (
+    BradleyTerrySettings,
+    DpoSettings,
+    PreferenceSettings,
+    RewardModelLossSettings,
+)
 from hone.algorithms.settings import AggregationSettings
-from hone.config import Choice, Config, FromRegistry, setting
+from hone.config import Config, FromRegistry, setting
 from hone.data.settings import DataConfig
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
@@ -55,7 +60,7 @@ class PreferenceRunConfig(SupervisedConfig):
     """A run that learns from preferences: `hone prefer`."""
 
     kind: Literal["prefer"] = setting("prefer", "learning from preferences")
-    loss: Annotated[SerializeAsAny[Choice], FromRegistry(PREFERENCE_LOSSES)] = setting(
+    loss: Annotated[SerializeAsAny[PreferenceSettings], FromRegistry(PREFERENCE_LOSSES)] = setting(
         factory=DpoSettings, meaning="loss of a pair of answers, or (kto) of one answer"
     )
     reference: PreferenceReferenceConfig = setting(
@@ -67,6 +72,6 @@ class RewardModelRunConfig(SupervisedConfig):
     """A run that trains a reward model: `hone reward-model`."""
 
     kind: Literal["reward_model"] = setting("reward_model", "training a reward model")
-    loss: Annotated[SerializeAsAny[Choice], FromRegistry(REWARD_MODEL_LOSSES)] = setting(
+    loss: Annotated[SerializeAsAny[RewardModelLossSettings], FromRegistry(REWARD_MODEL_LOSSES)] = setting(
         factory=BradleyTerrySettings, meaning="comparisons of whole answers, or verdicts on each step"
     )
