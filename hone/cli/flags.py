@@ -24,8 +24,6 @@ from hone.config import Loaded, build
 from hone.data.settings import DatasetConfig
 from hone.data.sources.base import SUFFIXES, open_rows, suffix_of
 
-Recipe = Annotated[Path | None, typer.Argument(help="run file (YAML); not needed with --model and --data")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value settings, such as run.steps=10")]
 RecipeAndKeys = Annotated[
     list[str] | None,
     typer.Argument(
@@ -40,14 +38,6 @@ Teacher = Annotated[str, typer.Option(help="teacher's folder or hub name (distil
 Write = Annotated[Path | None, typer.Option(help="also write the run file that these flags stand for")]
 
 FLAGS = "the flags"  # source of their keys
-NEEDED = {"rl": "--reward", "distill": "--teacher"}  # beyond --model and --data
-MEANINGS = {  # kind -> columns that its rows should have
-    "rl": ("prompt", "ground_truth"),
-    "distill": ("prompt",),
-    "sft": ("prompt", "completion"),
-    "prefer": ("prompt", "chosen", "rejected"),
-    "reward_model": ("prompt", "chosen", "rejected"),
-}
 OTHER_NAMES = {  # column of hone -> what data sets often call it
     "prompt": ("question", "problem", "instruction", "query", "input"),
     "ground_truth": ("answer", "solution", "final_answer", "target", "label"),
@@ -55,7 +45,6 @@ OTHER_NAMES = {  # column of hone -> what data sets often call it
     "chosen": ("accepted", "preferred"),
     "rejected": ("refused", "dispreferred"),
 }
-PEAK_RATES = {"sft": 1e-5, "reward_model": 1e-5}  # the default of 1e-6 is for reinforcement learning and preferences
 PER_STEP = 32  # samples, pairs or prompts
 
 
@@ -95,10 +84,7 @@ def load_command(kind: str, recipe: Path | None, overrides: Sequence[str] | None
 
 def missing_flags(kind: str, flags: Flags) -> list[str]:
     """The flags that a run of this kind needs and that were not given."""
-    found = {"--model": flags.model, "--data": flags.data}
-    if kind in NEEDED:
-        found[NEEDED[kind]] = flags.reward or flags.teacher
-    return [name for name, value in found.items() if not value]
+    return [name for name in ("--model", "--data", *KINDS[kind].needs) if not getattr(flags, name.removeprefix("--"))]
 
 
 def run_file(kind: str, flags: Flags, steps: bool = False) -> dict[str, Any]:
@@ -110,23 +96,21 @@ def run_file(kind: str, flags: Flags, steps: bool = False) -> dict[str, Any]:
         "model": {"path": flags.model},
         "data": {"train": _training_set(kind, flags)},
     }
-    if kind in ("rl", "distill"):
-        settings["update"] = {"prompts_per_step": PER_STEP}
-    else:
-        settings["samples_per_step"] = PER_STEP
-    if kind == "distill":
+    section, _, key = KINDS[kind].per_step.rpartition(".")
+    settings |= {section: {key: PER_STEP}} if section else {key: PER_STEP}
+    if flags.teacher:
         settings["distillation"] = {"teachers": {"teacher": {"model": {"path": flags.teacher}}}}
     if flags.reward:
         settings["reward"] = {"components": {_component(flags.reward): {"reward": flags.reward}}}
-    if kind in PEAK_RATES:
-        settings["actor"] = {"optimizer": {"lr": PEAK_RATES[kind]}}
+    if KINDS[kind].peak_rate is not None:
+        settings["actor"] = {"optimizer": {"lr": KINDS[kind].peak_rate}}
     return settings
 
 
 def guessed_columns(kind: str, columns: Sequence[str]) -> dict[str, str]:
     """The columns of a data set that stand for hone's under another name, such as {prompt: question}."""
     found: dict[str, str] = {}
-    for meaning in MEANINGS[kind]:
+    for meaning in KINDS[kind].columns:
         if meaning in columns or (meaning in ("prompt", "completion") and "messages" in columns):
             continue
         free = [name for name in OTHER_NAMES[meaning] if name in columns and name not in found.values()]
@@ -203,8 +187,9 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _usage(kind: str) -> str:
-    more = {"rl": " --reward FILE.py:FUNCTION", "distill": " --teacher PATH"}
-    return f"{KINDS[kind].command} --model PATH --data FILE{more.get(kind, '')}"
+    takes = {"--model": "PATH", "--data": "FILE", "--reward": "FILE.py:FUNCTION", "--teacher": "PATH"}
+    needed = ("--model", "--data", *KINDS[kind].needs)
+    return " ".join([KINDS[kind].command, *(f"{name} {takes[name]}" for name in needed)])
 
 
 def _is_first() -> bool:

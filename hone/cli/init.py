@@ -15,8 +15,6 @@ import typer
 from hone.cli.errors import say
 from hone.cli.flags import (
     FLAGS,
-    MEANINGS,
-    NEEDED,
     Flags,
     first_columns,
     guessed_columns,
@@ -114,12 +112,12 @@ def _asked(kind: str, flags: Flags) -> Flags:
     columns = dict(flags.columns)
     typer.echo(f"its columns: {', '.join(known)}")
     guessed = guessed_columns(kind, known)
-    for meaning in [one for one in MEANINGS[kind] if one not in known and "messages" not in known]:
+    for meaning in [one for one in KINDS[kind].columns if one not in known and "messages" not in known]:
         columns[meaning] = columns.get(meaning) or _ask(f"column of the {meaning}", guessed.get(meaning))
     reward, teacher = flags.reward, flags.teacher
-    if NEEDED.get(kind) == "--reward":
+    if "--reward" in KINDS[kind].needs:
         reward = reward or _ask("reward: a registered name (hone list rewards), or file.py:function", "exact_match")
-    if NEEDED.get(kind) == "--teacher":
+    if "--teacher" in KINDS[kind].needs:
         teacher = teacher or _ask("teacher: a model folder or hub name")
     return Flags(model, data, reward, teacher, columns)
 

@@ -15,6 +15,7 @@ import typer
 from hone import __version__
 from hone.cli.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, report, say
 from hone.cli.keys import keys_of
+from hone.cli.recipe import KINDS
 from hone.other_frameworks import COMMANDS as OTHER_COMMANDS
 from hone.plugins import load_plugins
 from hone.processes.garbage import collect_rarely
@@ -32,11 +33,10 @@ class Command:
 COMMANDS = {
     "quickstart": Command("hone.cli.quickstart:quickstart", "Train a small model in two minutes, on a CPU."),
     "init": Command("hone.cli.init:init", "Write a run file for your own model, data and reward."),
-    "train": Command("hone.cli.train:train", "Train a policy with reinforcement learning."),
-    "sft": Command("hone.cli.sft:sft", "Fine-tune a model on examples."),
-    "prefer": Command("hone.cli.prefer:prefer", "Train a model on preferences: DPO and its variants, KTO."),
-    "reward-model": Command("hone.cli.reward_model:reward_model", "Train a reward model."),
-    "distill": Command("hone.cli.distill:distill", "Distil teacher models into a policy, on the policy's own samples."),
+    **{
+        kind.command.removeprefix("hone "): Command(f"hone.cli.training:{attribute}", kind.summary)
+        for attribute, kind in (("train" if name == "rl" else name, kind) for name, kind in KINDS.items())
+    },
     "eval": Command("hone.cli.eval:eval", "Evaluate a model on the held-out sets of a run file."),
     "generate": Command("hone.cli.generate:generate", "Generate answers to prompts."),
     "score": Command("hone.cli.score:score", "Score the answers in a file with a reward function."),
@@ -50,7 +50,7 @@ COMMANDS = {
     "list": Command("hone.cli.listing:listing", "List the names that a run file may use, by kind."),
 }
 
-TAKES_KEYS = ("quickstart", "train", "sft", "prefer", "reward-model", "distill", "eval", "env", "config")
+TAKES_KEYS = {"quickstart", "eval", "env", "config", *(kind.command.removeprefix("hone ") for kind in KINDS.values())}
 
 
 def run() -> None:

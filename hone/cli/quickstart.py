@@ -9,7 +9,7 @@ import typer
 
 import hone
 from hone.cli.recipe import load_recipe
-from hone.cli.starting import Restart, start
+from hone.cli.training import Restart, start
 from hone.composition import ConfigError
 
 TASK = "recipes/quickstart/task.py"  # as the recipe names it: from the root of the repository

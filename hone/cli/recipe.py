@@ -14,11 +14,16 @@ from hone.registry import resolve, unknown
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of run: its settings class, the command that runs it, and the function that the command calls."""
+    """A kind of run, and the command that runs it."""
 
     settings: str  # "module:class"
     command: str
     run: str  # "module:function", which gets the settings and a RunControl
+    summary: str  # of the command, in `hone --help`
+    columns: tuple[str, ...]  # that the rows of its data should have
+    needs: tuple[str, ...] = ()  # flags of a run without a run file, beyond --model and --data
+    per_step: str = "samples_per_step"  # the key of what one step trains on
+    peak_rate: float | None = None  # of a run without a run file; None: the default, which is for RL and preferences
 
     def load(self) -> type[Config]:
         """The settings class."""
@@ -30,18 +35,46 @@ DEFAULT_KIND = "rl"
 MAPPING = "the mapping"  # a run file that is a Python object, in errors
 _LAUNCH, _SUPERVISED = "hone.trainers.run.launch", "hone.trainers.supervised.settings"
 KINDS = {
-    "rl": Kind("hone.trainers.policy.settings:PolicyRunConfig", "hone train", f"{_LAUNCH}:run_policy"),
-    "distill": Kind("hone.trainers.policy.settings:DistillRunConfig", "hone distill", f"{_LAUNCH}:run_policy"),
-    "sft": Kind(f"{_SUPERVISED}:SupervisedRunConfig", "hone sft", f"{_LAUNCH}:run_supervised"),
+    "rl": Kind(
+        "hone.trainers.policy.settings:PolicyRunConfig",
+        "hone train",
+        f"{_LAUNCH}:run_policy",
+        "Train a policy with reinforcement learning.",
+        ("prompt", "ground_truth"),
+        needs=("--reward",),
+        per_step="update.prompts_per_step",
+    ),
+    "distill": Kind(
+        "hone.trainers.policy.settings:DistillRunConfig",
+        "hone distill",
+        f"{_LAUNCH}:run_policy",
+        "Distil teacher models into a policy, on the policy's own samples.",
+        ("prompt",),
+        needs=("--teacher",),
+        per_step="update.prompts_per_step",
+    ),
+    "sft": Kind(
+        f"{_SUPERVISED}:SupervisedRunConfig",
+        "hone sft",
+        f"{_LAUNCH}:run_supervised",
+        "Fine-tune a model on examples.",
+        ("prompt", "completion"),
+        peak_rate=1e-5,
+    ),
     "prefer": Kind(
         f"{_SUPERVISED}:PreferenceRunConfig",
         "hone prefer",
         f"{_LAUNCH}:run_preference",
+        "Train a model on preferences: DPO and its variants, KTO.",
+        ("prompt", "chosen", "rejected"),
     ),
     "reward_model": Kind(
         f"{_SUPERVISED}:RewardModelRunConfig",
         "hone reward-model",
         f"{_LAUNCH}:run_reward_model",
+        "Train a reward model: it scores answers, or their steps.",
+        ("prompt", "chosen", "rejected"),
+        peak_rate=1e-5,
     ),
 }
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hone.cli.recipe import load_recipe
-from hone.cli.train import train as command
+from hone.cli.training import train as command
 from hone.config import ConfigError
 from hone.registry import Entry
 from hone.rollout import ROLLOUT_ENGINES

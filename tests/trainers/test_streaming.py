@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.cli.train import train as command
+from hone.cli.training import train as command
 from hone.config import ConfigError, load
 from hone.envs import ENVS
 from hone.envs.base import Start, StepResult
