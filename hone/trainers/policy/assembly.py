@@ -7,6 +7,8 @@ data ------------> prompt stream -----------------------------------------------
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from hone.algorithms.algorithm import Algorithm
@@ -26,13 +28,15 @@ from hone.trainers.policy.annotators import (
     declared_stages,
     old_logprob_needs,
 )
-from hone.trainers.policy.checks import algorithm_of, distillation_of, optimizer_steps
+from hone.trainers.policy.checks import TokenBudgets, algorithm_of, distillation_of, optimizer_steps
 from hone.trainers.policy.collection import RolloutLog
 from hone.trainers.policy.feed import Feed
 from hone.trainers.policy.generation import Generation
+from hone.trainers.policy.learners import Follower, Learner, Trained
 from hone.trainers.policy.process_reward import ProcessRewards
 from hone.trainers.policy.settings import PolicyRunConfig
-from hone.trainers.policy.streaming import StreamingTrainer
+from hone.trainers.policy.streaming import RolloutLogWithoutGap, StreamingSupply, StreamingTrainer, edges_of
+from hone.trainers.policy.supply import CheckFn, PromptSupply
 from hone.trainers.policy.teacher_placement import TeacherPlacement
 from hone.trainers.policy.teachers import TeacherChoice, Teachers
 from hone.trainers.policy.trainer import PolicyParts, PolicyTrainer
@@ -77,24 +81,47 @@ class PolicyAssembly:
         self._generation.check_ground_truth(prompts.peek(config.update.prompts_per_step))
         self._generation.check_sets()
         self._generation.begin()
-        per_step = config.tracking.rollouts_per_step
-        policy = algorithm.policy_objective()
+        play, feed, budgets = self._generation.play, self._feed(), TokenBudgets(config)
+        sampling = replace(play.sampling, max_sequence_tokens=budgets.longest)
+        teacher_choice = self._teacher_choice()
+        checks = [budgets.check_drawn, *([] if teacher_choice is None else [teacher_choice.check])]
+        streams = config.asynchrony is not None and config.asynchrony.stream
         parts = PolicyParts(
-            prompts=prompts,
-            generation=self._generation,
-            feed=self._feed(),
+            supply=self._supply(prompts, feed, checks, streams),
+            feed=feed,
+            play=replace(play, sampling=sampling, greedy=algorithm.needs_greedy),
             algorithm=algorithm,
             actor=self._actor,
-            critic=self._critic if algorithm.needs_values else None,
+            learners=self._learners(),
             annotators=[self._annotator(stage.name) for stage in stages],
             adjust=[] if distillation is None else [distillation.after_advantages],
-            objective=policy if distillation is None else distillation.objective(policy),
-            teacher_choice=self._teacher_choice(),
-            following=self._following(),
-            rollout_log=RolloutLog(self._context.tracking, None if per_step == "all" else per_step),
+            teacher_choice=teacher_choice,
+            rollout_log=self._rollout_log(streams),
+            evaluator=self._generation.evaluator(self._context.tracking),
+            rollout=self._generation.rollout,
         )
-        streams = config.asynchrony is not None and config.asynchrony.stream
         return (StreamingTrainer if streams else PolicyTrainer)(config, parts, self._context)
+
+    def _supply(self, prompts: PromptStream, feed: Feed, checks: Sequence[CheckFn], streams: bool) -> PromptSupply:
+        update, measure = self._config.update, self._generation.collector.metrics
+        parts = (prompts, feed, self._algorithm.groups, measure, self._config.run.seed, checks)
+        if streams:
+            return StreamingSupply(*parts, edges=edges_of(update.prompts_per_step, update.minibatches))
+        return PromptSupply(*parts)
+
+    def _rollout_log(self, streams: bool) -> RolloutLog:
+        per_step = self._config.tracking.rollouts_per_step
+        log = RolloutLogWithoutGap if streams else RolloutLog
+        return log(self._context.tracking, None if per_step == "all" else per_step)
+
+    def _learners(self) -> list[Learner]:
+        """The critic before the actor on each mini-batch; a reference that follows moves after them."""
+        config, algorithm, policy = self._config, self._algorithm, self._algorithm.policy_objective()
+        loss = policy if self._distillation is None else self._distillation.objective(policy)
+        actor = Trained(self._actor, loss, first=1 + (config.critic.warmup_steps if config.critic else 0))
+        critic = [Trained(self._critic, algorithm.value_objective())] if algorithm.needs_values else []
+        following = [] if self._follow is None else [Following(self._own_reference, self._follow)]
+        return [*critic, actor, *(Follower(one, self._actor) for one in following)]
 
     def _feed(self) -> Feed:
         config, generation = self._config, self._generation
@@ -175,10 +202,6 @@ class PolicyAssembly:
     @property
     def _follow(self) -> FollowConfig | None:
         return None if self._config.reference is None else self._config.reference.follow
-
-    def _following(self) -> Following | None:
-        follow = self._follow
-        return None if follow is None else Following(self._own_reference, follow)
 
     def _teacher_choice(self) -> TeacherChoice | None:
         config = self._config.distillation

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,17 +27,14 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from hone.algorithms.filtering.group_filter import GroupFilter
-from hone.algorithms.filtering.history import SKIPPED
 from hone.data.packing import columns
 from hone.data.stream import PromptStream
 from hone.envs.episode import Play
 from hone.schedule.journal import Journal
 from hone.schedule.open_draws import read_groups, write_groups
-from hone.schedule.window import Enough, OpenDraw, PromptLedger, Window
+from hone.schedule.window import Enough, OpenDraw, Window
 from hone.trainers.policy.collection import Collector
 from hone.trainers.run.checkpoints import Checkpoint
-from hone.trainers.run.randomness import draw_chance
 from hone.trainers.run.recorder import Recorder
 from hone.types import COLUMNS, Batch, Metric, Metrics, Prompt, Trajectory, TrajectoryGroup
 from hone.workers.publication import RolloutHandle
@@ -57,68 +54,6 @@ class Draw:
     play: Play
     before: Mapping[str, Any]  # position of the prompt stream before this prompt was drawn
     group: Group | None  # being played on the event loop; None: played in `take`
-
-
-class PromptSupply:
-    """Draws prompts and notes each in the ledger.
-
-    With oversampling, a step draws more prompts than it may need. The ones after the last that it used go back to the
-    stream, which gives them again to the next step, first and with the same draw numbers.
-    """
-
-    before: Mapping[str, Any]
-    """The position of the stream before the last call of `draw`."""
-
-    def __init__(
-        self, stream: PromptStream, groups: GroupFilter, seed: int, checks: Sequence[Callable[[Sequence[Prompt]], None]]
-    ) -> None:
-        self.stream = stream
-        self.ledger = PromptLedger()
-        self._groups = groups
-        self._seed = seed
-        self._checks = checks
-        self._drawn: list[int] = []  # in the last call of `draw`, without those that were put back
-        self._skipped: list[int] = []
-        self._put_back = 0
-
-    def draw(self, count: int) -> list[Prompt]:
-        """The next prompts of the stream, without those that are skipped; the ledger notes them as in flight."""
-        self.before = self.stream.state_dict()
-        prompts, skipped = self.stream.take_unless(self.skips, count)
-        self._drawn = [prompt.draw for prompt in prompts]
-        self._skipped = [prompt.draw for prompt in skipped]
-        self._put_back = 0
-        self.ledger.drawn(sorted(self._drawn + self._skipped))
-        self.ledger.skipped(self._skipped, SKIPPED)
-        for check in self._checks:
-            check(prompts)
-        return prompts
-
-    def skips(self, prompt: Prompt) -> bool:
-        """Whether a prompt is skipped because its last groups had no variance; the same in every launch."""
-        probability = self._groups.skip_probability(prompt.prompt_id)
-        return probability > 0 and draw_chance(self._seed, prompt.draw) < probability
-
-    def put_back(self, after: int) -> None:
-        """Return the prompts after draw number `after`, all of the last call of `draw`, to the stream."""
-        self.ledger.put_back(after + 1, sum(draw > after for draw in self._skipped), SKIPPED)
-        self.stream.back_to(self.before, after + 1)
-        self._put_back = sum(draw > after for draw in self._drawn)
-        self._drawn = [draw for draw in self._drawn if draw <= after]
-        self._skipped = [draw for draw in self._skipped if draw <= after]
-
-    def metrics(self) -> Metrics:
-        """Figures of the last call of `draw`, after `put_back`."""
-        found: Metrics = {
-            "rollout/epoch": Metric.max(self.stream.epoch),
-            "rollout/prompts_too_long": Metric.max(sum(self.stream.dropped.values())),
-        }
-        if self._groups.skips_prompts:
-            found["rollout/prompts_skipped"] = Metric.sum(len(self._skipped))
-        if self._groups.oversamples:
-            found["rollout/prompts_used"] = Metric.sum(len(self._drawn))
-            found["rollout/prompts_put_back"] = Metric.sum(self._put_back)
-        return found
 
 
 class OpenAnswersLate(TimeoutError):
@@ -210,8 +145,11 @@ class Feed:
     def commit(self, step: int, played: Sequence[TrajectoryGroup], batch: Batch | None) -> None:
         """Hold the batch against the bound, and record the step, before its update begins; None: there is no update.
 
+        Nothing is generated in this step any more, so a rollout on the trainer's devices frees their memory.
         Raises ScheduleError if a token that is trained is too old.
         """
+        if batch is not None:
+            self._rollout.make_room()
         if not self._window.staleness:
             return
         record = self._record(step, [group for group in played if group.prompt.draw not in self._recorded])
@@ -397,4 +335,4 @@ def _digest(batch: Batch) -> str:
     return digest.hexdigest()
 
 
-__all__ = ["PART", "Feed", "OpenAnswersLate", "PromptSupply"]
+__all__ = ["PART", "Feed", "OpenAnswersLate"]

@@ -1,8 +1,8 @@
 """Reinforcement learning of a policy: GRPO, PPO and their variants use this loop with different parts.
 
-    prompts --take--> episodes (environment <-> rollout engine) --> rewards --> keep? --> pack      collect
-                                                                                            |
-       rollout <--sync weights-- actor, critic <--train-- mini-batches <-- advantages <-- forwards   update
+    prompts --draw--> episodes (environment <-> rollout engine) --> rewards --> filters --> pack      collect
+                                                                                              |
+      rollout <--publish-- actor, critic <--learn-- mini-batches <-- advantages <-- forwards <-'      update
 
 One thread runs both halves in turn; inside `collect` everything happens on one event loop (`run.event_loop`).
 """
@@ -10,32 +10,29 @@ One thread runs both halves in turn; inside `collect` everything happens on one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from hone.algorithms.algorithm import Algorithm
-from hone.algorithms.filtering.group_filter import lost_to_failures
 from hone.data.packing import columns, minibatches, pack, select
-from hone.data.stream import PromptStream
-from hone.platforms.host_memory import give_back
-from hone.schedule.window import Enough
+from hone.envs.episode import Play
 from hone.trainers.policy.annotators import Annotator, learners_of
-from hone.trainers.policy.checks import TokenBudgets
 from hone.trainers.policy.collection import RolloutLog
-from hone.trainers.policy.feed import PART, Feed, PromptSupply
-from hone.trainers.policy.generation import Generation
-from hone.trainers.policy.group_metrics import count_statuses, describe, describe_greedy, describe_lengths
+from hone.trainers.policy.evaluation import Evaluator
+from hone.trainers.policy.feed import PART, Feed
 from hone.trainers.policy.health import RunHealth
+from hone.trainers.policy.learners import Learner, Trained
 from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.policy.supply import PromptSupply, StepGroups
 from hone.trainers.policy.teachers import TeacherChoice
 from hone.trainers.run.checkpoints import Checkpoint, PartWriter
 from hone.trainers.run.context import RunContext
-from hone.trainers.run.following import Following
 from hone.trainers.run.loop import Trainer
 from hone.trainers.run.recorder import NotFinite
-from hone.types import Axis, Batch, LossFn, Metric, TrajectoryGroup
+from hone.types import Axis, Batch, merge_metrics
+from hone.workers.publication import RolloutHandle
 from hone.workers.train import TrainHandle
 
 
@@ -43,18 +40,18 @@ from hone.workers.train import TrainHandle
 class PolicyParts:
     """The parts of a policy trainer; `PolicyAssembly` builds them."""
 
-    prompts: PromptStream
-    generation: Generation
+    supply: PromptSupply
     feed: Feed
+    play: Play
     algorithm: Algorithm
     actor: TrainHandle
-    critic: TrainHandle | None
+    learners: Sequence[Learner]  # in the order in which they train on a mini-batch
     annotators: Sequence[Annotator]  # in the order in which a batch goes through them
     adjust: Sequence[Callable[[Batch], Batch]]  # what changes advantages after the algorithm has computed them
-    objective: LossFn  # the actor's loss
     teacher_choice: TeacherChoice | None
-    following: Following | None
     rollout_log: RolloutLog
+    evaluator: Evaluator
+    rollout: RolloutHandle
 
 
 class PolicyTrainer(Trainer):
@@ -62,26 +59,18 @@ class PolicyTrainer(Trainer):
 
     def __init__(self, config: PolicyRunConfig, parts: PolicyParts, context: RunContext) -> None:
         super().__init__(config.run.total_steps, config.checkpoint, context, evaluates=bool(config.evaluation.sets))
-        self.collector = parts.generation.collector
+        self.supply = parts.supply
         self.feed = parts.feed
-        budgets = TokenBudgets(config)
-        sampling = replace(parts.generation.play.sampling, max_sequence_tokens=budgets.longest)
-        self.play = replace(parts.generation.play, sampling=sampling, greedy=parts.algorithm.needs_greedy)
-        self.rollout = parts.generation.rollout
+        self.play = parts.play
         self.algorithm = parts.algorithm
         self.actor = parts.actor
-        self.critic = parts.critic
+        self.learners = parts.learners
         self.annotators = parts.annotators
         self.adjust = parts.adjust
-        self.objective = parts.objective
         self.teacher_choice = parts.teacher_choice
-        self.following = parts.following
-        self.evaluator = parts.generation.evaluator(context.tracking)
         self.rollout_log = parts.rollout_log
-        checks = [budgets.check_drawn]
-        if self.teacher_choice is not None:
-            checks.append(self.teacher_choice.check)
-        self.supply = PromptSupply(parts.prompts, parts.algorithm.groups, config.run.seed, checks)
+        self.evaluator = parts.evaluator
+        self.rollout = parts.rollout
         grouped = config.update.samples_per_prompt > 1
         self.health = RunHealth(config.reward.max_failed_fraction, grouped, self.tracking.message)
         self.watchers.append(self.health.look)
@@ -94,99 +83,44 @@ class PolicyTrainer(Trainer):
     # ------------------------------------------------------------------------------------------------- the step
 
     def step(self, step: int) -> None:
-        batch = self.collect(step)
-        if batch is None:
-            self.move_reference(step)
-        else:
-            self.update(batch, version=step)
+        groups, batch = self.collect(step)
+        measured = [groups.measure()]
+        if batch is not None:
+            batch = self.advantages(self.annotate(batch), step)
+            self.learn(batch, self.cut(batch, step), step)
+            measured.append(self.algorithm.measure(batch))
+        for learner in self.learners:
+            learner.end(step)
+        if batch is not None:
+            measured.append(self.feed.publish(self.actor, step))
+            self.supply.trained()
+        self.recorder.record(merge_metrics(*measured))
 
-    def collect(self, step: int) -> Batch | None:
-        """Prompts -> episodes -> rewards -> filters -> one packed batch; None if the filters left nothing.
+    def collect(self, step: int) -> tuple[StepGroups, Batch | None]:
+        """The groups of a step, written down, and one packed batch of them; None if the filters left nothing.
 
         Raises ValueError, with the first failure's text, if there is nothing because trajectories failed.
         """
-        kept: list[TrajectoryGroup] = []
-        drawn: list[TrajectoryGroup] = []
-        played: list[TrajectoryGroup] = []
-        for _ in range(self.algorithm.groups.max_draws):
-            groups = self.algorithm.groups.shape(self.play_round(self.prompts_per_step - len(kept), step))
-            drawn += groups
-            played += self.settle(groups)
-            kept = [group for group in played if group.trainable]
-            if len(kept) == self.prompts_per_step:
-                break
-        self.recorder.record(describe_lengths(drawn, kept))
-        if not kept and not all(lost_to_failures(group) for group in played):
-            self.recorder.record({"train/skipped_updates": Metric.sum(1)})
-            self.rollout_log.write(step, played, None, self.actor)
-            self.feed.commit(step, played, None)
-            return None
-        batch = pack(played)  # dropped groups have nothing trainable left
-        self.feed.commit(step, played, batch)
-        self.recorder.tokens(batch.num_tokens)
-        self.rollout.make_room()  # the log asks the trainer's model, too
-        self.rollout_log.write(step, played, batch, self.actor)
-        return batch if self.teacher_choice is None else self.teacher_choice.assign(batch, played)
-
-    def update(self, batch: Batch, version: int) -> None:
-        """Annotate -> advantages -> train -> move the reference, if it follows -> weight sync."""
-        batch = self.advantages(self.annotate(batch), version)
-        self.train(batch, self.cut(batch, version), version)
-        self.move_reference(version)
-        self.recorder.record(self.feed.publish(self.actor, version))
-        self.supply.ledger.trained_all_finished(self.feed.ahead)
-        give_back()  # return freed host memory to the system, once a step
-
-    def train(self, batch: Batch, minibatches: Iterable[Batch], step: int) -> None:
-        """Take an optimizer step on each mini-batch of `batch`."""
-        self.update_begins()
-        try:
-            for minibatch in minibatches:
-                for model, loss in self.learners(step):
-                    model.train_batch(minibatch, loss)
-        except NotFinite as error:
-            raise NotFinite(f"{error}; fields of its batch: {', '.join(not_finite(batch)) or 'all finite'}") from error
-
-    # ------------------------------------------------------------------------------------------------ its parts
-
-    def play_round(self, missing: int, step: int) -> list[TrajectoryGroup]:
-        """The scored groups of new prompts: of all, or with oversampling until `missing` of them can be kept."""
-        groups = self.algorithm.groups
-        wanted = groups.prompts_for(missing)
-        prompts = self.supply.draw(self.feed.room(wanted, step))
-        self.feed.admit(prompts, self.play.at(step), wanted, self.supply.before)
-        played = self.feed.take(wanted, Enough(missing, groups.keeps) if wanted > missing else None)
-        if len(played) < wanted:
-            self.supply.put_back(after=played[-1].prompt.draw)
-        self.recorder.record(self.supply.metrics())
-        return played
-
-    def settle(self, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups to train on, then the others, marked as not trainable and dropped in the ledger."""
-        self.health.note(groups)
-        self.recorder.record({**describe(groups), **describe_greedy(groups)})
-        self.recorder.record(self.collector.metrics())
-        self.supply.ledger.finished(group.prompt.draw for group in groups)
-        kept, dropped = self.algorithm.groups.keep(groups)
-        for one in dropped:
-            self.supply.ledger.dropped([one.group.prompt.draw], one.reason)
-        settled = [*kept, *(one.group for one in dropped)]
-        self.recorder.record(self.algorithm.groups.measure())
-        self.recorder.record({**count_statuses(settled), "rollout/groups_dropped": Metric.sum(len(dropped))})
-        return settled
+        groups = self.supply.collect(self.play.at(step), self.prompts_per_step)
+        self.health.note(groups.played)
+        batch = None if groups.filtered_out else pack(groups.settled)  # dropped groups have nothing trainable left
+        self.feed.commit(step, groups.settled, batch)
+        self.rollout_log.write(step, groups.settled, batch, self.actor)
+        if batch is not None:
+            self.recorder.tokens(batch.num_tokens)
+            if self.teacher_choice is not None:
+                batch = self.teacher_choice.assign(batch, groups.settled)
+        return groups, batch
 
     def annotate(self, batch: Batch) -> Batch:
         """The batch with log-probs, values and process rewards that are computed before the update."""
         for annotator in self.annotators:
-            if annotator.learner is not None:
-                self.update_begins()
             batch = annotator(batch)
         return batch
 
     def advantages(self, batch: Batch, step: int) -> Batch:
-        """The batch with advantages; records its metrics."""
+        """The batch with advantages."""
         batch = self.algorithm.advantages(batch, pretraining=step <= self.critic_warmup_steps)
-        self.recorder.record(self.algorithm.measure(batch))
         for adjust in self.adjust:
             batch = adjust(batch)
         return batch
@@ -198,27 +132,22 @@ class PolicyTrainer(Trainer):
             for indices in minibatches(batch, count, epoch, self.seed + step):
                 yield self.algorithm.weigh(select(batch, indices))
 
-    def move_reference(self, step: int) -> None:
-        """Move a reference that follows the policy towards it, if one is due after this step."""
-        if self.following is not None and self.following.is_due(step):
-            self.update_begins()
-            self.following.move(self.actor)
+    def learn(self, batch: Batch, minibatches: Iterable[Batch], step: int) -> None:
+        """Take an optimizer step of every learner on each mini-batch of `batch`."""
+        try:
+            for minibatch in minibatches:
+                for learner in self.learners:
+                    learner.learn(minibatch, step)
+        except NotFinite as error:
+            raise NotFinite(f"{error}; fields of its batch: {', '.join(not_finite(batch)) or 'all finite'}") from error
 
     def changing_roles(self) -> list[TrainHandle]:
-        """All models whose weights change, and so belong into a checkpoint."""
-        return self.trained_roles() + ([] if self.following is None else [self.following.reference])
+        return [learner.model for learner in self.learners] + learners_of(self.annotators)
 
     def trained_roles(self) -> list[TrainHandle]:
         """All models that learn."""
-        critic = [] if self.critic is None else [self.critic]
-        return [self.actor, *critic, *learners_of(self.annotators)]
-
-    def learners(self, step: int) -> Iterator[tuple[TrainHandle, LossFn]]:
-        """The models that learn in this step, each with its loss."""
-        if self.critic:
-            yield self.critic, self.algorithm.value_objective()
-        if step > self.critic_warmup_steps:
-            yield self.actor, self.objective
+        trained = [learner.model for learner in self.learners if isinstance(learner, Trained)]
+        return trained + learners_of(self.annotators)
 
     # --------------------------------------------------------------------------------- around the step (base.py)
 

@@ -15,11 +15,12 @@ import math
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
+from hone.platforms.host_memory import give_back
 from hone.runtime import ranks
 from hone.runtime.base import WorkerFailed
 from hone.tracking.base import TrackingError
@@ -35,6 +36,12 @@ class Interrupted(Exception):
     def __init__(self, step: int) -> None:
         super().__init__(f"stopped after step {step}, which is saved")
         self.step = step
+
+
+class Changing(Protocol):
+    """A model whose weights change; `TrainHandle` satisfies this."""
+
+    updates: int  # how often they were changed
 
 
 class Trainer(ABC):
@@ -53,8 +60,8 @@ class Trainer(ABC):
         self._keep_best = evaluates and checkpoint.keep_best
         self.store = CheckpointStore(context.folder / "checkpoints", checkpoint.keep, self._keep_best)
         self._interrupts = 0
-        self._intact = True  # whether the weights still belong to the step of `_settled`
         self._settled: dict[str, Any] = {}
+        self._updates: list[int] = []  # of each model, when its weights belonged to the step of `_settled`
         self._saved_step = -1
         self._written_step = -1
         self._scores: dict[int, float] = {}  # of the last step, if it was evaluated
@@ -67,6 +74,10 @@ class Trainer(ABC):
     @abstractmethod
     def evaluate(self, step: int) -> Mapping[str, float]:
         """Held-out figures after `step` (0: before training); empty when none is due."""
+
+    @abstractmethod
+    def changing_roles(self) -> Sequence[Changing]:
+        """All models whose weights change, and so belong into a checkpoint."""
 
     @abstractmethod
     def parts(self) -> Mapping[str, PartWriter]:
@@ -101,6 +112,7 @@ class Trainer(ABC):
                 while step < self.steps:
                     with self._profiler.step(step + 1), self.recorder.timer.step():
                         self.step(step + 1)
+                        give_back()  # return freed host memory to the system, once a step
                     step += 1
                     self._settle(step)
                     self._write(step, self.evaluate(step))
@@ -163,13 +175,14 @@ class Trainer(ABC):
             with self.recorder.phase("save_checkpoint"):
                 self.store.publish(wait)
 
-    def update_begins(self) -> None:
-        """Subclasses call this before the first weight of a step changes: from here on only whole steps are saved."""
-        self._intact = False
-
     def _settle(self, step: int) -> None:
         self._settled = self.state()
-        self._intact = True
+        self._updates = [role.updates for role in self.changing_roles()]
+
+    @property
+    def _intact(self) -> bool:
+        """Whether no weight has changed since the last whole step: only whole steps are saved."""
+        return self._updates == [role.updates for role in self.changing_roles()]
 
     def _write(self, step: int, figures: Mapping[str, float]) -> None:
         score = self.score_of(figures)

@@ -114,7 +114,6 @@ class SupervisedTrainer(Trainer, Generic[T]):
 
     def step(self, step: int) -> None:
         batch = self.collect()
-        self.update_begins()
         self.model.train_batch(batch, self.task.objective)
         if self.following is not None and self.following.is_due(step):
             self.following.move(self.model)
@@ -166,7 +165,6 @@ class SupervisedTrainer(Trainer, Generic[T]):
         return -figures[key] if first is not None and key in figures else None
 
     def changing_roles(self) -> list[TrainHandle]:
-        """All models whose weights change, and so belong into a checkpoint."""
         return [self.model] if self.following is None else [self.model, self.following.reference]
 
     def parts(self) -> Mapping[str, PartWriter]:
