@@ -124,7 +124,7 @@ def test_a_broken_run_ends_its_server(folder, monkeypatch):
     def out_of_order(*_, **__):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("hone.trainers.policy.trainer.PolicyTrainer.update", out_of_order)
+    monkeypatch.setattr("hone.trainers.policy.trainer.PolicyTrainer.learn", out_of_order)
     with pytest.raises(OSError, match="the disk is gone"):
         run_policy(loaded)
     assert living(folder / "broken" / "run") == []
