@@ -439,7 +439,7 @@ def rank_memory(arguments: argparse.Namespace) -> dict[str, Any]:
             pass
     gc.collect()
     with _peak(held, "files"), tempfile.TemporaryDirectory() as folder:
-        worker.export_hf(Path(folder) if _world() == 1 else Path(arguments.model) / "export")
+        worker.engine.export_hf(Path(folder) if _world() == 1 else Path(arguments.model) / "export")
     return held
 
 

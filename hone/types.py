@@ -528,6 +528,17 @@ class Extra:
 
 
 @dataclass(frozen=True, slots=True)
+class TopK:
+    """The need of a forward for the `count` most likely tokens at each place, and their log-probs."""
+
+    count: int
+
+
+Need = str | TopK
+"""An output that a forward computes on request: a name, such as "entropy", or `TopK`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOutput:
     """The result of an engine's forward for one micro-batch of T tokens; each model type fills its own fields.
 

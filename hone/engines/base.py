@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
-from hone.types import Batch, LossFn, Metrics, ModelOutput
+from hone.types import Batch, LossFn, Metrics, ModelOutput, Need
 
 
 class EngineSpec(Protocol):
@@ -170,7 +170,7 @@ class BaseEngine(Protocol):
     def lr_scheduler_step(self) -> Metrics:
         """Advance the learning-rate schedule by one optimizer step."""
 
-    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
+    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput:
         """Forward without gradients, in the batch's own order. `needs` names outputs beyond the plain one."""
 
     def train_mode(self) -> AbstractContextManager[None]:

@@ -40,7 +40,7 @@ from hone.models.precision import in_dtype, plain_name, wide_weights
 from hone.models.vision.image_processor import save_language
 from hone.platforms.base import AUTO, compute_dtype, current_platform
 from hone.registry import resolve
-from hone.types import Batch, BatchImages, LossFn, Metric, Metrics, ModelOutput, merge_metrics
+from hone.types import Batch, BatchImages, LossFn, Metric, Metrics, ModelOutput, Need, merge_metrics
 
 if TYPE_CHECKING:
     from hone.engines.lora.adapter import Adapter
@@ -146,7 +146,7 @@ class Engine(ABC):
             self.weights.collect()
 
     @torch.no_grad()
-    def _infer(self, batch: Batch, cut: list[list[int]], needs: frozenset[str]) -> list[ModelOutput]:
+    def _infer(self, batch: Batch, cut: list[list[int]], needs: frozenset[Need]) -> list[ModelOutput]:
         missing = self._missing(cut)
         outputs = [self.forward(on_device(select(batch, indices), self.device), needs) for indices in cut]
         for _ in range(missing):
@@ -178,7 +178,7 @@ class Engine(ABC):
         self.update.advance()
         return {}
 
-    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
+    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput:
         if self.experts is not None:
             self.experts.check_routes(batch, trained=False)
         cut = cut_batch(batch, self.spec.engine.max_tokens_per_microbatch)
@@ -318,7 +318,7 @@ class ScoredStep:
         self._loss = loss
         self._experts = experts
         self._rows: list[dict[str, Tensor]] = []
-        self.needs: frozenset[str] = getattr(loss, "needs", frozenset())
+        self.needs: frozenset[Need] = getattr(loss, "needs", frozenset())
         """What the loss needs of the forward beyond log-probs or values."""
         if experts is not None:
             self.needs |= experts.needs

@@ -19,11 +19,10 @@ from hone.models.attention.sequence_parallel import current_ranks
 from hone.models.loading import DTYPES, ValueModel, load_head
 from hone.models.settings import ModelConfig
 from hone.models.vision.model import hidden_states
-from hone.types import Batch, ModelOutput
+from hone.types import Batch, ModelOutput, Need, TopK
 
-Forward = Callable[[Batch, frozenset[str]], ModelOutput]
+Forward = Callable[[Batch, frozenset[Need]], ModelOutput]
 
-TOP_K = "top_k:"  # prefix of an entry of `needs` with a number: "top_k:8"
 EXTRAS = ("sum_pi_squared", "logprobs_at", "full_kl", "top_k_ids", "top_k_logprobs")  # fields of TokenScores
 
 
@@ -44,7 +43,7 @@ class States:
     extras: dict[str, Tensor]  # the routers' outputs, [T, ...]
 
 
-def states_before(body: Any, batch: Batch, rows: Tensor, experts: Experts | None, needs: frozenset[str]) -> States:
+def states_before(body: Any, batch: Batch, rows: Tensor, experts: Experts | None, needs: frozenset[Need]) -> States:
     """Run the body and return its last hidden state before each of the tokens `rows`.
 
     Under sequence parallelism, each rank has the states of its slice only.
@@ -80,7 +79,7 @@ def language_forward(
     `head_dtype` is the dtype that hidden states and head are multiplied in; None: their own.
 
     "entropy" is a field of `ModelOutput`; the others are in its `extras`: "sum_pi_squared"; "states" (the hidden state
-    that predicts the token, [T, H] in the dtype of the computation); "top_k:K" (as "top_k_ids" and "top_k_logprobs",
+    that predicts the token, [T, H] in the dtype of the computation); `TopK` (as "top_k_ids" and "top_k_logprobs",
     [T, K]); "logprobs_at" (of the tokens `batch.ids_at` [T, K]); "full_kl" (to the model with the states
     `batch.reference_states` and the head `reference_head()`); with `experts`, "routed_experts" (of every
     token, [T, layers, top_k]) and the entries of `Experts.needs`.
@@ -88,7 +87,7 @@ def language_forward(
 
     score = Scorer(temperature, chunk_tokens, reference_head)
 
-    def forward(batch: Batch, needs: frozenset[str]) -> ModelOutput:
+    def forward(batch: Batch, needs: frozenset[Need]) -> ModelOutput:
         found = states_before(model.base_model, batch, trained_rows(batch), experts, needs)
         return score(found, replace(Head.of(model), dtype=head_dtype), batch, needs)
 
@@ -103,7 +102,7 @@ class Scorer:
     chunk_tokens: int
     reference_head: Callable[[], Head] | None = None
 
-    def __call__(self, found: States, head: Head, batch: Batch, needs: frozenset[str]) -> ModelOutput:
+    def __call__(self, found: States, head: Head, batch: Batch, needs: frozenset[Need]) -> ModelOutput:
         rows, length = found.rows, batch.num_tokens
         scores = score_tokens(
             found.hidden,
@@ -126,17 +125,17 @@ class Scorer:
 
 
 def _queries(
-    batch: Batch, rows: Tensor, needs: frozenset[str], reference_head: Callable[[], Head] | None
+    batch: Batch, rows: Tensor, needs: frozenset[Need], reference_head: Callable[[], Head] | None
 ) -> Queries | None:
     """Translate `needs` into `Queries`. Raises ValueError if the batch or the engine lacks an input for them."""
-    top_k = max((int(need.removeprefix(TOP_K)) for need in needs if need.startswith(TOP_K)), default=0)
+    top_k = max((need.count for need in needs if isinstance(need, TopK)), default=0)
     at, full = "logprobs_at" in needs, "full_kl" in needs
     if not (at or full or top_k):
         return None
     ids, states = batch.ids_at if at else None, batch.reference_states if full else None
     for needed, name, value in ((at, "ids_at", ids), (full, "reference_states", states)):
         if needed and value is None:
-            raise ValueError(f"Batch.{name} is missing, and the loss needs {sorted(needs)} of the forward")
+            raise ValueError(f"Batch.{name} is missing, and the loss needs {sorted(map(str, needs))} of the forward")
     if full and reference_head is None:
         raise ValueError("full_kl needs the reference's head, and this engine was given no reference model")
     reference = None
@@ -168,7 +167,7 @@ def head_of_reference(
 def value_forward(model: ValueModel, experts: Experts | None = None) -> Forward:
     """Make the forward of a value model: for every token with a loss, the value at the token before it."""
 
-    def forward(batch: Batch, needs: frozenset[str]) -> ModelOutput:
+    def forward(batch: Batch, needs: frozenset[Need]) -> ModelOutput:
         found = states_before(model.body, batch, trained_rows(batch), experts, needs)
         return value_output(found, model.values(found.hidden), batch)
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.engines.kernels.choice import NEVER, kernels_for
+from hone.types import Need
 
 _CPU_BLOCK = 1 << 20  # logits per block that stay in a CPU core's cache
 
@@ -172,7 +173,7 @@ def score_tokens(
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
-    needs: frozenset[str] = frozenset(),
+    needs: frozenset[Need] = frozenset(),
     queries: Queries | None = None,
 ) -> TokenScores:
     """Score `targets` [R] given `hidden` [R, H]: row r of `hidden` predicts `targets[r]`.

@@ -33,7 +33,7 @@ from hone.engines.layout import Layout
 from hone.engines.settings import MoeConfig
 from hone.models.errors import ModelError
 from hone.models.routing import ROUTES, UNKNOWN, Routers, Routing, expert_count, watched
-from hone.types import Batch, Metric, Metrics
+from hone.types import Batch, Metric, Metrics, Need
 
 LOADS = "expert_loads"  # an entry of `needs`: count this forward in the step's metrics
 BALANCE, Z_LOSS = "router_aux_loss", "router_z_loss"  # entries of `needs` and of ModelOutput.extras: [T] with gradient
@@ -106,7 +106,7 @@ class Experts:
                 f"{self.routers.experts} experts"
             )
 
-    def outputs(self, batch: Batch, layout: Layout, routing: Routing, needs: frozenset[str]) -> dict[str, Tensor]:
+    def outputs(self, batch: Batch, layout: Layout, routing: Routing, needs: frozenset[Need]) -> dict[str, Tensor]:
         """Compute the outputs in `needs` from a watched forward, each [T] or [T, ...]; add its loads to the tally.
 
         Of a part of the model: the losses' share of its layers (the whole is the sum over parts), and its routes.

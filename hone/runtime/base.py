@@ -22,9 +22,18 @@ class WorkerGroup(Protocol):
     devices: Any  # the same object for roles on the same devices
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Run `method` on every rank. An error names role, rank and method, and keeps the cause."""
+        """Run `method` of the workers, or of the engines that they host, on every rank.
+
+        An error names role, rank and method, and keeps the cause.
+        """
 
     def close(self) -> None: ...
+
+
+def method_of(worker: Any, name: str) -> Callable[..., Any]:
+    """A method of a worker, or else of the engine that it hosts. Raises AttributeError."""
+    found: Callable[..., Any] = getattr(worker if hasattr(worker, name) else worker.engine, name)
+    return found
 
 
 class Call(Protocol):

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from hone.data.packing import select
 from hone.runtime import ranks
-from hone.runtime.base import PhaseFn, ServerDevices
+from hone.runtime.base import PhaseFn, ServerDevices, method_of
 from hone.runtime.settings import RuntimeConfig
 from hone.runtime.split import encode, merge, split_batch, whole_groups_for
 from hone.runtime.traces import Traced, own_trace, path_of
@@ -24,7 +24,7 @@ PHASES = {
     "infer_batch": "forward",
     "train_batch": "backward",
     "checkpoint_written": "save_checkpoint",
-    **dict.fromkeys(("base_weights", "adapter", "adapter_config", "send_weights"), "weights"),
+    **dict.fromkeys(("stream", "adapter_config", "send_weights"), "weights"),
 }
 """Method -> its name in the timings; other methods keep their name."""
 
@@ -82,7 +82,7 @@ class LocalWorkerGroup:
     def call(self, method: str, *arguments: Any) -> Any:
         with self._phase(PHASES.get(method, method)), record_function(f"{method} of {self.role}"):
             if self._alone:
-                return getattr(self._worker, method)(*arguments)
+                return method_of(self._worker, method)(*arguments)
             with ranks.answered(f"in {method} of role {self.role}"):
                 return self._call_part(self._worker, method, arguments)
 
@@ -95,7 +95,7 @@ class LocalWorkerGroup:
             parts = split_batch(batch, worker.data_parallel_size, whole_groups_for(arguments), length)
             own = parts[worker.data_parallel_rank]
             arguments = tuple(select(one, own) if isinstance(one, Batch) else one for one in arguments)
-        result = getattr(worker, method)(*arguments)
+        result = method_of(worker, method)(*arguments)
         encoded = encode(result)
         if encoded is None:
             return result

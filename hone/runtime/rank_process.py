@@ -32,7 +32,7 @@ from hone.config import Config, forget_reads, sections
 from hone.platforms.base import current_platform, use_deterministic_kernels
 from hone.processes.garbage import collect_rarely
 from hone.runtime import ranks
-from hone.runtime.base import RankLost
+from hone.runtime.base import RankLost, method_of
 from hone.runtime.batch_plan import STAYING, Arrays, BatchPlan, TensorsPlan, to_array, unpack, unpack_tensors
 from hone.runtime.split import tensors_of
 from hone.runtime.traces import ProcessTrace
@@ -201,7 +201,7 @@ class RankProcess:
                 worker = self._workers[role]
                 left = iter(arrays)
                 own = [self._own(one, worker, left) for one in arguments]
-                return self._answer(role, getattr(worker, method)(*own))
+                return self._answer(role, method_of(worker, method)(*own))
         except Exception as error:  # noqa: BLE001  see `join`
             return _failure(error)
 

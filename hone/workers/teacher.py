@@ -23,11 +23,9 @@ from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.router import Router
 from hone.rollout.settings import BuiltinSettings
-from hone.types import Batch, ModelOutput, Scored
+from hone.types import Batch, ModelOutput, Need, Scored, TopK
 from hone.workers.publication import RunFn
 from hone.workers.rollout import RolloutSpec, server_specs, start_all
-
-TOP_K = "top_k:"  # a need that carries a number, as in `hone.engines.forward`
 
 
 class EngineScorer:
@@ -39,11 +37,12 @@ class EngineScorer:
         self._engine = BuiltinEngine(settings, weights, device=current_platform().device)
         self._temperature = temperature
 
-    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
+    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput:
         """Return log-probs of the tokens with a loss. Raises ValueError for other `needs`."""
         if needs:
             raise ValueError(
-                f"the built-in rollout engine scores sampled tokens only, and {', '.join(sorted(needs))} is needed"
+                f"the built-in rollout engine scores sampled tokens only, and {', '.join(sorted(map(str, needs)))} is "
+                "needed"
             )
         found = self._engine.score_all(_sequences(batch), self._temperature)
         scores = torch.cat([one.logprobs for one in found]).to(batch.token_ids.device)
@@ -75,13 +74,13 @@ class ServerScorer:
             self.close()
             raise
 
-    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
-        """Return log-probs of the tokens with a loss, and for "top_k:K" the K most likely tokens at their places.
+    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput:
+        """Return log-probs of the tokens with a loss, and for `TopK` the most likely tokens at their places.
 
         Raises RuntimeError if no server is left, RequestLate if one does not answer within its deadline.
         """
-        top_k = max((int(need.removeprefix(TOP_K)) for need in needs if need.startswith(TOP_K)), default=0)
-        if other := sorted(need for need in needs if not need.startswith(TOP_K)):
+        top_k = max((need.count for need in needs if isinstance(need, TopK)), default=0)
+        if other := sorted(str(need) for need in needs if not isinstance(need, TopK)):
             raise ValueError(f"a rollout server scores tokens, and {', '.join(other)} is needed")
         scored: list[Scored] = self._run(self._score_all(_sequences(batch), top_k))
         device = batch.token_ids.device

@@ -1,4 +1,4 @@
-"""Training roles: a `TrainWorker` hosts the engine of one rank, a `TrainHandle` is the trainer's interface to them all.
+"""Training roles: a worker group hosts the engine of each rank; a `TrainHandle` is the trainer's interface to all.
 
 Algorithms and engines meet only here. A handle calls all workers of its `WorkerGroup`, in this process or by Ray.
 """
@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig
@@ -28,7 +28,7 @@ from hone.models.settings import ModelConfig
 from hone.platforms.base import compute_dtype, current_platform
 from hone.runtime import ranks
 from hone.runtime.base import WorkerGroup
-from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput
+from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput, Need
 from hone.weights.base import NamedTensor, RankWeights
 from hone.weights.transports.rank_sender import Needs, Order, RankSender
 
@@ -57,8 +57,20 @@ class TrainSpec:
         return self.total_steps > 0 and self.engine.routing_replay != "none"
 
 
+@dataclass(frozen=True, slots=True)
+class WeightRequest:
+    """Which weights of a model are streamed, and how."""
+
+    part: Literal["merged", "base", "adapter"]  # all with the adapter merged, all without it, or the adapter alone
+    dtype: torch.dtype | None  # None: in the trained precision
+    in_files: bool = False  # in the layout of the model's files
+
+
 class TrainWorker:
-    """One rank of an actor, a critic or a reference model."""
+    """One rank of an actor, a critic or a reference model: the engine, and what only a rank of a run can do with it.
+
+    A worker group calls methods of the engine itself, such as `save_checkpoint`, where the worker has none of the name.
+    """
 
     def __init__(self, spec: TrainSpec) -> None:
         """Raises ValueError if `compute_dtype: auto` chooses another dtype on this rank than on the driver."""
@@ -117,7 +129,7 @@ class TrainWorker:
             self._platform.synchronize()
         return metrics
 
-    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset(), adapter: bool = True) -> ModelOutput:
+    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset(), adapter: bool = True) -> ModelOutput:
         """Log-probs (language model) or values (value model) of every token, and the outputs in `needs`; each [T].
 
         With `adapter=False`, a LoRA model uses its frozen weights only: the policy before training.
@@ -139,61 +151,45 @@ class TrainWorker:
         trusted = self._model.trust_remote_code
         return AutoConfig.from_pretrained(folder_of(self._model, weights=False), trust_remote_code=trusted)
 
-    def base_weights(self, dtype: torch.dtype, in_files: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def base_weights(self, dtype: torch.dtype | None, in_files: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream every weight without the adapter; the rollout loads the adapter on top of them."""
         with self.engine.disable_adapter():
             yield from self.weights(dtype, in_files)
 
-    def adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def adapter(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream a LoRA adapter in `dtype` under PEFT's names. Raises ValueError without an adapter."""
         stream, _ = self.engine.get_per_tensor_param(adapter_only=True)
         for name, tensor in stream:
-            yield name, tensor.to(dtype)
+            yield name, tensor if dtype is None else tensor.to(dtype)
 
-    def send_weights(self, order: Order, method: str, arguments: Sequence[Any]) -> list[Any]:
-        """Carry out an order about the stream that `method` opens, on every rank; return the answers of all ranks."""
-        answer = self._sender.follow(order, ranks.rank(), lambda needs: self._needed(needs, method, arguments))
+    def stream(self, request: WeightRequest) -> Iterator[NamedTensor]:
+        """The weights of a request, tensor by tensor."""
+        if request.part == "adapter":
+            return self.adapter(request.dtype)
+        if request.part == "base":
+            return self.base_weights(request.dtype, request.in_files)
+        return self.weights(request.dtype, request.in_files)
+
+    def send_weights(self, order: Order, request: WeightRequest) -> list[Any]:
+        """Carry out an order about the stream of a request, on every rank; return the answers of all ranks."""
+        answer = self._sender.follow(order, ranks.rank(), lambda needs: self._needed(needs, request))
         return [json.loads(one) for one in ranks.exchange(json.dumps(answer).encode())]
 
-    def _needed(self, needs: Needs, method: str, arguments: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Open the stream of `method`. If the engine can, each rank gathers only the boxes that it sends."""
+    def _needed(self, needs: Needs, request: WeightRequest) -> Iterator[NamedTensor]:
+        """Open the stream of a request. If the engine can, each rank gathers only the boxes that it sends."""
         weights = getattr(self.engine, "weights", None)
-        stream: Iterator[tuple[str, torch.Tensor]] = getattr(self, method)(*arguments)
         less = any(text != "" for text in needs)
-        merged = self.adapter_config() is not None  # whole tensors, in master precision
+        merged = self.engine.adapter_config() is not None  # whole tensors, in master precision
         if not less or merged or not isinstance(weights, PartlyGathered):
-            yield from stream
+            yield from self.stream(request)
             return
-        in_files = len(arguments) > 1 and arguments[1]
+        in_files = request.in_files
         if self._boxes is None or self._boxes[0] != (needs, in_files):
             convert = partial(as_in_files, self._config) if in_files else iter
             maps = [None if text is None else from_text(text) for text in needs]
             self._boxes = (needs, in_files), boxes_before(weights.layout(), convert, maps)
         with weights.needed(self._boxes[1]):
-            yield from stream
-
-    def adapter_config(self) -> dict[str, Any] | None:
-        """PEFT's `adapter_config.json` of the model's LoRA adapter; None: it has no adapter."""
-        return self.engine.adapter_config()
-
-    def blend(self, tensors: Mapping[str, torch.Tensor], mixup: float) -> None:
-        """Move some weights towards `tensors`: mixup * tensor + (1 - mixup) * weight."""
-        self.engine.blend(tensors, mixup)
-
-    def save_checkpoint(self, folder: Path, wait: bool = True) -> None:
-        self.engine.save_checkpoint(folder, wait)
-
-    def checkpoint_written(self, wait: bool) -> bool:
-        return self.engine.checkpoint_written(wait)
-
-    def load_checkpoint(self, folder: Path) -> None:
-        self.engine.load_checkpoint(folder)
-
-    def export_hf(self, folder: Path) -> None:
-        self.engine.export_hf(folder)
-
-    def export_adapter(self, folder: Path) -> None:
-        self.engine.export_adapter(folder)
+            yield from self.stream(request)
 
 
 def without_routes(batch: Batch) -> Batch:
@@ -204,16 +200,15 @@ def without_routes(batch: Batch) -> Batch:
 class GatheredWeights(RankWeights):
     """A stream of a worker group; each iteration opens it anew."""
 
-    def __init__(self, group: WorkerGroup, method: str, *arguments: Any) -> None:
+    def __init__(self, group: WorkerGroup, request: WeightRequest) -> None:
         self._group = group
-        self._method = method
-        self._arguments = arguments
+        self._request = request
 
     def __iter__(self) -> Iterator[NamedTensor]:
-        return iter(self._group.call(self._method, *self._arguments))
+        return iter(self._group.call("stream", self._request))
 
     def order(self, order: Order) -> Sequence[Any]:
-        answers: Sequence[Any] = self._group.call("send_weights", order, self._method, self._arguments)
+        answers: Sequence[Any] = self._group.call("send_weights", order, self._request)
         return answers
 
 
@@ -248,7 +243,7 @@ class TrainHandle:
             metrics = {name.replace("train/", f"{self.role}/", 1): metric for name, metric in metrics.items()}
         self._record(metrics)
 
-    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset(), adapter: bool = True) -> ModelOutput:
+    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset(), adapter: bool = True) -> ModelOutput:
         """Log-probs or values of every token, and the outputs in `needs`; each [T].
 
         With `adapter=False`, a LoRA model uses its frozen weights only: the policy before training.
@@ -262,15 +257,15 @@ class TrainHandle:
 
     def weights(self, dtype: torch.dtype | None, in_files: bool = False) -> GatheredWeights:
         """Stream every weight; see `TrainWorker.weights`."""
-        return GatheredWeights(self._group, "weights", dtype, in_files)
+        return GatheredWeights(self._group, WeightRequest("merged", dtype, in_files))
 
     def base_weights(self, dtype: torch.dtype, in_files: bool = False) -> GatheredWeights:
         """Stream every weight without the LoRA adapter; training never changes them."""
-        return GatheredWeights(self._group, "base_weights", dtype, in_files)
+        return GatheredWeights(self._group, WeightRequest("base", dtype, in_files))
 
     def adapter(self, dtype: torch.dtype) -> GatheredWeights:
         """Stream the LoRA adapter under PEFT's names."""
-        return GatheredWeights(self._group, "adapter", dtype)
+        return GatheredWeights(self._group, WeightRequest("adapter", dtype))
 
     def adapter_config(self) -> dict[str, Any] | None:
         """PEFT's configuration of the LoRA adapter, as JSON values; None: the model has none."""

@@ -6,7 +6,7 @@ import torch
 from hone.engines.logprobs import Head, Queries, Reference, score_tokens
 from hone.models.attention.packed import Packing, packed
 from hone.models.settings import BuildConfig, ModelConfig
-from hone.types import LossOutput
+from hone.types import LossOutput, TopK
 from tests.engines import spread
 from tests.engines.conftest import BUILD
 from tests.engines.test_logprobs import ROWS, VOCABULARY, WIDTH, WidestLogits, head_of
@@ -120,7 +120,7 @@ def all_logprobs(engine, batch):
 def test_the_engine_gives_a_teachers_top_k_and_the_students_log_probs_there(make_engine, make_batch):
     batch = make_batch()
     teacher = make_engine(double(SMALLER), total_steps=0, **DOUBLE)
-    said = teacher.infer_batch(batch, frozenset({"top_k:4"}))
+    said = teacher.infer_batch(batch, frozenset({TopK(4)}))
     expected = all_logprobs(teacher, batch).topk(4)
     mask = batch.loss_mask
     assert torch.equal(said.extras["top_k_ids"][mask], expected.indices[mask])
@@ -174,7 +174,7 @@ def test_what_an_output_is_computed_from_must_be_there(make_engine, make_batch, 
 
 # ---------------------------------------------------------------------------------------------------- on several ranks
 
-NEEDS = frozenset({"entropy", "top_k:3", "states", "logprobs_at", "full_kl"})
+NEEDS = frozenset({"entropy", TopK(3), "states", "logprobs_at", "full_kl"})
 
 
 def compared(output, batch):

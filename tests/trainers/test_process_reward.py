@@ -37,7 +37,7 @@ def process_weights(run, step):
     model = ModelConfig(path=str(run / "model"))
     worker = TrainWorker(TrainSpec(model, EngineConfig(compute_dtype="float32"), total_steps=1))
     worker.initialize()
-    worker.load_checkpoint(run / "checkpoints" / f"step_{step:08d}" / "process_reward")
+    worker.engine.load_checkpoint(run / "checkpoints" / f"step_{step:08d}" / "process_reward")
     return {name: tensor.clone() for name, tensor in worker.weights(torch.float32)}
 
 

@@ -128,7 +128,7 @@ def along(policy, batch, correction, tmp_path):
     length = math.sqrt(sum(float(g.square().sum()) for g in exact.values()))
     actor = worker(policy[0])
     before = {name: tensor.clone() for name, tensor in actor.weights(torch.float64)}
-    actor.save_checkpoint(tmp_path)
+    actor.engine.save_checkpoint(tmp_path)
     settings = build(
         AlgorithmConfig,
         {
@@ -150,7 +150,7 @@ def along(policy, batch, correction, tmp_path):
         actor.train_batch(algorithm.weigh(select(batch, rows.tolist())), algorithm.policy_objective())
         after = dict(actor.weights(torch.float64))
         found.append(sum(float(((after[n] - before[n]) * exact[n]).sum()) for n in exact) / length)
-        actor.load_checkpoint(tmp_path)
+        actor.engine.load_checkpoint(tmp_path)
     return torch.tensor(found), length, algorithm.measure(batch)
 
 

@@ -12,7 +12,7 @@ from hone.models.parts.boxes import Boxed, from_text, nothing, to_text, whole
 from hone.models.parts.views import Viewed
 from hone.models.settings import ModelConfig
 from hone.weights.transports.rank_sender import cut
-from hone.workers.train import TrainSpec, TrainWorker
+from hone.workers.train import TrainSpec, TrainWorker, WeightRequest
 from tests.families.families import FAMILIES, save
 from tests.ranks import run_ranks
 
@@ -74,7 +74,7 @@ def gathered(folder, parallel, dtype, in_files, layout, idle):
     ]
     result = {"whole": whole_bytes, "same": True, "names": True, "bytes": 0, "wrong": []}
     for _ in range(2):  # the second time, everything is known
-        found, result["bytes"] = measured(worker._needed(tuple(texts), "weights", arguments))
+        found, result["bytes"] = measured(worker._needed(tuple(texts), WeightRequest("merged", *arguments)))
         result["names"] &= [name for name, _ in found] == list(everything)
         result["held"] = sum(one.part.nbytes for _, one in found if isinstance(one, Viewed))
         if texts[rank] is None:

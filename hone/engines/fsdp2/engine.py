@@ -32,7 +32,7 @@ from hone.models.fused_norm import fuse_norms
 from hone.models.loading import DTYPES, ClassOf, load_language_model, load_value_model
 from hone.models.transformers_patches import ShardFn
 from hone.platforms.base import current_platform
-from hone.types import Batch, ModelOutput
+from hone.types import Batch, ModelOutput, Need
 
 
 class Fsdp2Engine(OffloadingEngine):
@@ -178,7 +178,7 @@ class Fsdp2Engine(OffloadingEngine):
 
     # ------------------------------------------------------------------------------------------------------ placement
 
-    def _infer(self, batch: Batch, cut: list[list[int]], needs: frozenset[str]) -> list[ModelOutput]:
+    def _infer(self, batch: Batch, cut: list[list[int]], needs: frozenset[Need]) -> list[ModelOutput]:
         outputs = super()._infer(batch, cut, needs)
         if self.mesh is not None:
             self.model.reshard()  # type: ignore[operator]
@@ -209,7 +209,7 @@ class Fsdp2Engine(OffloadingEngine):
 def _offloading(forward: Forward) -> Forward:
     """`forward`, which keeps what its backward needs in CPU memory."""
 
-    def run(batch: Batch, needs: frozenset[str]) -> ModelOutput:
+    def run(batch: Batch, needs: frozenset[Need]) -> ModelOutput:
         with kept_in_cpu_memory():
             return forward(batch, needs)
 

@@ -27,7 +27,7 @@ from hone.models.attention.sequence_parallel import SequenceRanks, shared_by
 from hone.models.errors import ModelError
 from hone.models.four_bit import seen_as_plain, still_empty
 from hone.models.precision import wide_weights
-from hone.types import Batch, ModelOutput
+from hone.types import Batch, ModelOutput, Need
 
 if TYPE_CHECKING:
     from hone.engines.lora.peft_layers import AdapterLayers
@@ -216,7 +216,7 @@ def inside(model: Any, run: Callable[[], R]) -> R:
 def sharded_forward(model: nn.Module, forward: Forward, sequence: SequenceRanks | None = None) -> Forward:
     """Wrap `forward` to run `inside` a sharded model; the ranks of `sequence` share each micro-batch."""
 
-    def run(batch: Batch, needs: frozenset[str]) -> ModelOutput:
+    def run(batch: Batch, needs: frozenset[Need]) -> ModelOutput:
         def plain() -> dict[str, Any]:
             with shared_by(sequence):
                 output = forward(batch, needs)

@@ -14,15 +14,15 @@ from hone.algorithms.distillation.losses import TEACHER_INDEX, TEACHER_LOGPROBS,
 from hone.data.packing import restore, select
 from hone.registry import unknown
 from hone.trainers.run.recorder import Recorder
-from hone.types import Batch, ModelOutput, Prompt, TrajectoryGroup
+from hone.types import Batch, ModelOutput, Need, Prompt, TopK, TrajectoryGroup
 from hone.workers.train import TrainHandle
 
 
 class Teacher(Protocol):
     """A training engine that only infers (`TrainHandle`), or a rollout engine that scores."""
 
-    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
-        """`logprobs` [T] of the tokens with a loss; for "top_k:K" also `extras["top_k_ids"]`, `["top_k_logprobs"]`."""
+    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput:
+        """`logprobs` [T] of the tokens with a loss; for `TopK` also `extras["top_k_ids"]`, `["top_k_logprobs"]`."""
 
 
 class TeacherChoice:
@@ -69,7 +69,7 @@ class Teachers:
         self._distillation = distillation
         self._recorder = recorder
         top_k = distillation.top_k
-        self._needs: frozenset[str] = frozenset({f"top_k:{top_k}"} if top_k else ())
+        self._needs: frozenset[Need] = frozenset({TopK(top_k)} if top_k else ())
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with `TEACHER_LOGPROBS`, what top-k losses read, and with `in_reward` the token rewards."""

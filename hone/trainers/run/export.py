@@ -98,11 +98,11 @@ def export_checkpoint(
             raise ConfigError(f"--classifier: the run in {folder} cannot become one: {error}") from error
     worker = TrainWorker(TrainSpec(model, config.actor.alone(), model_type, total_steps=config.run.steps or 1))
     worker.initialize()
-    worker.load_checkpoint(checkpoint.part("actor"))
+    worker.engine.load_checkpoint(checkpoint.part("actor"))
     if config.actor.lora is None or merge or classifier:
-        worker.export_hf(output)
+        worker.engine.export_hf(output)
     else:
-        worker.export_adapter(output)
+        worker.engine.export_adapter(output)
     tokenizer = load_tokenizer(model)
     renderer = make_renderer(config.data, tokenizer, load_image_processor(model))
     write_rendering(output, config, config.data, renderer)

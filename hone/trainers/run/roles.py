@@ -17,7 +17,7 @@ from hone.platforms.host_memory import keep_freed
 from hone.runtime import RUNTIMES, ranks
 from hone.runtime.settings import RuntimeConfig
 from hone.trainers.run.recorder import Recorder
-from hone.types import Batch, ModelOutput
+from hone.types import Batch, ModelOutput, Need
 from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 
 POLICY = "actor"  # the role that is trained on what it samples
@@ -73,7 +73,7 @@ def place_role(role: str, spec: TrainSpec, runtime: RuntimeConfig, recorder: Rec
 class FrozenModel(Protocol):
     """A language model that is never trained; `TrainHandle` satisfies this."""
 
-    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput: ...
+    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput: ...
 
 
 class WithoutAdapter:
@@ -82,7 +82,7 @@ class WithoutAdapter:
     def __init__(self, policy: TrainHandle) -> None:
         self._policy = policy
 
-    def infer_batch(self, batch: Batch, needs: frozenset[str] = frozenset()) -> ModelOutput:
+    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput:
         return self._policy.infer_batch(batch, needs, adapter=False)
 
 

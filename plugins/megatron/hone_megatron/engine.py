@@ -31,7 +31,7 @@ from hone.models.loading import DTYPES
 from hone.models.routing import ROUTES
 from hone.models.value_head import values_of
 from hone.platforms.base import compute_dtype, current_platform
-from hone.types import Batch, ModelOutput
+from hone.types import Batch, ModelOutput, Need
 from hone_megatron.adapters import AdaptedModel, require_lora
 from hone_megatron.cpu_patches import patch_for_cpu
 from hone_megatron.families import ModelShape, model_shape
@@ -155,7 +155,7 @@ class MegatronEngine(OffloadingEngine):
 
     # ------------------------------------------------------------------------------------------------------ computing
 
-    def _forward(self, batch: Batch, needs: frozenset[str]) -> ModelOutput:
+    def _forward(self, batch: Batch, needs: frozenset[Need]) -> ModelOutput:
         row = self._rows.lay(batch)
         return self._output(*self._routed.run(0, row, batch, needs), row, batch, needs)
 
@@ -178,7 +178,7 @@ class MegatronEngine(OffloadingEngine):
         step.add(self._routed.stage_sums(self.device))
 
     @torch.no_grad()
-    def _infer(self, batch: Batch, cut: list[list[int]], needs: frozenset[str]) -> list[ModelOutput]:
+    def _infer(self, batch: Batch, cut: list[list[int]], needs: frozenset[Need]) -> list[ModelOutput]:
         if self._pipeline is None:
             return super()._infer(batch, cut, needs)
 
@@ -203,7 +203,7 @@ class MegatronEngine(OffloadingEngine):
         return [*parts, *[idle] * (count - len(cut))], idle
 
     def _output(
-        self, hidden: Tensor, extras: dict[str, Tensor], row: Row, batch: Batch, needs: frozenset[str]
+        self, hidden: Tensor, extras: dict[str, Tensor], row: Row, batch: Batch, needs: frozenset[Need]
     ) -> ModelOutput:
         """From the last hidden states [T, 1, H] of this rank to the outputs of the micro-batch, on every rank."""
         is_value_model = self.model_type == "value_model"

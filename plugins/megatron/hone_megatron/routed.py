@@ -20,7 +20,7 @@ from torch import Tensor
 from hone.engines.moe import Experts, require_unused
 from hone.engines.settings import MoeConfig
 from hone.models.routing import ROUTES, Routers
-from hone.types import Batch, ModelOutput
+from hone.types import Batch, ModelOutput, Need
 from hone_megatron.families import ModelShape
 from hone_megatron.mesh import MegatronRanks
 from hone_megatron.model import Model
@@ -48,7 +48,7 @@ class RoutedParts:
             return None
         return Experts(Routers(shape.mixtures, shape.num_moe_experts, shape.moe_router_topk), moe)
 
-    def run(self, number: int, row: Row, batch: Batch, needs: frozenset[str]) -> Outputs:
+    def run(self, number: int, row: Row, batch: Batch, needs: frozenset[Need]) -> Outputs:
         """Run a part on what the schedule has given it."""
         part, routers = self._parts[number], self._routers[number]
         if routers is None or self.experts is None:
@@ -57,7 +57,7 @@ class RoutedParts:
             hidden = part(row.token_ids, row.angles, row.packed)
         return hidden, self.experts.outputs(batch, row.layout, routing, needs)
 
-    def run_stage(self, number: int, row: Row, batch: Batch, needs: frozenset[str]) -> Outputs:
+    def run_stage(self, number: int, row: Row, batch: Batch, needs: frozenset[Need]) -> Outputs:
         """`run` in a pipeline: routes are kept for `joined`, and losses of all but the last part are attached."""
         hidden, extras = self.run(number, row, batch, needs)
         if ROUTES in extras:

@@ -21,7 +21,7 @@ from hone.models.attention.packed import packed
 from hone.models.loading import DTYPES
 from hone.models.value_head import values_of
 from hone.platforms.base import compute_dtype, current_platform
-from hone.types import Batch, ModelOutput
+from hone.types import Batch, ModelOutput, Need
 from hone_torchtitan.cpu_patches import patch_for_cpu
 from hone_torchtitan.families import decoder_config
 from hone_torchtitan.mesh import TitanRanks, open_mesh
@@ -84,7 +84,7 @@ class TitanEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------------ computing
 
-    def _forward(self, batch: Batch, needs: frozenset[str]) -> ModelOutput:
+    def _forward(self, batch: Batch, needs: frozenset[Need]) -> ModelOutput:
         layout, rows = lay_out(batch), trained_rows(batch)
         where = layout.where[rows - 1]
 
@@ -100,7 +100,7 @@ class TitanEngine(Engine):
         with packed(layout.packing), self._decoder.lm_head.calling(use):
             return ModelOutput(**self._decoder(layout.token_ids[None], layout.position_ids[None]))
 
-    def _output(self, found: States, weight: Tensor, batch: Batch, needs: frozenset[str]) -> ModelOutput:
+    def _output(self, found: States, weight: Tensor, batch: Batch, needs: frozenset[Need]) -> ModelOutput:
         """From hidden states and this rank's rows of the head to the outputs of the micro-batch, on every rank."""
         if self._is_value_model:
             return value_output(found, values_of(weight, found.hidden), batch)
@@ -108,7 +108,7 @@ class TitanEngine(Engine):
         head = Head(weight, dtype=self._head_dtype, vocabulary=self.ranks.vocabulary.vocabulary(config.vocab_size))
         return self._score(found, head, batch, needs)
 
-    def _infer(self, batch: Batch, cut: list[list[int]], needs: frozenset[str]) -> list[ModelOutput]:
+    def _infer(self, batch: Batch, cut: list[list[int]], needs: frozenset[Need]) -> list[ModelOutput]:
         outputs = super()._infer(batch, cut, needs)
         for module in sharded_modules(self._decoder):
             module.reshard()

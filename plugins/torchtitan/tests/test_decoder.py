@@ -14,6 +14,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from hone.data.packing import select
 from hone.models.errors import ModelError
 from hone.models.loading import without_progress_bars
+from hone.types import TopK
 from hone_torchtitan.modules import PackedAttention
 from hone_torchtitan.names import MODULES, transformers_name
 from tests.engines.contract.cases import Mesh, make_batch, make_engine, own_part, scores, train, weights
@@ -30,7 +31,7 @@ SIZES = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 8}
 ALONE = Mesh("fsdp2", 1)
-EVERYTHING = frozenset({"entropy", "sum_pi_squared", "top_k:5", "logprobs_at", "states", "full_kl"})
+EVERYTHING = frozenset({"entropy", "sum_pi_squared", TopK(5), "logprobs_at", "states", "full_kl"})
 
 
 def save(folder, config):
