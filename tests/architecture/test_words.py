@@ -160,7 +160,7 @@ WAITS_ALLOWED = {  # "file: call" -> who ends it
     "hone/processes/request_loop.py: self._inbox.get()": "the process ends with hone, which closes the socket",
     "hone/sandboxes/base.py: free.acquire()": "asyncio; within the deadline of a seat",
     "hone/rollout/router.py: seat.result()": "the seat is given",
-    "hone/workers/teacher.py: task.result()": "the task is done",
+    "hone/workers/scoring.py: task.result()": "the task is done",
     "hone/weights/transports/channel.py: self._changed.wait()": "asyncio; within the deadline of the sync",
     "hone/weights/transports/channel.py: self._reader.result()": "the task is done",
     "hone/weights/transports/channel.py: self._socket.recv_multipart()": "ended by close; else after a poll",

@@ -57,7 +57,7 @@ def test_the_score_is_that_of_transformers(tmp_path):
     config = RewardModelConfig(path=str(tmp_path), compute_dtype="float32")
     worker = TrainWorker(reward_model_spec(config))
     worker.initialize()
-    ask = AnswerScorer(config, POLICY, worker.infer_batch)
+    ask = AnswerScorer(config, POLICY, worker)
     found = [one.value for one in ask([answer("c"), answer("dad")])]
     tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path)))
     for said, score in zip(("c", "dad"), found, strict=True):
@@ -79,7 +79,7 @@ def test_it_reads_the_tools_of_the_prompt(tmp_path):
     worker = TrainWorker(reward_model_spec(config))
     worker.initialize()
     tools = ({"name": "dad"},)
-    without, found = AnswerScorer(config, POLICY, worker.infer_batch)([answer("c"), replace(answer("c"), tools=tools)])
+    without, found = AnswerScorer(config, POLICY, worker)([answer("c"), replace(answer("c"), tools=tools)])
     whole = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
     ids = tokenizer.apply_chat_template(whole, tools=[*tools], return_tensors="pt", return_dict=True)["input_ids"]
     with torch.no_grad():
@@ -124,7 +124,7 @@ def asked(folder):
         ids = tuple(tokenizer(said)["input_ids"])
         prompt = (1, 5, *tokenizer("dbca")["input_ids"], 6)
         answers.append(Answer((*prompt, *ids, 2), len(prompt), ({"role": "user", "content": "dbca"},), said, 1))
-    scorer = AnswerScorer(config, vocabulary_digest(tokenizer), worker.infer_batch)
+    scorer = AnswerScorer(config, vocabulary_digest(tokenizer), worker)
     return [one.value for one in scorer(answers)]
 
 

@@ -67,7 +67,7 @@ def scorer(folder, vocabulary=POLICY, **more):
     config = settings(folder, **more)
     worker = TrainWorker(reward_model_spec(config))
     worker.initialize()
-    return AnswerScorer(config, vocabulary, worker.infer_batch)
+    return AnswerScorer(config, vocabulary, worker)
 
 
 def said(*ids, text=""):

@@ -17,8 +17,8 @@ from hone.algorithms.distillation.losses import Distillation
 from hone.config import ConfigError
 from hone.models.routing import ROUTES
 from hone.trainers.policy.settings import PolicyRunConfig
-from hone.trainers.run.roles import FrozenModel
 from hone.types import Batch
+from hone.workers.scoring import ScoringModel
 from hone.workers.train import TrainHandle
 
 
@@ -111,7 +111,7 @@ class ReferenceLogprobs:
 
     learner: TrainHandle | None = None
 
-    def __init__(self, reference: FrozenModel, needs: frozenset[str]) -> None:
+    def __init__(self, reference: ScoringModel, needs: frozenset[str]) -> None:
         """`needs`: {"states"} for the hidden states."""
         self._reference = reference
         self._needs = needs

@@ -37,20 +37,18 @@ from hone.trainers.policy.process_reward import ProcessRewards
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.policy.streaming import RolloutLogWithoutGap, StreamingSupply, StreamingTrainer, edges_of
 from hone.trainers.policy.supply import CheckFn, PromptSupply
-from hone.trainers.policy.teacher_placement import TeacherPlacement
-from hone.trainers.policy.teachers import TeacherChoice, Teachers
+from hone.trainers.policy.teachers import TeacherChoice, TeacherPlacement, Teachers
 from hone.trainers.policy.trainer import PolicyParts, PolicyTrainer
 from hone.trainers.run.context import RunContext
 from hone.trainers.run.following import Following
 from hone.trainers.run.roles import (
-    FrozenModel,
-    WithoutAdapter,
     frozen_engine,
     is_its_own_reference,
     place_role,
     require_same_vocabulary,
 )
 from hone.trainers.run.settings import FollowConfig
+from hone.workers.scoring import ScoringModel, WithoutAdapter
 from hone.workers.train import TrainHandle, TrainSpec
 
 
@@ -183,7 +181,7 @@ class PolicyAssembly:
     def _other_reference(self) -> ModelConfig | None:
         return None if self._config.reference is None else self._config.reference.model
 
-    def _reference_role(self) -> FrozenModel:
+    def _reference_role(self) -> ScoringModel:
         """The policy before training, or another model; it computes with the actor's engine."""
         other, engine = self._other_reference, self._config.actor
         if other is not None:

@@ -1,28 +1,33 @@
 """Teachers: models that say how likely they find the tokens that the policy sampled.
 
 prompts --TeacherChoice--> number of the teacher of each sequence --Teachers--> batch with teacher log-probs
+run file --TeacherPlacement--> each in a training engine that only infers, or in a rollout engine that scores
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hone.algorithms.distillation.losses import TEACHER_INDEX, TEACHER_LOGPROBS, TOP_K_LOGPROBS, Distillation
+from hone.config import ConfigError
 from hone.data.packing import restore, select
+from hone.platforms.base import compute_dtype, current_platform
 from hone.registry import unknown
+from hone.rollout.settings import RolloutConfig
+from hone.trainers.policy.generation import Generation
+from hone.trainers.policy.settings import PolicyRunConfig, TeacherConfig
+from hone.trainers.run.context import RunContext
 from hone.trainers.run.recorder import Recorder
-from hone.types import Batch, ModelOutput, Need, Prompt, TopK, TrajectoryGroup
-from hone.workers.train import TrainHandle
+from hone.trainers.run.roles import frozen_engine, place_role, require_same_vocabulary
+from hone.types import Batch, Need, Prompt, TopK, TrajectoryGroup
+from hone.workers.rollout import RolloutSpec
+from hone.workers.scoring import BuiltinScorer, ScoringModel, ServerScorer
+from hone.workers.train import TrainHandle, TrainSpec
 
-
-class Teacher(Protocol):
-    """A training engine that only infers (`TrainHandle`), or a rollout engine that scores."""
-
-    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput:
-        """`logprobs` [T] of the tokens with a loss; for `TopK` also `extras["top_k_ids"]`, `["top_k_logprobs"]`."""
+TEACHERS = "teachers"  # folder of a run folder, for the logs of their servers
 
 
 class TeacherChoice:
@@ -64,7 +69,7 @@ class Teachers:
 
     learner: TrainHandle | None = None
 
-    def __init__(self, teachers: Sequence[Teacher], distillation: Distillation, recorder: Recorder) -> None:
+    def __init__(self, teachers: Sequence[ScoringModel], distillation: Distillation, recorder: Recorder) -> None:
         self._teachers = list(teachers)
         self._distillation = distillation
         self._recorder = recorder
@@ -88,3 +93,61 @@ class Teachers:
             batch = TOP_K_LOGPROBS.on(batch, joined([view.extras["top_k_logprobs"] for view in views]))
         self._recorder.record(self._distillation.measure(batch))
         return self._distillation.before_advantages(batch)
+
+
+class TeacherPlacement:
+    """Loads one teacher after the other."""
+
+    def __init__(self, config: PolicyRunConfig, tokenizer: Any, context: RunContext, generation: Generation) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._context = context
+        self._generation = generation
+        self._temperature = config.rollout.sampling.temperature or 1.0
+
+    def place(self, name: str, config: TeacherConfig) -> ScoringModel:
+        """One teacher. Raises ConfigError if its vocabulary is not the policy's, or its engine cannot do the loss."""
+        require_same_vocabulary(f"distillation.teachers.{name}", config.model, self._tokenizer)
+        if config.served_by == "rollout":
+            return self._generation.once(f"teacher {name}", lambda: self._scorer(name, config))
+        engine = config.engine or frozen_engine(self._config.actor)
+        spec = TrainSpec(config.model, engine, temperature=self._temperature)
+        return place_role(f"teacher_{name}", spec, self._config.runtime, self._context.recorder)
+
+    def _scorer(self, name: str, config: TeacherConfig) -> ScoringModel:
+        """A rollout engine with the teacher's weights.
+
+        Raises ConfigError for a loss or a temperature that the engine does not support.
+        """
+        key = f"distillation.teachers.{name}"
+        compute = compute_dtype((config.engine or self._config.actor).compute_dtype, current_platform())
+        settings = config.rollout or RolloutConfig(builtin=self._config.rollout.builtin)
+        if settings.backend == "builtin":
+            distillation = self._config.distillation
+            if distillation is not None and not distillation.loss.sampled:
+                raise ConfigError(
+                    f"{key}.served_by: the built-in rollout engine scores sampled tokens; loss "
+                    f"{distillation.loss.name} needs engine, or a server (rollout.backend)"
+                )
+            return BuiltinScorer(config.model, settings.builtin, compute, self._temperature)
+        if self._temperature != 1:
+            raise ConfigError(
+                f"{key}.rollout.backend: {settings.backend} says how likely it finds tokens at temperature 1, and "
+                f"rollout.sampling.temperature is {self._temperature:g}; take served_by: engine, or temperature 1"
+            )
+        spec = RolloutSpec(
+            settings=settings,
+            weights=self._config.weights,
+            model=config.model,
+            compute_dtype=compute,
+            tokenizer=self._tokenizer,
+            folder=self._context.folder / TEACHERS / name,
+            runtime=self._config.runtime,
+            role=f"teacher_{name}",
+        )
+        try:
+            scorer = ServerScorer(spec, self._generation.loop.run)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.rollout: {error}") from error
+        self._generation.later(scorer.start, scorer.close)
+        return scorer

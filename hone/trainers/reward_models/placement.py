@@ -39,7 +39,7 @@ def place_reward_models(
                 )
             else:
                 handle = place_role(f"reward model {name}", reward_model_spec(part.model))
-                colocated[name] = AnswerScorer(part.model, vocabulary, handle.infer_batch)
+                colocated[name] = AnswerScorer(part.model, vocabulary, handle)
         except (ConfigError, ModelError) as error:
             raise ConfigError(f"reward.components.{name}.model: {error}") from error
     return RewardModels(served, colocated)

@@ -42,7 +42,7 @@ def _load(spec: Mapping[str, Any]) -> AnswerScorer:
     config = RewardModelConfig(**spec["model"])
     worker = TrainWorker(reward_model_spec(config))
     worker.initialize()
-    return AnswerScorer(config, spec["vocabulary"], worker.infer_batch)
+    return AnswerScorer(config, spec["vocabulary"], worker)
 
 
 def _serve(scorer: AnswerScorer, batch: Mapping[str, Any]) -> list[dict[str, Any]]:

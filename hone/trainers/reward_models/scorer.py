@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hone.config import ConfigError
 from hone.data.chat_template import RenderingError
@@ -28,10 +28,10 @@ from hone.rewards.model import Answer
 from hone.rewards.pool import Outcome
 from hone.rewards.settings import RewardModelConfig
 from hone.trainers.run.exported_rendering import read_rendering
-from hone.types import Batch, Message, ModelOutput
+from hone.types import Message
+from hone.workers.scoring import ScoringModel
 from hone.workers.train import TrainSpec
 
-InferFn = Callable[[Batch], ModelOutput]
 FOLLOWS = 0  # a token after the last one, so that its state has a value: which one makes no difference
 
 
@@ -55,7 +55,7 @@ def reward_model_spec(config: RewardModelConfig) -> TrainSpec:
 class AnswerScorer:
     """Scores the answers of a policy with one loaded reward model."""
 
-    def __init__(self, config: RewardModelConfig, vocabulary: str, infer: InferFn) -> None:
+    def __init__(self, config: RewardModelConfig, vocabulary: str, scoring: ScoringModel) -> None:
         """`vocabulary` is the digest of the policy's. Raises ModelError for a folder without a usable tokenizer, and
         ConfigError for a rendering.json that cannot be read.
         """
@@ -67,7 +67,7 @@ class AnswerScorer:
         if self._reads_all and config.aggregation is not None:
             raise ConfigError(f"aggregation is for process reward models, and {config.path} scores whole conversations")
         self._same_tokens = vocabulary_digest(tokenizer) == vocabulary and not self._reads_all
-        self._infer = infer
+        self._scoring = scoring
         self._aggregation = config.aggregation
         self._separator = config.step_separator if config.aggregation is not None else ""
         positions = check_model_source(model).get("max_position_embeddings")
@@ -135,7 +135,7 @@ class AnswerScorer:
         if not samples:
             return []
         batch = pack_samples(samples)
-        values = self._infer(batch).values
+        values = self._scoring.infer_batch(batch).values
         assert values is not None  # it is a value model
         marked = iter(values[batch.loss_mask].tolist())
         return [self._outcome(list(itertools.islice(marked, sum(sample.loss_mask)))) for sample in samples]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,7 +17,6 @@ from hone.platforms.host_memory import keep_freed
 from hone.runtime import RUNTIMES, ranks
 from hone.runtime.settings import RuntimeConfig
 from hone.trainers.run.recorder import Recorder
-from hone.types import Batch, ModelOutput, Need
 from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 
 POLICY = "actor"  # the role that is trained on what it samples
@@ -68,22 +67,6 @@ def place_role(role: str, spec: TrainSpec, runtime: RuntimeConfig, recorder: Rec
     handle = TrainHandle(group, recorder.record, spec.replays_routes)
     handle.initialize()
     return handle
-
-
-class FrozenModel(Protocol):
-    """A language model that is never trained; `TrainHandle` satisfies this."""
-
-    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput: ...
-
-
-class WithoutAdapter:
-    """A LoRA policy before training: its frozen weights, so that no second model is loaded."""
-
-    def __init__(self, policy: TrainHandle) -> None:
-        self._policy = policy
-
-    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput:
-        return self._policy.infer_batch(batch, needs, adapter=False)
 
 
 def is_its_own_reference(policy: EngineConfig) -> bool:

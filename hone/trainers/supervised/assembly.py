@@ -25,8 +25,6 @@ from hone.platforms.base import compute_dtype, current_platform
 from hone.trainers.run.context import RunContext
 from hone.trainers.run.following import Following, check_follow
 from hone.trainers.run.roles import (
-    FrozenModel,
-    WithoutAdapter,
     frozen_engine,
     is_its_own_reference,
     place_role,
@@ -48,6 +46,7 @@ from hone.trainers.supervised.settings import (
     SupervisedRunConfig,
 )
 from hone.trainers.supervised.trainer import SftTask, SupervisedParts, SupervisedTrainer, Task
+from hone.workers.scoring import ScoringModel, WithoutAdapter
 from hone.workers.train import TrainHandle, TrainSpec
 
 T = TypeVar("T")
@@ -82,7 +81,7 @@ class SupervisedAssembly:
         spec = TrainSpec(self._model, config.actor, model_type, total_steps=config.run.total_steps)
         return place_role("actor", spec, config.runtime, self._context.recorder)
 
-    def reference(self, other: ModelConfig | None, policy: TrainHandle) -> FrozenModel:
+    def reference(self, other: ModelConfig | None, policy: TrainHandle) -> ScoringModel:
         """The policy before training, or another model. It is never trained and uses the policy's engine settings."""
         if other is None and is_its_own_reference(self._config.actor):
             return WithoutAdapter(policy)
@@ -199,7 +198,7 @@ def _reference(
     dtype = compute_dtype(config.actor.compute_dtype, current_platform())
     identity = json.dumps([start if other is None else plain(other), dtype], sort_keys=True)
 
-    def load() -> FrozenModel:
+    def load() -> ScoringModel:
         context.tracking.message(f"computing the reference's log-probs, once: {FILE} in the run folder keeps them")
         return parts.reference(other, policy)
 

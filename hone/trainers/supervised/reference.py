@@ -28,8 +28,8 @@ from hone.algorithms.segments import on_last_loss_token, sequence_sum
 from hone.data.packed_images import image_names
 from hone.runtime import ranks
 from hone.runtime.watchdog import progress
-from hone.trainers.run.roles import FrozenModel
 from hone.types import Batch, BatchImages
+from hone.workers.scoring import ScoringModel
 
 FILE = "reference.safetensors"
 WRITE_S = 300.0  # between two writes of the file while it grows: a killed run continues from there
@@ -48,7 +48,7 @@ class Reference(Protocol):
 class LiveReference:
     """Runs the reference model on every batch."""
 
-    def __init__(self, model: FrozenModel) -> None:
+    def __init__(self, model: ScoringModel) -> None:
         self._model = model
 
     def logprobs(self, batch: Batch) -> Tensor:
@@ -65,7 +65,7 @@ class StoredReference:
     was stopped and continued reads exactly the numbers of an uninterrupted run.
     """
 
-    def __init__(self, path: Path, identity: str, load: Callable[[], FrozenModel]) -> None:
+    def __init__(self, path: Path, identity: str, load: Callable[[], ScoringModel]) -> None:
         """`load` loads the model; it is called only if something is missing. `identity` describes the model.
 
         A file with another identity is computed again.
@@ -74,7 +74,7 @@ class StoredReference:
         self._identity = identity
         self._load = load
         self._sums, self._steps = _read(path, identity)
-        self._model: FrozenModel | None = None
+        self._model: ScoringModel | None = None
         self._written = time.monotonic()
 
     def prepare(self, batches: Iterable[Batch], steps: int) -> None:

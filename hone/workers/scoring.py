@@ -1,7 +1,9 @@
-"""Teachers without a training engine: log-probs of given tokens from a rollout engine.
+"""Another model that scores a batch: a teacher, a reference, a reward model. One role, `ScoringModel`, in three places.
 
-EngineScorer   the built-in engine, in this process, at the run's temperature
-ServerScorer   vLLM, SGLang, a plug-in's: servers that read the teacher's weights from its folder, at temperature 1
+engine    a training engine that only infers: `TrainHandle`, or for the reference of a LoRA policy `WithoutAdapter`
+server    a rollout engine: `BuiltinScorer` in this process, at the run's temperature; `ServerScorer` on servers
+          (vLLM, SGLang, a plug-in's) that read the weights from the model's folder, at temperature 1
+process   a process of its own with a training engine (`hone.trainers.reward_models.process`)
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import asyncio
 import itertools
 import secrets
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,10 +28,28 @@ from hone.rollout.settings import BuiltinSettings
 from hone.types import Batch, ModelOutput, Need, Scored, TopK
 from hone.workers.publication import RunFn
 from hone.workers.rollout import RolloutSpec, server_specs, start_all
+from hone.workers.train import TrainHandle
 
 
-class EngineScorer:
-    """Teacher in a rollout engine of this process: weights in the compute dtype, without optimizer."""
+class ScoringModel(Protocol):
+    """A model that says of the tokens of a batch how likely it finds them, or what they are worth."""
+
+    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput:
+        """`logprobs` [T] of the tokens with a loss, or `values` [T]; in `extras` the outputs in `needs`."""
+
+
+class WithoutAdapter:
+    """A LoRA policy before training: its frozen weights, so that no second model is loaded."""
+
+    def __init__(self, policy: TrainHandle) -> None:
+        self._policy = policy
+
+    def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput:
+        return self._policy.infer_batch(batch, needs, adapter=False)
+
+
+class BuiltinScorer:
+    """A model in a rollout engine of this process: weights in the compute dtype, without optimizer."""
 
     def __init__(self, model: ModelConfig, settings: BuiltinSettings, compute_dtype: str, temperature: float) -> None:
         weights = load_language_model(model)
@@ -50,7 +70,7 @@ class EngineScorer:
 
 
 class ServerScorer:
-    """Teacher on servers behind a router; servers that die are restarted."""
+    """A model on servers behind a router; servers that die are restarted."""
 
     def __init__(self, spec: RolloutSpec, run: RunFn) -> None:
         """Raises ConfigError for an engine that cannot score."""
