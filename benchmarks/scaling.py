@@ -50,13 +50,15 @@ from hone.runtime import ray as ray_runtime
 from hone.runtime.batch_plan import plan, to_array
 from hone.runtime.settings import RuntimeConfig
 from hone.runtime.split import merge_tensors, split_batch
+from hone.schedule.window import PromptLedger
 from hone.tracking.metrics import Timer
 from hone.trainers.policy.annotators import Annotator, OldLogprobs, ReferenceLogprobs, Values
 from hone.trainers.policy.collection import RolloutLog
 from hone.trainers.policy.settings import PolicyRunConfig
-from hone.trainers.policy.teachers import TeacherChoice
+from hone.trainers.policy.supply import PromptSupply
 from hone.trainers.policy.trainer import PolicyParts, PolicyTrainer
-from hone.trainers.run.loop import RunContext
+from hone.trainers.run.context import RunContext
+from hone.trainers.run.learners import Trained
 from hone.trainers.run.profiler import Profiler
 from hone.trainers.run.recorder import Recorder
 from hone.types import Batch, Metric, ModelOutput, Prompt, StopReason, Trajectory, TrajectoryGroup
@@ -233,11 +235,10 @@ def make_trainer(name: str, prompts: int, folder: Path, place: Callable[[str, Re
     stream = SimpleNamespace(epoch=0, dropped={}, state_dict=dict)
     stream.take_unless = lambda skips, count: ([group.prompt for group in collector.groups], [])
     rollout = SimpleNamespace(make_room=lambda: None, sync_from=lambda actor, version: {})
-    generation: Any = SimpleNamespace(collector=collector, play=_Play(), rollout=rollout, evaluator=lambda *_: None)
     feed: Any = SimpleNamespace(
         room=lambda wanted, step: wanted,
         admit=lambda *_: None,
-        take=lambda count: collector.groups,
+        take=lambda count, enough: collector.groups,
         commit=lambda *_: None,
         publish=rollout.sync_from,
         ahead=(),
@@ -250,19 +251,20 @@ def make_trainer(name: str, prompts: int, folder: Path, place: Callable[[str, Re
         annotators.append(Values(critic))
     if algorithm.needs_reference:
         annotators.append(ReferenceLogprobs(role("reference"), algorithm.reference_needs))
-    parts = PolicyParts(
-        prompts=stream,  # type: ignore[arg-type]
-        generation=generation,
+    critics = [] if critic is None else [Trained(critic, algorithm.value_objective())]
+    parts: Any = PolicyParts(
+        supply=PromptSupply(stream, feed, algorithm.groups, dict, 0, []),  # type: ignore[arg-type]
         feed=feed,
+        play=_Play(),  # type: ignore[arg-type]
         algorithm=algorithm,
         actor=actor,
-        critic=critic,
+        learners=[*critics, Trained(actor, algorithm.policy_objective())],
         annotators=annotators,
         adjust=[],
-        objective=algorithm.policy_objective(),
-        teacher_choice=TeacherChoice(),
-        following=None,
+        teacher_choice=None,
         rollout_log=RolloutLog(tracking, 0),
+        evaluator=None,  # type: ignore[arg-type]
+        rollout=rollout,  # type: ignore[arg-type]
     )
     trainer = PolicyTrainer(
         config, parts, RunContext(folder, tracking, recorder, Profiler(None, None, config.runtime, folder, tracking))
@@ -272,12 +274,12 @@ def make_trainer(name: str, prompts: int, folder: Path, place: Callable[[str, Re
 
 @dataclass(frozen=True)
 class _Play:
-    """What the trainer changes of a play: nothing is played."""
+    """What the supply reads of a play: nothing is played."""
 
-    greedy: bool = False
+    step: int = 0
 
-    def at(self, step: int) -> None:
-        return None
+    def at(self, step: int) -> _Play:
+        return _Play(step)
 
 
 def measure_driver(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -311,7 +313,7 @@ def _measure_step(
         collector.groups = groups
         for number in range(rounds + 1):
             traffic = shelf.traffic = Traffic()
-            trainer.ledger = type(trainer.ledger)()
+            trainer.supply.ledger = PromptLedger()
             gc.collect()
             wall, process = time.perf_counter(), time.process_time()
             with counted(traffic):

@@ -508,6 +508,7 @@ class Extra:
 
     name: str
     axis: Axis = Axis.TOKEN
+    filled_by: str = ""  # the call that puts it in, for errors
 
     def on(self, batch: Batch, value: torch.Tensor) -> Batch:
         """The batch with this tensor, [T, ...] or [N, ...]."""
@@ -523,7 +524,8 @@ class Extra:
         value = self.of(batch)
         if value is None:
             where = "extras" if self.axis is Axis.TOKEN else "sequence_extras"
-            raise ValueError(f"Batch.{where}[{self.name!r}] is missing, and this algorithm needs it")
+            remedy = f"pass the batch through {self.filled_by} first" if self.filled_by else "this algorithm needs it"
+            raise ValueError(f"Batch.{where}[{self.name!r}] is missing: {remedy}")
         return value
 
 

@@ -31,8 +31,8 @@ from hone.config import build
 from hone.types import Batch, Extra, LossOutput, ModelOutput
 
 # Per-token tensors that `Algorithm` puts into a batch for the objectives.
-SELECTED = Extra("selected")  # tokens that the loss's `selection` picked over the mini-batch
-POSITIVE = Extra("positive_nll")  # factor of -log p on the tokens of rewarded trajectories
+SELECTED = Extra("selected", filled_by="Algorithm.weigh")  # tokens of the mini-batch that the loss's `selection` picked
+POSITIVE = Extra("positive_nll", filled_by="Algorithm.weigh")  # factor of -log p on the tokens of rewarded trajectories
 FULL_KL = "full_kl"  # of ModelOutput.extras: exact KL to the reference
 
 

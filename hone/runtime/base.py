@@ -30,12 +30,6 @@ class WorkerGroup(Protocol):
     def close(self) -> None: ...
 
 
-def method_of(worker: Any, name: str) -> Callable[..., Any]:
-    """A method of a worker, or else of the engine that it hosts. Raises AttributeError."""
-    found: Callable[..., Any] = getattr(worker if hasattr(worker, name) else worker.engine, name)
-    return found
-
-
 class Call(Protocol):
     """A running call of a remote actor."""
 

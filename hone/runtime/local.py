@@ -5,7 +5,7 @@ every rank: call(method, batch) --> its part of the batch --> its worker --> res
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from hone.data.packing import select
 from hone.runtime import ranks
-from hone.runtime.base import PhaseFn, ServerDevices, method_of
+from hone.runtime.base import PhaseFn, ServerDevices
 from hone.runtime.settings import RuntimeConfig
 from hone.runtime.split import encode, merge, split_batch, whole_groups_for
 from hone.runtime.traces import Traced, own_trace, path_of
@@ -40,6 +40,12 @@ class Spread(Protocol):
 
     @property
     def is_output_rank(self) -> bool: ...
+
+
+def method_of(worker: Any, name: str) -> Callable[..., Any]:
+    """A method of a worker, or else of the engine that it hosts. Raises AttributeError."""
+    found: Callable[..., Any] = getattr(worker if hasattr(worker, name) else worker.engine, name)
+    return found
 
 
 class LocalWorkerGroup:

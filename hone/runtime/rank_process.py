@@ -32,8 +32,9 @@ from hone.config import Config, forget_reads, sections
 from hone.platforms.base import current_platform, use_deterministic_kernels
 from hone.processes.garbage import collect_rarely
 from hone.runtime import ranks
-from hone.runtime.base import RankLost, method_of
+from hone.runtime.base import RankLost
 from hone.runtime.batch_plan import STAYING, Arrays, BatchPlan, TensorsPlan, to_array, unpack, unpack_tensors
+from hone.runtime.local import method_of
 from hone.runtime.split import tensors_of
 from hone.runtime.traces import ProcessTrace
 from hone.types import ModelOutput

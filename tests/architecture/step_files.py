@@ -31,10 +31,8 @@ from tests.trainers import tiny
 
 PACKAGE = Path(hone.__file__).parent
 PAGE = PACKAGE.parent / "ARCHITECTURE.md"
-BEGIN, END = (
-    "<!-- the files of a step: python -m tests.architecture.step_files --write -->",
-    "<!-- end of the files -->",
-)
+BEGIN = "<!-- the files of a step: python -m tests.architecture.step_files --write -->"
+END = "<!-- end of the files -->"
 TRACED_STEP = 2  # the first one also imports and sets up what later steps reuse
 CHECKPOINT = ("hone-seal", "hone-checkpoint")  # threads that write the last checkpoint while the next steps run
 CO_OPTIMIZED = 1  # set for functions, not for the bodies of modules and classes

@@ -1,6 +1,7 @@
 """The `hone` command from outside: help, exit codes, one line per error, plug-in warnings, Ctrl-C."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -188,4 +189,4 @@ def test_every_command_exists():
         module, _, function = command.target.partition(":")
         path = Path(__file__).parents[2] / (module.replace(".", "/") + ".py")
         assert path.is_file(), name
-        assert f"def {function}(" in path.read_text()
+        assert re.search(rf"^(def {function}\(|{function} = )", path.read_text(), re.M), name

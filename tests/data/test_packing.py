@@ -147,8 +147,9 @@ def test_every_field_of_a_batch_says_its_axis():
 
 
 def test_a_packed_batch_has_the_declared_dtypes():
-    credited = trajectory(0, spans=(TurnSpan(2, 4, reward=0.5, anchor="room"),))
-    routed = trajectory(1, role="critic", routed_experts=np.zeros((4, 1, 2), np.int16))
+    routes = np.zeros((4, 1, 2), np.int16)
+    credited = trajectory(0, spans=(TurnSpan(2, 4, reward=0.5, anchor="room"),), routed_experts=routes)
+    routed = trajectory(1, role="critic", routed_experts=routes)
     batch = pack([group(credited, routed)])
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for (name, _), _, tensor in packing.columns(batch)}
     assert {"components", "anchors", "role_index", "routed_experts", "rollout_logprobs"} <= dtypes.keys()

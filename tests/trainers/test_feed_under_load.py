@@ -162,6 +162,9 @@ class Rollout:
     def publish(self, actor, version):
         self._loop.start(self.snapshots.send(Copy(version)))
 
+    def make_room(self):
+        """It shares no device with the trainer."""
+
     @contextmanager
     def lending(self):
         yield

@@ -13,7 +13,7 @@ from hone.data.preference_readers import PairMaker
 from hone.data.rendering import Renderer
 from hone.data.stream import ItemStream
 from hone.runtime.base import RankLost
-from hone.trainers.run.following import Following
+from hone.trainers.run.learners import Follower
 from hone.trainers.run.settings import FollowConfig
 from hone.trainers.supervised.settings import PreferenceRunConfig
 from tests.trainers.preference_task import answer_logprob, prefer, written
@@ -135,7 +135,7 @@ class Gone:
 
 def test_a_rank_that_is_lost_during_a_move_is_named():
     with pytest.raises(RankLost, match="gave up in the move of the reference: another rank has ended"):
-        Following(Gone(), FollowConfig(every_steps=1)).move(policy=None)
+        Follower(Gone(), None, FollowConfig(every_steps=1)).end(1)
 
 
 @pytest.mark.parametrize(

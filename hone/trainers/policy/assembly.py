@@ -23,24 +23,24 @@ from hone.schedule.window import Window
 from hone.trainers.policy.annotators import (
     Annotator,
     OldLogprobs,
+    ProcessRewards,
     ReferenceLogprobs,
     Values,
     declared_stages,
     old_logprob_needs,
 )
-from hone.trainers.policy.checks import TokenBudgets, algorithm_of, distillation_of, optimizer_steps
+from hone.trainers.policy.budgets import TokenBudgets
+from hone.trainers.policy.checks import algorithm_of, distillation_of, optimizer_steps
 from hone.trainers.policy.collection import RolloutLog
 from hone.trainers.policy.feed import Feed
 from hone.trainers.policy.generation import Generation
-from hone.trainers.policy.learners import Follower, Learner, Trained
-from hone.trainers.policy.process_reward import ProcessRewards
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.policy.streaming import RolloutLogWithoutGap, StreamingSupply, StreamingTrainer, edges_of
 from hone.trainers.policy.supply import CheckFn, PromptSupply
 from hone.trainers.policy.teachers import TeacherChoice, TeacherPlacement, Teachers
 from hone.trainers.policy.trainer import PolicyParts, PolicyTrainer
 from hone.trainers.run.context import RunContext
-from hone.trainers.run.following import Following
+from hone.trainers.run.learners import Follower, Learner, Trained
 from hone.trainers.run.roles import (
     frozen_engine,
     is_its_own_reference,
@@ -118,8 +118,9 @@ class PolicyAssembly:
         loss = policy if self._distillation is None else self._distillation.objective(policy)
         actor = Trained(self._actor, loss, first=1 + (config.critic.warmup_steps if config.critic else 0))
         critic = [Trained(self._critic, algorithm.value_objective())] if algorithm.needs_values else []
-        following = [] if self._follow is None else [Following(self._own_reference, self._follow)]
-        return [*critic, actor, *(Follower(one, self._actor) for one in following)]
+        follow = self._follow
+        following = [] if follow is None else [Follower(self._own_reference, self._actor, follow)]
+        return [*critic, actor, *following]
 
     def _feed(self) -> Feed:
         config, generation = self._config, self._generation

@@ -23,12 +23,12 @@ from hone.trainers.policy.collection import RolloutLog
 from hone.trainers.policy.evaluation import Evaluator
 from hone.trainers.policy.feed import PART, Feed
 from hone.trainers.policy.health import RunHealth
-from hone.trainers.policy.learners import Learner, Trained
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.policy.supply import PromptSupply, StepGroups
 from hone.trainers.policy.teachers import TeacherChoice
 from hone.trainers.run.checkpoints import Checkpoint, PartWriter
 from hone.trainers.run.context import RunContext
+from hone.trainers.run.learners import Learner, Trained
 from hone.trainers.run.loop import Trainer
 from hone.trainers.run.recorder import NotFinite
 from hone.types import Axis, Batch, merge_metrics

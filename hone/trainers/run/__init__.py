@@ -1,7 +1,7 @@
 """What every run has.
 
 In reading order: `settings`, `context` (folder, trackers, metrics), `roles` (the models of a run on its devices),
-`following` (a reference that follows the policy), `loop` (the training loop), `checkpoints`, `launch` (a run from start
+`learners` (the models that change in a step), `loop` (the training loop), `checkpoints`, `launch` (a run from start
 to end), `folder`, `run_model` (the one model that all parts load), `recorder`, `profiler`, `randomness`, `event_loop`
 (asyncio), `export`, `exported_rendering`.
 """

@@ -23,7 +23,7 @@ from hone.data.stream import ItemStream, MakerOf, SampleMaker, read_all
 from hone.models.settings import ModelConfig
 from hone.platforms.base import compute_dtype, current_platform
 from hone.trainers.run.context import RunContext
-from hone.trainers.run.following import Following, check_follow
+from hone.trainers.run.learners import Follower, check_follow
 from hone.trainers.run.roles import (
     frozen_engine,
     is_its_own_reference,
@@ -87,9 +87,9 @@ class SupervisedAssembly:
             return WithoutAdapter(policy)
         return self._own_reference(other)
 
-    def following(self, settings: FollowConfig | None) -> Following | None:
+    def following(self, settings: FollowConfig | None, policy: TrainHandle) -> Follower | None:
         """A reference that begins as the policy before training and follows it, if the run has one."""
-        return None if settings is None else Following(self._own_reference(None, follows=True), settings)
+        return None if settings is None else Follower(self._own_reference(None, follows=True), policy, settings)
 
     def _own_reference(self, other: ModelConfig | None, follows: bool = False) -> TrainHandle:
         engine = frozen_engine(self._config.actor, keep_adapter=other is None)
@@ -97,7 +97,7 @@ class SupervisedAssembly:
         return place_role("reference", spec, self._config.runtime, self._context.recorder)
 
     def trainer(
-        self, maker: MakerOf[T], task: Task[T], model: TrainHandle, following: Following | None = None
+        self, maker: MakerOf[T], task: Task[T], model: TrainHandle, following: Follower | None = None
     ) -> SupervisedTrainer[T]:
         """The trainer of a task, over the items that `maker` makes of rows."""
         config = self._config
@@ -156,10 +156,10 @@ def assemble_preference(
     count_as_read(loss)  # its values are read in every step
     parts = SupervisedAssembly(config, model, renderer, context)
     policy = parts.model()
-    following = parts.following(config.reference.follow)
+    following = parts.following(config.reference.follow, policy)
     reference: Reference | None = None
     if following is not None:
-        reference = LiveReference(following.reference)
+        reference = LiveReference(following.model)
     elif loss.needs_reference:
         reference = _reference(config, parts, policy, context)
     budget = config.actor.max_tokens_per_microbatch

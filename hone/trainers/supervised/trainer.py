@@ -19,7 +19,7 @@ from hone.config import count_as_read
 from hone.data.packing import Sample, pack_samples
 from hone.trainers.run.checkpoints import Checkpoint, PartWriter
 from hone.trainers.run.context import RunContext
-from hone.trainers.run.following import Following
+from hone.trainers.run.learners import Follower
 from hone.trainers.run.loop import Trainer
 from hone.trainers.run.settings import CheckpointConfig
 from hone.trainers.supervised.budget import RowBudget
@@ -94,7 +94,7 @@ class SupervisedParts(Generic[T]):
     held_out: Mapping[str, Sequence[T]]
     samples_per_step: int
     evaluate_every: int
-    following: Following | None = None
+    following: Follower | None = None
 
 
 class SupervisedTrainer(Trainer, Generic[T]):
@@ -115,8 +115,8 @@ class SupervisedTrainer(Trainer, Generic[T]):
     def step(self, step: int) -> None:
         batch = self.collect()
         self.model.train_batch(batch, self.task.objective)
-        if self.following is not None and self.following.is_due(step):
-            self.following.move(self.model)
+        if self.following is not None:
+            self.following.end(step)
 
     def collect(self) -> Batch:
         """The next items as one packed batch that carries its loss weights."""
@@ -165,7 +165,7 @@ class SupervisedTrainer(Trainer, Generic[T]):
         return -figures[key] if first is not None and key in figures else None
 
     def changing_roles(self) -> list[TrainHandle]:
-        return [self.model] if self.following is None else [self.model, self.following.reference]
+        return [self.model] if self.following is None else [self.model, self.following.model]
 
     def parts(self) -> Mapping[str, PartWriter]:
         return {role.role: role.save_checkpoint for role in self.changing_roles()}
