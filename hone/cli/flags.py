@@ -97,7 +97,7 @@ def run_file(kind: str, flags: Flags, steps: bool = False) -> dict[str, Any]:
         "data": {"train": _training_set(kind, flags)},
     }
     section, _, key = KINDS[kind].per_step.rpartition(".")
-    settings |= {section: {key: PER_STEP}} if section else {key: PER_STEP}
+    (settings.setdefault(section, {}) if section else settings)[key] = PER_STEP
     if flags.teacher:
         settings["distillation"] = {"teachers": {"teacher": {"model": {"path": flags.teacher}}}}
     if flags.reward:

@@ -54,7 +54,7 @@ def training_command(kind: str, without: tuple[str, ...], example: str = "run.st
         write: Path | None = None,
         restart: bool = False,
         replay: Path | None = None,
-        **flags: str,
+        **flags: Any,
     ) -> None:
         recipe, *keys = given or [""]
         loaded = _load(kind, Path(recipe) if recipe else None, keys, Flags(**flags, write=write), replay)

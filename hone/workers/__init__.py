@@ -2,7 +2,7 @@
 
 `train` (hosts a training engine on each rank), `rollout` (starts rollout engines and servers), `publication` (sends the
 trainer's weights to them), `snapshots` (the same while the trainer trains), `probe` (compares log-probs after a sync),
-`teacher` (scores with a rollout engine), `control` (servers that join or leave a running run), `shared_memory` (do
+`scoring` (scores with a rollout engine), `control` (servers that join or leave a running run), `shared_memory` (do
 models and servers fit on one device), `cluster_hosts` (machines of a Ray cluster for servers), `spanning_hosts`
 (several for one server), `placing` (chooses them), `attaching` (servers that were started elsewhere), `inside/` (code
 that runs inside server processes).
