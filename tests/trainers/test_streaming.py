@@ -80,8 +80,8 @@ def gate(folder, waits=()):
     """The environment `gate`; each early mini-batch is noted among the events when it has been trained."""
     train_early = StreamingTrainer.train_early
 
-    def train_and_note(self, step):
-        train_early(self, step)
+    def train_and_note(self, step, groups, unrecorded):
+        train_early(self, step, groups, unrecorded)
         note(folder / "events", f"trained half of step {step}")
 
     with pytest.MonkeyPatch.context() as patch:
