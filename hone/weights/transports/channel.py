@@ -2,7 +2,7 @@
 
     sender (event loop)                                      receiver (one thread, blocking)
       SenderChannel: ROUTER socket                             ReceiverChannel: DEALER socket
-        meet: every rank has proven the token   <-- wire -->     connect: the sender has proven the token
+        meet: every rank has said hello         <-- wire -->     connect: the sender has welcomed it
         send(message) to all that remain         ---------->     receive()
         until(condition) of all that remain      <----------     send(message)
 
@@ -10,7 +10,7 @@ Every wait has the deadline of the sync, and `PATIENCE` of it for a receiver tha
 A receiver that is late, silent, fails, disconnects or is dropped is lost: the channel records the reason and no longer
 waits for it, and the others continue.
 
-ZeroMQ itself refuses whoever does not know the token (`lock`), before it buffers a message: a message may have any
+ZeroMQ itself refuses whoever does not know the token (`wire.lock`), before it buffers a message: a message may have any
 number of parts, so nothing else bounds what a stranger can make the sender hold.
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,29 +25,16 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
-from zmq.utils import z85
 
 from hone.weights import PATIENCE
 from hone.weights.base import Offer, WeightSyncError
-from hone.weights.transports.wire import (
-    LARGEST_MESSAGE,
-    BrokenMessage,
-    Message,
-    Sealed,
-    Secret,
-    decode,
-    encode,
-    expect,
-    new_nonce,
-)
+from hone.weights.transports.wire import LARGEST_MESSAGE, BrokenMessage, Message, decode, encode, expect, lock
 
-MOST_UNPROVEN = 64  # hellos without a proof that are remembered, or two for each rank; then the oldest is forgotten
 HANDSHAKE_MS = 5000  # by then a connection has shown that it knows the token, or is closed
 LARGEST_ANSWER = 1 << 20  # bytes of one part that a receiver sends
 GOODBYE = b"."  # sent on the lifeline before closing it; the outcome is in a message
 HEARTBEAT_MS = 5000
 FAREWELL_MS = 300  # how long the sender tries to deliver its last messages; a live receiver gets them at once
-SIDES = ("sender", "receiver")
 ENDINGS = (  # of a connection, as ZeroMQ reports them
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -65,7 +51,6 @@ class Peer:
         self.replica = replica
         self.rank = rank
         self.identity = b""
-        self.sealed: Sealed | None = None
         self.facts: Mapping[str, Any] = {}  # what it reported about its process
         self.ready = False
         self.taken = -1  # number of the last bucket that it has finished reading
@@ -78,27 +63,13 @@ class Peer:
         return f"{self.replica}/{self.rank}"
 
     @property
+    def met(self) -> bool:
+        """Whether it has connected."""
+        return bool(self.identity)
+
+    @property
     def left(self) -> bool:
         return not self.lost
-
-
-class _UnprovenPeer:
-    """A connection that has not proven the token yet."""
-
-    def __init__(self, peer: Peer, secret: Secret, hello: Mapping[str, Any]) -> None:
-        self.peer = peer
-        self.secret = secret
-        self.hello = hello
-
-
-def lock(socket: Any, token: str, side: str) -> None:
-    """Encrypt a socket with ZeroMQ's CURVE, by keys that only who knows the token can derive."""
-    keys = {one: z85.encode(hmac.digest(token.encode(), f"{one} of weights".encode(), "sha256")) for one in SIDES}
-    socket.curve_secretkey, socket.curve_publickey = keys[side], zmq.curve_public(keys[side])
-    if side == "sender":
-        socket.curve_server = True
-    else:
-        socket.curve_serverkey = zmq.curve_public(keys["sender"])
 
 
 class SenderChannel:
@@ -111,12 +82,10 @@ class SenderChannel:
         self.session = session
         self.version = version
         self.peers = [Peer(replica, rank) for replica, rank in receivers]
-        self._token = token
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self.patience_s = timeout_s * PATIENCE
         self._changed = asyncio.Event()
-        self._unproven: dict[bytes, _UnprovenPeer] = {}
         self._known: dict[bytes, Peer] = {}
         # The process's own context is never terminated: that would wait, without a deadline, for all unsent messages.
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -153,10 +122,10 @@ class SenderChannel:
         return {peer.replica: f"its rank {peer.rank}: {peer.lost}" for peer in self.peers if peer.lost}
 
     async def meet(self) -> None:
-        """Return when every rank has proven the token or is lost."""
+        """Return when every rank has connected or is lost."""
         if self._reader is None:
             self._reader = asyncio.create_task(self._read(), name="weight channel: reader")
-        await self.until(lambda peer: peer.sealed is not None, "come to receive")
+        await self.until(lambda peer: peer.met, "come to receive")
 
     def remaining_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
@@ -188,13 +157,13 @@ class SenderChannel:
     async def send(self, message: Mapping[str, Any], to: Peer | None = None) -> None:
         """Send to one peer, or to all remaining peers that are not done."""
         for peer in [to] if to is not None else [peer for peer in self.left() if not peer.done]:
-            await self._send_sealed(peer, message)
+            await self._send_to(peer, message)
 
-    async def _send_sealed(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        if peer.sealed is None:
+    async def _send_to(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        if not peer.met:
             return
         try:
-            await self._socket.send_multipart([peer.identity, *peer.sealed.seal(message)])
+            await self._socket.send_multipart([peer.identity, encode(message)])
         except zmq.ZMQError as error:
             self.lose(peer, f"it disconnected ({error})")
 
@@ -202,7 +171,7 @@ class SenderChannel:
         """Notify lost peers that may still be alive, and stop listening."""
         for peer in self.peers:
             if peer.lost:
-                await self._send_sealed(peer, {"type": "abort", "reason": peer.lost})
+                await self._send_to(peer, {"type": "abort", "reason": peer.lost})
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -215,12 +184,12 @@ class SenderChannel:
             peer = self._known.get(identity)
             try:
                 if peer is None:
-                    await self._handshake(identity, parts)
-                elif peer.sealed is not None and peer.left:
-                    self._record(peer, peer.sealed.open(parts))
+                    await self._greet(identity, decode(*parts))
+                elif peer.left:
+                    self._record(peer, decode(*parts))
             except BrokenMessage as error:
                 if peer is not None:
-                    self.lose(peer, str(error))  # ignore bad messages of unproven connections
+                    self.lose(peer, str(error))  # ignore bad messages of connections that no rank has
             self._changed.set()
 
     def _record(self, peer: Peer, message: Message) -> None:
@@ -241,50 +210,26 @@ class SenderChannel:
         else:
             raise BrokenMessage(f"it sent an unknown message {kind[:40]!r}")
 
-    async def _handshake(self, identity: bytes, parts: list[bytes]) -> None:
-        if len(parts) != 1:
+    async def _greet(self, identity: bytes, message: Message) -> None:
+        """Answer the first message of a connection."""
+        if message["type"] != "hello":
             return
-        message = decode(parts[0])
-        if message["type"] == "hello":
-            refusal = self._hello(identity, message)
-        elif message["type"] == "proof" and identity in self._unproven:
-            refusal = self._proof(identity, message)
-        else:
-            return
-        if refusal:
-            await self._answer(identity, {"type": "refused", "reason": refusal})
-        elif identity in self._unproven:
-            unproven = self._unproven[identity]
-            proof = {"type": "challenge", "nonce": unproven.hello["answer"], "proof": unproven.secret.proof("sender")}
-            await self._answer(identity, proof)
-
-    async def _answer(self, identity: bytes, message: Mapping[str, Any]) -> None:
+        refusal = self._hello(identity, message)
+        answer = {"type": "refused", "reason": refusal} if refusal else {"type": "welcome"}
         with contextlib.suppress(zmq.ZMQError):  # it disconnected
-            await self._socket.send_multipart([identity, encode(message)])
+            await self._socket.send_multipart([identity, encode(answer)])
 
     def _hello(self, identity: bytes, message: Message) -> str:
-        """Record a new connection; return the reason to refuse it, or an empty string."""
-        expect(message, session=str, replica=str, rank=int, version=int, nonce=str, facts=dict)
+        """Take in a rank; return the reason to refuse it, or an empty string."""
+        expect(message, session=str, replica=str, rank=int, version=int, facts=dict)
         if message["session"] != self.session or message["version"] != self.version:
             return f"this sender is at weight version {self.version}, asked was for {message['version']}"
         wanted = [p for p in self.peers if (p.replica, p.rank) == (message["replica"], message["rank"])]
-        if not wanted or wanted[0].sealed is not None or not wanted[0].left:
+        if not wanted or wanted[0].met or not wanted[0].left:
             return f"rank {message['rank']} of replica {message['replica'][:80]!r} is not expected (any more)"
-        if len(self._unproven) >= max(MOST_UNPROVEN, 2 * len(self.peers)):
-            del self._unproven[next(iter(self._unproven))]  # a receiver answers its challenge at once
-        answer = new_nonce()
-        secret = Secret(self._token, message, answer)
-        self._unproven[identity] = _UnprovenPeer(wanted[0], secret, {**message, "answer": answer})
-        return ""
-
-    def _proof(self, identity: bytes, message: Message) -> str:
-        unproven = self._unproven.pop(identity)
-        if not unproven.secret.proves("receiver", message.get("proof")) or unproven.peer.sealed is not None:
-            return "the token is not this run's"
-        unproven.peer.identity, unproven.peer.facts = identity, unproven.hello["facts"]
-        unproven.peer.sealed = unproven.secret.channel("sender")
-        unproven.peer.heard_at = time.monotonic()
-        self._known[identity] = unproven.peer
+        peer = wanted[0]
+        peer.identity, peer.facts, peer.heard_at = identity, message["facts"], time.monotonic()
+        self._known[identity] = peer
         return ""
 
 
@@ -295,9 +240,8 @@ class ReceiverChannel:
         self.name = f"{offer.replica}/{rank}"
         self._offer = offer
         self._rank = rank
-        self._token = token
         self._deadline = time.monotonic() + offer.timeout_s
-        self._sealed: Sealed | None = None
+        self._met = False  # whether the sender has welcomed it
         self._early: list[Message] = []  # arrived while waiting for another message
         self._lifeline: Any = None
         self._context = zmq.Context()
@@ -315,7 +259,7 @@ class ReceiverChannel:
     def connect(self, address: str, session: str, facts: Mapping[str, Any]) -> None:
         """Connect to the sender at a ZeroMQ address, and send it `facts` about this process.
 
-        Raises WeightSyncError if the sender is absent, refuses, or belongs to another run.
+        Raises WeightSyncError if the sender is absent, refuses, or does not know the token.
         """
         self._socket.connect(address)
         hello = {
@@ -324,17 +268,14 @@ class ReceiverChannel:
             "replica": self._offer.replica,
             "rank": self._rank,
             "version": self._offer.version,
-            "nonce": new_nonce(),
             "facts": dict(facts),
         }
         self._socket.send(encode(hello))
-        challenge = self._plain("challenge")
-        expect(challenge, nonce=str, proof=str)
-        secret = Secret(self._token, hello, challenge["nonce"])
-        if not secret.proves("sender", challenge["proof"]):
-            raise WeightSyncError(f"{self.name}: the sender at {address} does not know this run's token")
-        self._socket.send(encode({"type": "proof", "proof": secret.proof("receiver")}))
-        self._sealed = secret.channel("receiver")
+        answer = decode(*self._parts("answer the hello"))
+        self._refused(answer)
+        if answer["type"] != "welcome":
+            raise BrokenMessage(f"{self.name}: a {answer['type'][:40]} message came where a welcome was due")
+        self._met = True
 
     def watch(self, lifeline: Any) -> None:
         """Watch a connected stream socket that carries no data: when it closes, the sender has ended."""
@@ -344,20 +285,18 @@ class ReceiverChannel:
         return max(0.0, self._deadline - time.monotonic())
 
     def send(self, message: Mapping[str, Any]) -> None:
-        if self._sealed is None:
+        if not self._met:
             raise WeightSyncError(f"{self.name} has not met its sender")
-        self._socket.send_multipart(self._sealed.seal(message))
+        self._socket.send(encode(message))
 
     def receive(self, what: str) -> Message:
         """The sender's next message. Raises WeightSyncError if the sender aborts, dies or misses the deadline."""
-        if self._sealed is None:
+        if not self._met:
             raise WeightSyncError(f"{self.name} has not met its sender")
         if self._early:
             return self._early.pop(0)
-        parts = self._parts(what)
-        if len(parts) == 1:
-            self._refused(decode(parts[0]))
-        message = self._sealed.open(parts)
+        message = decode(*self._parts(what))
+        self._refused(message)
         if message["type"] == "abort":
             raise WeightSyncError(f"{self.name}: the sender gave up: {message.get('reason')}")
         return message
@@ -373,22 +312,15 @@ class ReceiverChannel:
 
     def close(self, last_word: Mapping[str, Any]) -> None:
         """Send the outcome, if the sender is still there, and disconnect."""
-        if self._sealed is not None:
+        if self._met:
             with contextlib.suppress(zmq.ZMQError):
-                self._socket.send_multipart(self._sealed.seal(last_word), flags=zmq.NOBLOCK)
+                self._socket.send(encode(last_word), flags=zmq.NOBLOCK)
         self._socket.disable_monitor()
-        self._context.destroy(linger=LINGER_MS if self._sealed is not None else 0)
+        self._context.destroy(linger=LINGER_MS if self._met else 0)
         if self._lifeline is not None:
             with contextlib.suppress(OSError):
                 self._lifeline.sendall(GOODBYE)
             self._lifeline.close()
-
-    def _plain(self, kind: str) -> Message:
-        message = decode(self._parts("answer the hello")[0])
-        self._refused(message)
-        if message["type"] != kind:
-            raise BrokenMessage(f"{self.name}: a {message['type'][:40]} message came where a {kind} was due")
-        return message
 
     def _refused(self, message: Message) -> None:
         if message["type"] == "refused":
@@ -407,7 +339,7 @@ class ReceiverChannel:
 
     def _died(self, what: str) -> str:
         about = f"weight version {self._offer.version}"
-        if self._sealed is None:
+        if not self._met:
             return (
                 f"{self.name}: the sender of {about} ended the connection: it died, or does not know this run's token"
             )
