@@ -118,27 +118,22 @@ class CheckpointEngineManager:
         if not receiving:
             await self._give_up(chosen, failed, version)
         receipts: dict[str, Sequence[Receipt]] = {}
-        tasks: list[asyncio.Task[None]] = []
+        tasks: dict[str, asyncio.Task[None]] = {}  # by replica
         limit = asyncio.timeout(self._engine.timeout_s + STOP_TIMEOUT_S)
         try:
             async with limit:
                 self._engine.build_topology({name: replica.ranks for name, replica in receiving.items()})
                 offer = self._engine.prepare(version, payload)
-                tasks += [
-                    asyncio.create_task(
-                        self._receive(replica, offer, receipts, failed), name=f"receive weights: {name}"
-                    )
-                    for name, replica in receiving.items()
-                ]
+                for name, replica in receiving.items():
+                    receive = self._receive(replica, offer, receipts, failed)
+                    tasks[name] = asyncio.create_task(receive, name=f"receive weights: {name}")
                 await self._engine.init_process_group()
                 sent = await self._engine.send_weights(weights, version)
-                if lost := [task for task in tasks if task.get_name().rpartition(": ")[2] in sent.lost]:
-                    await asyncio.wait(
-                        lost, timeout=REASON_TIMEOUT_S
-                    )  # its own reason is more precise than the channel's
+                if lost := [task for name, task in tasks.items() if name in sent.lost]:
+                    await asyncio.wait(lost, timeout=REASON_TIMEOUT_S)  # its own reason is more precise
                 for name, reason in sent.lost.items():
                     failed.setdefault(name, reason)
-                await asyncio.gather(*(task for task in tasks if task.get_name().rpartition(": ")[2] not in failed))
+                await asyncio.gather(*(task for name, task in tasks.items() if name not in failed))
         except BaseException as error:
             if not (isinstance(error, TimeoutError) and limit.expired()):
                 failed.update({name: f"the sender failed: {error}" for name in receiving if name not in failed})
@@ -149,9 +144,9 @@ class CheckpointEngineManager:
             reason = f"weight version {version} was not sent and acknowledged within {self._engine.timeout_s:g} s"
             failed.update({name: reason for name in missing or receiving if name not in failed})
         finally:
-            for task in tasks:
+            for task in tasks.values():
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
         for name in receiving:
             if name not in failed:
                 _check(name, receiving[name].ranks, sent, receipts.get(name, ()), failed)
