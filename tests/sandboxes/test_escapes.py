@@ -34,8 +34,8 @@ def interpreter(user: int) -> str:
 @pytest.fixture(
     scope="module",
     params=[
-        ("landlock", "ordinary"),
-        ("bubblewrap", "ordinary"),
+        pytest.param(("landlock", "ordinary"), marks=pytest.mark.ci),
+        pytest.param(("bubblewrap", "ordinary"), marks=pytest.mark.ci),
         pytest.param(("landlock", "root"), marks=ROOTS),
         pytest.param(("bubblewrap", "root"), marks=ROOTS),
     ],
@@ -57,7 +57,6 @@ def verdicts(request) -> dict[str, str]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_does_not_get_out(verdicts, name):
