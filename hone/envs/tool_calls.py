@@ -18,6 +18,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from hone.config import ConfigError
@@ -175,7 +176,18 @@ def _checked(call: Any, written: str, key: str = "arguments") -> Call:
             return Call(call["name"], {}, written, f"arguments are not JSON: {_short(error)}")
     if not isinstance(arguments, dict):
         return Call(call["name"], {}, written, f"{key} should be an object, found {type(arguments).__name__}")
-    return Call(call["name"], arguments, written)
+    return _sendable(call["name"], arguments, written)
+
+
+def _sendable(name: str, arguments: Mapping[str, Any], written: str) -> Call:
+    """A call that protocols can carry: escapes of JSON may write half a character, and numbers beyond any float."""
+    try:
+        json.dumps({name: arguments}, allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return Call("", {}, written, "it has half a character, such as \\ud800 without its other half")
+    except ValueError:
+        return Call(name, {}, written, "arguments have a number that is not finite")
+    return Call(name, arguments, written)
 
 
 def _tagged_call(body: str, written: str) -> Call:
@@ -224,16 +236,24 @@ def _python_calls(written: str) -> Iterator[Call]:
         deepest = max(deepest, depth)
     if deepest > DEEPEST or len(written) > _LONGEST_EXPRESSION:
         raise ValueError("it is too long or too deep")
+    written = written.replace("\r\n", "\n").replace("\r", "\n")  # as `ast` counts lines
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Python, about the policy's text
         tree = ast.parse(written, mode="eval").body
     if not isinstance(tree, ast.List):
         raise ValueError("found no list")
+    text = written.encode()
+    begins = [0, *accumulate(len(line) + 1 for line in text.split(b"\n"))]
     for node in tree.elts:
         if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
             raise ValueError("a call is written as name(argument=value, ...)")
-        arguments = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
-        yield Call(ast.unparse(node.func), arguments, f"[{ast.get_source_segment(written, node)}]")
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        end = begins[node.end_lineno - 1] + node.end_col_offset
+        source = text[begins[node.lineno - 1] + node.col_offset : end].decode()
+        # through JSON, so that arguments are what JSON can carry, whichever parser read them
+        arguments = parse_json(json.dumps({str(one.arg): ast.literal_eval(one.value) for one in node.keywords}))
+        yield _sendable(ast.unparse(node.func), arguments, f"[{source}]")
 
 
 def _objects(written: str) -> Iterator[str]:

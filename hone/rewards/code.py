@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.data.answers import fenced_blocks
 from hone.sandboxes.base import DEFAULT, PYTHON, Limits, Ran, Sandbox, SandboxHost
 from hone.sandboxes.choice import make_sandboxes
 
-_FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^ {0,3}\1[ \t]*$", re.DOTALL | re.MULTILINE)
 _PYTHON_NAMES = ("", "python", "python3", "py")
 
 # Python's own limits, of 1,000 calls within each other and of 4,300 digits, would fail programs that are right. 50,000
@@ -95,8 +94,8 @@ def last_block(text: str) -> str | None:
     >>> last_block("first\\n```python\\nprint(1)\\n```\\nthen\\n```\\nprint(2)\\n```\\n")
     'print(2)\\n'
     """
-    found = [block for _, language, block in _FENCE.findall(text) if language.lower() in _PYTHON_NAMES]
-    return str(found[-1]) if found else None
+    found = [block for language, block in fenced_blocks(text) if language.lower() in _PYTHON_NAMES]
+    return found[-1] if found else None
 
 
 async def _score(

@@ -8,7 +8,7 @@ from decimal import Decimal
 MARKER = "####"
 # A run of digits, commas and points, with its sign: a '-' after a word, a digit or a closing bracket is a minus.
 _RUN = re.compile(r"(?P<sign>(?<![\w)\]}.%])[-+])?(?P<run>(?:(?<![.\w])\.)?(?<![0-9])[0-9][0-9.,]*)")
-_NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]*\.?[0-9]+")
+_NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
 _GOES_ON = re.compile(r"\s*[-+*/^:=]\s*[0-9]")  # an expression that begins with a number: "3/4", "5 + 3 = 8"
 _TEX = str.maketrans({"−": "-", "$": None, "\\": None})
 

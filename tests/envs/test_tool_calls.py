@@ -84,6 +84,14 @@ def test_several_calls_keep_their_order_and_broken_ones_do_not_hide_others():
         (llama3, "<|python_tag|>print(1)", "not JSON"),
         (mistral, "[TOOL_CALLS]f[ARGS]{", "arguments are not JSON"),
         (mistral, "[TOOL_CALLS][1]", 'a call should be an object with "name"'),
+        (hermes, '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "half a character"),
+        (hermes, '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "half a character"),
+        (mistral, '[TOOL_CALLS]f[ARGS]{"a": 1e999}', "a number that is not finite"),
+        (llama3, '<|python_tag|>{"name": "f", "parameters": {"a": NaN}}', "a number that is not finite"),
+        (pythonic, "[f(a={(1, 2): 3})]", "keys must be str"),
+        (pythonic, "[f(a=0x" + "f" * 5000 + ")]", "Exceeds the limit"),
+        (pythonic, "[f(a={1, 2})]", "not JSON serializable"),
+        (pythonic, "[f(a=b'x')]", "not JSON serializable"),
         (pythonic, "[f(1)]", "a call is written as name(argument=value, ...)"),
         (pythonic, "[f(a=b)]", "not a list of calls"),
         (pythonic, "[f(a=" + DEEP, "too long or too deep"),
@@ -103,6 +111,12 @@ def test_what_is_wrong_with_a_broken_call(parse, text, error):
 def test_time_is_linear_in_what_was_written(name, text):
     """1,500 newlines took 6 s in an expression that was cubic; this would never end."""
     PARSERS.get(name)(text)
+
+
+def test_calls_in_python_are_shown_as_they_were_written():
+    found = pythonic('[f(a="é"),\r\n g(b=(1, {2: None}))]')[1]
+    assert [one.text for one in found] == ['[f(a="é")]', "[g(b=(1, {2: None}))]"]
+    assert [dict(one.arguments) for one in found] == [{"a": "é"}, {"b": [1, {"2": None}]}], "as JSON has it"
 
 
 def test_thoughts_are_apart_from_the_answer():

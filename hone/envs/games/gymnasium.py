@@ -22,8 +22,7 @@ from hone.envs.tool_calls import Said
 from hone.registry import reason
 from hone.types import Completion, Message, Prompt
 
-MARKED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)  # how toy environments show where the player is
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+COLOURS = re.compile(r"\x1b\[([0-9;]*)m")
 
 
 class GymnasiumEnv:
@@ -72,8 +71,7 @@ class GymnasiumEnv:
         """The observation as text; with `render_mode: ansi`, followed by the rendering, coloured parts in brackets."""
         if self._env.render_mode != "ansi":
             return str(observation)
-        rendered = COLOURS.sub("", MARKED.sub(r"[\1]", str(await in_thread(self._env.render)))).strip()
-        return f"{observation}\n{rendered}"
+        return f"{observation}\n{in_brackets(str(await in_thread(self._env.render))).strip()}"
 
 
 class GymnasiumEnvs:
@@ -114,6 +112,26 @@ def action_in(text: str, space: Any, names: list[str]) -> Any:
     longest_first = sorted(numbers, key=len, reverse=True)
     found = re.findall(rf"(?<![\w-])({'|'.join(map(re.escape, longest_first))})(?!\w)", text.lower())
     return numbers[found[-1]] if found else None
+
+
+def in_brackets(rendered: str) -> str:
+    """A rendering without its colours: what had one is in brackets, because that is where toy texts have the player.
+
+    >>> in_brackets("S\\x1b[41mF\\x1b[0mG"), in_brackets("S\\x1b[41mFG")
+    ('S[F]G', 'SFG')
+    """
+    last = rendered.rfind("\x1b[0m")
+    found, coloured, at = [], False, 0
+    for code in COLOURS.finditer(rendered):
+        found.append(rendered[at : code.start()])
+        at = code.end()
+        if coloured and code[1] == "0":
+            coloured = False
+            found.append("]")
+        elif not coloured and code[1] not in ("", "0") and code.start() < last:
+            coloured = True
+            found.append("[")
+    return "".join((*found, rendered[at:]))
 
 
 def kind_of(space: Any) -> str:

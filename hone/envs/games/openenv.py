@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, nullcontext, suppress
@@ -37,7 +36,7 @@ LARGEST_MESSAGE = 16 << 20  # bytes
 PING_S = 5.0  # how long a server may take to answer a ping after a step that was late
 CLOSE_S = 2.0  # how long a server may take to end a session
 INVALID_ACTION = "VALIDATION_ERROR"
-FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+FENCE = "```"
 
 
 class Refused(Exception):
@@ -225,9 +224,10 @@ def action_in(answer: str, field: str | None) -> dict[str, Any]:
     """
     if field is not None:
         return {field: answer}
-    fenced = FENCE.search(answer)
+    _, opened, after = answer.partition(FENCE)
+    fenced, closed, _ = after.partition(FENCE)
     try:
-        action = parse_json(fenced[1] if fenced else answer.strip())
+        action = parse_json(fenced.removeprefix("json") if opened and closed else answer)
     except ValueError as error:
         raise ValueError(f"expected one JSON object with the fields of an action ({error})") from error
     if not isinstance(action, dict):

@@ -21,7 +21,7 @@ import socket
 import sys
 from typing import Any
 
-STATUS = re.compile(r"\n?>[ \t]*(-= .* =-\S*)?\s*$")  # the prompt, and the line of the room's name and the score
+STATUS = re.compile(r">[ \t]*-= ")  # the prompt and the line of the room's name and the score, up to ` =-14/1`
 LETTERS = re.compile(r"[A-Za-z0-9]")
 
 
@@ -63,7 +63,7 @@ class Games:
 
 def _told(state: Any, done: bool) -> dict[str, Any]:
     """What the program sends to hone about a state."""
-    lines = STATUS.sub("", state.feedback).splitlines()
+    lines = _without_prompt(state.feedback).splitlines()
     while lines and not LETTERS.search(lines[0]):  # the title is drawn in lines and slashes
         lines.pop(0)
     return {
@@ -73,6 +73,16 @@ def _told(state: Any, done: bool) -> dict[str, Any]:
         "max_score": float(state.max_score or 0),
         "done": bool(done),
     }
+
+
+def _without_prompt(feedback: str) -> str:
+    """The feedback without the prompt and the status line at its end, in linear time: it may repeat the command."""
+    *before, last = feedback.rstrip().split("\n")
+    begun = STATUS.search(last)
+    _, closed, score = last.rpartition(" =-")
+    if begun and closed and len(score.split()) <= 1:
+        return "\n".join([*before, last[: begun.start()]])
+    return "\n".join([*before, last.removesuffix(">")])
 
 
 def main() -> None:

@@ -1,0 +1,220 @@
+"""Text that a policy, a server or a stranger wrote is read in linear time.
+
+Two tables: every regular expression of the package is either one that reads such text, which is tried here with texts
+made to be slow, or one that reads text of the user's own. A new expression in neither table fails the first test.
+"""
+
+import ast
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from hone.data.answers import between_tags, fenced_blocks
+from hone.data.images import _DATA_URL, _REMOTE
+from hone.envs import PARSERS
+from hone.envs.games import textworld_program
+from hone.envs.games.openenv import action_in
+from hone.envs.search import WORD
+from hone.envs.tool_calls import split_thought
+from hone.processes.frames import _decode, _deepest
+from hone.processes.untrusted_json import parse_json
+from hone.rewards import REWARDS
+from hone.rewards.code import last_block
+from hone.rewards.exact_match import exact_match
+from hone.rewards.gsm8k import gsm8k
+from hone.rewards.judge import preference_in
+from hone.rollout.servers.connection import CONSEQUENCE, first_error
+from hone.tracking.trackers.console import _one_line
+from hone.tracking.trackers.jsonl import STEP
+
+SIZES = (500, 4_000, 32_000)  # characters: a cubic reader fails at the first, so that the others are never tried
+MOST_S = 0.4  # of processor time for one text; linear ones take less than 0.05 s for the longest
+COMMON = (" ", "\n", "\t", "a", "1", "1.", "1,", "-", '"', "\\", '\\"', "[", "{", "(", "<", ">", "`", "=", "é", "a b")
+FUNCTIONS = ("compile", "search", "match", "fullmatch", "finditer", "findall", "sub", "subn", "split")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Something that reads a stranger's text, with pieces that mean something to it; the first may begin a text."""
+
+    read: Callable[[str], object]
+    pieces: tuple[str, ...] = ()
+
+
+def _parsers() -> dict[str, Reader]:
+    pieces = {
+        "hermes": ("<tool_call>", "</tool_call>", '"name": "a"', "<tool_call>{</tool_call>"),
+        "qwen3_coder": ("<tool_call><function=a>", "</function>", "<parameter=a>", "</tool_call>", "</function> "),
+        "llama3": ("<|python_tag|>", '{"name":', "{};", "{}"),
+        "mistral": ("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS][", "{}", "[CALL_ID]"),
+        "pythonic": ("[f(a=", "f(a=1),", "-", "not ", "()", "[f(a=1),", "0x", "é=", "\r"),
+        "none": (),
+    }
+    assert pieces.keys() == set(PARSERS), "a new parser of tool calls has pieces of its own here"
+    return {f"tool calls: {name}": Reader(PARSERS.get(name), found) for name, found in pieces.items()}
+
+
+def _told(text: str) -> object:
+    return textworld_program._told(SimpleNamespace(feedback=text, admissible_commands=(), score=0, max_score=0), False)
+
+
+READERS: dict[str, Reader] = {
+    **_parsers(),
+    "thoughts": Reader(split_thought, ("<think>", "</think>")),
+    "JSON": Reader(parse_json, ('{"a":', "[1,", '"a",', "1e9", "\\u00")),
+    "frames": Reader(lambda text: _decode(text.encode()), ('{"a":"', "[]", '"\\')),
+    "depth of frames": Reader(lambda text: _deepest(text.encode()), ("[" * 300, "[]", '"\\')),
+    "actions of OpenEnv": Reader(partial(action_in, field=None), ("```", "```json", "```\n", "{}")),
+    "feedback of TextWorld": Reader(_told, (">", ">-= ", " =-", "-= ", "\n>", "\n/")),
+    "words to search for": Reader(WORD.findall),
+    "fenced blocks": Reader(
+        lambda text: list(fenced_blocks(text)), ("```\n", "```a\n", "~~~\n", "````\n", "\r\n", " ```")
+    ),
+    "tags": Reader(partial(between_tags, tag="answer"), ("<answer>", "</answer>", "</answer><answer>")),
+    "reward code": Reader(last_block, ("```python\n", "``` \n", "x\n", "~~~")),
+    "reward gsm8k": Reader(partial(gsm8k, ground_truth="1", row={}), ("#### ", ".1", ",111", "#### 1\n", "$", "\\")),
+    "reward exact_match": Reader(
+        partial(exact_match, ground_truth="1", row={}, tag="answer", collapse_spaces=True), ("<answer>", "</answer>")
+    ),
+    "rewards judge": Reader(preference_in, ('{"better":', "}", '{"better": "tie"}')),
+    "log of a server": Reader(first_error, ("] ", ") ", "a.", "Error", "Error: ", ": error", "] a", ") a: error")),
+    "errors that point elsewhere": Reader(CONSEQUENCE.search, ("See ", "See the ", "stack trace")),
+    "sample in the console": Reader(partial(_one_line, width=80), ("<|", "<|im_start|>", "|>", "<|a")),
+    "lines of metrics": Reader(lambda text: STEP.match(text.encode()), ('{"step": ', '{"step": 1')),
+    "data URLs": Reader(_DATA_URL.match, ("data:", "data:a/", ";base64,")),
+    "addresses of images": Reader(_REMOTE.match, ("a+", "://", "http://")),
+}
+
+# file -> the expressions in it that read what strangers wrote, and the reader that tries each
+TRIED: dict[str, dict[str, str]] = {
+    "hone/data/answers.py": {"_FENCE": "fenced blocks", "_LANGUAGE": "fenced blocks"},
+    "hone/data/images.py": {"_DATA_URL": "data URLs", "_REMOTE": "addresses of images"},
+    "hone/envs/games/gymnasium.py": {"COLOURS": "renderings", "found": "actions of Gymnasium"},
+    "hone/envs/games/textworld_program.py": {
+        "STATUS": "feedback of TextWorld",
+        "LETTERS": "feedback of TextWorld",
+        "return": "feedback of TextWorld",
+    },
+    "hone/envs/search.py": {"WORD": "words to search for"},
+    "hone/envs/tool_calls.py": {
+        "if": "tool calls: llama3",
+        "name": "tool calls: pythonic",
+        "function": "tool calls: qwen3_coder",
+        "found": "tool calls: hermes",
+    },
+    "hone/processes/frames.py": {"STRINGS": "depth of frames", "for": "depth of frames"},
+    "hone/processes/untrusted_json.py": {"_TOKENS": "JSON"},
+    "hone/rewards/exact_match.py": {"text": "reward exact_match"},
+    "hone/rewards/extraction.py": {"_RUN": "reward gsm8k", "_NUMBER": "reward gsm8k", "_GOES_ON": "reward gsm8k"},
+    "hone/rollout/servers/connection.py": {"CAUSE": "log of a server", "CONSEQUENCE": "errors that point elsewhere"},
+    "hone/tracking/report/rundata.py": {"_SAMPLE": "lines of metrics"},
+    "hone/tracking/trackers/console.py": {"_TEMPLATE_MARKS": "sample in the console"},
+    "hone/tracking/trackers/jsonl.py": {"STEP": "lines of metrics"},
+}
+OF_THE_USER: dict[str, str] = {  # file -> whose text its expressions read
+    "hone/cli/": "arguments, and what the machine and the installed packages say of themselves",
+    "hone/composition.py": "run files",
+    "hone/config.py": "run files, and errors about them",
+    "hone/data/chat_template.py": "chat templates, and marks made of their special tokens",
+    "hone/engines/": "names of parameters",
+    "hone/envs/functions.py": "docstrings of the user's tools",
+    "hone/models/source.py": "run files",
+    "hone/platforms/": "versions of drivers",
+    "hone/rollout/adapters.py": "names of modules",
+    "hone/runtime/ray_cluster.py": "errors of Ray",
+    "hone/tracking/base.py": "names of metrics",
+    "hone/tracking/catalogue.py": "names of metrics",
+    "hone/tracking/names.py": "names of metrics",
+    "hone/tracking/report/build.py": "hone's own page",
+    "hone/tracking/report/charts.py": "names of metrics",
+    "hone/trainers/policy/evaluation.py": "answers, by an expression that the user wrote: evaluation.vote_pattern",
+}
+
+
+def _own(node: ast.AST) -> Iterator[ast.AST]:
+    """What a statement consists of, without the statements in it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+            yield from _own(child)
+
+
+def _expressions(module) -> Iterator[str]:
+    """What each regular expression of a module is assigned to, or the kind of statement that it stands in."""
+    for statement in ast.walk(module.tree):
+        if not isinstance(statement, ast.stmt):
+            continue
+        for node in _own(statement):
+            called = node.func if isinstance(node, ast.Call) else None
+            if not isinstance(called, ast.Attribute) or not isinstance(called.value, ast.Name):
+                continue
+            if called.value.id == "re" and called.attr in FUNCTIONS:
+                assigned = isinstance(statement, ast.Assign)
+                yield ast.unparse(statement.targets[0]) if assigned else type(statement).__name__.lower()
+
+
+def test_every_expression_is_tried_or_reads_the_users_own_text(package):
+    unknown, seen = [], set()
+    for module in package:
+        path = str(module.path)
+        tried = TRIED.get(path, {})
+        whose = [name for name in OF_THE_USER if path.startswith(name)]
+        for name in _expressions(module):
+            seen |= {(path, name), *whose}
+            if not whose and name not in tried:
+                unknown.append(f"{path}: {name}")
+    assert not unknown, f"who writes the text that these read? add each to TRIED or OF_THE_USER: {unknown}"
+    stale = [(path, name) for path, found in TRIED.items() for name in found if (path, name) not in seen]
+    assert not stale + [name for name in OF_THE_USER if name not in seen], f"these are gone: {stale}"
+
+
+def test_every_reader_of_the_table_exists():
+    named = {reader for found in TRIED.values() for reader in found.values()}
+    assert named <= READERS.keys() | {"renderings", "actions of Gymnasium"}
+    others = {"math", "pairwise_judge", "reasoning_gym"}  # by their packages, in a process; judges share their reader
+    assert {f"reward {name}" for name in set(REWARDS) - others - {"judge"}} <= READERS.keys()
+
+
+def _readers() -> dict[str, Reader]:
+    gymnasium = pytest.importorskip("gymnasium")
+    from hone.envs.games.gymnasium import action_in as gymnasium_action
+    from hone.envs.games.gymnasium import in_brackets
+
+    taken = partial(gymnasium_action, space=gymnasium.spaces.Discrete(20), names=[])
+    colours = ("\x1b[1m", "\x1b[0m", "\x1b[", ";", "\x1b[1m\x1b[0m")
+    return {"renderings": Reader(in_brackets, colours), "actions of Gymnasium": Reader(taken, ("1 ", "19", "-1"))}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_the_garbage_of_others():
+    """A full collection of what other tests hold takes longer than any reader."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("name", [*READERS, "renderings", "actions of Gymnasium"])
+def test_time_is_linear_in_what_was_written(name):
+    reader = READERS.get(name) or _readers()[name]
+    first = reader.pieces[:1]
+    for before in ("", *first):
+        for piece in (*COMMON, *reader.pieces):
+            for after in ("", "x", *first):
+                _try(reader, before, piece, after)
+
+
+def _try(reader: Reader, before: str, piece: str, after: str) -> None:
+    for size in SIZES:
+        text = before + piece * (size // len(piece)) + after
+        began = time.thread_time()
+        with suppress(ValueError, RuntimeError):  # refused
+            reader.read(text)
+        seconds = time.thread_time() - began
+        assert seconds < MOST_S, f"{before!r} + {piece!r} * {size // len(piece)} + {after!r} took {seconds:.1f} s"
