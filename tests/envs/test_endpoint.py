@@ -300,6 +300,33 @@ def test_half_a_surrogate_pair_in_a_request_is_a_replacement_character(talk, tok
     assert one.token_ids[:-4] == tuple(tokenizer("a\ufffdb", add_special_tokens=False)["input_ids"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_no_protocol_can_carry_is_text_and_recorded_once(talk, stream):
+    """Half a character in a call was an error after the record, so the client's retry left a track without reader."""
+    said = '<tool_call>\n{"name": "search", "arguments": {"q": "\\ud800"}}\n</tool_call>'
+
+    async def story(client, session):
+        body = {"model": "policy", "messages": [USER], "tools": [SEARCH], "stream": stream, "max_tokens": 120}
+        raw = await client.post("/chat/completions", body=body, cast_to=str)
+        return len(session.tracks), raw
+
+    (tracks, raw), session, _ = talk(story, lambda language: saying(language, said), budget=400)
+    assert (tracks, session.turns) == (1, 1)
+    assert "search" in raw
+    assert '"tool_calls":[' not in raw.replace(" ", "")
+
+
+@pytest.mark.parametrize("prompt", [[-1], [10**12], [9, 1 << 31]])
+@pytest.mark.parametrize("more", [{"max_tokens": 4}, {"max_tokens": 4, "echo": True}, {"max_tokens": 0, "echo": True}])
+def test_token_ids_that_no_tokenizer_has_are_the_clients_error(talk, prompt, more):
+    async def story(client, session):
+        with pytest.raises(openai.BadRequestError, match=r"the prompt has the token id .*, and ids are from 0 to"):
+            await client.completions.create(model="policy", prompt=prompt, **more)
+
+    _, session, recording = talk(story)
+    assert (session.tracks, session.failure, recording.asked) == ([], None, [])
+
+
 def test_text_completions_by_text_and_by_ids(talk, tokenizer):
     async def by_text(client, session):
         one = (await client.completions.create(model="policy", prompt="abc", max_tokens=4, logprobs=1)).choices[0]

@@ -17,6 +17,7 @@ The endpoint runs on the caller's event loop and waits only for `generate`, whic
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import socket
@@ -29,7 +30,7 @@ from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
 from hone.config import ConfigError
@@ -156,7 +157,7 @@ class Endpoint:
         task = self._sessions[bearer_token(request.scope)].task
         names = (*(task.roles or ("policy",)), *task.adapters)
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "hone"} for name in names]
-        return JSONResponse({"object": "list", "data": models})
+        return _AsciiJson({"object": "list", "data": models})
 
     def _answering(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def answering(request: Request) -> Response:
@@ -175,7 +176,7 @@ class Endpoint:
                 if isinstance(body, ChatRequest) and has_images(body.messages):
                     place = self.in_thread  # a few kilobytes may be an image of 33 million pixels
                 check_tools(body, self._parse_tools)
-            reply = await self._answer_unless_gone(request, session, body, place)
+            response = await self._answer_unless_gone(request, session, body, place, dialect)
         except (ConfigError, ValueError) as error:  # invalid request, rendering, or refused by the engine
             message, code = _reason(error)
             session.refused_for_length = code in (BUDGET_EXHAUSTED, TURNS_EXHAUSTED, TOO_LONG)
@@ -184,17 +185,18 @@ class Endpoint:
             session.failure = error
             LOG.exception("request of session %s failed", session.task.request_id)
             return _refuse(dialect, 500, f"the rollout engine failed: {error}", "engine_failed")
-        if reply is None:
-            return Response(status_code=CLIENT_GONE)
-        if body.stream:
-            return StreamingResponse(dialect.stream(reply), media_type="text/event-stream")
-        return JSONResponse(dialect.whole(reply))
+        return Response(status_code=CLIENT_GONE) if response is None else response
 
     async def _answer_unless_gone(
-        self, request: Request, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn
-    ) -> Reply | None:
-        """Return the reply, or None if the client hung up first: then sampling stops and nothing is recorded."""
-        answer = asyncio.create_task(self._answer(session, body, place))
+        self,
+        request: Request,
+        session: AgentSession,
+        body: ChatRequest | TextRequest,
+        place: PlaceFn,
+        dialect: Dialect,
+    ) -> Response | None:
+        """Return the answer, or None if the client hung up first: then sampling stops and nothing is recorded."""
+        answer = asyncio.create_task(self._answer(session, body, place, dialect))
         gone = asyncio.create_task(_disconnected(request))
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -207,12 +209,14 @@ class Endpoint:
             gone.cancel()
             await asyncio.gather(answer, gone, return_exceptions=True)
 
-    async def _answer(self, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn) -> Reply:
+    async def _answer(
+        self, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn, dialect: Dialect
+    ) -> Response:
         """Generate within the budget."""
         if body.model in session.task.adapters:
-            return await self._ask_adapter(session, body, place)
+            return _written(dialect, await self._ask_adapter(session, body, place))
         if isinstance(body, TextRequest) and body.max_tokens == 0:
-            return await self._score_prompt(session, body, place)
+            return _written(dialect, await self._score_prompt(session, body, place))
         count = body.n or 1
         with _turn_of(session):
             longest = await session.room(body.longest, count)
@@ -220,7 +224,7 @@ class Endpoint:
                 left = f"{session.budget} left for {count} answers"
                 raise BadRequest(f"the episode's budget of sampled tokens is used up ({left})", BUDGET_EXHAUSTED)
             with session.reserved(longest * count):
-                return await self._generate(session, body, longest, place)
+                return await self._generate(session, body, longest, place, dialect)
 
     async def _score_prompt(self, session: AgentSession, body: TextRequest, place: PlaceFn) -> Reply:
         """Answer a request that samples nothing: it is not recorded, and uses no turn and no token budget."""
@@ -252,9 +256,9 @@ class Endpoint:
         return Reply(body, answers, len(prompt))
 
     async def _generate(
-        self, session: AgentSession, body: ChatRequest | TextRequest, longest: int, place: PlaceFn
-    ) -> Reply:
-        """Generate, record, then return the reply."""
+        self, session: AgentSession, body: ChatRequest | TextRequest, longest: int, place: PlaceFn, dialect: Dialect
+    ) -> Response:
+        """Generate, write the answer, record what was sampled: in this order, so that no record is without answer."""
         chat, role = isinstance(body, ChatRequest), _role_of(body, session.task.roles)
         with _client_errors():
             async with session.recording:
@@ -275,13 +279,15 @@ class Endpoint:
                 answers = [
                     answer_to(self._language, self._parse_tools, one, body, placed.opening) for one in completions
                 ]
+                echo = await self._echo(body, prompt, completions[0].prompt_scores)
+                response = _written(dialect, Reply(body, answers, len(prompt), echo))
                 recorded = [(one.completion, cast(Message, one.message) if chat else None) for one in answers]
                 async with session.recording:
                     session.commit(placed, recorded)
         except BaseException:
             session.release(placed)
             raise
-        return Reply(body, answers, len(prompt), await self._echo(body, prompt, completions[0].prompt_scores))
+        return response
 
     async def _echo(self, body: ChatRequest | TextRequest, prompt: Sequence[int], scored: Scored | None) -> Echo | None:
         """The prompt in an answer; in a thread, because up to 21 tokens are decoded at each place of the prompt."""
@@ -371,7 +377,7 @@ def _client_errors() -> Iterator[None]:
     """Treat failed lookups and conversions as errors in the client's request."""
     try:
         yield
-    except (AttributeError, KeyError, TypeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
         raise BadRequest(f"{type(error).__name__}: {error}") from error
 
 
@@ -403,9 +409,23 @@ def _reason(error: Exception) -> tuple[str, str]:
     return f"{type(error).__name__}: {error}", "invalid_request"
 
 
-def _refuse(dialect: Dialect, status: int, message: str, code: str) -> JSONResponse:
+class _AsciiJson(JSONResponse):
+    """JSON with escapes for all but ASCII: half a character, which somebody else's text may have, can be sent too."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def _written(dialect: Dialect, reply: Reply) -> Response:
+    """The whole answer to a request, as it is sent."""
+    if reply.request.stream:
+        return Response("".join(dialect.stream(reply)), media_type="text/event-stream")
+    return _AsciiJson(dialect.whole(reply))
+
+
+def _refuse(dialect: Dialect, status: int, message: str, code: str) -> Response:
     """Return an error that clients do not retry, because a retry would be recorded as another sample."""
-    return JSONResponse(dialect.error(message, status, code), status, headers={"x-should-retry": "false"})
+    return _AsciiJson(dialect.error(message, status, code), status, headers={"x-should-retry": "false"})
 
 
 __all__ = ["AgentTask", "Endpoint"]

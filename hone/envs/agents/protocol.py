@@ -20,6 +20,7 @@ from hone.types import Completion, SamplingParams, StopReason
 
 PIECE = 24  # characters per chunk of a stream
 MOST_ALTERNATIVES = 20  # tokens at a place of a prompt
+MOST_IDS = 1 << 31  # of any tokenizer; engines check against their own vocabulary
 
 
 class BadRequest(ValueError):
@@ -142,6 +143,8 @@ class TextRequest(_Request):
             prompt = prompt[0]
         if not prompt:
             raise BadRequest("the prompt is empty")
+        if not isinstance(prompt, str) and (odd := [one for one in prompt if not 0 <= one < MOST_IDS]):  # type: ignore[operator]
+            raise BadRequest(f"the prompt has the token id {odd[0]!r:.80}, and ids are from 0 to {MOST_IDS - 1}")
         return prompt  # type: ignore[return-value]
 
     @property
