@@ -122,7 +122,6 @@ OF_THE_USER: dict[str, str] = {  # file -> whose text its expressions read
     "hone/composition.py": "run files",
     "hone/config.py": "run files, and errors about them",
     "hone/data/chat_template.py": "chat templates, and marks made of their special tokens",
-    "hone/engines/": "names of parameters",
     "hone/envs/functions.py": "docstrings of the user's tools",
     "hone/models/source.py": "run files",
     "hone/platforms/": "versions of drivers",
