@@ -10,11 +10,13 @@ read, or an episode that ends `truncated`. The infrastructure (a lost server or 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hone.data.chat_template import Tools
+from hone.deadline import Stalled
 from hone.envs.settings import EpisodeConfig
 from hone.envs.tool_calls import Said
 from hone.types import Called, Completion, Message, Metric, Prompt, Status
@@ -48,6 +50,10 @@ class Language(Protocol):
 
     @property
     def template(self) -> str: ...
+
+
+NOT_FOREIGN = (Stalled, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit)
+"""What ends a run or a task and is raised inside foreign code. All else that such code raises is its own failure."""
 
 
 class BadArguments(ValueError):
@@ -146,8 +152,12 @@ class Tool(Protocol):
         Any other exception is the call's error, which the policy reads.
         """
 
+    async def check(self) -> None:
+        """Return if what runs the calls still works, after a call that was late. Has a deadline. Raises ToolLost."""
+
 
 __all__ = [
+    "NOT_FOREIGN",
     "BadArguments",
     "Called",
     "Env",

@@ -24,7 +24,7 @@ from typing import TypeVar
 from hone.data.chat_template import Tools
 from hone.data.routes import Routes, joined_routes
 from hone.deadline import Deadline
-from hone.envs.base import Env, EnvFactory, StepResult, is_single_turn
+from hone.envs.base import NOT_FOREIGN, Env, EnvFactory, StepResult, is_single_turn
 from hone.envs.settings import EpisodeConfig
 from hone.envs.text_codec import TextCodec
 from hone.envs.tool_calls import Said
@@ -289,7 +289,9 @@ async def _attempt(call: Awaitable[R]) -> tuple[R | None, str]:
     """Call an environment; return its result, or the reason of its failure: foreign code may raise anything."""
     try:
         return await call, ""
-    except Exception as error:  # noqa: BLE001  reported as the trajectory's status and error
+    except NOT_FOREIGN:
+        raise
+    except BaseException as error:  # noqa: BLE001  reported as the trajectory's status and error
         return None, f"{type(error).__name__}: {error}"
 
 

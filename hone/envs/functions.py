@@ -104,9 +104,15 @@ class FunctionTool:
         except ValidationError as error:
             raise BadArguments(_wrong(error)) from error
         given = {name: getattr(checked, name) for name in self._arguments.model_fields}
-        if inspect.iscoroutinefunction(self._function):
+        if not inspect.iscoroutinefunction(self._function):
+            return as_result(await in_thread(lambda: self._function(**given)))
+        try:
             return as_result(await self._function(**given))
-        return as_result(await in_thread(lambda: self._function(**given)))
+        except SystemExit as error:
+            raise RuntimeError(f"SystemExit: {error}") from error
+
+    async def check(self) -> None:
+        """A function has no infrastructure that could be gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +256,12 @@ async def in_thread(call: Callable[[], Any]) -> Any:
         failure: Exception | None = None
         try:
             value = call()
-        except StopIteration as error:  # a future cannot hold it
-            failure = RuntimeError(f"StopIteration: {error}")
         except Exception as error:  # noqa: BLE001  the tool's own; the caller raises it
             failure = error
+        except BaseException as error:  # noqa: BLE001  sys.exit(), or a panic of another language: nobody else sees it
+            failure = RuntimeError(f"{type(error).__name__}: {error}")
+        if isinstance(failure, StopIteration):  # a future cannot hold it
+            failure = RuntimeError(f"StopIteration: {failure}")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, failure)
 

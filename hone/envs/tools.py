@@ -51,11 +51,14 @@ class ToolEnv:
         done, rewards, anchor = False, [], ""
         messages: list[Message] = []
         notes: list[Called] = []
+        most = self._limits.max_calls_per_turn
         for number, call in enumerate(said.calls):
             result, note = await self._called(number, call)
+            notes.append(note)
+            if number > most:  # one message for all that are refused, so that many calls are no long observation
+                continue
             self._made += 1
             messages.append(_message(call, result, self._made))
-            notes.append(note)
             rewards += [] if result.reward is None else [result.reward]
             done, anchor = done or result.done, result.anchor or anchor
         self._bad += sum(note.fault in _BAD for note in notes)
@@ -86,7 +89,7 @@ class ToolEnv:
         if call.error:
             return "broken", _failed(f"the call could not be read: {call.error}")
         if number >= self._limits.max_calls_per_turn:
-            return "refused", _failed(f"at most {self._limits.max_calls_per_turn} calls in one turn")
+            return "refused", _failed(f"at most {self._limits.max_calls_per_turn} calls in one turn; no later one ran")
         tool = self._tools.get(call.name)
         if tool is None:
             return "unknown", _failed(f"there is no tool {call.name[:100]!r} (there is: {', '.join(self._tools)})")
@@ -98,6 +101,7 @@ class ToolEnv:
         except TimeoutError as error:
             if not deadline.expired():  # the tool's own
                 return "error", _failed(f"{type(error).__name__}: {error}")
+            await tool.check()
             return "timeout", _failed(f"{call.name} did not finish within {tool.timeout_s:g} s")
         except BadArguments as error:
             return "arguments", _failed(str(error))

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 from hone.processes.child import ServerProcess
-from hone.processes.supervisor import CHANNEL
+from hone.processes.supervisor import CHANNEL, FOLDER
 from hone.processes.tree import ProcessTree
 
+NAMES = "HONE_NAMES_OF_VARIABLES"
 BOOT = f"""
 import os, sys
 channel = int(os.environ.pop("{CHANNEL}"))
+names = os.environ.pop("{NAMES}", "")
+own = {{name: os.environ[name] for name in names.split(":") if name in os.environ}} if names else os.environ
 os.dup2(channel, 0)
 os.dup2(channel, 1)
 os.close(channel)
 try:
-    os.execvp(sys.argv[1], sys.argv[1:])
+    os.execvpe(sys.argv[1], sys.argv[1:], own)
 except OSError as error:
     sys.exit(f"{{sys.argv[1]}} cannot be started: {{error.strerror}}")
 """
@@ -31,6 +36,14 @@ class PipedProcess(ServerProcess):
     """A process of this machine; after `launch`, `socket` is connected to its standard input and output."""
 
     socket: socket.socket
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, kept: Sequence[str] = ()
+    ) -> None:
+        """`kept`: the variables of hone's environment that the command gets; (): all of them."""
+        own = [name for name in environment if name != FOLDER]  # the supervisor reads it, no program
+        names = {NAMES: ":".join((*kept, *own))} if kept else {}
+        super().__init__(name, command, {**environment, **names}, log)
 
     def _start(self, log: IO[bytes]) -> ProcessTree:
         self.socket, theirs = socket.socketpair()

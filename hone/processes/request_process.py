@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.processes.frames import BrokenFrame, Frame, FrameReader, Kind, encode
+from hone.processes.leftovers import remove_folder
 from hone.processes.supervisor import FOLDER
 from hone.processes.tree import ProcessTree
 
@@ -181,7 +181,7 @@ class RequestProcess:
             time.sleep(0.005)
         self._output.finish()
         self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_folder(self._folder)
 
 
 class _Output:

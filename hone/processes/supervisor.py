@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -56,7 +56,7 @@ def main() -> None:
     if not kill_tree(child):
         os._exit(UNKILLABLE)
     if lost and (folder := os.environ.get(FOLDER)):
-        shutil.rmtree(folder, ignore_errors=True)
+        runpy.run_path(str(Path(__file__).with_name("leftovers.py")))["remove_folder"](folder)
     status = LOST if lost else child.returncode
     os._exit(status if status >= 0 else 128 - status)
 

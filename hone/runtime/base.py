@@ -88,9 +88,5 @@ class RankLost(RuntimeError):
     """A collective failed because another rank ended; the message names the rank that waited and its call."""
 
 
-class Stalled(RuntimeError):
-    """The run made no progress for `runtime.stall_timeout_s`; the stacks of all threads have been printed."""
-
-
 class WorkerFailed(RuntimeError):
     """A method of a worker raised; the message names the role, the rank and the method."""

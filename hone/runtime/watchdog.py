@@ -20,8 +20,8 @@ import time
 import traceback
 from types import FrameType, TracebackType
 
+from hone.deadline import Stalled
 from hone.runtime import ranks
-from hone.runtime.base import Stalled
 
 GRACE_S = 10.0  # how long the main thread may take to raise the exception
 LOOKS = 20  # checks of the clock within the timeout

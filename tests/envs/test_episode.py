@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hone.config import Choice, ConfigError, build
-from hone.deadline import SeatWait
+from hone.deadline import SeatWait, Stalled
 from hone.envs import ENVS
 from hone.envs.base import Start, StepResult
 from hone.envs.chat import ChatEnv
@@ -185,6 +185,30 @@ def test_an_environment_that_raises_is_a_failure_with_its_reason_and_harms_nobod
     assert fine.status is Status.OK
     assert group.trainable == (fine,)
     assert [env.closed for env in made] == [1, 1]
+
+
+class Panic(BaseException):
+    """What a library in another language raises."""
+
+
+@pytest.mark.parametrize(("error", "told"), [(SystemExit(0), "SystemExit: 0"), (Panic("lost"), "Panic: lost")])
+def test_foreign_code_that_leaves_the_interpreter_fails_its_own_episode_only(error, told):
+    class Leaving(TwoTurns):
+        async def step(self, said, completion):
+            raise error
+
+    (group,) = run(Engine(), [prompt()], lambda *of: (Leaving if of[1] == 0 else TwoTurns)(*of))
+    left, fine = group.trajectories
+    assert (left.status, left.error, fine.status) == (Status.ENV_FAILED, told, Status.OK)
+
+
+def test_the_end_of_a_run_that_is_raised_inside_an_environment_ends_the_run():
+    class Stopped(TwoTurns):
+        async def step(self, said, completion):
+            raise Stalled("no progress")  # as the watchdog does in a synchronous run, wherever the main thread is
+
+    with pytest.raises(Stalled, match="no progress"):
+        run(Engine(), [prompt()], Stopped)
 
 
 def test_a_late_episode_ends_and_says_whom_it_waited_for():

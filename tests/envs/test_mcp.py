@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from hone.config import ConfigError, build
 from hone.envs.base import ToolLost
 from hone.envs.episode import EpisodeRunner, Play
+from hone.envs.mcp import client
 from hone.envs.mcp.environment import McpEnv
 from hone.envs.settings import EpisodeConfig
 from hone.envs.text_codec import TextCodec
@@ -118,6 +120,64 @@ def test_a_late_call_is_read_by_the_policy_and_the_server_goes_on(loop, piped):
         ("timeout", "error: hang did not finish within 0.1 s"),
         ("", "2"),
     ]
+
+
+HOSTILE = str(Path(__file__).with_name("hostile_mcp_server.py"))
+
+
+def hostile(loop, way, *calls, environment=None, **env):
+    """What an episode with the server `hostile_mcp_server.py` reads, and the longest pause of the event loop in s."""
+    server = {"command": ["python", HOSTILE, way], "environment": environment or {}}
+    config = config_of({"test": server}, **{"tool_timeout_s": 20, **env})
+    servers = McpEnv.for_run(config)
+    pauses = [0.0]
+
+    async def beat():
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.01)
+            pauses.append(time.monotonic() - began)
+
+    async def play():
+        beating = asyncio.create_task(beat())
+        try:
+            episode = servers(PROMPT, 0, config)
+            await episode.start()
+            return await say(episode, *calls)
+        finally:
+            beating.cancel()
+            await servers.close()
+
+    return loop(play()), max(pauses)
+
+
+@pytest.mark.parametrize("way", ["odd ids", "garbage"])
+def test_what_a_server_sends_beside_its_answer_changes_nothing_and_blocks_nobody(loop, way, caplog):
+    said, pause = hostile(loop, way, Call("add"), Call("add"))
+    assert said == [("", "2"), ("", "2")]
+    assert pause < 1.0  # 200,000 lines are read in several seconds
+    assert len(caplog.records) <= 10
+
+
+def test_a_server_that_asks_and_does_not_listen_is_lost_before_it_takes_memory(loop):
+    with pytest.raises(ToolLost, match="it asks, and has left more than"):
+        hostile(loop, "pings", Call("add"))
+
+
+def test_a_stopped_server_is_noticed_by_the_call_that_was_late(loop, monkeypatch):
+    monkeypatch.setattr(client, "PING_S", 0.5)
+    with pytest.raises(ToolLost, match=r"did not answer a ping within 0.5 s, after a call that was late"):
+        hostile(loop, "stop", Call("add"), tool_timeout_s=0.2)
+    said, _ = hostile(loop, "late", Call("add"), tool_timeout_s=0.2)
+    assert said == [("timeout", "error: add did not finish within 0.2 s")]
+
+
+def test_a_server_gets_named_variables_of_hones_environment_and_its_own(loop, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "a secret")
+    said, _ = hostile(loop, "environment", Call("add"), environment={"MY_TOKEN": "x"})
+    names = said[0][1].split()
+    assert {"PATH", "MY_TOKEN"} <= set(names)
+    assert not [name for name in names if "WANDB" in name or "HONE" in name]
 
 
 class Policy:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,16 @@ def test_the_policy_reads_what_it_caused(call, fault, text):
     assert (faults(result), read(result), result.status, result.done) == ([fault], [text], Status.OK, False)
 
 
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_tool_that_leaves_the_interpreter_is_an_error_that_the_policy_reads_at_once(tmp_path, kind):
+    tools = tmp_path / "leaving.py"
+    tools.write_text(f"import sys\nclass Tools:\n    {kind} leave(self) -> str:\n        sys.exit(3)\n")
+    began = time.monotonic()
+    result = say(episode(f"{tools}:Tools", env={"tool_timeout_s": 60}), Call("leave"))
+    assert (faults(result), read(result)) == (["error"], ["error: RuntimeError: SystemExit: 3"])
+    assert time.monotonic() - began < 30
+
+
 def test_a_lost_tool_is_a_failure_of_the_environment():
     with pytest.raises(ToolLost, match="the server is gone"):
         say(episode(FILE), Call("lose"))
@@ -112,6 +123,8 @@ def test_calls_beyond_the_limit_are_refused_and_too_many_bad_ones_end_the_episod
     result = say(env, Call("sub"), Call("shout", {"words": []}), Call("shout", {"words": []}))
     assert faults(result) == ["unknown", "", "refused"]
     assert result.status is Status.OK
+    result = say(episode(FILE, env={"max_calls_per_turn": 2}), *[Call("sub")] * 3000)
+    assert (len(result.messages), len(faults(result))) == (3, 3000), "one message for all that are refused"
     result = say(env, Call("sub"), Call("", error="x"))
     assert (result.status, result.error) == (Status.TRUNCATED, "3 calls that nobody could run")
 

@@ -1,7 +1,11 @@
 """Frames survive any cut; what is no frame, too long or too deep is refused before it is parsed."""
 
+import datetime
+import decimal
+import json
 import os
 import time
+import uuid
 
 import pytest
 
@@ -17,6 +21,11 @@ def test_frames_survive_any_cut():
         assert [(frame.kind, frame.process, frame.batch, frame.body) for frame in found] == [
             (Kind.REPLY, os.getpid(), batch, body) for batch, body in enumerate(bodies)
         ]
+
+
+def test_dates_durations_and_the_like_are_sent_as_text():
+    value = [datetime.timedelta(days=1, hours=2), uuid.UUID(int=7), datetime.date(2026, 1, 2), decimal.Decimal("1.50")]
+    assert json.loads(encode_value(value)) == ["1 day, 2:00:00", str(uuid.UUID(int=7)), "2026-01-02", "1.50"]
 
 
 def raw(body, kind=Kind.REPLY):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hone.runtime.base import Stalled
+from hone.deadline import Stalled
 from hone.runtime.watchdog import Watchdog, progress
 
 

@@ -22,6 +22,7 @@ from hone.envs.agents.endpoint import Endpoint
 from hone.envs.agents.images import told_to_agents
 from hone.envs.agents.program import AgentProgram, Verdict, load_program
 from hone.envs.agents.sessions import AgentSession, AgentTask
+from hone.envs.base import NOT_FOREIGN
 from hone.envs.episode import Play, ScoreFn, first_failure, request_seed
 from hone.envs.settings import AgentSettings, EndpointSettings, EpisodeConfig
 from hone.envs.tool_calls import ParseFn, parser_of
@@ -116,7 +117,9 @@ class AgentRunner:
         try:
             async with deadline:
                 verdict = _verdict(await self._program(endpoint.url_of(key), key, prompt), self._roles)
-        except Exception as failure:  # noqa: BLE001  user code: its error becomes the trajectory's
+        except NOT_FOREIGN:
+            raise
+        except BaseException as failure:  # noqa: BLE001  user code: its error becomes the trajectory's
             status, error = self._failed(session, failure, deadline)
         finally:
             endpoint.close_session(key)
@@ -125,7 +128,7 @@ class AgentRunner:
         recorded = _judged(session.trajectories(prompt.prompt_id, sample, verdict.answer), verdict)
         return _with_status(recorded, prompt, sample, status, error)
 
-    def _failed(self, session: AgentSession, failure: Exception, deadline: Deadline) -> tuple[Status, str]:
+    def _failed(self, session: AgentSession, failure: BaseException, deadline: Deadline) -> tuple[Status, str]:
         """Return why a program failed: its deadline, a length limit of the policy, or the program itself."""
         if deadline.expired():  # a request open at that time means that the engine was slow
             for_engine = session.waiting or session.client_gone_at >= (deadline.when() or 0.0)

@@ -22,6 +22,13 @@ PROTOCOLS = ("2024-11-05", "2025-03-26", "2025-06-18", PROTOCOL)
 PING_S = 5.0
 MOST_PAGES = 100  # of a list of tools
 INVALID_PARAMS = -32602
+KEPT = (  # of hone's environment; the rest, such as the tokens of trackers and hubs, is none of a server's business
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"),
+    *("PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "NODE_PATH"),
+    *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR"),
+)
 
 
 class McpClient:
@@ -32,7 +39,6 @@ class McpClient:
         self._settings = settings
         self._numbers = itertools.count(1)
         self._transport: Transport | None = None
-        self._late = False  # the last call was; a ping decides whether the server still works
 
     @property
     def usable(self) -> bool:
@@ -54,14 +60,8 @@ class McpClient:
             raise ToolLost(late + (f"; the last lines of its log:\n{lines}" if lines else "")) from error
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool; the caller has the deadline. Raises BadArguments, ToolLost."""
-        if self._late:
-            await self._ping()
-        try:
-            response = await self._ask("tools/call", {"name": tool, "arguments": dict(arguments)})
-        except asyncio.CancelledError:
-            self._late = True
-            raise
+        """Call a tool; the caller has the deadline, and then calls `check`. Raises BadArguments, ToolLost."""
+        response = await self._ask("tools/call", {"name": tool, "arguments": dict(arguments)})
         if (error := response.get("error")) is not None:
             text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
             if isinstance(error, dict) and error.get("code") == INVALID_PARAMS:
@@ -123,8 +123,8 @@ class McpClient:
             raise ToolLost(f"the MCP server {self.name} has no tool {missing[0]!r} (it has: {', '.join(names)})")
         return specs if wanted is None else [one for one in specs if one["function"]["name"] in wanted]
 
-    async def _ping(self) -> None:
-        """Ask for a sign of life. Raises ToolLost, and ends the connection, if there is none."""
+    async def check(self) -> None:
+        """Ask for a sign of life after a late call. Raises ToolLost, and ends the connection, if there is none."""
         try:
             async with asyncio.timeout(PING_S):
                 await self._ask("ping", {})
@@ -133,7 +133,6 @@ class McpClient:
             raise ToolLost(
                 f"the MCP server {self.name} did not answer a ping within {PING_S:g} s, after a call that was late"
             ) from error
-        self._late = False
 
     async def _ask(self, method: str, params: Mapping[str, Any]) -> Rpc:
         if self._transport is None:
@@ -154,7 +153,7 @@ def _transport(name: str, settings: McpServer) -> Transport:
     assert settings.command  # checked by the settings
     program, *arguments = settings.command
     command = [sys.executable if program == "python" else program, *arguments]
-    return PipeTransport(f"mcp {name}", command, settings.environment)
+    return PipeTransport(f"mcp {name}", command, settings.environment, kept=KEPT)
 
 
 def _text_of(part: Any) -> str:

@@ -38,6 +38,10 @@ class McpTool:
         """Raises BadArguments, ToolLost."""
         return await self._client.call(str(self.spec["function"]["name"]), arguments)
 
+    async def check(self) -> None:
+        """Raises ToolLost."""
+        await self._client.check()
+
 
 class McpServers:
     """The servers of a run. It creates the environments of its episodes (`hone.envs.base.Shared`)."""

@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ import aiohttp
 from hone.envs.base import ToolLost
 from hone.processes.child import ServerFailed
 from hone.processes.http_client import http_session, proxy_of
+from hone.processes.leftovers import remove_folder
 from hone.processes.piped import PipedProcess
 from hone.processes.supervisor import FOLDER
 from hone.processes.untrusted_json import parse_json_apart
@@ -30,6 +31,9 @@ from hone.processes.untrusted_json import parse_json_apart
 LOG = logging.getLogger("hone.envs")
 LARGEST_MESSAGE = 64 << 20  # bytes
 STOP_S = 2.0  # how long a server may take to end after SIGTERM
+LINES_IN_TURN = 64  # of one server, before others are served
+MOST_WARNINGS = 10  # about lines that are no messages
+MOST_UNREAD = 8 << 20  # bytes of answers that a server has not read
 NO_METHOD = -32601
 Rpc = dict[str, Any]
 
@@ -60,14 +64,16 @@ class Transport(Protocol):
 class PipeTransport:
     """A server in a process of its own, with everything that it starts. `verifiers` and `textworld` use it too."""
 
-    def __init__(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="hone-rpc-")
-        variables = {**environment, FOLDER: self._folder.name}
-        self._process = PipedProcess(name, command, variables, Path(self._folder.name) / "log.txt")
+    def __init__(self, name: str, command: list[str], environment: Mapping[str, str], kept: Sequence[str] = ()) -> None:
+        """`environment` is added to hone's, or to the variables of it named by `kept`."""
+        self._folder = tempfile.mkdtemp(prefix="hone-rpc-")
+        variables = {**environment, FOLDER: self._folder}
+        self._process = PipedProcess(name, command, variables, Path(self._folder) / "log.txt", kept)
         self._waiting: dict[Any, asyncio.Future[Rpc]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._end = ""
+        self._garbage = 0  # lines that were no messages
 
     async def open(self) -> None:
         try:
@@ -110,7 +116,7 @@ class PipeTransport:
         try:
             await self._process.stop(STOP_S)
         finally:
-            self._folder.cleanup()
+            await asyncio.to_thread(remove_folder, self._folder)
 
     @property
     def lost(self) -> bool:
@@ -126,9 +132,15 @@ class PipeTransport:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Settle requests with the server's messages until it ends; then fail those that wait."""
         reason = "it closed its output"
+        lines = 0
         try:
             while line := await reader.readline():
                 await self._received(line)
+                lines += 1
+                if lines % LINES_IN_TURN == 0:  # lines that are there already are read without a pause
+                    await asyncio.sleep(0)
+        except Unread as error:
+            reason = str(error)
         except ValueError:
             reason = f"it sent a message of more than {LARGEST_MESSAGE:,} bytes"
         except ConnectionError as error:
@@ -144,15 +156,29 @@ class PipeTransport:
         try:
             message = await parse_json_apart(line)
         except ValueError:
-            LOG.warning("%s wrote a line to its output that is not a message: %.100r", self._process.name, line)
+            self._garbage += 1
+            if self._garbage <= MOST_WARNINGS:
+                LOG.warning("%s wrote a line to its output that is not a message: %.100r", self._process.name, line)
             return
         if isinstance(message, dict) and "method" in message:
             if "id" in message:
-                self._write(answer_to(message))
+                self._answer(message)
             return
-        waiting = self._waiting.get(message.get("id")) if isinstance(message, dict) else None
+        number = message.get("id") if isinstance(message, dict) else None
+        waiting = self._waiting.get(number) if isinstance(number, int | str) else None
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
+
+    def _answer(self, request: Rpc) -> None:
+        """Answer a request of the server. Raises Unread if it does not read the answers."""
+        assert self._writer is not None
+        if self._writer.transport.get_write_buffer_size() > MOST_UNREAD:
+            raise Unread(f"it asks, and has left more than {MOST_UNREAD:,} bytes of answers unread")
+        self._write(answer_to(request))
+
+
+class Unread(RuntimeError):
+    """The server sends requests and does not read what they are answered."""
 
 
 class HttpTransport:
@@ -237,10 +263,12 @@ async def _messages(response: aiohttp.ClientResponse) -> AsyncIterator[Rpc]:
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     held = bytearray()
     async for piece in response.content.iter_any():
+        searched = max(0, len(held) - 3)  # a mark may begin in what came before
         held += piece
         if len(held) > LARGEST_MESSAGE:
             raise ValueError(f"a message of more than {LARGEST_MESSAGE:,} bytes")
-        while kind == "text/event-stream" and (event := _first_event(held)) is not None:
+        while kind == "text/event-stream" and (event := _first_event(held, searched)) is not None:
+            searched = 0
             data = [line[5:].lstrip(b" ") for line in event.splitlines() if line.startswith(b"data:")]
             if data:
                 yield _object(await parse_json_apart(b"\n".join(data)))
@@ -248,9 +276,9 @@ async def _messages(response: aiohttp.ClientResponse) -> AsyncIterator[Rpc]:
         yield _object(await parse_json_apart(bytes(held)))
 
 
-def _first_event(held: bytearray) -> bytes | None:
-    """Take the first whole event out of what was received; None if there is none yet."""
-    ends = [(place, len(mark)) for mark in (b"\n\n", b"\r\n\r\n") if (place := held.find(mark)) >= 0]
+def _first_event(held: bytearray, searched: int) -> bytes | None:
+    """Take the first whole event out of what was received; None if there is none. None ends before `searched`."""
+    ends = [(place, len(mark)) for mark in (b"\n\n", b"\r\n\r\n") if (place := held.find(mark, searched)) >= 0]
     if not ends:
         return None
     place, length = min(ends)
