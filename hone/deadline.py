@@ -6,16 +6,11 @@
 
 A deadline that counted the wait would end the longest answers of a step first: they begin last to end. `SeatWait` finds
 the deadline in a context variable, so neither side knows the other; without a deadline it does nothing.
-
-`once_there_is_room` is the deadline of a full disk: somebody removes files or raises a quota, and a run goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import logging
-import time
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from types import TracebackType
@@ -32,10 +27,6 @@ class Stalled(RuntimeError):
     """
 
 
-LOG = logging.getLogger("hone")
-PATIENCE_S = 120.0  # for a full disk; then the run stops so that it can be continued
-PAUSE_S = 0.2
-FULL = (errno.ENOSPC, errno.EDQUOT)
 _CURRENT: ContextVar[Deadline] = ContextVar("deadline")
 
 
@@ -131,27 +122,4 @@ class SeatWait:
         self.end()
 
 
-def is_full(error: BaseException | None) -> bool:
-    """Whether an error says that there is no room on a disk."""
-    return isinstance(error, OSError) and error.errno in FULL
-
-
-def once_there_is_room(work: Callable[[], R], progressed: Callable[[], None] = lambda: None) -> R:
-    """The result of `work`, which is called again while the disk is full; raises its OSError after `PATIENCE_S`."""
-    deadline: float | None = None
-    while True:
-        try:
-            return work()
-        except OSError as error:
-            if not is_full(error):
-                raise
-            if deadline is None:
-                deadline = time.monotonic() + PATIENCE_S
-                LOG.error("%s; it is tried again for %g s", error, PATIENCE_S)
-            if time.monotonic() > deadline:
-                raise
-        progressed()
-        time.sleep(PAUSE_S)
-
-
-__all__ = ["Deadline", "SeatWait", "Stalled", "is_full", "once_there_is_room"]
+__all__ = ["Deadline", "SeatWait", "Stalled"]

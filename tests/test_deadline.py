@@ -1,13 +1,10 @@
-"""Deadlines of episodes, in which the wait for a seat does not count, and of a disk that is full."""
+"""Deadlines of episodes: the wait for a seat does not count, everything else does."""
 
 import asyncio
-import errno
-import os
 
 import pytest
 
-from hone import deadline
-from hone.deadline import Deadline, SeatWait, is_full, once_there_is_room
+from hone.deadline import Deadline, SeatWait
 
 
 def test_a_wait_for_a_seat_does_not_count():
@@ -80,30 +77,3 @@ def test_a_wait_that_outlives_its_episode_changes_nothing():
         return deadline.expired()
 
     assert not asyncio.run(episode())
-
-
-def test_what_finds_the_disk_full_is_tried_again_until_there_is_room():
-    tried = []
-
-    def write():
-        tried.append(len(tried))
-        if len(tried) < 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return "written"
-
-    assert (once_there_is_room(write), tried) == ("written", [0, 1, 2])
-
-
-def test_a_disk_that_stays_full_is_the_error_of_the_one_who_writes(monkeypatch):
-    monkeypatch.setattr(deadline, "PATIENCE_S", 0.3)
-    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left") as caught:
-        once_there_is_room(lambda: os.write(full.fileno(), b"x"))
-    assert is_full(caught.value)
-
-
-def test_other_errors_are_not_waited_for():
-    def fails():
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    with pytest.raises(PermissionError):
-        once_there_is_room(fails)
