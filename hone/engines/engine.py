@@ -122,7 +122,7 @@ class Engine(ABC):
         cut = _cut_for_training(batch, self.spec.engine.max_tokens_per_microbatch, loss)
         step, experts = ScoredStep(loss, self.experts), self.experts
         if experts is not None:
-            experts.check_routes(batch, trained=True)
+            experts.expect(batch, self.ranks, self.device)
         with self.train_mode():
             if experts is not None and experts.counts_first:
                 self._infer(batch, cut, frozenset({LOADS}))

@@ -10,10 +10,11 @@ The balance of a sequence s with T tokens, in a layer with E experts of which ea
     f_i = E / (K T) x how often i was taken in the sequence             (1 where all are taken equally often)
 
 is the sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), as a mean over layers. Every token of
-the sequence carries this loss, and the step's loss weights reduce it like any other loss. So it does not depend on how
-the step is cut into micro-batches, unlike the usual product of two means over a micro-batch. `balance_over: batch` (Qiu
-et al. 2025, arXiv 2501.11873) counts f_i over the whole optimizer step, before its first backward: the loss is then
-linear in the tokens, and does not depend on the cut either.
+the sequence carries this loss, and the step's loss weights, divided by their sum, make it a mean over tokens (or over
+sequences, where these weigh the same). So a coefficient does not depend on what else the loss weights do, such as
+adding up the tokens of an answer, nor on how the step is cut into micro-batches, unlike the usual product of two means
+over a micro-batch. `balance_over: batch` (Qiu et al. 2025, arXiv 2501.11873) counts f_i over the whole optimizer step,
+before its first backward: the loss is then linear in the tokens, and does not depend on the cut either.
 
 A sequence with a loss counts all of its tokens, including the prompt; a shared prompt counts once for each sequence.
 """
@@ -50,6 +51,7 @@ class Experts:
         self._over_batch = config is not None and config.balance_over == "batch"
         coefs = {BALANCE: config.router_aux_loss_coef, Z_LOSS: config.router_z_loss_coef} if config is not None else {}
         self._coefs = {name: coef for name, coef in coefs.items() if coef > 0}
+        self._total_weight: Tensor | None = None  # scalar: sum of the loss weights of the whole optimizer step
         self._frequencies: Tensor | None = None  # [layers, experts] of the whole optimizer step; mean 1
         self._tally: Tensor | None = None  # [layers * experts + 4]: how often each expert was taken, and `_FIGURES`
 
@@ -170,6 +172,16 @@ class Experts:
         tally = ranks.sum(tally)
         return tally[:split].view(self.routers.layers, self.routers.experts), tally[split:].tolist()
 
+    def expect(self, batch: Batch, ranks: Ranks, device: str) -> None:
+        """Check the routes and add up the loss weights of a step; `batch` is this data-parallel rank's part of it."""
+        self.check_routes(batch, trained=True)
+        if not self._coefs:
+            return
+        assert batch.loss_weights is not None
+        own = torch.where(batch.loss_mask, batch.loss_weights, 0).double().sum().to(device)
+        times = ranks.world // ranks.data_parallel_size  # so many ranks have each part
+        self._total_weight = (ranks.sum(own) / times).clamp(min=1e-30)  # a step may have weights of 0 alone
+
     def begin(self, ranks: Ranks, device: str) -> None:
         """Turn the loads counted before the step into the frequencies of its balance loss."""
         loads, _ = self._take_tally(ranks, device)
@@ -193,10 +205,14 @@ class Experts:
     # ------------------------------------------------------------------------------------------------------- loss
 
     def penalty(self, extras: Any) -> tuple[Tensor | float, dict[str, Tensor]]:
-        """Weighted router losses to add to each token's loss, [T], and the losses without coefficients as metrics."""
+        """Router losses to add to each token's loss, [T], and as metrics: these without coefficients.
+
+        Those to add are divided by the sum of the loss weights, as they are multiplied with these like every loss.
+        """
         total: Tensor | float = 0.0
         for name, coef in self._coefs.items():
-            total = total + coef * extras[name]
+            assert self._total_weight is not None  # `expect` comes first
+            total = total + coef / self._total_weight.float() * extras[name]
         return total, {f"train/{name}": extras[name].detach() for name in self._coefs}
 
 

@@ -2,17 +2,20 @@
 
 import functools
 import math
+from typing import get_args
 
 import pytest
 import torch
 
+from hone.algorithms.aggregation import loss_weights
+from hone.algorithms.settings import AggregationSettings, Mode
 from hone.data.packing import select
 from hone.engines.settings import MoeConfig
 from hone.models.attention.packed import packed
 from hone.models.errors import ModelError
 from hone.models.routing import ROUTES, Routers, Routing, watched
-from hone.models.settings import BuildConfig, ModelConfig
-from hone.types import merge_metrics
+from hone.models.settings import BuildConfig, ModelConfig, UseConfig
+from hone.types import LossOutput, merge_metrics
 from tests.engines.spread import OPTIONS, Case, likelihood, make_batch, own_part
 from tests.engines.spread import make_engine as make_case
 from tests.ranks import run_ranks
@@ -36,22 +39,41 @@ def values_of(metrics):
 # --------------------------------------------------------------------------------------------------------- by hand
 
 
-def test_figures_and_losses_of_routers_that_all_choose_alike(make_engine, make_batch, losses):
+SHARES = [math.exp(x) / sum(map(math.exp, range(4))) for x in (3, 2, 1, 0)]
+
+
+def choosing_alike(make_engine, moe):
     """Biases 3, 2, 1, 0 and no weights: every token takes experts 0 and 1 of 4, with the same scores."""
     options = {"num_local_experts": 4, "num_experts_per_tok": 2}
     options |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    engine = make_engine(model=mixture("gpt_oss", **options), moe=LOSSES)
+    engine = make_engine(model=mixture("gpt_oss", **options), moe=moe)
     for layer in engine.model.model.layers:
         layer.mlp.router.weight.data.zero_()
         layer.mlp.router.bias.data = torch.tensor([3.0, 2.0, 1.0, 0.0])
+    return engine
+
+
+def test_figures_and_losses_of_routers_that_all_choose_alike(make_engine, make_batch, losses):
+    engine = choosing_alike(make_engine, LOSSES)
     found = values_of(engine.forward_backward(make_batch(), losses.likelihood))
-    shares = [math.exp(x) / sum(map(math.exp, range(4))) for x in (3, 2, 1, 0)]
-    assert found["train/router_aux_loss"] == pytest.approx(2 * shares[0] + 2 * shares[1], rel=1e-5)  # f = 2, 2, 0, 0
+    assert found["train/router_aux_loss"] == pytest.approx(2 * SHARES[0] + 2 * SHARES[1], rel=1e-5)  # f = 2, 2, 0, 0
     assert found["train/router_z_loss"] == pytest.approx(math.log(sum(map(math.exp, range(4)))) ** 2, rel=1e-5)
     assert found["train/expert_load_max_over_mean"] == found["train/expert_load_worst_layer"] == 2.0
     assert found["train/experts_unused"] == 0.5
-    assert found["train/router_entropy"] == pytest.approx(-sum(p * math.log(p) for p in shares), rel=1e-5)
+    assert found["train/router_entropy"] == pytest.approx(-sum(p * math.log(p) for p in SHARES), rel=1e-5)
     assert "train/routes_replaced" not in found
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_a_coefficient_means_the_same_however_token_losses_are_added_up(mode, make_engine, make_batch):
+    """With `seq_mean_token_sum` (DPO, `rloo`) and the like, loss weights add up to the length of an answer."""
+    batch = make_batch(lengths=(23, 9, 30))
+    settings = AggregationSettings(mode=mode, norm_tokens=7 if mode.endswith("norm") else None)
+    batch = batch.with_(loss_weights=loss_weights(batch.loss_mask, batch.cu_seqlens, settings))
+    engine = choosing_alike(make_engine, LOSSES)
+    found = values_of(engine.forward_backward(batch, lambda output, part: LossOutput(output.logprobs * 0)))
+    expected = 0.5 * 2 * (SHARES[0] + SHARES[1]) + 0.1 * math.log(sum(map(math.exp, range(4)))) ** 2
+    assert found["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @torch.no_grad()
@@ -289,6 +311,7 @@ def test_a_dense_model_is_asked_for_nothing_of_the_kind(moe, message, make_engin
 
 def test_routers_out_of_reach_are_refused_where_they_are_needed_and_train_where_not(make_engine, make_batch, losses):
     model = mixture("phimoe", num_local_experts=4, num_experts_per_tok=2)
+    model = model.model_copy(update={"use": UseConfig(dropout="config")})  # it draws experts in training
     found = make_engine(model=model).forward_backward(make_batch(), losses.likelihood)
     assert not [name for name in found if "expert" in name]
     with pytest.raises(ModelError, match=r"moe\.routing_replay: .*2 of its 2 routers do not choose experts with topk"):
