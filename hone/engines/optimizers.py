@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hone.engines.base import MemoryNeeds, Ranks
+from hone.engines.decay import is_decayed
 from hone.engines.parts import Weights
 from hone.engines.registry import SCHEDULES
 from hone.engines.settings import CosineConfig, EngineConfig, LinearConfig, OptimizerConfig, ScheduleConfig, WsdConfig
@@ -165,7 +166,7 @@ def cosine(config: CosineConfig, warmup: int, total: int) -> Shape:
 
 def wsd(config: WsdConfig, warmup: int, total: int) -> Shape:
     """The learning rate stays at its peak, and falls on a line at the end of the run."""
-    return linear(config, total - 1 - max(1, round(config.decay_fraction * total)), total)
+    return linear(config, total - 1 - config.decay(warmup, total), total)
 
 
 def _progress(step: int, start: int, total: int) -> float:
@@ -173,7 +174,7 @@ def _progress(step: int, start: int, total: int) -> float:
 
 
 def build_optimizer(config: OptimizerConfig, weights: Mapping[str, Tensor], in_parts: bool = False) -> Optimizer:
-    """Make the optimizer of named weights: matrices with weight decay, vectors (biases, norms) without.
+    """Make the optimizer of named weights: those that `is_decayed` names with weight decay, the others without.
 
     `in_parts`: the weights are this rank's parts of larger ones. Raises ValueError naming the key for an unknown
     optimizer, one that does not work on parts, or an argument or value that it does not take.
@@ -199,9 +200,9 @@ def build_optimizer(config: OptimizerConfig, weights: Mapping[str, Tensor], in_p
         raise ValueError(f"{key}={config.weight_decay}: {cls.__name__} has no weight decay")
     if "fused" in known and not {"fused", "foreach"} & set(arguments) and _fused_works(weights):
         arguments["fused"] = True
-    matrices = [w for w in weights.values() if w.dim() >= 2]
-    vectors = [w for w in weights.values() if w.dim() < 2]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors}]
+    decayed = [w for name, w in weights.items() if is_decayed(name, w)]
+    others = [w for name, w in weights.items() if not is_decayed(name, w)]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others}]
     if "weight_decay" in known:
         groups[0]["weight_decay"], groups[1]["weight_decay"] = config.weight_decay, 0.0
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import SerializeAsAny, model_validator
@@ -18,7 +19,9 @@ class OptimizerConfig(Config):
         "AdamW", "class name in torch.optim: AdamW, SGD, Adafactor ...; or AdamW8bit, Adam8bit, Lion8bit, AdEMAMix8bit"
     )
     lr: float = setting(1e-6, "peak learning rate", gt=0)
-    weight_decay: float = setting(0.0, "weight decay of matrices; biases and norms are never decayed", ge=0)
+    weight_decay: float = setting(
+        0.0, "weight decay of matrices; biases and norms of any shape are never decayed", ge=0
+    )
     betas: tuple[float, float] | None = setting(None, "null: the optimizer's own (AdamW: 0.9, 0.999)")
     options: dict[str, Any] = setting(factory=dict, meaning="other arguments of the class, such as eps or momentum")
 
@@ -70,6 +73,18 @@ class WsdConfig(LinearConfig):
 
     name: str = "wsd"
     decay_fraction: float = setting(0.1, "share of all steps that the decay takes", gt=0, le=1)
+
+    def decay(self, warmup: int, total_steps: int) -> int:
+        """The optimizer steps of the decay. Raises ValueError if it would begin before the warm-up has ended."""
+        left, wanted = total_steps - warmup, self.decay_fraction * total_steps
+        if wanted >= left + 1:  # less is rounding
+            key, most = self.key_of("decay_fraction"), math.floor(100 * left / total_steps) / 100
+            raise ValueError(
+                f"{key}={self.decay_fraction:g} begins the decay before the warm-up ends: {round(wanted)} and {warmup} "
+                f"optimizer steps are more than the {total_steps} of the run, and the learning rate would jump; set "
+                f"{key}={most:g} or less, or shorten the warm-up"
+            )
+        return min(max(1, round(wanted)), left)
 
 
 class LoraConfig(Config):

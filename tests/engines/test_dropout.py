@@ -105,6 +105,27 @@ def test_noise_that_stays_is_refused():
         check_training(body, "it")
 
 
+def test_noise_that_few_tokens_show_is_refused():
+    """PhiMoE draws an expert only where two are almost equal: with these weights at none of the probe's 11 tokens."""
+    options = {"num_local_experts": 16, "num_experts_per_tok": 2, "sliding_window": None}
+    build = BuildConfig(architecture="phimoe", options=options, **{**SIZES, "heads": 4, "kv_heads": 2})
+    body = load_language_model(ModelConfig(build=build)).eval().model
+    with torch.no_grad():
+        for seed, parameter in enumerate(body.parameters()):
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.15, generator=torch.Generator().manual_seed(seed))
+    with pytest.raises(ModelError, match=r"differently in training.*set model\.use\.dropout: config"):
+        check_training(body, "it")
+
+
+def test_random_numbers_without_effect_are_no_noise():
+    body = load_language_model(ModelConfig(build=BuildConfig(**SIZES))).eval().model
+    body.norm.register_forward_hook(
+        lambda module, _, out: out if torch.rand([]) >= 0 else 0 * out
+    )  # as layer drop does
+    check_training(body, "it")
+
+
 def test_dpo_begins_at_log_2_with_a_config_that_has_dropout(tmp_path):
     build = {**BASE["model"]["build"], "options": {"attention_dropout": 0.3}}
     run = prefer(written(tmp_path, "prefer", "dpo", model={"build": build}), "run.steps=1")

@@ -87,6 +87,43 @@ def test_only_matrices_decay(weights):
     assert torch.equal(weights["bias"], torch.ones(3))
 
 
+DECAYED = {
+    "model.embed_tokens.weight": (9, 4),
+    "layers.0.self_attn.q_proj.weight": (4, 4),
+    "layers.0.mlp.experts.gate_up_proj": (2, 4, 8),
+    "layers.0.mlp.experts.3.down_proj.weight": (4, 4),
+    "layers.0.mamba.conv1d.weight": (4, 1, 3),
+    "layers.0.q_proj.lora_A.trained.weight": (2, 4),
+    "layers.0.norm.linear.weight": (4, 4),
+    "0 model.layers.0.mlp.down_proj.weight": (4, 4),
+}
+UNDECAYED = {
+    "layers.0.mlp.experts.gate_up_proj_bias": (2, 8),
+    "layers.0.mlp.experts.down_proj_bias": (2, 4),
+    "layers.0.mlp.router.bias": (2,),
+    "layers.0.self_attn.sinks": (2,),
+    "layers.0.self_attn.q_norm.weight": (2, 4),
+    "layers.0.input_layernorm.weight": (4,),
+    "layers.0.self_attn.relative_attention_bias.weight": (8, 2),
+    "layers.0.mamba.A_log": (4, 2),
+    "layers.0.mlp.experts.lora_magnitude_vector.trained.weight": (2, 4),
+    "layers.0.mlp.experts.trained.lora_magnitude_vector": (2, 4),
+    "0 model.layers.0.self_attn.k_norm.weight": (2, 4),
+}
+
+
+def test_decay_goes_by_what_a_weight_is_and_not_by_its_dimensions():
+    """One step of lr 0.5 with decay 0.1 and no gradient shrinks a weight of 1 to 0.95, or leaves it."""
+    weights = {name: torch.nn.Parameter(torch.ones(size)) for name, size in (DECAYED | UNDECAYED).items()}
+    optimizer = build_optimizer(OptimizerConfig(lr=0.5, weight_decay=0.1), weights)
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    shrunk = {name for name, weight in weights.items() if torch.allclose(weight, torch.full_like(weight, 0.95))}
+    kept = {name for name, weight in weights.items() if torch.equal(weight, torch.ones_like(weight))}
+    assert (shrunk, kept) == (set(DECAYED), set(UNDECAYED))
+
+
 def test_settings_reach_the_optimizer(weights):
     optimizer = build_optimizer(OptimizerConfig(betas=(0.5, 0.6), options={"eps": 1e-3}), weights)
     assert optimizer.param_groups[0]["betas"] == (0.5, 0.6)

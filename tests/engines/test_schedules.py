@@ -35,6 +35,12 @@ def factors(total, **settings):
             [0.5, 1, 1, 1, 0.875, 0.75, 0.625, 0.5],
         ),
         ({"name": "linear"}, 1, [1]),
+        ({"name": "wsd", "warmup_steps": 2, "decay_fraction": 0.5}, 4, [0.5, 1, 0.5, 0]),
+        (
+            {"name": "wsd", "warmup_fraction": 0.3, "decay_fraction": 0.7},
+            5,
+            [0.5, 1, 0.666667, 0.333333, 0],
+        ),  # 1.5, 3.5
     ],
     ids=str,
 )
@@ -54,6 +60,15 @@ def test_it_sets_every_group_and_counts_its_steps():
     assert [group["lr"] for group in update.optimizer.param_groups] == [2.0, 2.0]
     update.advance()
     assert [group["lr"] for group in update.optimizer.param_groups] == [4.0, 4.0]
+
+
+def test_a_decay_that_begins_in_the_warm_up_is_refused_with_the_remedy():
+    """Its first step would fall from 1 to 0.4."""
+    with pytest.raises(ValueError, match=r"decay_fraction=1 begins .*10 and 5 .*decay_fraction=0.5 or less"):
+        factors(10, name="wsd", warmup_steps=5, decay_fraction=1.0)
+    with pytest.raises(ValueError, match=r"decay_fraction=0.6 begins"):
+        factors(10, name="wsd", warmup_steps=5, decay_fraction=0.6)
+    assert factors(10, name="wsd", warmup_steps=5, decay_fraction=0.5) == [0.2, 0.4, 0.6, 0.8, 1, 0.8, 0.6, 0.4, 0.2, 0]
 
 
 def test_a_warm_up_of_the_whole_run_is_refused_with_the_remedy():

@@ -6,13 +6,14 @@ from safetensors.torch import load_file
 
 from hone.config import load
 from hone.engines.checkpoint.files import CheckpointError
-from hone.engines.settings import EngineConfig
+from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.platforms.base import PlatformRegistry
 from hone.platforms.cpu import CpuPlatform, lacking_bfloat16
 from hone.registry import Registry
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
+from hone.trainers.run.roles import lost_updates
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.trainers.tiny import metrics, recipe
 
@@ -57,6 +58,15 @@ def test_rollout_and_trainer_compute_in_what_fits_the_device(name, said, dtype, 
     assert all(step["correction/mean_abs_difference"] < gap for step in steps)
     exported = load_file(run / "export" / "model.safetensors")  # weights as they are computed with
     assert {tensor.dtype for tensor in exported.values()} == {dtype}
+
+
+def test_weights_that_are_too_coarse_for_the_learning_rate_are_warned_about():
+    coarse, fine = ModelConfig(build=BUILD, dtype="bfloat16"), ModelConfig(build=BUILD)
+    small, large = (EngineConfig(optimizer=OptimizerConfig(lr=lr)) for lr in (1e-6, 1e-3))
+    said = lost_updates(coarse, small)
+    assert "model.dtype=bfloat16 stores 8 significant bits" in said
+    assert "set model.dtype=float32 (compute_dtype may stay bfloat16), or " in said
+    assert [lost_updates(*one) for one in ((coarse, large), (fine, small), (fine, large))] == [None] * 3
 
 
 @pytest.mark.slow

@@ -25,6 +25,13 @@ ENGINE = {"compute_dtype": "float32", "optimizer": {"lr": 1e-2}}
 PRIME = {"algorithm": {"preset": "prime", "dynamic_sampling": None}, "process_reward": {"engine": ENGINE}}
 
 
+def test_an_outcome_with_a_penalty_is_refused_before_the_run_starts(tmp_path):
+    penalty = {"algorithm": {**PRIME["algorithm"], "overlong": {"buffer_tokens": 2}}}
+    with pytest.raises(ConfigError, match=r"outcome = reward should be between 0 and 1.*process_reward\.outcome=share"):
+        run_policy(load_recipe(recipe(tmp_path, PRIME, penalty)))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def train(folder, *changes):
     """The run folder, its metrics from step 0 on, and the trajectories of its training steps."""
     run = run_policy(load_recipe(recipe(folder, EVERY, *changes)))

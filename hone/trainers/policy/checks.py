@@ -208,6 +208,13 @@ def _check_process_rewards(config: PolicyRunConfig, algorithm: Algorithm) -> Non
     known = ["reward", *config.reward.components]
     if config.process_reward.outcome.partition("/")[0] not in known:
         raise ConfigError(unknown("process_reward.outcome", config.process_reward.outcome, known))
+    overlong = config.algorithm.overlong
+    if config.process_reward.outcome == "reward" and overlong is not None and overlong.punishes:
+        parts = " or ".join(f"process_reward.outcome={name}" for name in config.reward.components)
+        raise ConfigError(
+            "process_reward.outcome = reward should be between 0 and 1, and the penalty of algorithm.overlong makes it "
+            f"negative; set {parts or 'the name of a reward component'}, or remove algorithm.overlong"
+        )
 
 
 def _check_teachers(config: PolicyRunConfig) -> None:

@@ -16,6 +16,7 @@ from hone.config import ConfigError, Loaded, count_as_read, plain, require_all_r
 from hone.data.counting import count_items
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptMaker, make_renderer
+from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
@@ -37,7 +38,7 @@ from hone.trainers.run.loop import Trainer
 from hone.trainers.run.profiler import Profiler
 from hone.trainers.run.randomness import seed_everything
 from hone.trainers.run.recorder import Recorder
-from hone.trainers.run.roles import prepare_process
+from hone.trainers.run.roles import lost_updates, prepare_process
 from hone.trainers.run.run_model import FOLDER, local_model
 from hone.trainers.run.settings import CheckpointConfig, RunConfig
 from hone.trainers.supervised.assembly import (
@@ -245,6 +246,16 @@ def _begin(config: PolicyRunConfig | SupervisedConfig, folder: Path) -> tuple[li
     return changes, model, renderer
 
 
+def _trained(config: PolicyRunConfig | SupervisedConfig) -> Iterator[tuple[ModelConfig, EngineConfig]]:
+    """The models that a run trains."""
+    yield config.model, config.actor
+    if isinstance(config, PolicyRunConfig):
+        if config.critic is not None:
+            yield config.critic.model or config.model, config.critic.engine
+        if config.process_reward is not None:
+            yield config.process_reward.model or config.model, config.process_reward.engine
+
+
 def _introduce(config: PolicyRunConfig | SupervisedConfig, context: RunContext, changes: list[str]) -> None:
     platform, chosen = current_platform(), config.actor.compute_dtype
     context.tracking.message(
@@ -259,5 +270,8 @@ def _introduce(config: PolicyRunConfig | SupervisedConfig, context: RunContext, 
     slow = platform.why_bfloat16_is_slow()
     if slow and chosen == "bfloat16":
         context.tracking.message(f"{slow}: actor.compute_dtype=float32 is faster here")
+    for model, engine in _trained(config):
+        if warning := lost_updates(model, engine):
+            context.tracking.message(warning)
     if changes:
         context.tracking.message(f"settings that differ from before: {', '.join(changes)}")

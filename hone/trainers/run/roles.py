@@ -19,6 +19,7 @@ from hone.runtime.settings import RuntimeConfig
 from hone.trainers.run.recorder import Recorder
 from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 
+LOST_BELOW = 1e-4  # a bfloat16 weight of 0.02 changes by steps of 1.2e-4
 POLICY = "actor"  # the role that is trained on what it samples
 
 
@@ -67,6 +68,18 @@ def place_role(role: str, spec: TrainSpec, runtime: RuntimeConfig, recorder: Rec
     handle = TrainHandle(group, recorder.record, spec.replays_routes)
     handle.initialize()
     return handle
+
+
+def lost_updates(model: ModelConfig, engine: EngineConfig) -> str | None:
+    """A warning, if the dtype of a trained model's weights is too coarse for its learning rate."""
+    if model.dtype != "bfloat16" or engine.optimizer.lr >= LOST_BELOW:
+        return None
+    dtype, lr = model.key_of("dtype"), engine.optimizer.key_of("lr")
+    return (
+        f"warning: {dtype}=bfloat16 stores 8 significant bits of each weight, so most updates of {lr}="
+        f"{engine.optimizer.lr:g} are too small to change it and are lost; set {dtype}=float32 (compute_dtype may stay "
+        f"bfloat16), or {lr}={LOST_BELOW:g} or more"
+    )
 
 
 def is_its_own_reference(policy: EngineConfig) -> bool:

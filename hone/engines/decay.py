@@ -1,0 +1,19 @@
+"""Weight decay by what a weight is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_APART = ("A_log", "sinks")  # weights whose size says something by itself
+
+
+def is_decayed(name: str, weight: Tensor) -> bool:
+    """Whether weight decay applies to a weight: to matrices, not to biases, norms, scales and decay rates.
+
+    The number of dimensions alone does not say it: the biases of all experts of a layer are one tensor of two
+    dimensions, and so are norms with a scale for each head, DoRA's norms of experts, and Mamba's `A_log`.
+    """
+    *_, module, leaf = ("", *name.split("."))
+    is_bias = leaf.endswith("bias") or module.endswith("bias")
+    is_norm = "norm" in module.lower() or "lora_magnitude_vector" in name
+    return weight.dim() >= 2 and not is_bias and not is_norm and leaf not in _APART
