@@ -17,6 +17,7 @@ import typer
 from hone.composition import ConfigError
 from hone.models.errors import ModelError
 from hone.registry import CannotLoad, UnknownName
+from hone.tracking.base import printable
 
 TRACEBACK_VARIABLE = "HONE_TRACEBACK"
 FAILURE_FILE = "failure.txt"
@@ -63,7 +64,7 @@ def report(error: BaseException, command: str = "") -> int:
 
 def say(line: str) -> None:
     """Print one line to stderr; results go to stdout."""
-    typer.echo(line, err=True)
+    typer.echo(printable(line), err=True)
 
 
 def one_line(error: BaseException) -> str:
@@ -78,7 +79,7 @@ def _keep_traceback(error: RunFailed) -> str:
     path = error.folder / FAILURE_FILE
     text = "".join(traceback.format_exception(error))
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as problem:
         say(text)
         return f"the traceback is above, because {path} cannot be written ({problem.strerror})"

@@ -18,6 +18,7 @@ from hone.cli.keys import keys_of
 from hone.cli.recipe import KINDS
 from hone.other_frameworks import COMMANDS as OTHER_COMMANDS
 from hone.plugins import load_plugins
+from hone.processes.closing import exits_within
 from hone.processes.garbage import collect_rarely
 from hone.registry import CannotLoad, UnknownName, reason, resolve, unknown
 
@@ -50,13 +51,16 @@ COMMANDS = {
     "list": Command("hone.cli.listing:listing", "List the names that a run file may use, by kind."),
 }
 
+EXIT_S = 60.0  # for the exit handlers of libraries, and for threads of tools that still run
 TAKES_KEYS = {"quickstart", "eval", "env", "config", *(kind.command.removeprefix("hone ") for kind in KINDS.values())}
 
 
 def run() -> None:
     """The entry point of the installed `hone` command."""
     collect_rarely()
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    exits_within(EXIT_S, code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str]) -> int:

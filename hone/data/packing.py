@@ -66,7 +66,7 @@ def pack(groups: Sequence[TrajectoryGroup]) -> Batch:
     """
     chosen = [(index, one) for index, group in enumerate(groups) for one in group.trainable]
     if not chosen:
-        raise ValueError(_nothing_trainable(groups))
+        raise ValueError(nothing_trainable(groups))
     for _, one in chosen:
         _check_trajectory(one)
     episodes: dict[tuple[int, int, str], int] = {}
@@ -156,7 +156,7 @@ def _check_sequence(token_ids: Sequence[int], loss_mask: Sequence[int], where: s
         raise ValueError(f"{where} asks for a loss on its first token, which has no log-prob")
 
 
-def _nothing_trainable(groups: Sequence[TrajectoryGroup]) -> str:
+def nothing_trainable(groups: Sequence[TrajectoryGroup]) -> str:
     statuses: dict[str, int] = {}
     for group in groups:
         for one in group.trajectories:

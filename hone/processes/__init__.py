@@ -5,5 +5,5 @@ Read in this order: `supervisor` (the program between hone and a child), `tree` 
 requests), `piped` (a server on standard input and output), `restarts` (when to start again); `guard` (the token check
 of HTTP servers), `listening` (limits of their clients), `http_client` (requests to services), `untrusted_json`,
 `descriptors` (the limit of open files), `garbage` (how often garbage is collected), `leftovers` (removes what programs
-leave).
+leave), `closing` (the deadline of closing and exiting).
 """

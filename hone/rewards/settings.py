@@ -79,7 +79,7 @@ class RewardConfig(Config):
     )
     workers: int = setting(2, "processes that run the reward functions", ge=1)
     max_failed_fraction: float = setting(
-        0.2, "a run ends if more of the answers of three steps in a row could not be scored", ge=0, le=1
+        0.2, "a run ends if in each of three steps in a row more of the answers could not be scored", ge=0, le=1
     )
 
     @field_validator("components")

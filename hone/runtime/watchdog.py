@@ -17,10 +17,10 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from types import FrameType, TracebackType
 
 from hone.deadline import Stalled
+from hone.processes.closing import stacks
 from hone.runtime import ranks
 
 GRACE_S = 10.0  # how long the main thread may take to raise the exception
@@ -110,16 +110,8 @@ class Watchdog:
         )
 
     def _report(self) -> None:
-        frames = sys._current_frames()
-        main = _main().ident
         _say(f"{_where()}: {self._phase} for {time.monotonic() - self._since:.0f} s")
-        for thread in threading.enumerate():
-            frame = frames.get(thread.ident or 0)
-            if frame is None or thread is threading.current_thread():
-                continue
-            if thread.ident != main:
-                _say(f"  thread {thread.name}:")
-            _say("".join(f"    {line}\n" for entry in traceback.format_stack(frame) for line in entry.splitlines()))
+        _say(stacks())
 
 
 def _main() -> threading.Thread:

@@ -32,7 +32,11 @@ class AsynchronyConfig(Config):
         "while it trains",
     )
     drain_timeout_s: float = setting(
-        600.0, "longest wait for open answers before an evaluation, a checkpoint or the end of the run", unit="s", gt=0
+        900.0,
+        "longest wait for open answers before an evaluation, a checkpoint or the end of the run; longer than an "
+        "episode's deadline, or an evaluation could not begin",
+        unit="s",
+        gt=0,
     )
 
 

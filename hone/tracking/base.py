@@ -100,3 +100,12 @@ def flat_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def plain_name(name: str) -> str:
     """Replace characters that some tracker rejects: `eval/sort/mean@4` becomes `eval/sort/mean_4`."""
     return re.sub(r"[^A-Za-z0-9_\-. /]", "_", name)
+
+
+def printable(text: str) -> str:
+    """Text that every terminal and file takes: half a character, which foreign errors may have, becomes its escape.
+
+    >>> printable("bad \\ud800")
+    'bad \\\\ud800'
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

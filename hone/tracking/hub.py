@@ -28,7 +28,7 @@ from hone import __version__
 from hone.config import Choice, ConfigError, count_as_read
 from hone.registry import CannotLoad
 from hone.tracking import TRACKERS
-from hone.tracking.base import FINISHED, INTERRUPTED, RunInfo, Tracker, TrackingError
+from hone.tracking.base import FINISHED, INTERRUPTED, RunInfo, Tracker, TrackingError, printable
 from hone.tracking.rollouts import Decode, TokenTexts, TrainerLogprobs, places_to_keep, rollout_record
 from hone.tracking.settings import JsonlSettings, TrackerSettings, TrackingConfig
 from hone.tracking.trackers.background import Background
@@ -122,6 +122,7 @@ class Tracking:
 
     def message(self, text: str) -> None:
         """Show one line to the user; without a console tracker, print it to stderr."""
+        text = printable(text)
         if "console" not in self._trackers:
             with suppress(OSError):  # nobody reads it any more
                 sys.stderr.write(f"{text}\n")

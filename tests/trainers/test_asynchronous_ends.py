@@ -7,11 +7,11 @@ import signal
 import pytest
 
 from hone.cli.recipe import load_recipe
+from hone.config import ConfigError
 from hone.envs import ENVS
 from hone.envs.base import Start, StepResult
 from hone.registry import Entry
 from hone.schedule.journal import JOURNAL, read_journal
-from hone.trainers.policy.feed import OpenAnswersLate
 from hone.trainers.run.context import RunControl
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.loop import Interrupted
@@ -114,11 +114,16 @@ def test_a_prompt_whose_answers_do_not_end_is_dropped_with_its_reason_and_nothin
     assert stale == [0, 1, 2, 2]
 
 
-def test_an_evaluation_does_not_wait_without_end_for_open_answers(tmp_path, endless):
+def test_an_evaluation_waits_longer_than_any_episode_takes(tmp_path, endless):
     endless(5)
-    held_out = {"every_steps": 1, "sets": {"held_out": {"source": rows(tmp_path, 2)}}}
-    with pytest.raises(OpenAnswersLate, match=r"draws \[4, 5, 6, 7\], and 1 of them .*drain_timeout_s = 2 s"):
-        train(prepare(tmp_path, {"episode": {"env": "endless"}, **SHORT_DRAIN, "evaluation": held_out}))
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    held_out = {"every_steps": 1, "sets": {"held_out": {"source": rows(tmp_path / "b", 2)}}}
+    settings = {**SHORT_DRAIN, "evaluation": held_out}
+    with pytest.raises(ConfigError, match=r"drain_timeout_s = 2 is not longer than episode.timeout_s = 3: .*s=4.5"):
+        train(prepare(tmp_path / "a", {"episode": {"env": "endless", "timeout_s": 3.0}, **settings}))
+    records, _ = train(prepare(tmp_path / "b", {"episode": {"env": "endless", "timeout_s": 1.0}, **settings}))
+    assert [list(record["dropped"]) for record in records] == [[], ["5"], [], []]
 
 
 def test_after_a_signal_the_open_answers_are_saved_or_at_the_deadline_written_again(tmp_path, endless):

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from hone.config import load
+from hone.trainers.policy.health import RewardsFailed
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import metrics, recipe
@@ -40,7 +41,7 @@ def judge(response, ground_truth, row):
         raise RuntimeError("no judge here")
     return 1.0
 """
-    with pytest.raises(ValueError, match=r"12 reward_failed; the first failure: .*no judge here"):
+    with pytest.raises(RewardsFailed, match=r"12 reward_failed; the first failure: .*no judge here"):
         train(tmp_path, judge, algorithm={})
 
 

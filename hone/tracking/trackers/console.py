@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hone.config import Choice
-from hone.tracking.base import FINISHED, RolloutRecord, RunInfo, Tracker
+from hone.tracking.base import FINISHED, RolloutRecord, RunInfo, Tracker, printable
 from hone.tracking.names import Headline, held_out_headlines, training_headlines
 from hone.tracking.terminal import LastingConsole
 from hone.types import FAILED
@@ -32,6 +32,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 400
 _TEMPLATE_MARKS = re.compile(r"<\|im_start\|>\w*|<\|[^|>]*\|>")  # of chat templates; the same in every prompt
 _STATUS = "rollout/status/"
+OVERDUE_S = 10.0  # a step that takes longer than all that seemed left, by so much, is shown with its own time
 _PACE = 20  # recent steps whose mean duration predicts the rest
 
 
@@ -84,7 +85,7 @@ class ConsoleTracker(Tracker):
             self._samples = {"answer": one} if one is worst else {"answer": one, "worst answer": worst}
 
     def message(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._console.print(Text(text, style="red" if text.startswith("error:") else ""))
 
     def phase(self, name: str) -> None:
         self._phase = name
@@ -129,7 +130,9 @@ class ConsoleTracker(Tracker):
         return row
 
     def _clock(self) -> str:
-        left = self.seconds_left()
+        left, waited = self.seconds_left(), time.monotonic() - (self._ends[-1] if self._ends else self._started)
+        if left is not None and left == 0.0 and waited > OVERDUE_S:  # the pace of earlier steps says nothing any more
+            return f"step {self._step + 1} for {_duration(waited)}"
         if left is None:
             return f"{_duration(time.monotonic() - self._started)} so far"
         return f"{_duration(left)} left"
@@ -168,7 +171,9 @@ def _failure(values: Mapping[str, float], causes: Mapping[str, str]) -> str:
     every = sum(int(value) for name, value in values.items() if name.startswith(_STATUS))
     status = max(counts, key=lambda one: counts[one])
     cause = _one_line(causes.get(status, ""), 120)
-    return f"{failed} of {every} answers failed ({status}{': ' if cause else ''}{cause})"
+    late = int(values.get("reward/timeouts", 0))
+    timed_out = f", {late} calls of rewards timed out" if late else ""
+    return f"{failed} of {every} answers failed{timed_out} ({status}{': ' if cause else ''}{cause})"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -200,7 +205,7 @@ def _sample_text(label: str, record: RolloutRecord, width: int) -> Text:
 
 def _one_line(text: str, width: int, end: bool = False) -> str:
     """Shorten text to one line of at most `width` cells; `end` keeps the end, where a prompt has its question."""
-    flat = " ".join(_TEMPLATE_MARKS.sub(" ", text).split())
+    flat = " ".join(_TEMPLATE_MARKS.sub(" ", printable(text)).split())
     width = max(width, 10)
     if cell_len(flat) <= width:
         return flat

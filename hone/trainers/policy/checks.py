@@ -39,6 +39,7 @@ def check_settings(config: PolicyRunConfig) -> None:
     sets = {f"evaluation.sets.{name}": one for name, one in config.evaluation.sets.items()}
     for key, one in (_training_sets(config) | sets).items():
         check_path(one, key)
+    _check_drain(config)
     if config.run.steps is None:  # the data will say
         return
     engines, steps = engines_of(config), optimizer_steps(config)
@@ -330,6 +331,19 @@ def _check_sync_deadline(config: PolicyRunConfig) -> None:
             f"runtime.collective_timeout_s = {runtime.collective_timeout_s:g} should be more than {silent_s:g}, a "
             f"third of weights.timeout_s = {sync_s:g}: so long a rank may wait for a silent server, and the other "
             "ranks for that rank; raise runtime.collective_timeout_s, or lower weights.timeout_s"
+        )
+
+
+def _check_drain(config: PolicyRunConfig) -> None:
+    """An evaluation waits for the open answers, so the wait has to outlast an episode that takes its whole deadline."""
+    asynchrony, timeout_s = config.asynchrony, config.episode.timeout_s
+    if asynchrony is None or not asynchrony.staleness or not config.evaluation.sets:
+        return
+    if asynchrony.drain_timeout_s <= timeout_s:
+        raise ConfigError(
+            f"asynchrony.drain_timeout_s = {asynchrony.drain_timeout_s:g} is not longer than episode.timeout_s = "
+            f"{timeout_s:g}: an evaluation waits for open answers, and one slow episode would end the run. Set "
+            f"asynchrony.drain_timeout_s={1.5 * timeout_s:g}, or a shorter episode.timeout_s"
         )
 
 

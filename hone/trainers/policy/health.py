@@ -1,6 +1,6 @@
 """Whether a run can learn, seen from the metrics of its steps: what goes wrong in silence is said, or ends the run.
 
-rewards that fail     an error, with the first cause     reward.max_failed_fraction over 3 steps
+rewards that fail       an error, with the first cause     above reward.max_failed_fraction in 3 steps in a row
 nothing to learn from   one line, with what to look at     after 10 such steps in a row
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hone.types import Status, TrajectoryGroup
 
-FAILED_STEPS = 3  # steps whose answers `max_failed_fraction` is a share of
+FAILED_STEPS = 3  # in a row, that end a run: an outage of one step does not
 WARN_AFTER = 10  # steps in a row
 
 Values = Mapping[str, float]
@@ -89,10 +89,10 @@ class RunHealth:
 
     def _check_failed(self) -> None:
         answers, failed = (sum(counts) for counts in zip(*self._answers, strict=True))
-        if len(self._answers) == FAILED_STEPS and failed > self._most * answers:
+        if len(self._answers) == FAILED_STEPS and all(one > self._most * many for many, one in self._answers):
             raise RewardsFailed(
                 f"{failed:.0f} of {answers:.0f} answers of the last {FAILED_STEPS} steps could not be scored, which is "
-                f"more than reward.max_failed_fraction = {self._most}; {self._cause}"
+                f"more than reward.max_failed_fraction = {self._most} in each; {self._cause}"
             )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.algorithms.filtering.group_filter import GroupFilter, lost_to_failures
+from hone.algorithms.filtering.group_filter import GroupFilter
 from hone.algorithms.filtering.history import SKIPPED
 from hone.data.stream import PromptStream
 from hone.envs.episode import Play
@@ -40,14 +40,9 @@ class StepGroups:
         """The groups to train on."""
         return [group for group in self.settled if group.trainable]
 
-    @property
-    def filtered_out(self) -> bool:
-        """Whether the filters, and not failures alone, left nothing to train on."""
-        return not self.kept and not all(lost_to_failures(group) for group in self.settled)
-
     def measure(self) -> Metrics:
         """All metrics of the step's groups."""
-        skipped: Metrics = {"train/skipped_updates": Metric.sum(1)} if self.filtered_out else {}
+        skipped: Metrics = {"train/skipped_updates": Metric.sum(1)} if not self.kept else {}
         return merge_metrics(self.metrics, describe_lengths(self.played, self.kept), skipped)
 
 

@@ -30,6 +30,7 @@ from hone.trainers.run.checkpoints import Checkpoint, PartWriter
 from hone.trainers.run.context import RunContext
 from hone.trainers.run.learners import Learner, Trained
 from hone.trainers.run.loop import Trainer
+from hone.trainers.run.lost_steps import LostSteps
 from hone.trainers.run.recorder import NotFinite
 from hone.types import Axis, Batch, merge_metrics
 from hone.workers.publication import RolloutHandle
@@ -74,6 +75,7 @@ class PolicyTrainer(Trainer):
         grouped = config.update.samples_per_prompt > 1
         self.health = RunHealth(config.reward.max_failed_fraction, grouped, self.tracking.message)
         self.watchers.append(self.health.look)
+        self.lost = LostSteps(self.steps, self.tracking.message)
         self.prompts_per_step = config.update.prompts_per_step
         self.minibatches = config.update.minibatches
         self.epochs = config.update.epochs
@@ -97,13 +99,15 @@ class PolicyTrainer(Trainer):
         self.recorder.record(merge_metrics(*measured))
 
     def collect(self, step: int) -> tuple[StepGroups, Batch | None]:
-        """The groups of a step, written down, and one packed batch of them; None if the filters left nothing.
+        """The groups of a step, written down, and one packed batch of them; None if filters or failures left nothing.
 
-        Raises ValueError, with the first failure's text, if there is nothing because trajectories failed.
+        Raises RewardsFailed, with the first failure's text, if failures have left nothing for several steps.
         """
         groups = self.supply.collect(self.play.at(step), self.prompts_per_step)
         self.health.note(groups.played)
-        batch = None if groups.filtered_out else pack(groups.settled)  # dropped groups have nothing trainable left
+        batch = pack(groups.settled) if groups.kept else None  # dropped groups have nothing trainable left
+        if batch is None:
+            self.lost.note(step, groups.settled)
         self.feed.commit(step, groups.settled, batch)
         self.rollout_log.write(step, groups.settled, batch, self.actor)
         if batch is not None:

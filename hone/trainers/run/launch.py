@@ -21,6 +21,7 @@ from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
 from hone.platforms.base import compute_dtype, current_platform, why_compute_dtype, why_no_triton
+from hone.processes.closing import ends_within
 from hone.runtime import ranks
 from hone.runtime.watchdog import Watchdog
 from hone.tracking.base import RunInfo
@@ -59,6 +60,7 @@ from hone.workers.shared_memory import require_room
 S = TypeVar("S", bound=SupervisedConfig)
 
 WARM_START = "warm_start"
+CLOSE_S = 180.0  # for servers, reward processes, environments and the event loop together
 READ_BY_SERVERS = ("rollout", "weights")  # sections whose keys servers read when they start
 
 
@@ -80,7 +82,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
 
         def prepared(model: ModelConfig) -> Generation:
             generation = Generation(config, model, renderer, recorder)
-            started.callback(generation.close)
+            started.callback(_close, generation)
             return generation
 
         generation: Generation | None = None
@@ -111,6 +113,12 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
             trainer.run()
             write_rendering(folder / "export", config, config.data, renderer)
     return folder
+
+
+def _close(generation: Generation) -> None:
+    """Close a generation within one deadline for all of it: what hangs, such as foreign code, is left to the exit."""
+    with ends_within(CLOSE_S, "closing the run"):
+        generation.close()
 
 
 def run_supervised(loaded: Loaded[SupervisedRunConfig], control: RunControl | None = None) -> Path:
