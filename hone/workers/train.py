@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from hone.engines.base import BaseEngine
+from hone.engines.export import into_place
 from hone.engines.parts import PartlyGathered
 from hone.engines.registry import EngineRegistry
 from hone.engines.settings import EngineConfig
@@ -190,6 +191,14 @@ class TrainWorker:
             self._boxes = (needs, in_files), boxes_before(weights.layout(), convert, maps)
         with weights.needed(self._boxes[1]):
             yield from self.stream(request)
+
+    def export_hf(self, folder: Path) -> None:
+        with into_place(folder, writes=self.engine.ranks.rank == 0) as partial:
+            self.engine.export_hf(partial)
+
+    def export_adapter(self, folder: Path) -> None:
+        with into_place(folder, writes=self.engine.ranks.rank == 0) as partial:
+            self.engine.export_adapter(partial)
 
 
 def without_routes(batch: Batch) -> Batch:

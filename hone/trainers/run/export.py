@@ -9,6 +9,7 @@ import yaml
 from hone.config import Config as Settings
 from hone.config import ConfigError, build
 from hone.data.stream import make_renderer
+from hone.engines.export import into_place
 from hone.models.errors import ModelError
 from hone.models.loading import folder_of
 from hone.models.settings import ModelConfig
@@ -99,15 +100,16 @@ def export_checkpoint(
     worker = TrainWorker(TrainSpec(model, config.actor.alone(), model_type, total_steps=config.run.steps or 1))
     worker.initialize()
     worker.engine.load_checkpoint(checkpoint.part("actor"))
-    if config.actor.lora is None or merge or classifier:
-        worker.engine.export_hf(output)
-    else:
-        worker.engine.export_adapter(output)
     tokenizer = load_tokenizer(model)
     renderer = make_renderer(config.data, tokenizer, load_image_processor(model))
-    write_rendering(output, config, config.data, renderer)
-    if classifier:
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        to_classifier(output, pad)
-        renderer.save_endless_template(output)
+    with into_place(output) as partial:
+        if config.actor.lora is None or merge or classifier:
+            worker.engine.export_hf(partial)
+        else:
+            worker.engine.export_adapter(partial)
+        write_rendering(partial, config, config.data, renderer)
+        if classifier:
+            pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+            to_classifier(partial, pad)
+            renderer.save_endless_template(partial)
     return checkpoint.folder

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from hone.config import count_as_read
+from hone.engines.export import into_place, save_model
 from hone.models.errors import ModelError
 from hone.models.loading import check_model_source, load_language_model, without_progress_bars
 from hone.models.quantised import method_of
@@ -33,11 +34,9 @@ def local_model(model: ModelConfig, folder: Path) -> ModelConfig:
         if not method_of(check_model_source(model)):
             return model
     if not (folder / "config.json").is_file():
-        partial = folder.with_name(f".{folder.name}.partial")
-        with without_progress_bars():
-            load_language_model(model).save_pretrained(partial)
-        save_language(model, partial)
-        partial.rename(folder)
+        with without_progress_bars(), into_place(folder) as partial:
+            save_model(load_language_model(model), partial)
+            save_language(model, partial)
     elif model.build is not None:
         count_as_read(model.build)
     return model.at(folder)
