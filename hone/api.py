@@ -36,12 +36,12 @@ from hone.models.settings import ModelConfig
 from hone.registry import resolve
 from hone.rewards.settings import RewardComponent, RewardConfig
 from hone.rollout.settings import RolloutConfig, SamplingConfig
+from hone.tracking.base import Interrupted as Interrupted
 from hone.tracking.notebook import LiveChart, live_chart
 from hone.tracking.table import MetricsTable
 from hone.tracking.trackers.jsonl import read_metrics
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.context import RunControl
-from hone.trainers.run.loop import Interrupted as Interrupted
 from hone.types import Message
 
 R = TypeVar("R")

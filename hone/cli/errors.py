@@ -17,10 +17,9 @@ import typer
 from hone.composition import ConfigError
 from hone.models.errors import ModelError
 from hone.registry import CannotLoad, UnknownName
-from hone.tracking.base import printable
+from hone.tracking.base import FAILURE_FILE, printable
 
 TRACEBACK_VARIABLE = "HONE_TRACEBACK"
-FAILURE_FILE = "failure.txt"
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -31,12 +30,12 @@ FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectory
 
 
 class RunFailed(Exception):
-    """A run failed after it had started. `folder` holds what it wrote; `cause` is the error."""
+    """A run failed after it had started. `folder` holds what it wrote; `kept` says where its traceback is."""
 
-    def __init__(self, folder: Path, cause: BaseException) -> None:
+    def __init__(self, folder: Path, cause: BaseException, kept: str) -> None:
         super().__init__(f"{type(cause).__name__}: {one_line(cause)}")
         self.folder = folder
-        self.cause = cause
+        self.kept = kept
 
 
 def report(error: BaseException, command: str = "") -> int:
@@ -48,7 +47,7 @@ def report(error: BaseException, command: str = "") -> int:
         code = EXIT_INTERRUPTED
     elif isinstance(error, RunFailed):
         say(f"error: the run failed: {error}")
-        say(f"the run is in {error.folder}; {_keep_traceback(error)}")
+        say(f"the run is in {error.folder}; {error.kept}")
         code = EXIT_FAILED
     elif isinstance(error, BAD_INPUT) or (isinstance(error, FILE_ERRORS) and error.filename is not None):
         say(f"error: {one_line(error)}")
@@ -74,9 +73,9 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _keep_traceback(error: RunFailed) -> str:
+def keep_traceback(folder: Path, error: BaseException) -> str:
     """Write the traceback to the run folder, or to stderr if that fails. Return a sentence that says where it is."""
-    path = error.folder / FAILURE_FILE
+    path = folder / FAILURE_FILE
     text = "".join(traceback.format_exception(error))
     try:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")

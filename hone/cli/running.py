@@ -7,39 +7,47 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from hone.cli.errors import BAD_INPUT, EXIT_FAILED, RunFailed, one_line, say
+from hone.cli.errors import BAD_INPUT, EXIT_FAILED, RunFailed, keep_traceback, one_line, say
+from hone.composition import ConfigError
 from hone.runtime import ranks
 from hone.runtime.base import RankLost
+from hone.tracking.base import Interrupted, TrackingError
+from hone.tracking.hub import RUN_FILE
 from hone.tracking.report.build import build_report
 from hone.tracking.terminal import LastingConsole
 from hone.trainers.run.folder import set_aside
-from hone.trainers.run.loop import Interrupted
 
 
 def report_run(folder: Path, run: Callable[[], Path], restart: bool = False) -> None:
     """Call `run`, build the report page, and print where the results are. `restart`: set an earlier run aside first.
 
     Bad input raises unchanged (exit code 2). Any other failure raises RunFailed, which names the folder (1). A run that
-    was asked to stop raises KeyboardInterrupt (130).
+    was asked to stop raises KeyboardInterrupt (130). Whatever ended a run that has begun, it has a report.
     """
     console = LastingConsole(quiet=not ranks.is_first())
     if restart and ranks.is_first() and (aside := set_aside(folder)) is not None:
         console.print(f"the earlier run is now in {escape(str(aside))}", soft_wrap=True)
+    before = _begun(folder)
     try:
         run()
     except Interrupted as stop:
-        _build_page(folder)
+        _try_page(folder)
         console.print(f"[yellow]{escape(str(stop))}[/]; run the same command again to continue", soft_wrap=True)
         raise KeyboardInterrupt from stop
     except RankLost as error:  # another rank failed and reports the reason; its traceback is the useful one
         say(f"error: {one_line(error)}")
+        _try_page(folder)
         raise SystemExit(EXIT_FAILED) from error
-    except BAD_INPUT:
-        raise
-    except KeyboardInterrupt:
+    except (*BAD_INPUT, KeyboardInterrupt) as error:
+        if _begun(folder) != before:
+            if not isinstance(error, KeyboardInterrupt):
+                keep_traceback(folder, error)
+            _try_page(folder)
         raise
     except Exception as error:  # every other failure is reported with the run folder
-        raise RunFailed(folder, error) from error
+        kept = keep_traceback(folder, error)
+        _try_page(folder)
+        raise RunFailed(folder, error, kept) from error
     page = _build_page(folder)
     console.print(f"run:    {escape(str(folder))}", soft_wrap=True)
     console.print(f"model:  {escape(str(folder / 'export'))}", soft_wrap=True)
@@ -49,3 +57,17 @@ def report_run(folder: Path, run: Callable[[], Path], restart: bool = False) -> 
 def _build_page(folder: Path) -> Path | None:
     """Build the report on the rank that writes the run folder."""
     return build_report(folder) if ranks.is_first() else None
+
+
+def _try_page(folder: Path) -> None:
+    """Build the report of a run that did not finish: another error must not take the place of the one that ended it."""
+    try:
+        _build_page(folder)
+    except (ConfigError, TrackingError, OSError) as error:
+        say(f"there is no report: {one_line(error)}")
+
+
+def _begun(folder: Path) -> int:
+    """When a run in the folder last began or ended, in nanoseconds; 0: never."""
+    path = folder / RUN_FILE
+    return path.stat().st_mtime_ns if path.is_file() else 0

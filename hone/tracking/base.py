@@ -9,9 +9,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 FINISHED, INTERRUPTED = "finished", "interrupted"
+FAILURE_FILE = "failure.txt"  # in the run folder of a run that failed: the traceback
 
 RolloutRecord = Mapping[str, Any]
 """One line of `rollouts.jsonl.gz`; `hone.tracking.rollouts.rollout_record` documents its keys."""
+
+
+class Interrupted(Exception):
+    """The run stopped after a signal, and everything up to `step` is saved."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped after step {step}, which is saved")
+        self.step = step
 
 
 class TrackingError(RuntimeError):

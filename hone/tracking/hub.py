@@ -28,7 +28,7 @@ from hone import __version__
 from hone.config import Choice, ConfigError, count_as_read
 from hone.registry import CannotLoad
 from hone.tracking import TRACKERS
-from hone.tracking.base import FINISHED, INTERRUPTED, RunInfo, Tracker, TrackingError, printable
+from hone.tracking.base import FINISHED, INTERRUPTED, Interrupted, RunInfo, Tracker, TrackingError, printable
 from hone.tracking.rollouts import Decode, TokenTexts, TrainerLogprobs, places_to_keep, rollout_record
 from hone.tracking.settings import JsonlSettings, TrackerSettings, TrackingConfig
 from hone.tracking.trackers.background import Background
@@ -252,7 +252,7 @@ def _sentence(name: str, error: Exception) -> str:
 def _outcome(error: BaseException | None) -> str:
     if error is None:
         return FINISHED
-    if isinstance(error, KeyboardInterrupt | SystemExit):
+    if isinstance(error, Interrupted | KeyboardInterrupt | SystemExit):
         return INTERRUPTED
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
 

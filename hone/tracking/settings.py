@@ -34,7 +34,10 @@ class MlflowSettings(TrackerSettings):
     """MLflow."""
 
     name: str = "mlflow"
-    uri: str | None = setting(None, "tracking server or store; empty: MLFLOW_TRACKING_URI, else MLflow's own default")
+    uri: str | None = setting(
+        None,
+        "tracking server or store; empty: MLFLOW_TRACKING_URI, else MLflow's database, or ./mlruns with mlflow-skinny",
+    )
     experiment: str = setting("hone", "MLflow experiment; created if it does not exist", min_length=1)
 
 

@@ -15,7 +15,7 @@ from hone.composition import Layer
 from hone.config import ConfigError, build, load_layers, unread
 from hone.registry import Entry
 from hone.tracking import TRACKERS
-from hone.tracking.base import RunInfo, Tracker, TrackingError
+from hone.tracking.base import Interrupted, RunInfo, Tracker, TrackingError
 from hone.tracking.hub import RUN_FILE, Tracking
 from hone.tracking.report.build import build_report
 from hone.tracking.settings import TrackerSettings, TrackingConfig
@@ -284,7 +284,12 @@ def test_settings_that_cannot_be_meant(settings, message):
 
 @pytest.mark.parametrize(
     ("error", "outcome"),
-    [(None, "finished"), (KeyboardInterrupt(), "interrupted"), (OSError("disk\ngone"), "failed: OSError: disk gone")],
+    [
+        (None, "finished"),
+        (KeyboardInterrupt(), "interrupted"),
+        (Interrupted(3), "interrupted"),
+        (OSError("disk\ngone"), "failed: OSError: disk gone"),
+    ],
 )
 def test_the_end_of_a_run_is_written_down(start, tmp_path, error, outcome):
     hub = start("jsonl")

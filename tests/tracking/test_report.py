@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -90,6 +91,32 @@ def test_a_folder_with_little_in_it_has_a_page(tmp_path, present):
     missing = [name for name in (*content, "rollouts.jsonl.gz") if name != present]
     assert all(f"There is no {name}" in page for name in missing)
     assert ("<dt>Seed</dt><dd>5</dd>" in page) is (present == "config.yaml")
+
+
+def test_a_failed_run_shows_cause_traceback_and_next_command_first(tmp_path):
+    write_metrics(tmp_path, [{"step": 1, "reward/mean": 0.5}])
+    (tmp_path / "config.yaml").write_text("kind: reward_model\nrun: {dir: runs/a}\n")
+    (tmp_path / "run.json").write_text(json.dumps({"outcome": f"failed: OSError: {EVIL}"}))
+    (tmp_path / "failure.txt").write_text(f"Traceback (most recent call last):\n  line\nOSError: {EVIL}\n")
+    page = build(tmp_path)
+    shown = page[page.index('<section class="failure">') : page.index('<section class="tiles">')]
+    assert "<p>OSError: &lt;/script&gt;" in shown
+    assert "<code>hone reward-model runs/a/config.yaml</code>" in shown
+    assert "<pre>Traceback (most recent call last):" in shown
+    assert "<img" not in shown
+    assert '<span class="badge bad">failed: OSError' in page
+
+
+def test_a_failure_before_the_first_step_has_a_page_and_an_old_one_is_forgotten(tmp_path):
+    (tmp_path / "config.yaml").write_text("kind: rl\nrun: {dir: runs/a}\n")
+    (tmp_path / "failure.txt").write_text("Traceback (most recent call last):\nModelLost: gone\n")
+    page = build(tmp_path)
+    assert "<p>ModelLost: gone</p>" in page
+    assert '<span class="badge bad">failed</span>' in page
+    (tmp_path / "run.json").write_text(json.dumps({"outcome": "finished"}))
+    at = (tmp_path / "failure.txt").stat().st_mtime + 10
+    os.utime(tmp_path / "run.json", (at, at))
+    assert '<section class="failure">' not in build(tmp_path)
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path):

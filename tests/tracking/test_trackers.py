@@ -137,6 +137,58 @@ print(json.dumps([run.info.run_name, run.info.status, run.data.params, history])
     assert len(history["train/kl"]) == 8
 
 
+NAMES = {  # hone's name -> MLflow's, in alphabetical order
+    "reward/s": "reward/s",
+    "reward/s/ratio (1e-3)": "reward/s.ratio _1e-3_",
+    "reward/s/ratio/deep": "reward/s.ratio/deep",
+    "eval/../x": "eval/_../x",
+    "eval//y": "eval/y",
+    "rollout/c@1": "rollout/c_1",
+    "rollout/c_1": "rollout/c_1_2",
+    "train/größe": "train/gr__e",
+}
+
+
+def test_mlflow_gets_every_metric_whatever_its_name_and_needs_no_database(tmp_path):
+    """With mlflow-skinny and no address, a store of files, where a name is a path; a later launch keeps the names."""
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    many = {f"train/{number}": 0.0 for number in range(1001)}  # MLflow takes 1,000 in a call
+    script = f"""
+import json
+from pathlib import Path
+from hone.tracking.base import RunInfo
+from hone.tracking.settings import MlflowSettings
+from hone.tracking.trackers.mlflow import MlflowClient, MlflowTracker
+names = {list(NAMES)!r}
+long = "train/" + "n" * 300
+for resumed, step in ((None, 0), (0, 1)):
+    tracker = MlflowTracker(MlflowSettings(), RunInfo(Path("run"), resumed_from=resumed, config={{"a": 1, "a/b": 2}}))
+    if resumed is None:
+        tracker.log(0, {{"eval/late/x": 1.0}})
+    tracker.log(step, {{name: float(number) for number, name in enumerate(names)}} | {{long: 7.0, "eval/late": 8.0}})
+    tracker.log(step, {many!r})
+    tracker.close()
+(run,) = tracker._client.search_runs([tracker._experiment("hone")])
+points = lambda name: [(one.step, one.value) for one in tracker._client.get_metric_history(run.info.run_id, name)]
+print(json.dumps([run.data.params, {{name: points(name) for name in run.data.metrics if name[6:].isdigit() is False}}]))
+assert len([name for name in run.data.metrics if name[6:].isdigit()]) == 1001
+"""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    params, found = json.loads(done.stdout.splitlines()[-1])
+    assert params == {"a": "1", "a.b": "2"}
+    expected = {NAMES[name]: [[0, number], [1, number]] for number, name in enumerate(NAMES)}
+    assert {name: found.get(name) for name in expected} == expected
+    assert found["eval/late_"] == [[0, 8.0], [1, 8.0]]  # `eval/late` is a folder since the first step
+    (long,) = [name for name in found if len(name) > 100]
+    assert found[long] == [[0, 7.0], [1, 7.0]]
+    assert (tmp_path / "mlruns").is_dir()
+
+
 def test_trackio(tmp_path):
     pytest.importorskip("trackio", reason="trackio is not installed")
     env = {"TRACKIO_DIR": str(tmp_path / "store"), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}

@@ -12,9 +12,9 @@ from hone.envs import ENVS
 from hone.envs.base import Start, StepResult
 from hone.registry import Entry
 from hone.schedule.journal import JOURNAL, read_journal
+from hone.tracking.base import Interrupted
 from hone.trainers.run.context import RunControl
 from hone.trainers.run.launch import run_policy
-from hone.trainers.run.loop import Interrupted
 from tests.trainers.test_asynchronous import AHEAD
 from tests.trainers.tiny import metrics, recipe
 

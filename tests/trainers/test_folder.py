@@ -58,6 +58,50 @@ def test_another_model_is_another_run(tmp_path):
     assert "path: a" in (tmp_path / "config.yaml").read_text()
 
 
+class Run(Config):
+    dir: str = setting("runs/a", "folder")
+
+
+class Whole(Settings):
+    run: Run = setting(meaning="run", factory=Run)
+    reward: str = setting("", "file.py:function")
+
+
+def test_another_spelling_of_a_path_is_the_same_path(tmp_path, monkeypatch):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "r.py").write_text("")
+    (tmp_path / "link").symlink_to("m")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"outcome": "finished", "total_steps": 3}))
+    write_config(folder, Whole(model=Model(path="m"), run=Run(dir="run"), reward="r.py:score"))
+    for path in ("./m", "m/", str(tmp_path / "m"), "link"):
+        config = Whole(model=Model(path=path), run=Run(dir=f"./{folder.name}"), reward=f"{tmp_path}/r.py:score")
+        assert write_config(folder, config, steps=3) == [], path
+    with pytest.raises(ConfigError, match=r"finished with other settings \(reward: "):
+        write_config(folder, Whole(model=Model(path="m"), run=Run(dir="run"), reward="r.py:other"), steps=3)
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "a\0b", "~nobody-at-all/x"], ids=["long", "null", "home"])
+def test_text_that_can_be_no_path_is_compared_as_text(tmp_path, text):
+    write_config(tmp_path, Whole(reward="before"))
+    assert len(write_config(tmp_path, Whole(reward=text))) == 1
+    assert write_config(tmp_path, Whole(reward=text)) == []
+
+
+def test_a_model_that_has_moved_with_its_run_is_the_same_model(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for name in ("runs", "m", "other"):
+        (old / name).mkdir(parents=True)
+    write_config(old / "runs", Whole(model=Model(path=str(old / "m")), run=Run(dir=str(old / "runs"))))
+    old.rename(new)
+    moved = Run(dir=str(new / "runs"))
+    with pytest.raises(ConfigError, match="holds another run"):
+        write_config(new / "runs", Whole(model=Model(path=str(new / "other")), run=moved))
+    assert write_config(new / "runs", Whole(model=Model(path=str(new / "m")), run=moved)) == []
+
+
 @pytest.mark.parametrize("outcome", ["finished", "interrupted", "failed: OSError: disk", None])
 def test_a_finished_run_is_not_run_again_with_other_settings(tmp_path, outcome):
     write_config(tmp_path, Settings(lr=0.1))

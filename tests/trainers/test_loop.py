@@ -2,13 +2,15 @@
 
 import json
 import math
+import os
+import signal
 
 import pytest
 import torch
 
 from hone.config import ConfigError
 from hone.runtime.settings import PoolSettings, RaySettings, RuntimeConfig
-from hone.tracking.base import RunInfo
+from hone.tracking.base import Interrupted, RunInfo
 from hone.tracking.hub import Tracking
 from hone.tracking.metrics import Timer
 from hone.tracking.settings import TrackingConfig
@@ -49,7 +51,7 @@ class Counting(Trainer):
         return {"actor": lambda folder: (folder / "weights.txt").write_text(str(self.weights))}
 
     def state(self):
-        return {}
+        return {"weights": self.weights}
 
     def restore(self, checkpoint):
         self.weights = int((checkpoint.part("actor") / "weights.txt").read_text())
@@ -61,6 +63,34 @@ class Counting(Trainer):
 def saved(folder):
     store = CheckpointStore(folder / "checkpoints", keep=1)
     return {found.name: store.read(found).score for found in sorted((folder / "checkpoints").iterdir())}, store
+
+
+def test_a_stop_in_the_last_step_still_finishes_the_run(tmp_path):
+    ends = []
+
+    class Stopped(Counting):
+        def step(self, step):
+            super().step(step)
+            if step == self.steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def finish(self):
+            ends.append(self.weights)
+            os.kill(os.getpid(), signal.SIGINT if len(ends) > 1 else 0)  # a second one during the export ends it
+
+    Stopped(tmp_path, {}, every_steps=100).run()
+    assert ends == [7]
+    with pytest.raises(KeyboardInterrupt):
+        Stopped(tmp_path / "again", {}, every_steps=100).run()
+    assert list(saved(tmp_path / "again")[0]) == ["step_00000000", "step_00000007"]
+
+
+def test_a_stop_before_the_last_step_is_an_interrupted_run(tmp_path):
+    trainer = Counting(tmp_path, {}, every_steps=100, keep=9)
+    trainer.watchers.append(lambda values: os.kill(os.getpid(), signal.SIGTERM if trainer.weights == 6 else 0))
+    with pytest.raises(Interrupted, match="after step 6"):
+        trainer.run()
+    assert list(saved(tmp_path)[0]) == ["step_00000000", "step_00000006"]
 
 
 def test_a_score_belongs_to_the_step_that_was_evaluated(tmp_path):

@@ -32,6 +32,7 @@ from hone.tracking.report.charts import charts
 from hone.tracking.report.rundata import RunData, curves, read_run, time_by_phase
 
 REPORT_FILE = "report.html"
+COMMANDS = {"rl": "train", "sft": "sft", "prefer": "prefer", "reward_model": "reward-model", "distill": "distill"}
 
 _SCRIPTS = ("charts.js", "rollouts.js", "main.js")
 _MOST_SETS = 4  # held-out sets that have a tile
@@ -84,6 +85,7 @@ def render(data: RunData, name: str) -> str:
         "NAME": escape(name),
         "BADGE": _badge(data),
         "TILES": "".join(_tiles(data)),
+        "FAILURE": _failure(data),
         "NOTES": _notes(data),
         "FACTS": _facts(data),
         "CONFIG": _config(data),
@@ -119,6 +121,8 @@ def _state(data: RunData) -> tuple[str, str]:
     outcome = data.facts.get("outcome")
     total = data.facts.get("total_steps")
     last = int(data.steps[-1]["step"]) if data.steps else 0
+    if data.failure and not str(outcome).startswith("failed: "):  # it ended before it could write that down
+        return "failed", "bad"
     if isinstance(outcome, str) and outcome:
         kind = {FINISHED: "good", INTERRUPTED: "warn"}.get(outcome, "bad")
         return outcome if len(outcome) < 60 else f"{outcome[:60]}…", kind
@@ -127,6 +131,22 @@ def _state(data: RunData) -> tuple[str, str]:
     if data.written is None or time.time() - data.written < _STALE_S:
         return "in progress", ""
     return "ended without closing", "warn"
+
+
+def _failure(data: RunData) -> str:
+    """Why a run failed, how to continue it, and the traceback."""
+    outcome = str(data.facts.get("outcome") or "")
+    last = next((line for line in reversed(data.failure.splitlines()) if line.strip()), "")
+    cause = outcome.removeprefix("failed: ") if outcome.startswith("failed: ") else last
+    if not cause:
+        return ""
+    settings = _settings(data.config)
+    command = f"hone {COMMANDS.get(str(settings.get('kind')), 'train')} {settings.get('run.dir', '.')}/config.yaml"
+    trace = f"<details><summary>Traceback</summary><pre>{escape(data.failure)}</pre></details>" if data.failure else ""
+    return (
+        f'<section class="failure"><h2>The run failed</h2><p>{escape(cause)}</p><p>When the cause is removed, this '
+        f"continues from the last checkpoint: <code>{escape(command)}</code></p>{trace}</section>"
+    )
 
 
 def _tiles(data: RunData) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hone.config import ConfigError
-from hone.tracking.base import TrackingError
+from hone.tracking.base import FAILURE_FILE, TrackingError
 from hone.tracking.report.charts import step_phases
 from hone.tracking.rollouts import spread
 from hone.tracking.trackers.jsonl import (
@@ -51,6 +51,7 @@ class RunData:
     rollouts: list[dict[str, Any]] = field(default_factory=list)
     rollouts_total: int = 0
     notes: list[str] = field(default_factory=list)
+    failure: str = ""  # the traceback of a run that failed
     written: float | None = None  # when metrics.jsonl was last written, seconds since the epoch
 
     @property
@@ -68,6 +69,7 @@ def read_run(run_dir: Path) -> RunData:
     data = RunData()
     data.facts = _read_facts(run_dir / RUN_FILE, data.notes)
     data.config = _read_text(run_dir / CONFIG_FILE, data.notes)
+    data.failure = _read_failure(run_dir)
     _read_steps(run_dir / METRICS_FILE, data)
     _read_rollouts(run_dir / ROLLOUTS_FILE, data)
     for other in sorted(run_dir.glob(f"*/{METRICS_FILE}")):
@@ -158,6 +160,14 @@ def _read_facts(path: Path, notes: list[str]) -> dict[str, Any]:
         notes.append(f"{path.name} is not a JSON object and was ignored.")
         return {}
     return facts
+
+
+def _read_failure(run_dir: Path) -> str:
+    """The end of the traceback that a failed run leaves; empty if a run has begun in the folder since."""
+    path, facts = run_dir / FAILURE_FILE, run_dir / RUN_FILE
+    if not path.is_file() or (facts.is_file() and path.stat().st_mtime_ns < facts.stat().st_mtime_ns):
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace")[-MAX_TEXT:]
 
 
 def _read_text(path: Path, notes: list[str]) -> str:

@@ -22,6 +22,7 @@ from hone.tracking.base import FINISHED
 from hone.tracking.hub import RUN_FILE
 
 LOCK = ".lock"
+RUN_DIR = "run.dir"  # the key of the run folder, whose name says nothing of the run in it
 IDENTITY = ("kind", "model", "warm_start")
 """Sections that must not change in a run folder: with another model it is another run."""
 _ELSEWHERE = "give another run.dir, or set this one aside and begin again (on the command line: --restart)"
@@ -100,11 +101,34 @@ def _changes(path: Path, config: Config) -> dict[str, tuple[Any, Any]]:
         return {}
     before = _flat(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
     now = _flat(plain(config))
+    places = (str(before.get(RUN_DIR)), str(now.get(RUN_DIR)))
     return {
         key: (before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+        if key != RUN_DIR and not _same(before.get(key), now.get(key), places)
     }
+
+
+def _same(before: Any, now: Any, places: tuple[str, str]) -> bool:
+    """Whether two values of a key are equal, or names of one file or folder.
+
+    That is so where both names lead to the same place, or where the file has moved together with the run folder
+    (`places`: where that was and is) and is no longer at its old place. `file.py:function` names a file, too.
+    """
+    if before == now or not isinstance(before, str) or not isinstance(now, str):
+        return before == now
+    (old, _, old_name), (new, _, new_name) = (
+        one.rpartition(":") if ".py:" in one else (one, "", "") for one in (before, now)
+    )
+    if old_name != new_name or not new:
+        return False
+    was, found = os.path.expanduser(old), os.path.expanduser(new)  # of os.path: text that can be no path is no error
+    if not os.path.exists(found):
+        return False
+    if os.path.exists(was):
+        return os.path.samefile(was, found)
+    whole = all(os.path.isabs(one) for one in (was, found, *places))
+    return whole and os.path.relpath(was, places[0]) == os.path.relpath(found, places[1])
 
 
 def _finished_steps(folder: Path) -> int:

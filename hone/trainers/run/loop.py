@@ -4,8 +4,9 @@
                  |                                             ^
                  `-- an error or a second Ctrl-C: the state after the last whole step is saved first, if it is intact
 
-A first Ctrl-C (or SIGTERM) lets the current step end, saves, and leaves with `Interrupted`; a second one leaves at
-once. The loop waits for nothing by itself: deadlines belong to the parts it calls.
+A first Ctrl-C (or SIGTERM) lets the current step end, saves, and leaves with `Interrupted`, or after the last step
+finishes the run; a second one leaves at once. The loop waits for nothing by itself: deadlines belong to the parts it
+calls.
 """
 
 from __future__ import annotations
@@ -23,19 +24,11 @@ from typing import Any, Protocol
 from hone.platforms.host_memory import give_back
 from hone.runtime import ranks
 from hone.runtime.base import WorkerFailed
-from hone.tracking.base import TrackingError
+from hone.tracking.base import Interrupted, TrackingError
 from hone.trainers.run.checkpoints import Checkpoint, CheckpointStore, PartWriter
 from hone.trainers.run.context import RunContext
 from hone.trainers.run.randomness import load_random_state, save_random_state
 from hone.trainers.run.settings import CheckpointConfig
-
-
-class Interrupted(Exception):
-    """The run stopped after a signal, and everything up to `step` is saved."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(f"stopped after step {step}, which is saved")
-        self.step = step
 
 
 class Changing(Protocol):
@@ -119,9 +112,10 @@ class Trainer(ABC):
                     self._publish(wait=False)
                     if self._save_is_due(step):
                         self.save(step)
-                    if ranks.agree(self._interrupts or int(self._control.stop.is_set())):
+                    if step < self.steps and ranks.agree(self._interrupts or int(self._control.stop.is_set())):
                         raise Interrupted(step)
                 self._publish(wait=True)
+                self.finish()
             except TrackingError:  # the record cannot be written: a checkpoint ahead of it would leave a gap in it
                 raise
             except BaseException as error:
@@ -130,7 +124,6 @@ class Trainer(ABC):
                 if alone or isinstance(error, Interrupted):
                     self._save_what_is_whole(step)
                 raise
-        self.finish()
 
     def resume(self) -> int:
         """Continue from the newest checkpoint; returns the step it was taken after, 0 for a fresh run."""
