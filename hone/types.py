@@ -323,6 +323,7 @@ class Trajectory:
     spans: tuple[TurnSpan, ...] = ()  # the turns of the policy, in order
     metrics: Mapping[str, Metric] = field(default_factory=dict)  # from the environment
     images: tuple[Image, ...] = ()  # of its prompt
+    masked: bool = False  # its tokens get no loss, but its reward counts in the baseline of its group
     role: str = ""  # that the policy played, in episodes with several roles
     # As in `Completion`: [n, layers, top_k] for the first n tokens. The last answer's last token, and those after it,
     # have no row.
@@ -332,6 +333,11 @@ class Trajectory:
     def response_length(self) -> int:
         """Number of tokens that the policy sampled."""
         return sum(self.loss_mask)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Number of tokens with a loss: all that the policy sampled, or none of a masked trajectory."""
+        return 0 if self.masked else self.response_length
 
     @property
     def turns(self) -> int:
@@ -437,7 +443,7 @@ class Batch:
 
     token_ids: torch.Tensor = field(metadata=per_token("int64", sampled=True))
     position_ids: torch.Tensor = field(metadata=per_token("int64"))  # restarts at 0 in each sequence
-    loss_mask: torch.Tensor = field(metadata=per_token("bool", sampled=True))
+    loss_mask: torch.Tensor = field(metadata=per_token("bool", sampled=True))  # tokens with a loss
     # [N+1]: sequence i is [cu_seqlens[i], cu_seqlens[i+1])
     cu_seqlens: torch.Tensor = field(metadata=_column(Axis.ENDS, "int64", sampled=True))
     group_index: torch.Tensor = field(metadata=per_sequence("int64", sampled=True))  # which prompt
@@ -446,6 +452,8 @@ class Batch:
     rewards: torch.Tensor | None = field(default=None, metadata=per_sequence("float32", sampled=True))
     # reward component -> its values
     components: Mapping[str, torch.Tensor] = field(default_factory=dict, metadata=per_sequence("float32", named=True))
+    # tokens of the policy; None: those with a loss. Read `sampled_mask`
+    sampled: torch.Tensor | None = field(default=None, metadata=per_token("bool"))
     # version that sampled the token, -1 for other tokens
     weight_versions: torch.Tensor | None = field(default=None, metadata=per_token("int32", sampled=True))
     rollout_logprobs: torch.Tensor | None = field(default=None, metadata=per_token("float32", sampled=True))
@@ -489,6 +497,11 @@ class Batch:
     def lengths(self) -> torch.Tensor:
         """Tokens per sequence, [N] int64."""
         return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+
+    @property
+    def sampled_mask(self) -> torch.Tensor:
+        """The tokens that the policy sampled, [T] bool: what a baseline counts, also where a token gets no loss."""
+        return self.loss_mask if self.sampled is None else self.sampled
 
     def with_(self, **fields: Any) -> Batch:
         """A copy with some fields replaced. Fields are added, never removed."""

@@ -1,9 +1,10 @@
 """Advantage estimators: how much better than expected each sampled token was.
 
 Each takes a batch and its settings and returns `Advantages`. It reads `batch.token_rewards` [T] (the sequence's reward
-on its last loss token, minus a KL penalty with `where: in_reward`) or, if not filled, `batch.rewards` [N]. Group
+on its last sampled token, minus a KL penalty with `where: in_reward`) or, if not filled, `batch.rewards` [N]. Group
 statistics count an episode once, and all its trajectories get its advantage. A group of one has mean 0 and deviation 1,
-so A = r in all group estimators.
+so A = r in all group estimators. A baseline reads `batch.sampled_mask`: a masked answer counts in it, with its length,
+turns and log-probs, and gets no advantage of its own.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Episodes:
     """
 
     rewards: Tensor  # [E] float64, mean over the episode's trajectories
-    lengths: Tensor  # [E] float64, loss tokens of all its trajectories
+    lengths: Tensor  # [E] float64, sampled tokens of all its trajectories
     group: Tensor  # [E] int64, 0 .. number of groups - 1
     of_sequence: Tensor  # [N] int64, the episode of each sequence
     num_groups: int
@@ -69,7 +70,7 @@ class Episodes:
         zeros = torch.zeros(len(numbers), dtype=torch.float64, device=rewards.device)
         times = zeros.index_add(0, of_sequence, torch.ones_like(rewards, dtype=torch.float64))
         total = zeros.index_add(0, of_sequence, rewards.double())
-        lengths = zeros.index_add(0, of_sequence, loss_token_counts(batch.loss_mask, batch.cu_seqlens).double())
+        lengths = zeros.index_add(0, of_sequence, loss_token_counts(batch.sampled_mask, batch.cu_seqlens).double())
         group = torch.zeros_like(numbers).scatter(0, of_sequence, group_of_sequence)
         return cls(total / times, lengths, group, of_sequence, int(group.max()) + 1)
 
@@ -112,15 +113,15 @@ def sequence_rewards(batch: Batch) -> Tensor:
         raise ValueError("the batch has no rewards: fill Batch.rewards before computing advantages")
     if batch.token_rewards is None:
         return batch.rewards
-    rewarded = loss_token_counts(batch.loss_mask, batch.cu_seqlens) > 0
+    rewarded = loss_token_counts(batch.sampled_mask, batch.cu_seqlens) > 0
     return torch.where(rewarded, sequence_sum(batch.token_rewards, batch.cu_seqlens), batch.rewards)
 
 
 def token_rewards(batch: Batch) -> Tensor:
-    """Rewards of tokens, [T]: `batch.token_rewards`, or each sequence's reward on its last loss token."""
+    """Rewards of tokens, [T]: `batch.token_rewards`, or each sequence's reward on its last sampled token."""
     if batch.token_rewards is not None:
         return batch.token_rewards
-    return on_last_loss_token(sequence_rewards(batch), batch.loss_mask, batch.cu_seqlens)
+    return on_last_loss_token(sequence_rewards(batch), batch.sampled_mask, batch.cu_seqlens)
 
 
 def gae(batch: Batch, settings: GaeSettings) -> Advantages:

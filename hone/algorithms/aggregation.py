@@ -30,14 +30,19 @@ class StepCounts:
     """Denominators of one optimizer step. Ranks with different sequences add up their counts first.
 
     >>> StepCounts(10, 2) + StepCounts(3, 1)
-    StepCounts(tokens=13, sequences=3)
+    StepCounts(tokens=13, sequences=3, rewarded_tokens=0.0)
     """
 
     tokens: float  # loss tokens
     sequences: float  # sequences with at least one loss token
+    rewarded_tokens: float = 0.0  # loss tokens of sequences with a reward above 0; counted for `positive_nll_coef` only
 
     def __add__(self, other: StepCounts) -> StepCounts:
-        return StepCounts(self.tokens + other.tokens, self.sequences + other.sequences)
+        return StepCounts(
+            self.tokens + other.tokens,
+            self.sequences + other.sequences,
+            self.rewarded_tokens + other.rewarded_tokens,
+        )
 
 
 def step_counts(loss_mask: Tensor, cu_seqlens: Tensor, repeats: Tensor | None = None) -> StepCounts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -166,10 +167,12 @@ class Algorithm:
 
     def counts(self, minibatch: Batch) -> StepCounts:
         """Counts of this part of an optimizer step; ranks add up their counts and pass the sum to `weigh`."""
-        return step_counts(minibatch.loss_mask, minibatch.cu_seqlens, REPEATS.of(minibatch))
+        counts = step_counts(minibatch.loss_mask, minibatch.cu_seqlens, REPEATS.of(minibatch))
+        return replace(counts, rewarded_tokens=_rewarded(minibatch).sum().item()) if self._nll_coef else counts
 
     def weigh(self, minibatch: Batch, counts: StepCounts | None = None) -> Batch:
         """Add the loss weights to a mini-batch (one optimizer step, before any further cut)."""
+        counts = counts or self.counts(minibatch)
         weights = loss_weights(
             minibatch.loss_mask,
             minibatch.cu_seqlens,
@@ -181,7 +184,8 @@ class Algorithm:
         if self._selection:
             minibatch = SELECTED.on(minibatch, resolve(self._selection)(minibatch, self._loss))
         if self._nll_coef:
-            minibatch = POSITIVE.on(minibatch, _positive_share(minibatch))
+            share = _rewarded(minibatch) / max(counts.rewarded_tokens, 1)
+            minibatch = POSITIVE.on(minibatch, torch.where(weights > 0, share / weights, 0))
         return minibatch
 
     def policy_objective(self) -> PolicyObjective:
@@ -243,7 +247,8 @@ class Algorithm:
         if self._correction.weights is None or batch.old_logprobs is None:
             return batch
         rollout = _field(batch.rollout_logprobs, "rollout_logprobs")
-        weights = importance_weights(batch.old_logprobs, rollout, batch.loss_mask, batch.cu_seqlens, self._correction)
+        sampled = batch.sampled_mask  # a baseline may weigh masked answers, too
+        weights = importance_weights(batch.old_logprobs, rollout, sampled, batch.cu_seqlens, self._correction)
         if self._correction.normalize:
             weights = normalized(weights, batch.loss_mask)
         return IS_WEIGHTS.on(batch, weights)
@@ -252,7 +257,7 @@ class Algorithm:
         rewards = token_rewards(batch)
         if self._kl_in_reward:
             old, ref = _field(batch.old_logprobs, "old_logprobs"), _field(batch.ref_logprobs, "ref_logprobs")
-            kl = torch.where(batch.loss_mask, kl_penalty(old, ref, self._kl.kind), 0)
+            kl = torch.where(batch.sampled_mask, kl_penalty(old, ref, self._kl.kind), 0)
             rewards = rewards - self._kl_coef * kl
             if adapt:
                 self._adapt(kl, batch)
@@ -315,10 +320,12 @@ def _take(settings: Config | None) -> None:
             getattr(settings, name)
 
 
-def _positive_share(batch: Batch) -> Tensor:
-    """Factor that averages -log p over rewarded trajectories' tokens: all loss tokens / theirs, on theirs, [T]."""
-    positive = batch.loss_mask & (spread(_field(batch.rewards, "rewards"), batch.cu_seqlens) > 0)
-    return positive * (batch.loss_mask.sum() / positive.sum().clamp(min=1))
+def _rewarded(batch: Batch) -> Tensor:
+    """How often each loss token of a trajectory with a reward above 0 counts, 0 for other tokens, [T]."""
+    times = (_field(batch.rewards, "rewards") > 0).long()
+    if (repeats := REPEATS.of(batch)) is not None:
+        times = times * repeats
+    return torch.where(batch.loss_mask, spread(times, batch.cu_seqlens), 0)
 
 
 def _critic_fit(batch: Batch) -> Metrics:

@@ -32,7 +32,8 @@ from hone.types import Batch, Extra, LossOutput, ModelOutput
 
 # Per-token tensors that `Algorithm` puts into a batch for the objectives.
 SELECTED = Extra("selected", filled_by="Algorithm.weigh")  # tokens of the mini-batch that the loss's `selection` picked
-POSITIVE = Extra("positive_nll", filled_by="Algorithm.weigh")  # factor of -log p on the tokens of rewarded trajectories
+# factor of -log p that, times the loss weights, gives its mean over rewarded tokens
+POSITIVE = Extra("positive_nll", filled_by="Algorithm.weigh")
 FULL_KL = "full_kl"  # of ModelOutput.extras: exact KL to the reference
 
 

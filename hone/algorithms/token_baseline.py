@@ -2,7 +2,7 @@
 
 Source: arXiv 2602.07078. With s_t = 1 - 2 pi_t + sum pi^2 (the squared norm of the logit gradient of token t) and
 W_t = s_1 + ... + s_t, the baseline of position t in a group is B_t = sum G_t W_t / sum W_t over the trajectories that
-reach it, and A_t = G_t - B_t. B_t = 0 at positions that only one trajectory reaches.
+reach it (masked ones too), and A_t = G_t - B_t. B_t = 0 at positions that only one trajectory reaches.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> Advanta
     """
     tokens = torch.arange(len(batch.loss_mask), device=batch.loss_mask.device)
     ids = sequence_ids(batch.cu_seqlens)
-    first = sequence_extreme(tokens.double(), batch.loss_mask, batch.cu_seqlens, largest=False)[ids]
-    last = sequence_extreme(tokens.double(), batch.loss_mask, batch.cu_seqlens)[ids]
+    first = sequence_extreme(tokens.double(), batch.sampled_mask, batch.cu_seqlens, largest=False)[ids]
+    last = sequence_extreme(tokens.double(), batch.sampled_mask, batch.cu_seqlens)[ids]
     return _advantages(batch, (tokens >= first) & (tokens <= last))
 
 
 def tir_optimal_token_baseline(batch: Batch, settings: AdvantageSettings) -> Advantages:
     """`optimal_token_baseline` for tool-integrated reasoning: only generated tokens count as positions."""
-    return _advantages(batch, batch.loss_mask)
+    return _advantages(batch, batch.sampled_mask)
 
 
 def _advantages(batch: Batch, counted: Tensor) -> Advantages:
     """Compute A_t; `counted` [T] bool marks the tokens that t counts."""
     grid = Grid.of(counted, batch.cu_seqlens)
-    mask = grid.gather(batch.loss_mask)
+    mask = grid.gather(batch.sampled_mask)
     returns = grid.gather(reward_to_go(token_rewards(batch).double(), counted, batch.cu_seqlens))
     weights = (grid.gather(_energy(batch)) * mask).cumsum(1) * mask * _episode_share(batch)[:, None]
     group = compared(batch)
@@ -48,8 +48,8 @@ def _advantages(batch: Batch, counted: Tensor) -> Advantages:
     left = sums.index_add(0, group, there)
     baseline = torch.where(left > 1, baseline, 0)[group]
     dtype = batch.rewards.dtype if batch.rewards is not None else torch.float32
-    advantages = grid.scatter(torch.where(mask, returns - baseline, 0), len(batch.loss_mask))
-    return Advantages(advantages.to(dtype))
+    advantages = grid.scatter(returns - baseline, len(batch.loss_mask))
+    return Advantages(torch.where(batch.loss_mask, advantages, 0).to(dtype))
 
 
 def _energy(batch: Batch) -> Tensor:

@@ -31,7 +31,7 @@ class Turns:
 
     @classmethod
     def of(cls, batch: Batch) -> Turns:
-        tokens = batch.loss_mask.nonzero().squeeze(1)
+        tokens = batch.sampled_mask.nonzero().squeeze(1)
         sequences = sequence_ids(batch.cu_seqlens)[tokens]
         begins = torch.ones_like(tokens, dtype=torch.bool)
         begins[1:] = (tokens[1:] != tokens[:-1] + 1) | (sequences[1:] != sequences[:-1])
@@ -70,9 +70,10 @@ class Turns:
         bounds = torch.cat((ends.new_zeros(1), ends))
         return Staircase.of(torch.ones_like(self.last), bounds).discounted_sum(per_turn, decay)
 
-    def on_tokens(self, per_turn: Tensor, num_tokens: int) -> Tensor:
-        """The value of a turn on each of its tokens, 0 elsewhere, [K] -> [T]."""
-        return per_turn.new_zeros(num_tokens).index_copy(0, self.tokens, per_turn[self.of_token])
+    def on_tokens(self, per_turn: Tensor, mask: Tensor) -> Tensor:
+        """The value of a turn on each of its tokens in the mask [T], 0 elsewhere, [K] -> [T]."""
+        placed = per_turn.new_zeros(len(mask)).index_copy(0, self.tokens, per_turn[self.of_token])
+        return torch.where(mask, placed, 0)
 
 
 def mt_grpo(batch: Batch, settings: MtGrpoSettings) -> Advantages:
@@ -146,7 +147,7 @@ def turn_gae(batch: Batch, settings: TurnGaeSettings) -> Advantages:
     placed, returns = (
         one.new_zeros(batch.num_tokens).index_copy(0, turns.tokens, one) for one in (advantages, advantages + values)
     )
-    return Advantages(whiten(placed, batch.loss_mask), returns)
+    return Advantages(whiten(placed, batch.loss_mask), torch.where(batch.loss_mask, returns, 0))
 
 
 def _compared(values: Tensor, alike: Tensor, scale: bool) -> Tensor:
@@ -165,4 +166,4 @@ def _compared(values: Tensor, alike: Tensor, scale: bool) -> Tensor:
 
 def _on_tokens(batch: Batch, turns: Turns, per_turn: Tensor) -> Tensor:
     dtype = torch.float32 if batch.rewards is None else batch.rewards.dtype
-    return turns.on_tokens(per_turn, batch.num_tokens).to(dtype)
+    return turns.on_tokens(per_turn, batch.loss_mask).to(dtype)

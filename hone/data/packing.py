@@ -59,8 +59,9 @@ def pack(groups: Sequence[TrajectoryGroup]) -> Batch:
 
     `group_index` is the group's position in `groups`; numbers are missing for groups without trainable trajectories.
     `episode_index` numbers the episodes over the whole batch; each role of an episode counts as one. `role_index` is
-    set if there are several roles. A reward component that a trajectory does not have is NaN in `components`.
-    `token_rewards` and `anchors` are filled if an environment gives rewards or anchors for turns.
+    set if there are several roles, and `sampled` if a trajectory is masked. A reward component that a trajectory does
+    not have is NaN in `components`. `token_rewards` and `anchors` are filled if an environment gives rewards or anchors
+    for turns.
 
     Raises ValueError if nothing is trainable, or if a trajectory is inconsistent (lengths, first token, reward).
     """
@@ -73,7 +74,10 @@ def pack(groups: Sequence[TrajectoryGroup]) -> Batch:
     for index, one in chosen:
         episodes.setdefault((index, one.episode, one.role), len(episodes))
     roles = sorted({one.role for _, one in chosen})
-    batch = _packed([one.token_ids for _, one in chosen], [one.loss_mask for _, one in chosen])
+    masked = any(one.masked for _, one in chosen)
+    sampled = [one.loss_mask for _, one in chosen]
+    mask = [(0,) * len(one.loss_mask) if one.masked else one.loss_mask for _, one in chosen] if masked else sampled
+    batch = _packed([one.token_ids for _, one in chosen], mask)
     names = sorted({name for _, one in chosen for name in one.components})
     routed = any(one.routed_experts is not None for _, one in chosen)
     return batch.with_(
@@ -85,6 +89,7 @@ def pack(groups: Sequence[TrajectoryGroup]) -> Batch:
             name: torch.tensor([one.components.get(name, math.nan) for _, one in chosen], dtype=torch.float32)
             for name in names
         },
+        sampled=_flat("sampled", sampled) if masked else None,
         weight_versions=_flat("weight_versions", (one.weight_versions for _, one in chosen)),
         rollout_logprobs=_flat("rollout_logprobs", (one.rollout_logprobs for _, one in chosen)),
         routed_experts=torch.from_numpy(packed_routes([one for _, one in chosen])) if routed else None,

@@ -253,10 +253,11 @@ class TrainHandle:
         self._record(metrics)
 
     def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset(), adapter: bool = True) -> ModelOutput:
-        """Log-probs or values of every token, and the outputs in `needs`; each [T].
+        """Log-probs or values of every sampled token, with a loss or without, and the outputs in `needs`; each [T].
 
         With `adapter=False`, a LoRA model uses its frozen weights only: the policy before training.
         """
+        batch = batch.with_(loss_mask=batch.sampled_mask)
         sent = self._sent(batch) if adapter else without_routes(batch)  # replay is for the trained weights only
         output: ModelOutput = self._group.call("infer_batch", sent, needs, adapter)
         return output

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hone.algorithms.settings import (
     GspoSettings,
     KlCovSettings,
     KlSettings,
+    Mode,
     OptimalTokenBaselineSettings,
     ReinforcePpSettings,
     ReinforceSettings,
@@ -190,13 +192,32 @@ def test_weigh_uses_the_losss_own_aggregation_unless_told(batch, close):
     close(told.weigh(batch).loss_weights, [0, 1, 1, 0, 1])
 
 
-def test_positive_examples_are_averaged_over_their_own_tokens(batch, close):
-    chosen = algorithm(positive_nll_coef=0.1)
-    weighed = chosen.weigh(chosen.advantages(batch))
-    assert (weighed.extras["positive_nll"] * weighed.loss_weights).sum().item() == pytest.approx(1.0)
-    zero = weighed.with_(advantages=torch.zeros(5))
-    values = chosen.policy_objective()(ModelOutput(logprobs=torch.tensor([0, -1.0, -3.0, 0, -7.0])), zero).values
-    assert (values * weighed.loss_weights).sum().item() == pytest.approx(0.1 * 2.0)  # mean of 1 and 3
+def positive_nll(batches, chosen, masks, rewards, logprobs, **fields):
+    """What `positive_nll_coef` adds to the loss where the policy loss is 0."""
+    total = sum(map(len, masks))
+    batch = batches.build(masks, rewards=rewards, advantages=[0.0] * total, old_logprobs=logprobs, **fields)
+    weighed = chosen.weigh(batch)
+    values = chosen.policy_objective()(ModelOutput(logprobs=torch.tensor(logprobs)), weighed).values
+    return (values * weighed.loss_weights).sum().item()
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_positive_examples_are_averaged_over_their_own_tokens(batches, mode):
+    """-log p is 1 and 3, then 5, in two rewarded answers: mean 3, whatever the policy loss is averaged over."""
+    norm = 7 if mode.endswith("norm") else None
+    chosen = algorithm(positive_nll_coef=0.1, aggregation={"mode": mode, "norm_tokens": norm})
+    masks, logprobs = [[0, 1, 1], [0, 1, 1], [0, 1]], [0, -1.0, -3.0, 0, -7.0, -9.0, 0, -5.0]
+    assert positive_nll(batches, chosen, masks, [1.0, 0.0, 2.0], logprobs) == pytest.approx(0.1 * 3.0)
+    assert positive_nll(batches, chosen, masks, [0.0, -1.0, 0.0], logprobs) == 0
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_sum"])
+def test_positive_examples_count_as_often_as_they_were_drawn(batches, mode):
+    """-log p is 1, 3 and 5 in answers drawn 0, 1 and 3 times: (3 + 3 x 5) / 4."""
+    chosen = algorithm(positive_nll_coef=0.1, aggregation={"mode": mode})
+    masks, logprobs = [[0, 1], [0, 1], [0, 1]], [0, -1.0, 0, -3.0, 0, -5.0]
+    drawn = {"sequence_extras": {"repeats": torch.tensor([0, 1, 3])}}
+    assert positive_nll(batches, chosen, masks, [1.0] * 3, logprobs, **drawn) == pytest.approx(0.1 * 4.5)
 
 
 def test_returns_are_plain_sums_while_only_the_critic_learns(batches, close):

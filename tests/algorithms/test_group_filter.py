@@ -164,11 +164,12 @@ def test_the_lone_survivor_of_a_group_that_failures_shrank_is_dropped():
     assert split_trainable([lone], None, compares_group=False)[0] == [lone], "an estimator without group baseline"
 
 
-def test_truncated_answers_keep_their_reward_and_lose_their_loss_mask():
+def test_truncated_answers_keep_their_reward_and_get_no_loss():
     cut = trajectory(0.0, Status.TRUNCATED)
     mixed, all_cut = episodes(trajectory(1.0), cut), episodes(cut, cut)
     kept, dropped = split_trainable([mixed, all_cut], DynamicSamplingSettings(), mask_truncated=True)
-    assert [one.loss_mask for one in kept[0].trajectories] == [(0, 1, 1), (0, 0, 0)]
+    assert [one.loss_tokens for one in kept[0].trajectories] == [2, 0]
+    assert [one.loss_mask for one in kept[0].trajectories] == [(0, 1, 1)] * 2, "what was sampled stays known"
     assert [one.reward for one in kept[0].trajectories] == [1.0, 0.0]
     assert dropped[0].reason == "every trainable trajectory is truncated, and algorithm.overlong.mask is on"
     assert split_trainable([mixed], None)[0] == [mixed], "off unless asked for"

@@ -118,7 +118,7 @@ def test_the_gradient_is_the_same_on_two_ranks(batches, mode):
     old = -torch.rand(12, generator=generator, dtype=torch.float64)
     batch = batches.build(
         masks,
-        rewards=[1.0, 1.0, 1.0, 1.0],
+        rewards=[1.0, 0.0, 1.0, 1.0],
         old_logprobs=old,
         ref_logprobs=old - 0.2,
         rollout_logprobs=old + 0.1,
@@ -127,8 +127,9 @@ def test_the_gradient_is_the_same_on_two_ranks(batches, mode):
     weighed = part.weigh(batch)
     ranks = [batches.take(batch, [0, 2]), batches.take(batch, [1, 3])]
     total = part.counts(ranks[0]) + part.counts(ranks[1])
-    found = torch.cat([part.weigh(rank, total).loss_weights for rank in ranks])
-    assert torch.equal(found, weighed.loss_weights[batches.positions(batch, [0, 2, 1, 3])])
+    parts, order = [part.weigh(rank, total) for rank in ranks], batches.positions(batch, [0, 2, 1, 3])
+    assert torch.equal(torch.cat([one.loss_weights for one in parts]), weighed.loss_weights[order])
+    assert torch.equal(torch.cat([one.extras["positive_nll"] for one in parts]), weighed.extras["positive_nll"][order])
 
 
 @pytest.mark.parametrize("mode", MODES)

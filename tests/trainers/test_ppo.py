@@ -283,3 +283,15 @@ def test_the_overlong_penalty_is_in_the_reward_and_beside_it(tmp_path):
         penalties = [by_length[one["response_length"]] for one in played]
         assert steps[number]["reward/overlong_penalty"] == pytest.approx(sum(penalties) / len(penalties))
         assert steps[number]["reward/mean"] == pytest.approx(sum(one["reward"] for one in played) / len(played))
+
+
+def test_masked_answers_are_scored_by_the_trainer_and_not_trained_on(tmp_path):
+    change = {"algorithm": {"advantage": "optimal_token_baseline", "overlong": {"mask": True}}, "run": {"steps": 2}}
+    _, steps, rollouts = train(tmp_path, change, update())
+    cut = [one for one in rollouts if one["status"] == "truncated"]
+    assert cut
+    assert all(one["response_length"] == 3 for one in cut)
+    assert max(abs(gap) for one in cut for gap in one["logprob_gap"]) < 1e-4
+    for number in (1, 2):
+        trained = [one["response_length"] for one in of_step(rollouts, number) if one["status"] == "ok"]
+        assert steps[number]["rollout/trained_length"] == pytest.approx(sum(trained) / len(trained))

@@ -64,9 +64,9 @@ def _with_rest(lp: Tensor) -> Tensor:
 
 
 def distillation_penalty(batch: Batch, kind: KlKind) -> Tensor:
-    """Reverse KL estimate of each token from `old_logprobs` and the teacher's log-probs, [T]; 0 outside the mask."""
+    """Reverse KL estimate of each token from `old_logprobs` and the teacher's, [T]; 0 where none was sampled."""
     old = present(batch.old_logprobs, "Batch.old_logprobs")
-    return torch.where(batch.loss_mask, kl_penalty(old, TEACHER_LOGPROBS.needed(batch), kind), 0)
+    return torch.where(batch.sampled_mask, kl_penalty(old, TEACHER_LOGPROBS.needed(batch), kind), 0)
 
 
 def distillation_rewards(batch: Batch, coef: float, kind: KlKind = "k1") -> Tensor:
@@ -150,7 +150,7 @@ class Distillation:
             return batch
         if batch.rewards is None:
             raise ValueError("Batch.rewards is missing: the teacher's part is added to the task's rewards")
-        task = on_last_loss_token(self._task_coef * batch.rewards, batch.loss_mask, batch.cu_seqlens)
+        task = on_last_loss_token(self._task_coef * batch.rewards, batch.sampled_mask, batch.cu_seqlens)
         batch = batch.with_(token_rewards=task)
         return batch.with_(token_rewards=distillation_rewards(batch, self._coef, self._kind))
 
@@ -162,7 +162,8 @@ class Distillation:
             raise ValueError("Batch.advantages is missing: call Algorithm.advantages first")
         advantages = self._task_coef * batch.advantages
         if self._where == "in_advantage":
-            advantages = advantages - self._coef * distillation_penalty(batch, self._kind)
+            penalty = torch.where(batch.loss_mask, distillation_penalty(batch, self._kind), 0)
+            advantages = advantages - self._coef * penalty
         return batch.with_(advantages=advantages)
 
     def objective(self, policy: LossFn) -> LossFn:

@@ -160,15 +160,15 @@ def split_trainable(
     A group is dropped if none of its trajectories has a token to train on, or if its greedy answer failed: it has no
     baseline. With `compares_group` also if failures left one episode of several, or if no role has two episodes; a role
     with one episode is filtered out of its group. With dynamic sampling also if in each role the metric is the same for
-    all trainable trajectories (arXiv 2503.14476, section 3.2). With `mask_truncated`, truncated trajectories keep their
-    reward and lose their loss mask (overlong filtering, section 3.4 there). Order is kept.
+    all trainable trajectories (arXiv 2503.14476, section 3.2). With `mask_truncated`, truncated trajectories are
+    masked: they keep their reward and get no loss (overlong filtering, section 3.4 there). Order is kept.
     Raises ValueError if a trajectory lacks the metric.
     """
     kept: list[TrajectoryGroup] = []
     dropped: list[Dropped] = []
     for group in groups:
         whole = without_lone_roles(group) if compares_group else group
-        masked = without_truncated_tokens(whole) if mask_truncated else whole
+        masked = with_truncated_masked(whole) if mask_truncated else whole
         reason = _reason(group, masked, settings, compares_group)
         if reason:
             dropped.append(Dropped(_marked(group, reason), reason))
@@ -192,12 +192,9 @@ def without_lone_roles(group: TrajectoryGroup) -> TrajectoryGroup:
     return replace(group, trajectories=tuple(trajectories))
 
 
-def without_truncated_tokens(group: TrajectoryGroup) -> TrajectoryGroup:
-    """The group with a loss mask of zeros on truncated trajectories: they count in the baseline and get no loss."""
-    trajectories = (
-        one.with_(loss_mask=(0,) * len(one.loss_mask)) if one.status is Status.TRUNCATED else one
-        for one in group.trajectories
-    )
+def with_truncated_masked(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group with its truncated trajectories masked: they count in the baseline and get no loss."""
+    trajectories = (one.with_(masked=True) if one.status is Status.TRUNCATED else one for one in group.trajectories)
     return replace(group, trajectories=tuple(trajectories))
 
 
@@ -213,7 +210,7 @@ def _reason(
         return f"one of {episodes} trajectories is left to compare with: " + _statuses(group.trajectories)
     if not masked.trainable:
         return f"no role was played in two of the {left} episodes that are left: {', '.join(group.compared)}"
-    if not any(one.response_length for one in masked.trainable):
+    if not any(one.loss_tokens for one in masked.trainable):
         return "every trainable trajectory is truncated, and algorithm.overlong.mask is on"
     if group.greedy is not None and not group.greedy.status.trainable:
         return f"the greedy answer failed: {group.greedy.status}"

@@ -45,7 +45,7 @@ def prime(batch: Batch, settings: PrimeSettings) -> Advantages:
     """
     mask = batch.loss_mask
     rewards = PROCESS_REWARDS.needed(batch)
-    episodes = Episodes.of(batch, sequence_mean(rewards, mask, batch.cu_seqlens))
+    episodes = Episodes.of(batch, sequence_mean(rewards, batch.sampled_mask, batch.cu_seqlens))
     others = (episodes.group_sum(episodes.rewards) - episodes.rewards) / (episodes.size - 1).clamp(min=1)
     centred = rewards - episodes.on_tokens(others, batch, rewards.dtype)
     process = reward_to_go(centred, mask, batch.cu_seqlens, settings.gamma)
@@ -81,9 +81,9 @@ class ProcessRewardObjective:
 
 def measure_process_rewards(batch: Batch) -> Metrics:
     """Metrics of process rewards: how well their sums separate the outcomes, and their size per token."""
-    rewards, tokens = PROCESS_REWARDS.needed(batch), int(batch.loss_mask.sum())
+    rewards, tokens = PROCESS_REWARDS.needed(batch), int(batch.sampled_mask.sum())
     outcomes = OUTCOMES.needed(batch)
-    rows = loss_token_counts(batch.loss_mask, batch.cu_seqlens) > 0
+    rows = loss_token_counts(batch.sampled_mask, batch.cu_seqlens) > 0
     total = sequence_sum(rewards, batch.cu_seqlens)[rows]
     right = ((total > 0) == (outcomes[rows] > 0.5)).double()
     mean = sequence_sum(rewards, batch.cu_seqlens).sum() / max(tokens, 1)

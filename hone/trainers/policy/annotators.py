@@ -193,7 +193,7 @@ class ProcessRewards:
         lp, ref = self.learner.infer_batch(batch).logprobs, batch.ref_logprobs
         assert lp is not None
         assert ref is not None  # `check_stages` saw to it
-        return PROCESS_REWARDS.on(batch, implicit_rewards(lp, ref, batch.loss_mask, self._beta))
+        return PROCESS_REWARDS.on(batch, implicit_rewards(lp, ref, batch.sampled_mask, self._beta))
 
 
 def learners_of(annotators: Sequence[Annotator]) -> list[TrainHandle]:

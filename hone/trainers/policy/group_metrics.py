@@ -70,7 +70,7 @@ def describe_lengths(drawn: Sequence[TrajectoryGroup], kept: Sequence[Trajectory
     lengths = {
         "drawn": [one.response_length + one.unfinished_tokens for one in every],
         "failed": [one.response_length + one.unfinished_tokens for one in every if not one.status.trainable],
-        "trained": [one.response_length for group in kept for one in group.trainable if one.response_length],
+        "trained": [one.loss_tokens for group in kept for one in group.trainable if one.loss_tokens],
     }
     metrics: Metrics = {}
     for name, found in lengths.items():

@@ -82,7 +82,8 @@ class Teachers:
         mine = [(judge == number).nonzero()[:, 0].tolist() for number in range(len(self._teachers))]
         busy = [number for number, rows in enumerate(mine) if rows]
         parts = [mine[number] for number in busy]
-        views = [self._teachers[number].infer_batch(select(batch, mine[number]), self._needs) for number in busy]
+        asked = batch.with_(loss_mask=batch.sampled_mask)  # a teacher that is served knows no other mask
+        views = [self._teachers[number].infer_batch(select(asked, mine[number]), self._needs) for number in busy]
 
         def joined(pieces: Sequence[Any]) -> torch.Tensor:
             return restore(pieces, parts, batch.cu_seqlens)
