@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hone.data.answers import between_tags
+from hone.rewards.extraction import spelled
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -22,6 +23,8 @@ def exact_match(
     collapse_spaces: bool = False,
 ) -> float:
     """1.0 if the response equals the ground truth (or one of a list of them), else 0.0. Outer spaces are ignored.
+
+    A ground truth that is a float may be spelled without its exponent and point: 1e-05 is 0.00001, and 7.0 is 7.
 
     `tag`: the answer is the text between the last <tag> and </tag>; a response without them scores 0.0.
 
@@ -41,4 +44,4 @@ def exact_match(
         text = re.sub(r"\s+", " ", text) if collapse_spaces else text
         return text.strip()
 
-    return float(normal(answer) in {normal(str(truth)) for truth in accepted})
+    return float(normal(answer) in {normal(text) for truth in accepted for text in (str(truth), spelled(truth))})

@@ -1,55 +1,129 @@
-"""Find the number that is the answer in a response."""
+"""Find the number that is the answer in a response, and spell the numbers of a data set."""
 
 from __future__ import annotations
 
+import math
 import re
+import unicodedata
 from decimal import Decimal
+from fractions import Fraction
+from typing import Any
 
 MARKER = "####"
+VULGAR = {  # ½ -> ("1", "2")
+    chr(code): tuple(unicodedata.normalize("NFKC", chr(code)).split("⁄"))
+    for code in (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F), 0x2189)
+}
 # A run of digits, commas and points, with its sign: a '-' after a word, a digit or a closing bracket is a minus.
-_RUN = re.compile(r"(?P<sign>(?<![\w)\]}.%])[-+])?(?P<run>(?:(?<![.\w])\.)?(?<![0-9])[0-9][0-9.,]*)")
+_RUN = re.compile(
+    r"(?P<sign>(?<![\w)\]}.%])[-+])?(?P<run>(?:(?<![.\w])\.)?(?<![0-9])[0-9][0-9.,]*)(?:/(?P<under>[0-9]{1,30})(?![0-9]))?"
+)
 _NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
 _GOES_ON = re.compile(r"\s*[-+*/^:=]\s*[0-9]")  # an expression that begins with a number: "3/4", "5 + 3 = 8"
+_LONGEST = 5000  # characters of a number; a longer one is none
+_UNIT = re.compile(r"[\s%°$€£¥₹.,'\"()/-]*(?:[^\W\d_][\s%°.,'\"()/-]*)*")
+_JOINING = re.compile(r"\b(?:and|or|to|plus|minus|times|by)\b", re.IGNORECASE)
 _TEX = str.maketrans({"−": "-", "$": None, "\\": None})
+_TIME = re.compile(r"(?<![0-9:])[0-9]++(?:\s?:\s?[0-9]++)++")
+_DATE = re.compile(r"(?<![0-9/])[0-9]++(?:/[0-9]++){2,}")
+_MIXED = re.compile(
+    r"(?<![\w./,])([0-9]{1,30})(?: ([0-9]{1,30})/([0-9]{1,30})(?![\w/])|\s?([" + "".join(VULGAR) + "]))"
+)
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.,])([0-9]{1,400}(?:\.[0-9]{1,400})?)"
+    r"(?:[eE]|\s?(?:\*|×|x|·|times|cdot)\s?10\s?(?:\^|\*\*)\s?\{?)([-+]?[0-9]{1,3})(?!\w)\}?"
+)
+_POWER = re.compile(r"(?<![\w.,])[0-9]++(?:[.,][0-9]++)*\s?(?:\^|\*\*)\s?\{?-?[0-9]++\}?")
 
 
-def marked_number(text: str) -> Decimal | None:
+def spelled(value: Any) -> str:
+    """A ground truth as text. A number of JSON or Parquet is spelled exactly and without an exponent.
+
+    Raises ValueError for a float that is no number.
+
+    >>> spelled(1e-05), spelled(1.5e16), spelled(7.0), spelled("7.0"), spelled(9007199254740993)
+    ('0.00001', '15000000000000000', '7', '7.0', '9007199254740993')
+    """
+    if not isinstance(value, float | Decimal):
+        return str(value)
+    if not math.isfinite(value):
+        raise ValueError(f"the ground truth should be a number, found {value}")
+    text = format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def only_number(text: str) -> Fraction | None:
+    """The number that is all of a text but for a unit, as a ground truth has it; None if there is more.
+
+    >>> only_number("$1,012.50 in all"), only_number("1e-05"), only_number("5 or 6"), only_number("x = 5")
+    (Fraction(2025, 2), Fraction(1, 100000), None, None)
+    """
+    line = re.sub(r"^([-+]?)\s?[€£¥₹]\s?", r"\1", _plain(text).strip())
+    match = _RUN.match(line)
+    number = _read(match) if match and not match["under"] else None
+    if match is None or number is None:
+        return None
+    rest = line[match.end() :] if match["run"][-1] not in ".," else line[match.end() :].lstrip(".,")
+    return None if _JOINING.search(rest) or not _UNIT.fullmatch(rest) else number
+
+
+def marked_number(text: str) -> Fraction | None:
     """The number after the last '####' that is followed by a number on its line, as in GSM8K's solutions.
 
     >>> marked_number("18 - 6 = 12 dollars\\n#### $1,012.50 in all"), marked_number("the answer is 12")
-    (Decimal('1012.50'), None)
+    (Fraction(2025, 2), None)
     """
     for piece in reversed(text.split(MARKER)[1:]):
         line = _plain(piece.split("\n", 1)[0]).lstrip()
         match = _RUN.match(line)
-        if match and not _GOES_ON.match(line, match.end()) and (number := _read(match)) is not None:
-            return number
+        if match and not match["under"] and not _GOES_ON.match(line, match.end()):
+            number = _read(match)
+            if number is not None:
+                return number
     return None
 
 
-def last_number(text: str) -> Decimal | None:
+def last_number(text: str) -> Fraction | None:
     """The last number in the text, whatever surrounds it; in a list without spaces, its last member.
 
-    >>> last_number("from -3 to 1,000, so 4."), last_number("1,2,3"), last_number("none")
-    (Decimal('4'), Decimal('3'), None)
+    A fraction is one number. Times, dates and powers are none.
+
+    >>> last_number("from -3 to 1,000, so 4."), last_number("1,2,3"), last_number("3½ at 12:30"), last_number("none")
+    (Fraction(4, 1), Fraction(3, 1), Fraction(7, 2), None)
     """
     for match in reversed(list(_RUN.finditer(_plain(text)))):
         number = _read(match)
-        if number is None and _NUMBER.fullmatch(member := match["run"].rstrip(".,").rpartition(",")[2]):
-            number = Decimal(member)
+        member = match["run"].rstrip(".,").rpartition(",")[2]
+        if number is None and len(member) <= _LONGEST and not match["under"] and _NUMBER.fullmatch(member):
+            number = Fraction(Decimal(member))
         if number is not None:
             return number
     return None
 
 
 def _plain(text: str) -> str:
-    """Remove dollar signs and backslashes, and replace TeX's thousands comma with a plain one."""
-    return text.replace("{,}", ",").translate(_TEX)
+    """The text without dollar signs and backslashes, with numbers spelled in digits, and without times and powers."""
+    text = text.replace("{,}", ",").translate(_TEX)
+    text = _DATE.sub("(date)", _TIME.sub("(time)", text))
+    text = _MIXED.sub(_improper, text)
+    text = re.sub(f"[{''.join(VULGAR)}]", lambda found: "/".join(VULGAR[found[0]]), text)
+    text = _SCIENTIFIC.sub(lambda found: format(Decimal(f"{found[1]}e{found[2]}"), "f"), text)
+    return _POWER.sub("(power)", text)
 
 
-def _read(match: re.Match[str]) -> Decimal | None:
-    run = match["run"].rstrip(".,")
-    if not _NUMBER.fullmatch(run):
+def _improper(found: re.Match[str]) -> str:
+    """3 1/2 or 3½ as 7/2."""
+    over, under = (int(one) for one in (VULGAR[found[4]] if found[4] else (found[2], found[3])))
+    return f"{int(found[1]) * under + over}/{under}"
+
+
+def _read(match: re.Match[str]) -> Fraction | None:
+    run, under = match["run"].rstrip(".,"), match["under"]
+    if (
+        len(run) > _LONGEST
+        or not _NUMBER.fullmatch(run)
+        or (under is not None and (run != match["run"] or not int(under)))
+    ):
         return None
-    number = Decimal(run.replace(",", ""))
-    return number.copy_negate() if match["sign"] == "-" else number  # `-number` would round it to 28 digits
+    number = Fraction(Decimal(run.replace(",", ""))) / (int(under) if under else 1)
+    return -number if match["sign"] == "-" else number

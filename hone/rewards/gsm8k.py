@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Literal
 
-from hone.rewards.extraction import MARKER, last_number, marked_number
+from hone.rewards.extraction import MARKER, last_number, marked_number, only_number, spelled
 
 
 def gsm8k(
@@ -15,8 +15,8 @@ def gsm8k(
     """1.0 if the response ends with the right number, else 0.0.
 
     `strict` reads only the number after the last '####'; `flexible` falls back to the last number in the text. Numbers
-    are compared as decimals: 1,000 equals $1000.00. The ground truth is a number, or a solution that ends with
-    '#### number', as in the data set (https://github.com/openai/grade-school-math).
+    are compared exactly: 1,000 equals $1000.00. The ground truth is a number with at most a unit, or a solution that
+    ends with '#### number', as in the data set (https://github.com/openai/grade-school-math).
 
     >>> gsm8k("It is 72 clips.", "48+24=72\\n#### 72", {}), gsm8k("It is 72 clips.", 72, {}, extraction="strict")
     (1.0, 0.0)
@@ -28,10 +28,12 @@ def gsm8k(
     return float(found == expected)
 
 
-def _expected(ground_truth: Any) -> Decimal:
-    text = str(ground_truth)
-    marked = text if MARKER in text else f"{MARKER} {text}"
-    number = marked_number(marked)
+def _expected(ground_truth: Any) -> Fraction:
+    text = spelled(ground_truth)
+    number = only_number(text.rpartition(MARKER)[2])
     if number is None or isinstance(ground_truth, bool):
-        raise ValueError(f"the ground truth should be a number or a solution with '#### number', found {text[-80:]!r}")
+        raise ValueError(
+            f"the ground truth should be one number, with at most a unit, or a solution with '#### number', found "
+            f"{text[-80:]!r}; the reward math compares anything else"
+        )
     return number

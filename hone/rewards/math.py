@@ -1,4 +1,12 @@
-"""Mathematical equivalence, checked with the math-verify package (https://github.com/huggingface/Math-Verify)."""
+"""Mathematical equivalence, checked with the math-verify package (https://github.com/huggingface/Math-Verify).
+
+    response --answer_part, boxes--> the last box, or else a text of words and formulas
+    both sides --plain--> number, time, words: compared here, exactly
+                          anything else: parsed and compared by math-verify
+
+math-verify reads a word as a product of letters, 12:30 as 2/5, and numbers below 1e-6 as 0. So what is no formula never
+gets there, and its verdict on numbers is checked.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +14,28 @@ import functools
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import isclose
 from typing import Any
 
 from math_verify import parse, verify
+
+from hone.rewards.extraction import spelled
+from hone.rewards.formulas import (
+    after_final,
+    answer_part,
+    boxes,
+    clock_or_ratio,
+    clocks,
+    is_words,
+    number,
+    placed_boxes,
+    plain,
+    prose,
+    quantity,
+    words,
+)
 
 # math-verify's own timeouts would score a late comparison as wrong, so they are off (and the warning about that is
 # silenced). The deadline of the reward process replaces them.
@@ -18,27 +45,139 @@ logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 # Otherwise an answer of more than 4,300 digits would be a failure of the reward and no wrong answer.
 sys.set_int_max_str_digits(0)
 
-DELIMITERS = ("$", "\\(", "\\[", "\\boxed", "\\begin")
+DELIMITERS = ("$", "\\(", "\\[")
+NEAR = Fraction(1, 10**6)  # numbers that are written as decimals may differ by this
+SAME_SIZE = 1e-3  # relative difference above which numbers differ, whatever math-verify says of small ones
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """A ground truth: as plain text, and parsed."""
+
+    text: str
+    parsed: tuple[Any, ...]  # (): compared as text only
 
 
 def math(response: str, ground_truth: Any, row: Mapping[str, Any]) -> float:
     """1.0 if the response's final answer equals the ground truth mathematically, else 0.0.
 
-    The answer is what math-verify extracts: the last boxed expression, else the last formula or number.
-    The ground truth is a number, or text: LaTeX with or without `$` or `\\boxed`, or a plain expression.
+    The answer is the last `\\boxed{...}` (boxes joined by commas only may also be a set), else the last formula or
+    number; in tags `<answer>` if the response has them, and after its thoughts. The ground truth is a number, or text:
+    LaTeX with or without `$` or `\\boxed`, a plain expression, or words, which are compared as words.
     """
-    return float(verify(_expected(str(ground_truth)), _parse(response), timeout_seconds=None, raise_on_error=True))
+    truth = _expected(spelled(ground_truth))
+    answer = answer_part(response)
+    boxed = placed_boxes(answer)
+    if boxed and (final := after_final(answer[boxed[-1][1] :])) is not None:
+        return float(_answers(truth, final))
+    if boxed:
+        contents = [content for content, _ in boxed]
+        candidates = [contents[-1], *([", ".join(contents)] if len(contents) > 1 else [])]
+        return float(any(_equal(truth, plain(one)) for one in candidates))
+    if "\\boxed{" in answer:
+        return 0.0  # the answer breaks off within its box
+    return float(_answers(truth, answer))
 
 
 @functools.lru_cache(maxsize=1024)
-def _expected(text: str) -> list[Any]:
-    marked = text if any(delimiter in text for delimiter in DELIMITERS) else f"${text}$"
-    parsed = _parse(marked)
-    if not parsed:
+def _expected(text: str) -> Truth:
+    """The ground truth as one formula, or, of a sentence, the formulas in it. Raises ValueError for no mathematics."""
+    boxed = boxes(text)
+    whole = plain(", ".join(boxed) if boxed else text)
+    if boxed or not any(mark in whole for mark in DELIMITERS):
+        truth = Truth(whole, () if _is_text(whole) else _formula(whole))
+    else:
+        truth = Truth(text.strip(), _parse(prose(text)))
+    if not truth.text or not (truth.parsed or _is_text(truth.text)):
         raise ValueError(f"the ground truth should contain a mathematical expression, found {text[:80]!r}")
-    return parsed
+    return truth
 
 
-def _parse(text: str) -> list[Any]:
-    parsed: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
-    return parsed
+def _is_text(text: str) -> bool:
+    """Whether a plain text is compared here, and not by math-verify."""
+    return clock_or_ratio(text) is not None or is_words(text)
+
+
+def _equal(truth: Truth, answer: str) -> bool:
+    """Whether a plain answer, the content of a box, equals the truth."""
+    if not answer:
+        return False
+    if words(truth.text) == words(answer):
+        return True
+    expected, found = quantity(truth.text), quantity(answer)
+    if expected is not None and found is not None:
+        same_unit = not found.unit or not expected.unit or found.unit == expected.unit
+        return same_unit and _near(expected.value, found.value)
+    if _is_text(truth.text):
+        times = clock_or_ratio(truth.text)
+        return times is not None and times == clock_or_ratio(answer)
+    if clocks(answer) and is_words(answer) and ":" not in truth.text:
+        return False  # 12:30 is not 2/5
+    return _verified(truth, _formula(answer))
+
+
+def _answers(truth: Truth, response: str) -> bool:
+    """Whether a response without a box gives the truth."""
+    whole = plain(response)
+    if len(whole) <= 4 * len(truth.text) + 40 and _equal(truth, whole):
+        return True
+    if clock_or_ratio(truth.text) is not None and clocks(truth.text):
+        found = clocks(response)
+        return bool(found) and clock_or_ratio(found[-1]) == clock_or_ratio(truth.text)
+    if (_is_text(truth.text) or len(words(truth.text)) == 1) and any(
+        words(plain(one)) == words(truth.text) for one in _said(response)
+    ):
+        return True
+    if _is_text(truth.text):
+        return False
+    return _verified(truth, _parse(prose(response)))
+
+
+def _said(response: str) -> list[str]:
+    """What a response without a box may give as its answer in words: its last line, or what follows "answer is"."""
+    lines = [line for line in response.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    found = [last, *(last.rpartition(mark)[2] for mark in ("answer is", "answer:", "Answer:", "=") if mark in last)]
+    bold = last.split("**")
+    return [*found, *(bold[-2:-1] if len(bold) > 2 else [])]
+
+
+def _near(expected: Fraction, found: Fraction) -> bool:
+    """Whether two decimals are the same number: exactly, unless one of them has digits after the point."""
+    if expected.denominator == found.denominator == 1:
+        return expected == found
+    return abs(expected - found) <= NEAR * min(Fraction(1), abs(expected))
+
+
+def _verified(truth: Truth, found: tuple[Any, ...]) -> bool:
+    """Whether math-verify finds them equal. A comparison that fails shows no equality."""
+    if not verify(list(truth.parsed), list(found), timeout_seconds=None):
+        return False
+    pairs = [(one, other) for one in truth.parsed for other in found if not {type(one), type(other)} & {str}]
+    return any(_same_size(one, other) for one, other in pairs) or not pairs
+
+
+def _same_size(expected: Any, found: Any) -> bool:
+    """Whether two parsed expressions may be equal: False for numbers that differ by more than `SAME_SIZE`.
+
+    math-verify compares six digits after the point, so numbers below 1e-6 are all 0 to it.
+    """
+    try:
+        one, other = (complex(side.doit().evalf(30)) for side in (expected, found))
+    except Exception:  # noqa: BLE001  sets, matrices, equations, text: sympy raises anything
+        return True
+    if isclose(abs(one), 100 * abs(other)) or isclose(100 * abs(one), abs(other)):
+        return True  # 9% for 9
+    return abs(one - other) <= SAME_SIZE * max(abs(one), abs(other))
+
+
+def _formula(text: str) -> tuple[Any, ...]:
+    """A plain text that is one formula, as math-verify parses it; (): it cannot."""
+    value = number(text)
+    if value is not None:
+        text = text.replace(",", "")
+    return _parse(f"\\boxed{{{text}}}")
+
+
+def _parse(text: str) -> tuple[Any, ...]:
+    return tuple(parse(text, parsing_timeout=None))

@@ -27,6 +27,19 @@ from hone.processes.untrusted_json import parse_json
 from hone.rewards import REWARDS
 from hone.rewards.code import last_block
 from hone.rewards.exact_match import exact_match
+from hone.rewards.extraction import only_number
+from hone.rewards.formulas import (
+    after_final,
+    answer_part,
+    boxes,
+    clock_or_ratio,
+    clocks,
+    is_words,
+    plain,
+    prose,
+    quantity,
+    words,
+)
 from hone.rewards.gsm8k import gsm8k
 from hone.rewards.judge import preference_in
 from hone.rollout.servers.connection import CONSEQUENCE, first_error
@@ -64,6 +77,12 @@ def _told(text: str) -> object:
     return textworld_program._told(SimpleNamespace(feedback=text, admissible_commands=(), score=0, max_score=0), False)
 
 
+def _formulas(text: str) -> None:
+    boxes(answer_part(text))
+    for read in (plain, prose, quantity, words, clock_or_ratio, clocks, is_words, after_final):
+        read(text)
+
+
 READERS: dict[str, Reader] = {
     **_parsers(),
     "thoughts": Reader(split_thought, ("<think>", "</think>")),
@@ -78,7 +97,15 @@ READERS: dict[str, Reader] = {
     ),
     "tags": Reader(partial(between_tags, tag="answer"), ("<answer>", "</answer>", "</answer><answer>")),
     "reward code": Reader(last_block, ("```python\n", "``` \n", "x\n", "~~~")),
-    "reward gsm8k": Reader(partial(gsm8k, ground_truth="1", row={}), ("#### ", ".1", ",111", "#### 1\n", "$", "\\")),
+    "reward gsm8k": Reader(
+        partial(gsm8k, ground_truth="1", row={}),
+        ("#### ", ".1", ",111", "#### 1\n", "$", "\\", "1e99 ", "1:2", "1/", "2 1/2 ", "½"),
+    ),
+    "numbers alone": Reader(only_number, ("$1", "½", "1e9", "%", "a ", "1/", "2 1/2 ")),
+    "formulas": Reader(
+        _formulas,
+        ("\\boxed{", "\\boxed 1", "}", "\\text{", "√(", "½", "1 1/2 ", "1e99 ", "1:", "$", "</a>", "1,\\!", "¹"),
+    ),
     "reward exact_match": Reader(
         partial(exact_match, ground_truth="1", row={}, tag="answer", collapse_spaces=True), ("<answer>", "</answer>")
     ),
@@ -111,7 +138,18 @@ TRIED: dict[str, dict[str, str]] = {
     "hone/processes/frames.py": {"STRINGS": "depth of frames", "for": "depth of frames"},
     "hone/processes/untrusted_json.py": {"_TOKENS": "JSON"},
     "hone/rewards/exact_match.py": {"text": "reward exact_match"},
-    "hone/rewards/extraction.py": {"_RUN": "reward gsm8k", "_NUMBER": "reward gsm8k", "_GOES_ON": "reward gsm8k"},
+    "hone/rewards/extraction.py": {
+        **dict.fromkeys(("_RUN", "_NUMBER", "_GOES_ON", "_TIME", "_DATE", "_MIXED", "text"), "reward gsm8k"),
+        **dict.fromkeys(("_SCIENTIFIC", "_POWER"), "reward gsm8k"),
+        **dict.fromkeys(("_UNIT", "_JOINING", "line"), "numbers alone"),
+    },
+    "hone/rewards/formulas.py": dict.fromkeys(
+        (
+            *("_MARKS", "_ONE_NUMBER", "_SCIENTIFIC", "_THOUSANDS", "_CLOCK", "_RATIO", "_MIXED", "_TEXT", "_TAG"),
+            *("_WITH_UNIT", "_ROOT", "_RAISED", "_FINAL", "if", "listed", "text", "words", "return", "parts"),
+        ),
+        "formulas",
+    ),
     "hone/rollout/servers/connection.py": {"CAUSE": "log of a server", "CONSEQUENCE": "errors that point elsewhere"},
     "hone/tracking/report/rundata.py": {"_SAMPLE": "lines of metrics"},
     "hone/tracking/trackers/console.py": {"_TEMPLATE_MARKS": "sample in the console"},

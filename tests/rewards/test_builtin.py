@@ -9,6 +9,7 @@ import reasoning_gym as gym
 
 from hone.rewards.exact_match import exact_match
 from hone.rewards.extraction import last_number, marked_number
+from hone.rewards.formulas import boxes, plain, prose
 from hone.rewards.gsm8k import gsm8k
 from hone.rewards.math import math
 from hone.rewards.reasoning_gym import reasoning_gym
@@ -86,7 +87,8 @@ def test_last_number(text, number):
 
 def test_extraction_takes_time_linear_in_the_text():
     long = "1" * 200_000 + ",," + "-$." * 100_000 + "#" * 100_000
-    assert last_number(long) is not None  # a quadratic scan of this would run into the suite's timeout
+    assert last_number(long) is None  # longer than any answer; a quadratic scan would run into the suite's timeout
+    assert last_number("1" * 5_000) is not None
     assert marked_number(long) is None
 
 
@@ -103,7 +105,10 @@ def test_gsm8k_compares_decimals_exactly():
     assert gsm8k("", 0, {}) == 0.0
 
 
-@pytest.mark.parametrize("truth", [None, "", "many", True, "no marker 72"])
+@pytest.mark.parametrize("truth", [
+    None, "", "many", True, "no marker 72", "5 or 6", "12:30", "3/4", "x = 5", "5 apples and 3 pears", "#### 5 + 3",
+    "2^10", float("nan"), "from 5 to 6",
+])  # fmt: skip
 def test_gsm8k_refuses_a_ground_truth_that_is_no_number(truth):
     with pytest.raises(ValueError, match="ground truth"):
         gsm8k("#### 72", truth, {})
@@ -142,6 +147,117 @@ def test_math(response, truth, value):
     assert math(response, truth, {}) == value
 
 
+MATRIX = r"\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}"
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "value"),
+    [
+        # a matrix is its own entries only
+        (rf"\boxed{{{MATRIX}}}", MATRIX, 1.0),
+        (rf"It is ${MATRIX}$.", MATRIX, 1.0),
+        (r"\boxed{-7}", MATRIX, 0.0),
+        ("-7", MATRIX, 0.0),
+        # the last box is the answer; boxes of one answer may also be a set
+        (r"So \boxed{42}. No: \boxed{43}.", "43", 1.0),
+        (r"So \boxed{42}. No: \boxed{43}.", "42", 0.0),
+        (r"\boxed{42}, no wait, it is \boxed{43}", "42", 0.0),
+        (r"\boxed{41} or \boxed{42}", "41", 0.0),
+        (r"\boxed{1} and \boxed{2}", r"\{1,2\}", 1.0),
+        (r"\boxed{\boxed{5}}", "5", 1.0),
+        (r"\fbox{5}", "5", 1.0),
+        (r"\boxed 5", "5", 1.0),
+        (r"\boxed{5", "5", 0.0),
+        (r"\boxed{}", "5", 0.0),
+        (r"\boxed{255} are added. The final answer is $10,455$.", "10455", 1.0),
+        ("<think>\\boxed{3}</think>It is 4.", "3", 0.0),
+        ("<think>\\boxed{3}</think>It is 4.", "4", 1.0),
+        # money
+        (r"\boxed{18.90}", r"\$18.90", 1.0),
+        (r"\boxed{\$18.90}", "18.9", 1.0),
+        (r"\boxed{18.91}", r"\$18.90", 0.0),
+        (r"The total is $\boxed{32348}$.", r"\$32,\!348", 1.0),
+        ("It costs $5 and then $10", "10", 1.0),
+        ("It costs $5 and then $10", "5", 0.0),
+        # quotes, tags, mixed numbers, times
+        ("The answer is `42`", "42", 1.0),
+        ("<answer>42</answer> or 7", "42", 1.0),
+        ("**42**", "`42`", 1.0),
+        ("about 3½ cups", "3.5", 1.0),
+        ("about 3½ cups", "3", 0.0),
+        ("3 1/2", "3½", 1.0),
+        (r"\boxed{12:30}", "12:30", 1.0),
+        (r"\boxed{6:15}", "12:30", 0.0),
+        (r"\boxed{2/5}", "12:30", 0.0),
+        (r"\boxed{12:30}", "2/5", 0.0),
+        ("at 12:30", "12", 0.0),
+        ("at 12:30", "12:30", 1.0),
+        # words are no products of letters, letters are
+        (r"\boxed{\text{North}}", "north", 1.0),
+        (r"\boxed{thorn}", "north", 0.0),
+        ("The answer is: south", "north", 0.0),
+        ("The answer is (B).", "B", 1.0),
+        (r"\boxed{B}", "A", 0.0),
+        (r"\boxed{zyx}", "xyz", 1.0),
+        # units
+        (r"\boxed{5}", "5 apples", 1.0),
+        (r"\boxed{5 km}", r"5\text{ m}", 0.0),
+        (r"\boxed{10\text{ centimeters}}", "10 cm", 1.0),
+        (r"\boxed{90}", r"90^\circ", 1.0),
+        (r"\boxed{50\%}", "0.5", 1.0),
+        # numbers of JSON, exactly
+        (r"\boxed{0.00001}", 1e-05, 1.0),
+        ("it is 1e-5", 1e-05, 1.0),
+        (r"\boxed{0}", 1e-07, 0.0),
+        (r"\boxed{2e-7}", 1e-07, 0.0),
+        (r"\boxed{1.5 \times 10^{16}}", 1.5e16, 1.0),
+        (r"\boxed{1.5}", 1.5e16, 0.0),
+        (r"\boxed{7}", 7.0, 1.0),
+        (r"\boxed{9007199254740992}", 9007199254740993, 0.0),
+        (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}", 0.0),
+        (r"\boxed{0.333333}", "1/3", 1.0),
+        (r"\boxed{\frac{1}{0}}", "5", 0.0),
+    ],
+)
+def test_math_pays_right_answers_and_no_others(response, truth, value):
+    assert math(response, truth, {}) == value
+
+
+@pytest.mark.parametrize("text", [r"\boxed{" * 20_000, "$" * 60_001, "(" * 20_000 + "½" * 20_000, "12:30 " * 20_000])
+def test_boxes_and_plain_texts_take_time_linear_in_the_text(text):
+    assert boxes(text) == ()
+    plain(text)
+    prose(text)
+
+
+def test_rewards_agree_on_numbers_of_json():
+    numbers = {1e-05: "0.00001", 1.5e16: "15000000000000000", 7.0: "7", -0.25: "-0.25", 12345678901234567: None}
+    texts = {truth: text or str(truth) for truth, text in numbers.items()}
+    for truth in texts:
+        for other, text in texts.items():
+            value = float(truth == other)
+            assert gsm8k(f"#### {text}", truth, {}) == value
+            assert math(f"\\boxed{{{text}}}", truth, {}) == value
+            assert exact_match(text, truth, {}) == value
+
+
+@pytest.mark.parametrize(
+    ("response", "wrong", "right"),
+    [
+        ("3½", 3, 3.5),
+        ("3/4", 4, 0.75),
+        ("at 12:30", 30, None),
+        ("2^10", 10, None),
+        ("it is 1e5", 5, 100000),
+        ("1.5 × 10^16", 16, 1.5e16),
+        ("on 3/4/2024", 2024, None),
+    ],
+)
+def test_gsm8k_reads_whole_numbers_only(response, wrong, right):
+    assert gsm8k(response, wrong, {}) == 0.0
+    assert right is None or gsm8k(response, right, {}) == 1.0
+
+
 def test_math_refuses_a_ground_truth_without_mathematics():
     with pytest.raises(ValueError, match="should contain a mathematical expression"):
         math("5", "", {})
@@ -156,6 +272,8 @@ def test_exact_match():
     assert exact_match("Paris.", "paris", {}, ignore_case=True, ignore_punctuation=True) == 1.0
     assert exact_match("b", ["a", "b"], {}) == 1.0
     assert exact_match("7", 7, {}) == 1.0
+    assert exact_match("7", 7.0, {}) == exact_match("7.0", 7.0, {}) == exact_match("0.00001", 1e-05, {}) == 1.0
+    assert exact_match("7.0", 7, {}) == exact_match("1e16", 1.5e16, {}) == 0.0
     assert exact_match("", "", {}) == 1.0
     assert exact_match("<answer> x </answer><answer>y</answer>", "y", {}, tag="answer") == 1.0
     assert exact_match("y", "y", {}, tag="answer") == 0.0

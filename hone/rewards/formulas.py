@@ -1,0 +1,291 @@
+"""Read the answer of a mathematical task in a text: its box, its form, and number, unit or words apart from formulas.
+
+    response --answer_part--> the part after the thoughts, or in <answer> tags --boxes--> content of the last box
+    content or ground truth --plain--> text without dollars, quotes, units of money, and with fractions in LaTeX
+
+Everything here takes time linear in the text, which a policy wrote.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+from hone.data.answers import between_tags
+from hone.rewards.extraction import VULGAR
+
+_MARKS = re.compile(
+    r"(?P<box>\\{1,4}(?:boxed|fbox|framebox)\s{0,9}\{)|\\{1,4}boxed\s{1,9}(?P<bare>[^\s$,;{}\\]{1,200})|\\.|[{}]",
+    re.DOTALL,
+)
+_FINAL = re.compile(r"final answer(?: is|:)", re.IGNORECASE)
+_LONGEST_JOIN = 80  # characters between two boxes of one answer
+_MOST_JOINED = 50
+_NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?"
+_ONE_NUMBER = re.compile(rf"\s*([-+]?)\s*(?=[.\d])({_NUMBER})\.?\s*")
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])\d{1,400}(?:\.\d{1,400})?[eE][-+]?\d{1,3}(?!\w)")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\[!,;: ]\s?|\\[!,;:])(?=\d{3})")
+_CLOCK = re.compile(r"(?<![\d:.])\d{1,2}(?::\d{2}){1,2}(?![\d:])")
+_RATIO = re.compile(r"\d+(?:\s*:\s*\d+)+")
+_MIXED = re.compile(r"(?<![\w./\\^{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w/.])")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}")
+_TAG = re.compile(r"</?[A-Za-z][\w-]{0,30}>")
+_WITH_UNIT = re.compile(rf"([-+]?\s*(?=[.\d]){_NUMBER})\s*([A-Za-z][A-Za-z .'/-]*)(?:\^\{{?(\d)\}}?)?")
+_SPELLINGS = str.maketrans({
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
+    "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ",
+    "°": r"^\circ ",
+})  # fmt: skip
+_VULGAR = {sign: f"\\frac{{{over}}}{{{under}}}" for sign, (over, under) in VULGAR.items()}
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
+_POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_UNITS = {
+    "meter": "m", "metre": "m", "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm",
+    "kilometer": "km", "kilometre": "km", "gram": "g", "kilogram": "kg", "milligram": "mg", "liter": "l", "litre": "l",
+    "milliliter": "ml", "millilitre": "ml", "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h",
+    "inch": "in", "inche": "in", "feet": "ft", "foot": "ft", "mile": "mi", "pound": "lb", "ounce": "oz", "sq": "square",
+    "dollar": "", "usd": "", "unit": "", "cent": "cent",
+}  # fmt: skip
+_SHORT_UNITS = frozenset(_UNITS.values()) | {"mph", "km/h", "m/s", "kmh", "ha", "kw", "hz", "pm", "am"}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number with its unit, "" for none: 5 apples are Quantity(5, "apple")."""
+
+    value: Fraction
+    unit: str
+
+
+def answer_part(response: str) -> str:
+    """The part of a response that is its answer: after the thoughts, and in the last `<answer>` tags if it has some.
+
+    >>> answer_part("<think>3?</think>It is <answer>`4`</answer>.")
+    '`4`'
+    """
+    after = response.rpartition("</think>")[2]
+    text = after if after.strip() else response
+    tagged = between_tags(text, "answer")
+    return text if tagged is None else tagged
+
+
+def after_final(text: str) -> str | None:
+    """The text after "final answer is" or "final answer:"; None without them.
+
+    >>> after_final("So the Final Answer: 4"), after_final("So 4")
+    (' 4', None)
+    """
+    found = _FINAL.search(text)
+    return None if found is None else text[found.end() :]
+
+
+def boxes(text: str) -> tuple[str, ...]:
+    """Contents of the last box, and of those before it in the same sentence; of a box in a box, the inner one.
+
+    A box that is not closed is no answer: () if the last one is. () also without a box.
+
+    >>> boxes(r"So \\boxed{42}. No: \\boxed{\\frac{1}{2}}"), boxes(r"\\boxed{1} and \\boxed{2}"), boxes(r"\\boxed{4")
+    (('\\\\frac{1}{2}',), ('1', '2'), ())
+    """
+    return tuple(content for content, _ in placed_boxes(text))
+
+
+def placed_boxes(text: str) -> list[tuple[str, int]]:
+    """The boxes of `boxes`, each with the place after its end."""
+    found: list[tuple[str, int]] = []
+    open_braces: list[_Brace] = []
+    open_boxes: list[_Brace] = []
+    for mark in _MARKS.finditer(text):
+        if mark["box"] or mark[0] == "{":
+            brace = _Brace(mark.start(), mark.end(), bool(mark["box"]))
+            open_braces.append(brace)
+            open_boxes += [brace] if brace.box else []
+        elif mark[0] == "}" and open_braces and (brace := open_braces.pop()).box:
+            open_boxes.pop()
+            content = text[brace.end : mark.start()] if brace.inner is None else brace.inner
+            if open_boxes:
+                open_boxes[-1].inner = content
+            else:
+                found = [*_joined(found, text, brace.start), (content, mark.end())]
+        elif mark["bare"] and not open_boxes:  # \boxed 5, as some solutions have it
+            found = [*_joined(found, text, mark.start()), (mark["bare"].rstrip("."), mark.end())]
+    return [] if open_boxes else found
+
+
+@dataclass(slots=True)
+class _Brace:
+    """An open brace."""
+
+    start: int
+    end: int
+    box: bool
+    inner: str | None = None  # content of the last box within
+
+
+def _joined(before: list[tuple[str, int]], text: str, start: int) -> list[tuple[str, int]]:
+    """The boxes before, if the next one belongs to the same answer: after a comma, "and", "or" or no word at all."""
+    if not before or start - before[-1][1] > _LONGEST_JOIN or len(before) > _MOST_JOINED:
+        return []
+    between = text[before[-1][1] : start]
+    if re.search(r"[.!?](?:\s|$)|\n\s*\n", between):
+        return []
+    listed = re.search(r"[,;]|\b(?:and|or)\b", between) or not re.search("[a-z]", re.sub(r"\\[a-z]+", "", between))
+    return before if listed else []
+
+
+def plain(text: str) -> str:
+    """A formula without what surrounds it: dollars, quotes, tags, units of money, commas of thousands.
+
+    >>> plain(r"$\\$32,\\!348.50$."), plain("`3½`"), plain("<b>1.5e3</b>")
+    ('32348.50', '3\\\\frac{1}{2}', '1500')
+    """
+    text = _TAG.sub(" ", text.replace("**", "").replace("`", " ")).strip()
+    while (inner := _unwrapped(text)) != text:
+        text = inner
+    text = re.sub(r"\\?[$£€¥₹]", "", text)
+    text = _THOUSANDS.sub("", text)
+    text = _fractions(text)
+    text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
+    text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_POWERS)}}}", text)
+    text = _SCIENTIFIC.sub(lambda found: format(Decimal(found[0]), "f"), text.translate(_SPELLINGS))
+    text = re.sub(r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree\b)", r"^\\circ ", text)
+    return text.strip().removesuffix(".").strip()
+
+
+def prose(text: str) -> str:
+    """A text of words and formulas, in which no number hides: in quotes, tags, `3½`, `12:30` or 1e-5."""
+    text = _TAG.sub(" ", text.replace("`", " ")).replace("\\$", "")
+    if len(re.findall(r"(?<!\\)\$", text)) % 2:  # not all of them can surround formulas: those before numbers are money
+        text = re.sub(r"\$(?=\s?\d)", "", text)
+    text = _THOUSANDS.sub("", text)
+    text = _SCIENTIFIC.sub(lambda found: format(Decimal(found[0]), "f"), text.replace("−", "-"))
+    text = re.sub(
+        rf"(?:(?<!\d)(\d+))?\s?([{''.join(_VULGAR)}])", lambda one: f" ${one[1] or ''}{_VULGAR[one[2]]}$ ", text
+    )
+    text = _MIXED.sub(r" $\1\\frac{\2}{\3}$ ", text)
+    return _CLOCK.sub(" (a time) ", text)
+
+
+def number(text: str) -> Fraction | None:
+    """The number that a plain text is, exactly; None if it is anything else.
+
+    >>> number("-1,000.5"), number("1e-05"), number("3/4")
+    (Fraction(-2001, 2), Fraction(1, 100000), None)
+    """
+    found = _ONE_NUMBER.fullmatch(text)
+    if found is None or not any(character.isdigit() for character in found[2]):
+        return None
+    value = Fraction(Decimal(found[2].replace(",", "")))
+    return -value if found[1] == "-" else value
+
+
+def quantity(text: str) -> Quantity | None:
+    """A number with a unit in words; None for anything else, also for a product such as 2x.
+
+    >>> quantity(r"10\\text{ cm}^2"), quantity("5 apples"), quantity("2x")
+    (Quantity(value=Fraction(10, 1), unit='cm2'), Quantity(value=Fraction(5, 1), unit='apple'), None)
+    """
+    value = number(text)
+    if value is not None:
+        return Quantity(value, "")
+    written = bool(_TEXT.search(text))
+    found = _WITH_UNIT.fullmatch(unwrapped_words(text.replace(r"^\circ", " degrees")))
+    if found is None or (value := number(found[1])) is None:
+        return None
+    words = [_unit(word) for word in re.split(r"[\s-]+", found[2].strip(" .-")) if word]
+    if not written and not all(is_word(word) or word.casefold() in _SHORT_UNITS for word in found[2].split()):
+        return None
+    return Quantity(value, " ".join(filter(None, words)) + (found[3] or ""))
+
+
+def _unit(word: str) -> str:
+    word = word.casefold().strip(".'")
+    single = word.removesuffix("s") if len(word) > 2 else word
+    return _UNITS.get(word, _UNITS.get(single, single))
+
+
+def clock_or_ratio(text: str) -> tuple[int, ...] | None:
+    """The numbers of 12:30 or 3:2; None for anything else."""
+    found = _RATIO.fullmatch(text)
+    return tuple(int(part) for part in text.split(":")) if found and len(text) < 40 else None
+
+
+def clocks(text: str) -> list[str]:
+    """The times of a day in a text, in order."""
+    return [match[0] for match in _CLOCK.finditer(text)]
+
+
+def words(text: str) -> str:
+    """A text for comparison as words: without case, `\\text`, punctuation at its ends and superfluous spaces.
+
+    >>> words(r"\\text{The  North Pole}."), words("(A)")
+    ('the north pole', 'a')
+    """
+    text = unicodedata.normalize("NFC", unwrapped_words(text)).casefold()
+    text = " ".join(text.replace("\\ ", " ").replace("~", " ").split()).strip(" .,;:!\"'")
+    return text[1:-1] if re.fullmatch(r"\([a-z]\)", text) else text
+
+
+def unwrapped_words(text: str) -> str:
+    """The text without `\\text{...}` around its words."""
+    return " ".join(_TEXT.sub(r" \1 ", text).split())
+
+
+def is_words(text: str) -> bool:
+    """Whether a text has words and no formula: letters that stand for a word, not for a product of variables.
+
+    The time of a day counts as a word.
+    """
+    text = _CLOCK.sub("noon", unwrapped_words(text))
+    parts = re.split(r"[\s'’,.-]+", text)
+    letters = all(part.isalpha() or not part for part in parts)
+    return letters and any(is_word(part) for part in parts)
+
+
+def is_word(text: str) -> bool:
+    """Whether letters are a word: three or more, with a vowel among them, and not the first letters of an alphabet.
+
+    >>> is_word("north"), is_word("xyz"), is_word("abc"), is_word("mn")
+    (True, False, False, False)
+    """
+    low = text.casefold()
+    alphabetical = "".join(sorted(low)) in "abcdefghijklmnopqrstuvwxyz"
+    return len(low) > 2 and low.isalpha() and not alphabetical and (not low.isascii() or bool(set(low) & set("aeiouy")))
+
+
+def _unwrapped(text: str) -> str:
+    """The text without one pair of what may surround a whole formula."""
+    for begin, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ('"', '"'), ("“", "”")):
+        bare = text.removesuffix(".").rstrip() if text.startswith(begin) else text
+        inside = bare[len(begin) : -len(end)]
+        whole = bare.startswith(begin) and bare.endswith(end) and len(bare) >= len(begin) + len(end)
+        one = begin not in inside and end not in inside.replace("\\$", "") and not inside.endswith("\\")
+        if whole and one:
+            return inside.strip()
+    return text
+
+
+def _fractions(text: str) -> str:
+    """`3½` and `3 1/2` as mixed numbers in LaTeX."""
+    text = re.sub(rf"\s?([{''.join(_VULGAR)}])", lambda found: _VULGAR[found[1]], text)
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+
+
+__all__ = [
+    "Quantity",
+    "after_final",
+    "answer_part",
+    "boxes",
+    "clock_or_ratio",
+    "clocks",
+    "is_words",
+    "number",
+    "plain",
+    "prose",
+    "quantity",
+    "words",
+]
