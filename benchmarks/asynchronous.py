@@ -56,7 +56,7 @@ CASES = {
 
 @dataclass
 class Found:
-    """What the rounds gave for one setting."""
+    """Results of the rounds for one setting."""
 
     step_s: list[float] = field(default_factory=list)
     age: list[float] = field(default_factory=list)

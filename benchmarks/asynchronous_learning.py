@@ -1,4 +1,4 @@
-"""What staleness does to learning: steps until a policy reverses three characters, by staleness, remedy and seed.
+"""Effect of staleness on learning: steps until a policy reverses three characters.
 
     python benchmarks/asynchronous_learning.py [--seeds 0 1 2] [--staleness 1 2 4]
 

@@ -31,7 +31,7 @@ WORK = ("generate", "reward", "forward", "backward")  # what a step is for; the 
 
 @dataclass(frozen=True)
 class SidePlan:
-    """How one side is started."""
+    """Command of one side."""
 
     name: str
     script: str
@@ -40,7 +40,7 @@ class SidePlan:
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared: hone first, then its rivals with the ratio that hone should reach against each."""
+    """Sides of a comparison: hone first, then its rivals with the ratio that hone should reach against each."""
 
     name: str
     sides: tuple[SidePlan, ...]
@@ -122,7 +122,7 @@ class Side:
 
 
 def cases(material: Path, precision: str) -> list[Case]:
-    """What is measured in one precision."""
+    """Return the cases that are measured in one precision."""
     folder = str(material)
 
     def hone(case: str, *more: str) -> SidePlan:

@@ -44,7 +44,7 @@ def copy_bandwidth(platform: PlatformBase, size: int) -> float:
 
 
 def bytes_of_a_step(engine: BuiltinEngine, rows: int, columns: float) -> float:
-    """What a step of so many rows reads, each with so many tokens."""
+    """Return the bytes that a step of so many rows reads, each with so many tokens."""
     weights = {one.data_ptr(): one.nbytes for one in engine.weights().values()}
     embedding, head = (engine.weights()[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
     looked_up = 0 if embedding.data_ptr() == head.data_ptr() else embedding.nbytes

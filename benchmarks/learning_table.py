@@ -99,7 +99,7 @@ ROWS = [
 
 @dataclass(frozen=True)
 class Result:
-    """What one row reached. `cpu_seconds` are those of the whole run, its start included."""
+    """Result of one row. `cpu_seconds` are those of the whole run, its start included."""
 
     name: str
     overrides: dict[str, Any]
@@ -148,7 +148,7 @@ def learn(row: Row, folder: Path, deadline_s: float = 600.0) -> Result:
 
 
 def cpu_seconds() -> float:
-    """What the processes that this one has started and seen end have used."""
+    """Return the processor time of the processes that this one has started and seen end."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

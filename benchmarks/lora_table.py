@@ -66,7 +66,7 @@ ROWS = [
 
 @dataclass(frozen=True)
 class Result:
-    """What one row reached. `sync_bytes` are those of one weight sync in the middle of the run."""
+    """Result of one row. `sync_bytes` are those of one weight sync in the middle of the run."""
 
     name: str
     overrides: dict[str, Any]
@@ -108,7 +108,7 @@ def assignments(settings: Mapping[str, Any]) -> list[str]:
 
 
 def cpu_seconds() -> float:
-    """What this process, and those that it has started and seen end, have used."""
+    """Return the processor time of this process, and of those that it has started and seen end."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 

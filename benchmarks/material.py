@@ -71,7 +71,7 @@ def build_model(stop_probability: float) -> Qwen3ForCausalLM:
 
 
 def _eos_weight(model: Qwen3ForCausalLM, stop_probability: float) -> float:
-    """What the end-of-sequence row weighs the constant with, so that its mean probability is as asked."""
+    """Return the weight of the constant in the end-of-sequence row that gives the wanted mean probability."""
     words = torch.randint(2, VOCABULARY, (16, PROMPT_TOKENS + 64), generator=torch.Generator().manual_seed(1))
     hidden = model.model(words).last_hidden_state[:, PROMPT_TOKENS:].flatten(0, 1)
     logits = hidden @ model.model.embed_tokens.weight.T

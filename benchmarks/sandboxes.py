@@ -1,4 +1,4 @@
-"""How many programs a second start in each local sandbox, beside a plain subprocess without any protection.
+"""Programs started per second in each local sandbox, compared with a plain subprocess without protection.
 
     python benchmarks/sandboxes.py --seconds 5 --at-once 2
 

@@ -1,4 +1,4 @@
-"""What grows with ranks, trajectories and model size: overhead of ranks, the driver's share of a step, peak memory.
+"""Overhead of ranks, the driver's share of a step and peak memory, by ranks, trajectories and model size.
 
     python benchmarks/scaling.py driver      # a Ray driver's seconds and bytes for steps of 64 to 16,384 trajectories
     python benchmarks/scaling.py ranks       # tokens/s of one SFT step at 1, 2 and 4 processes
@@ -140,7 +140,7 @@ class Shelf:
 
 
 class StubGroup:
-    """What a Ray group does to a call but for Ray itself: plan, and merge answers that are there at once."""
+    """A Ray group without Ray: it plans a call, and merges answers that are there at once."""
 
     def __init__(self, role: str, ranks: int, shelf: Shelf) -> None:
         self.role = role
@@ -274,7 +274,7 @@ def make_trainer(name: str, prompts: int, folder: Path, place: Callable[[str, Re
 
 @dataclass(frozen=True)
 class _Play:
-    """What the supply reads of a play: nothing is played."""
+    """Parts of a play that the supply reads; nothing is played."""
 
     step: int = 0
 
@@ -478,7 +478,7 @@ def _world() -> int:
 
 
 def _torchrun(count: int, *arguments: str) -> list[dict[str, Any]]:
-    """What each of `count` ranks reports of itself."""
+    """Return the report of each of `count` ranks."""
     with tempfile.TemporaryDirectory() as folder:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         command = [*launch, __file__, *arguments, "--report", folder]

@@ -79,7 +79,7 @@ def name_of(number: int, layout: str) -> str:
 
 
 def needed(name: str, rank: int, world: int) -> Box:
-    """What one rank of a server needs of a tensor."""
+    """Return the box of a tensor that one rank of a server needs."""
     kind, digits, _ = name.split(".")
     number = int(digits)
     if kind == "experts":

@@ -43,7 +43,7 @@ def gated(trainer: type[Trainer], gate: Gate) -> None:
 
 
 def overrides(args: argparse.Namespace, folder: Path) -> list[str]:
-    """What the driver's choices mean in the run file."""
+    """Return the driver's choices as overrides of the run file."""
     ragged = args.case == "grpo_step_ragged"
     keys = [
         f"run.dir={folder / 'run'}",
@@ -58,7 +58,7 @@ def overrides(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def figures_of(run: Path) -> list[dict[str, Any]]:
-    """What the run wrote down about each step."""
+    """Return the metrics that the run wrote for each step."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 

@@ -15,7 +15,7 @@ OURS = "hone.css"  # the style sheet that wraps code
 
 
 class Page(HTMLParser):
-    """What one page names: its links, pictures and style sheets, and the ids that links may lead to."""
+    """References of one page: its links, pictures and style sheets, and the ids that links may lead to."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

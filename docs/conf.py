@@ -1,4 +1,4 @@
-"""How `make docs` turns these pages, and those that docs/write_reference.py writes, into a site."""
+"""Configuration of the site that `make docs` builds from these pages and those of docs/write_reference.py."""
 
 import sys
 from pathlib import Path

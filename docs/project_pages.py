@@ -1,4 +1,4 @@
-"""What the site adds to docs/: the README, the recipes and other pages from outside, working links, and the menu."""
+"""Additions of the site to docs/: the README, recipes and other pages from outside, working links, the menu."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Config(BaseModel):
         return value
 
     def __eq__(self, other: object) -> bool:
-        """Whether class and values are the same; recorded reads do not count."""
+        """Return whether class and values are the same; recorded reads do not count."""
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     @classmethod
@@ -379,7 +379,7 @@ def _keys_of(registry: Registry, entry: str) -> Collection[str]:
 
 
 def _in_choices(cls: type[Config], key: str) -> list[str]:
-    """Where an entry of this section's registries has the key: `backend.devices` for `devices`, or an example."""
+    """Find the key in entries of this section's registries: `backend.devices` for `devices`, or an example."""
     found = []
     for name, info in cls.model_fields.items():
         in_list = get_origin(info.annotation) in (list, tuple)

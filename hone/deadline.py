@@ -55,7 +55,7 @@ class Deadline:
 
     @property
     def stands_still(self) -> bool:
-        """Whether a request waits for a seat."""
+        """Return whether a request waits for a seat."""
         return self._waits > 0
 
     def expired(self) -> bool:

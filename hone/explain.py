@@ -21,7 +21,7 @@ from hone.registry import CannotLoad, Registry
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `hone config --explain KEY` prints about one key."""
+    """Facts about one key that `hone config --explain KEY` prints."""
 
     key: str
     meaning: str

@@ -1,4 +1,4 @@
-"""How much of the machine this process may use: its affinity, and its container's limits (cgroups, both versions).
+"""Share of the machine that this process may use: affinity, and limits of its container (cgroups 1 and 2).
 
 Reward processes import this file: standard library only.
 """
@@ -18,7 +18,7 @@ MEMORY = (  # limit and use, version 2 and 1
 
 
 def cores() -> int:
-    """How many cores' time this process gets. A limit in Kubernetes is a quota of time, which no affinity shows."""
+    """Return this process's number of cores. A limit in Kubernetes is a quota of time, which no affinity shows."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota()
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))

@@ -1,4 +1,4 @@
-"""What keys and commands of verl, TRL, OpenRLHF and transformers are called here, for errors about unknown names."""
+"""hone's names for keys and commands of verl, TRL, OpenRLHF and transformers, for errors about unknown names."""
 
 from __future__ import annotations
 

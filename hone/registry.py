@@ -30,7 +30,7 @@ class CannotLoad(ImportError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a registered object and its settings class are, and which optional modules it needs."""
+    """Locations of a registered object and its settings class, and the optional modules that it needs."""
 
     target: str | Any  # "module:attribute", or the object itself
     settings: str | Any = ""  # "module:attribute" of a Config subclass; empty: takes no settings
@@ -98,7 +98,7 @@ class Registry:
         return reasons
 
     def target(self, name: str) -> str:
-        """Where the entry is, as "module:attribute", without importing it. Raises UnknownName."""
+        """Return the entry's location, "module:attribute", without importing it. Raises UnknownName."""
         target = self._entry(name).target
         return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
 
@@ -112,7 +112,7 @@ class Registry:
         return self.has(name)
 
     def has(self, name: str) -> bool:
-        """Whether a name is registered so far: for registrations, which must not load the plug-ins that they are in."""
+        """Return whether a name is registered so far: registrations must not load the plug-ins that they are in."""
         return name in self._entries or (self._base is not None and self._base.has(name))
 
     def _entry(self, name: str) -> Entry:

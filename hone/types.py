@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """How a trajectory ended. Only `ok` and `truncated` are ever trained on."""
+    """End of a trajectory. Only `ok` and `truncated` are ever trained on."""
 
     OK = "ok"
     TRUNCATED = "truncated"  # stopped by a length limit; the policy sampled its tokens, so they are trainable
@@ -53,7 +53,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class Reducer(StrEnum):
-    """How several values of a metric (tokens, micro-batches, ranks, steps) are combined into one."""
+    """Combination of several values of a metric (tokens, micro-batches, ranks, steps) into one."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -168,7 +168,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one completion is sampled. `temperature=0` is greedy.
+    """Sampling of one completion. `temperature=0` is greedy.
 
     The log-probs of a completion belong to the distribution that was sampled: after temperature, top-k, top-p and
     min-p. Greedy completions have the model's log-probs at temperature 1.
@@ -346,7 +346,7 @@ class Trajectory:
 
     @property
     def credited(self) -> bool:
-        """Whether its environment gave rewards for turns, or names for the states in which they began."""
+        """Return whether its environment gave rewards for turns, or names for the states in which they began."""
         return any(span.reward is not None or span.anchor for span in self.spans)
 
     @property

@@ -108,7 +108,7 @@ def hone(*arguments: str) -> list[str]:
 
 
 def count_tests(output: str) -> Figures:
-    """How many tests ended in which way, also where the run was cut; and the names of those that failed."""
+    """Count tests by their end, also where the run was cut, and list those that failed."""
     found = re.findall(r"^(\S+::.*?) (PASSED|FAILED|SKIPPED|ERROR)\b", output, re.MULTILINE)
     counts = dict(Counter(outcome.lower() for _, outcome in found))
     failed = [name for name, outcome in found if outcome in ("FAILED", "ERROR")]
@@ -116,7 +116,7 @@ def count_tests(output: str) -> Figures:
 
 
 def count_checks(output: str) -> Figures:
-    """How many checks of `hone doctor --conformance` ended in which way, and what was wrong with those that failed."""
+    """Count the checks of `hone doctor --conformance` by their end, and list the faults of those that failed."""
     begin = output.find("{\n")
     if begin < 0:
         return {}
@@ -165,7 +165,7 @@ def peak_flops(name: str) -> float | None:
 
 
 def profile_figures(run: Path, step: int, output: str) -> Figures:
-    """Where a traced step spent the device's time (without a device: torch's operations), longest first."""
+    """Return the device time of a traced step by kernel (without a device: torch's operations), longest first."""
     trace = run / "profile" / f"step-{step}.json"
     if not trace.is_file():
         return {}
@@ -208,7 +208,7 @@ def make_material(shape: str, folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Kit:
-    """Where everything is, and how large it is."""
+    """Locations and sizes of the models, data and runs."""
 
     work: Path  # models, data and runs
     shapes: Sequence[str]

@@ -85,7 +85,7 @@ class Episodes:
 
     @property
     def alone(self) -> Tensor:
-        """Whether the episode is the only one of its group, [E] bool."""
+        """Return whether the episode is the only one of its group, [E] bool."""
         return self.size == 1
 
     def mean(self, values: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class Algorithm:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether a forward must run before the update; with one step per batch, old is the current policy."""
+        """Return whether a forward must run before the update; with one step per batch, old is the current policy."""
         if self._correction.old == "rollout":
             return bool(self.infer_needs)  # for what comes with the forward; its log-probs give way to the rollout's
         declared = "old_logprobs" in self._advantage.required_fields
@@ -99,12 +99,12 @@ class Algorithm:
 
     @property
     def needs_greedy(self) -> bool:
-        """Whether the trainer also samples one greedy answer per prompt, for its reward."""
+        """Return whether the trainer also samples one greedy answer per prompt, for its reward."""
         return f"components.{GREEDY_REWARD}" in self.required_fields
 
     @property
     def needs_values(self) -> bool:
-        """Whether the run also trains a critic."""
+        """Return whether the run also trains a critic."""
         return "values" in self._advantage.required_fields
 
     @property
@@ -321,7 +321,7 @@ def _take(settings: Config | None) -> None:
 
 
 def _rewarded(batch: Batch) -> Tensor:
-    """How often each loss token of a trajectory with a reward above 0 counts, 0 for other tokens, [T]."""
+    """Return how often each loss token of a trajectory with a reward above 0 counts, 0 for other tokens, [T]."""
     times = (_field(batch.rewards, "rewards") > 0).long()
     if (repeats := REPEATS.of(batch)) is not None:
         times = times * repeats

@@ -22,7 +22,7 @@ from hone.registry import CannotLoad, Entry, Registry, UnknownName, reason, reso
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What such a part takes and returns. Classes are "module:name", imported when a run chooses a part of its own."""
+    """Arguments and result of such a part. Classes are "module:name", imported when a run chooses a part of its own."""
 
     settings: str  # base class of its settings
     argument: str  # its first parameter, as an error shows it

@@ -44,7 +44,7 @@ class AdvantageSettings(Choice):
 
     @property
     def spans_groups(self) -> bool:
-        """Whether these settings make advantages depend on other groups of the step."""
+        """Return whether these settings make advantages depend on other groups of the step."""
         return not self.own_group
 
     @property
@@ -354,7 +354,7 @@ class GpgSettings(PolicyLossSettings):
 
 
 class AggregationSettings(Config):
-    """How per-token losses become one number; see `hone.algorithms.aggregation`."""
+    """The reduction of per-token losses to one number; see `hone.algorithms.aggregation`."""
 
     mode: Mode | None = setting(None, "what the loss is averaged over; null: as in the paper of the chosen loss")
     norm_tokens: int | None = setting(

@@ -216,7 +216,7 @@ def _sandboxes() -> Iterator[Finding]:
 
 
 def _engines() -> Iterator[Finding]:
-    """Which training engines can be chosen here: each may need a package of its own."""
+    """Find the training engines that can be chosen here: each may need a package of its own."""
     for backend in EngineRegistry.backends:
         package = EngineRegistry.packages.get(backend)
         found = "" if package is None else _version(package.distribution)
@@ -230,7 +230,7 @@ def _engines() -> Iterator[Finding]:
 
 
 def _servers() -> Iterator[Finding]:
-    """Whether the rollout servers have the Python environment that they need; it is not started here."""
+    """Find the Python environments of the rollout servers; no server is started."""
     for backend in SERVERS:
         places = [place / f".venv-{backend}" for place in (Path.cwd(), Path(hone.__file__).parents[1])]
         found = next((place for place in places if (place / "bin" / "python").is_file()), None)

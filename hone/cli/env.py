@@ -34,7 +34,7 @@ RUN_FILES = (".yaml", ".yml")
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is checked: the episodes' settings, prompts to play, and the language of the run's model."""
+    """Subject of a check: the episodes' settings, prompts to play, and the language of the run's model."""
 
     episode: EpisodeConfig
     prompts: Sequence[Prompt]
@@ -107,7 +107,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _is_environment(reference: str) -> bool:
-    """Whether it names a class with the methods of an environment, rather than tools."""
+    """Return whether it names a class with the methods of an environment, rather than tools."""
     try:
         found = resolve(reference)
     except Exception:  # noqa: BLE001  loading it as tools reports why

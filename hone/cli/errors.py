@@ -1,4 +1,4 @@
-"""How a failed command ends: one line on stderr, and an exit code.
+"""End of a failed command: one line on stderr, and an exit code.
 
     0 done   1 a run failed (its folder is named)   2 bad input   130 interrupted
 

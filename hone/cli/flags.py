@@ -50,7 +50,7 @@ PER_STEP = 32  # samples, pairs or prompts
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What a training command was given beside keys."""
+    """Flags of a training command that are not keys of the run file."""
 
     model: str = ""
     data: str = ""
@@ -193,5 +193,5 @@ def _usage(kind: str) -> str:
 
 
 def _is_first() -> bool:
-    """Whether this is torchrun's first rank, which writes and prints; `hone.runtime.ranks` would import torch here."""
+    """Return whether this is torchrun's first rank, which prints; `hone.runtime.ranks` would import torch here."""
     return os.environ.get("RANK", "0") == "0"

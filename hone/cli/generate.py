@@ -26,7 +26,7 @@ from hone.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are sampled."""
+    """Sampling of answers."""
 
     samples: Annotated[int, typer.Option(min=1, help="answers per prompt")] = 1
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy")] = 1.0

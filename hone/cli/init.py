@@ -66,7 +66,7 @@ def init(
 
 
 def checked(config: Any) -> list[str]:
-    """What the first row, the reward and the model of a run file look like. Raises ConfigError if they do not fit."""
+    """Describe the first row, the reward and the model of a run file. Raises ConfigError if they do not fit."""
     reader = READERS.get(config.kind, PromptReader)("train", config.data.train, "data.train")
     row = reader.row(reader.first)
     facts = [f"data: {len(reader)} rows; {_shown(reader, row)}"]

@@ -25,7 +25,7 @@ from hone.registry import CannotLoad, UnknownName, reason, resolve, unknown
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Where a command is, and its line in `hone --help`. `hone COMMAND --help` shows the function's docstring."""
+    """Location of a command, and its line in `hone --help`. `hone COMMAND --help` shows the function's docstring."""
 
     target: str  # "module:function"
     summary: str

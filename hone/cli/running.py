@@ -1,4 +1,4 @@
-"""What a training command prints at its end, and its exit code."""
+"""Output of a training command at its end, and its exit code."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def score_groups(pool: RewardPool, component: str, rows: Sequence[Mapping[str, A
 
 
 def _group_of(row: Mapping[str, Any]) -> str:
-    """What rows of the same group have in common, as text. Raises ConfigError."""
+    """Return the key that rows of the same group share, as text. Raises ConfigError."""
     if not any(name in row for name in PROMPTS):
         raise ConfigError(
             f"the reward scores all answers to a prompt together, so rows need the column {' or '.join(PROMPTS)}, "

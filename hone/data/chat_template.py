@@ -191,7 +191,7 @@ class ChatTemplate:
         return answer[: ends[-1].end()]
 
     def _ends_answer(self, token: str, before: str) -> bool:
-        """Whether a special token that follows `before` ends an answer in the middle of a conversation.
+        """Return whether a special token that follows `before` ends an answer in the middle of a conversation.
 
         Some templates (gpt-oss) render a finished answer with another end token than the model generated. A token that
         begins a conversation begins a message, and ends none.
@@ -211,7 +211,7 @@ def encodable(text: str) -> str:
 
 
 def marks_only_the_first_word(tokenizer: Any) -> bool:
-    """Whether the tokenizer adds a word-boundary mark to the beginning of a text, and nowhere else.
+    """Return whether the tokenizer adds a word-boundary mark to the beginning of a text, and nowhere else.
 
     That is SentencePiece's `prepend_scheme: first`: a text tokenised in pieces would get a mark for each piece.
     """
@@ -246,7 +246,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def is_text(messages: Sequence[Message]) -> bool:
-    """Whether no message has parts, such as images."""
+    """Return whether no message has parts, such as images."""
     return all(isinstance(message.get("content"), str | None) for message in messages)
 
 
@@ -258,7 +258,7 @@ def _plain_content(message: Message) -> str:
 
 
 def added_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """What a tokenizer takes for tokens of its own wherever it stands in a text, of two characters or more."""
+    """Return a pattern of texts with two characters or more that a tokenizer takes for tokens of its own anywhere."""
     texts = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

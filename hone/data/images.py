@@ -50,7 +50,7 @@ class ImageReader(Protocol):
 
 
 def is_image(part: Any) -> bool:
-    """Whether a part of a message's content is an image."""
+    """Return whether a part of a message's content is an image."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 

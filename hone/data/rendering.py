@@ -174,7 +174,7 @@ class Renderer:
         return tuple(ids), tuple(int(position in marks) for position in range(len(ids)))
 
     def renders_tools(self, messages: Sequence[Message], tools: Tools) -> bool:
-        """Whether the chat template shows these tools to the model at all."""
+        """Return whether the chat template shows these tools to the model at all."""
         asked = [message for message in messages if message.get("role") != "assistant"]
         plain, shown = (self._template.render(asked, opening=False, tools=some) for some in ((), tools))
         return plain != shown

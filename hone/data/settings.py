@@ -72,7 +72,7 @@ TooLongChoice = Literal["error", "drop", "truncate"]
 
 
 class RowsConfig(Config):
-    """Where rows come from."""
+    """Source of rows."""
 
     path: str = setting("", "file (.jsonl, .parquet), pattern such as data/*.jsonl, or what the source expects")
     source: Annotated[SerializeAsAny[Choice] | None, FromRegistry(SOURCES)] = setting(
@@ -107,7 +107,7 @@ class DatasetConfig(PromptSetConfig):
 
 
 class DataConfig(Config):
-    """What is trained on: one set, or several mixed by weight, and how messages are rendered."""
+    """Training data: one set, or several mixed by weight, and the rendering of messages."""
 
     train: DatasetConfig = setting(meaning="the training set")
     mix: dict[str, DatasetConfig] = setting(factory=dict, meaning="more training sets by name, mixed in by weight")

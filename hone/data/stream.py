@@ -53,7 +53,7 @@ class LengthLimit:
         self._too_long = too_long
 
     def check(self, tokens: int, images: Sequence[Image], where: Callable[[], str]) -> bool:
-        """Whether a row of this many tokens has to be truncated; `where()` names the row.
+        """Return whether a row of this many tokens has to be truncated; `where()` names the row.
 
         Raises TooLong if it is to be dropped, DataError if `too_long` is error.
         """
@@ -69,7 +69,7 @@ class LengthLimit:
         return True
 
     def reached(self, tokens: int) -> bool:
-        """Whether a sample of this many tokens may have been truncated."""
+        """Return whether a sample of this many tokens may have been truncated."""
         return self._too_long == "truncate" and tokens == self._tokens
 
     def fit(self, sample: Sample, where: Callable[[], str]) -> Sample:
@@ -292,7 +292,7 @@ class _Stream(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """How often every row has been drawn at least."""
+        """Return the number of times that every row has been drawn at least."""
         return min(one.epoch + (one.position == one.size) for one in self._sets.values())
 
     @property
@@ -384,7 +384,7 @@ MakerOf = Callable[[str, DatasetConfig, Renderer, str], Maker[T]]
 
 
 class ItemStream(_Stream[T]):
-    """What a supervised run learns from: samples, pairs of answers, judged answers, answers in steps."""
+    """Stream of a supervised run's items: samples, pairs of answers, judged answers, answers in steps."""
 
     def __init__(self, maker: MakerOf[T], config: DataConfig, renderer: Renderer, seed: int, key: str = "data") -> None:
         """`key` is where `config` stands in the run file. Raises DataError for data that cannot be used."""

@@ -24,7 +24,7 @@ from hone.types import Batch, LossFn, Metrics, ModelOutput, Need
 
 
 class EngineSpec(Protocol):
-    """What an engine is made from; `hone.workers.train.TrainSpec` is one."""
+    """Input of an engine's constructor; `hone.workers.train.TrainSpec` is one."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -49,7 +49,7 @@ class EngineSpec(Protocol):
 
     @property
     def follows(self) -> bool:
-        """Whether `blend` changes the weights of a model that is never trained; such an engine has checkpoints."""
+        """Return whether `blend` changes a model that is never trained; such an engine has checkpoints."""
 
 
 class Ranks(Protocol):
@@ -69,11 +69,11 @@ class Ranks(Protocol):
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this is the first of the ranks that compute the same results."""
+        """Return whether this is the first of the ranks that compute the same results."""
 
     @property
     def token_ranks(self) -> int:
-        """How many ranks share the tokens of one micro-batch (sequence parallel)."""
+        """Return the number of ranks that share the tokens of one micro-batch (sequence parallel)."""
 
     def sum(self, value: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
@@ -86,7 +86,7 @@ class Ranks(Protocol):
 
 
 class JobRanks:
-    """What is the same on every mesh: collectives over all ranks of the job."""
+    """Parts that do not depend on the mesh: collectives over all ranks of the job."""
 
     __slots__ = ()
 
@@ -199,7 +199,7 @@ class BaseEngine(Protocol):
         """
 
     def memory_needs(self) -> MemoryNeeds:
-        """What the first step will add to the device's memory; the same on every rank, up to uneven cuts."""
+        """Return the memory that the first step adds to the device; the same on every rank, up to uneven cuts."""
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move parts of the engine between its device and CPU memory."""
@@ -211,7 +211,7 @@ class BaseEngine(Protocol):
         """
 
     def checkpoint_written(self, wait: bool = False) -> bool:
-        """Whether every rank has written its files; with `wait`, wait until then.
+        """Return whether every rank has written its files; with `wait`, wait until then.
 
         Every rank calls this. Raises OSError if a file cannot be written.
         """

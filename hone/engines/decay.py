@@ -8,7 +8,7 @@ _APART = ("A_log", "sinks")  # weights whose size says something by itself
 
 
 def is_decayed(name: str, weight: Tensor) -> bool:
-    """Whether weight decay applies to a weight: to matrices, not to biases, norms, scales and decay rates.
+    """Return whether weight decay applies to a weight: to matrices, not to biases, norms, scales and decay rates.
 
     The number of dimensions alone does not say it: the biases of all experts of a layer are one tensor of two
     dimensions, and so are norms with a scale for each head, DoRA's norms of experts, and Mamba's `A_log`.

@@ -154,7 +154,7 @@ class Engine(ABC):
         return outputs
 
     def _missing(self, cut: list[list[int]]) -> int:
-        """How many more micro-batches another rank has; this rank joins their collectives. Call it before the first."""
+        """Return another rank's extra micro-batches; this rank joins their collectives. Call it before the first."""
         return self.ranks.most(len(cut), self.device) - len(cut) if self.ranks.world > 1 else 0
 
     def _idle(self) -> Tensor:

@@ -32,7 +32,7 @@ Compared = tuple[Tensor, Tensor]  # the reference's logits [C, V], and the gradi
 
 
 class Vocabulary(Protocol):
-    """How the last dimension of logits covers the vocabulary. Token ids count over the whole vocabulary."""
+    """Part of the vocabulary in the last dimension of logits. Token ids count over the whole vocabulary."""
 
     def width(self, rows: int) -> int:
         """The most logits of a token that one rank has; `rows` is the number of rows of this rank's head."""
@@ -138,7 +138,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """What to compute from a row's distribution in addition to its target's log-prob."""
+    """Figures of a row's distribution in addition to its target's log-prob."""
 
     token_ids: Tensor | None = None  # [R, K] int64: return the log-probs of these tokens
     top_k: int = 0  # return this many of the most likely tokens
@@ -235,7 +235,7 @@ class _Plan:
 
     @property
     def wanted(self) -> tuple[bool, ...]:
-        """Which of the optional outputs to compute, in the order of `TokenScores`."""
+        """Return a flag for each optional output, in the order of `TokenScores`."""
         top = self.queries.top_k > 0
         at, reference = self.queries.token_ids is not None, self.queries.reference is not None
         return self.entropy, self.squared, at, reference, top, top

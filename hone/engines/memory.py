@@ -53,7 +53,7 @@ def kept_in_cpu_memory(least_bytes: int = LEAST_BYTES) -> AbstractContextManager
 
 
 def worth_moving(tensor: Tensor, least_bytes: int) -> bool:
-    """Whether a tensor saved by autograd is a result of the forward (not a weight) of at least `least_bytes`."""
+    """Return whether a tensor saved by autograd is a result of the forward (not a weight) of at least `least_bytes`."""
     return not tensor.is_leaf and tensor.numel() * tensor.element_size() >= least_bytes
 
 

@@ -67,7 +67,7 @@ class Experts:
 
     @property
     def counts_first(self) -> bool:
-        """Whether the engine must count the loads of the whole step before its first backward."""
+        """Return whether the engine must count the loads of the whole step before its first backward."""
         return self._over_batch and BALANCE in self._coefs
 
     # ------------------------------------------------------------------------------------------------ one forward

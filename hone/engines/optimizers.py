@@ -70,7 +70,7 @@ class Update:
         self.apply_schedule()
 
     def memory_needs(self, weights: Weights) -> MemoryNeeds:
-        """What the first step adds: gradients, and state that it keeps."""
+        """Return the memory that the first step adds: gradients, and state that it keeps."""
         gradients = 0 if self._in_buffers else sum(one.nbytes for one in weights.masters.values())
         return MemoryNeeds(0 if self.optimizer.state else self._state_bytes(weights), gradients)
 
@@ -240,7 +240,7 @@ def _check_eight_bit(config: OptimizerConfig, weights: Mapping[str, Tensor], in_
 
 
 def quantises(optimizer: Optimizer) -> bool:
-    """Whether an optimizer keeps its state in blocks of 8-bit codes."""
+    """Return whether an optimizer keeps its state in blocks of 8-bit codes."""
     return type(optimizer).__name__ in EIGHT_BIT
 
 

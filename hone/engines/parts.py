@@ -1,4 +1,4 @@
-"""Which part of each tensor a rank holds. Checkpoints and adapters read it to work with every backend.
+"""Part of each tensor that a rank holds. Checkpoints and adapters read it to work with every backend.
 
 A tensor in one process is one piece. A backend that cuts weights over ranks describes its cut as a `Shard`: the boxes
 of the whole tensor that lie in the rank's local one.
@@ -31,7 +31,7 @@ class Piece:
 
 
 class Shard(Protocol):
-    """How one tensor is distributed over the ranks, as one rank sees it."""
+    """Distribution of one tensor over the ranks, as one rank sees it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ class Shard(Protocol):
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank is the first of those that hold the same part, and writes it."""
+        """Return whether this rank is the first of those that hold the same part, and writes it."""
 
     def pieces(self) -> list[Piece]:
         """The boxes of the whole tensor that this rank holds."""

@@ -1,4 +1,4 @@
-"""Which engine class trains a model: chosen by model type, backend, device and vendor; imported when chosen."""
+"""Registry of engine classes by model type, backend, device and vendor; a class is imported when chosen."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class _EngineRegistry:
         return engine
 
     def target(self, key: Key) -> str:
-        """Where the class of a key is, as text, without importing it."""
+        """Return the location of a key's class, as text, without importing it."""
         target = self._entries[key]
         return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
 

@@ -134,7 +134,7 @@ class MoeConfig(Config):
 
 
 class BackendSettings(Choice):
-    """What only one engine has; each backend derives its own settings from this class."""
+    """Settings that only one engine has; each backend derives its own from this class."""
 
     def alone(self) -> BackendSettings:
         """The same settings for one process, whatever number of ranks the model was trained on."""
@@ -148,7 +148,7 @@ def _fsdp2() -> BackendSettings:
 
 
 class EngineConfig(Config):
-    """How one model is computed and optimised."""
+    """Computation and optimisation of one model."""
 
     backend: Annotated[SerializeAsAny[BackendSettings], FromRegistry(EngineRegistry.backends)] = setting(
         meaning="the engine that runs the model, with the settings that only it has",
@@ -183,7 +183,7 @@ class EngineConfig(Config):
 
     @property
     def routing_replay(self) -> str:
-        """Whose choice of experts is replayed in training; `none` without the section."""
+        """Return the source of the experts that training replays; `none` without the section."""
         return "none" if self.moe is None else self.moe.routing_replay
 
     def alone(self) -> EngineConfig:

@@ -96,7 +96,7 @@ class VocabularyRanks:
         return slice(share * self.rank, min(share * (self.rank + 1), tokens))
 
     def vocabulary(self, tokens: int) -> Vocabulary:
-        """How logits of `tokens` tokens lie over the ranks."""
+        """Return the layout of the logits of `tokens` tokens over the ranks."""
         return WHOLE if self.size == 1 else SharedVocabulary(self.group, self.rank, self.size, self.share(tokens))
 
     def own(self, load: Callable[[], Head]) -> Callable[[], Head]:

@@ -62,7 +62,7 @@ class BadArguments(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the policy reads first: messages, rendered with the tools, or else `token_ids` as they are."""
+    """Beginning of an episode: messages, rendered with the tools, or else `token_ids` as they are."""
 
     messages: tuple[Message, ...] = ()
     token_ids: tuple[int, ...] = ()
@@ -105,7 +105,7 @@ class EnvFactory(Protocol):
 
 
 def is_single_turn(make_env: EnvFactory) -> bool:
-    """Whether each episode has one completion, so that `episode.max_turns` is unused.
+    """Return whether each episode has one completion, so that `episode.max_turns` is unused.
 
     A class says so by `single_turn = True`; a class that extends it does not inherit that.
     """
@@ -113,7 +113,7 @@ def is_single_turn(make_env: EnvFactory) -> bool:
 
 
 class Shared(Protocol):
-    """What the episodes of a run share: loaded tools, running servers. It creates their environments.
+    """Parts that the episodes of a run share: loaded tools, running servers. It creates their environments.
 
     An environment class that has `for_run(settings) -> Shared` is asked once, before any episode.
     """
@@ -126,7 +126,7 @@ class Shared(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool call gave."""
+    """Result of a tool call."""
 
     text: str  # what the policy reads
     failed: bool = False  # the call did not do what it was for; the policy reads why

@@ -105,7 +105,7 @@ class _Record:
         self.metrics = merge_metrics(self.metrics, dict(result.metrics))
 
     def refused(self, prompt: Prompt, error: ValueError) -> tuple[Status, str]:
-        """How the trajectory ends when the engine refuses a request: truncated if it was too long, else a failure."""
+        """Return the end of a trajectory whose request was refused: truncated if it was too long, else a failure."""
         too_long = self.spans and isinstance(error, PromptTooLong)
         return self.full() if too_long else Status.ENGINE_FAILED, f"{prompt.prompt_id}: {error}"
 
@@ -140,7 +140,7 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """What all episodes of one step share: the engine and the sampling parameters."""
+    """Parts that all episodes of one step share: the engine and the sampling parameters."""
 
     generate: GenerateFn
     sampling: SamplingParams

@@ -43,7 +43,7 @@ def tool(function: F) -> F:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a function takes: its schema for the model, and the check of a call's arguments."""
+    """Parameters of a function: its schema for the model, and the check of a call's arguments."""
 
     spec: Mapping[str, Any]
     arguments: type[BaseModel]
@@ -165,7 +165,7 @@ class Toolbox:
 
 
 def as_result(value: Any) -> ToolResult:
-    """What a function returned as a result: text as it is, other values as JSON."""
+    """Return a function's value as a result: text as it is, other values as JSON."""
     if isinstance(value, ToolResult):
         return value
     return ToolResult(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
@@ -219,7 +219,7 @@ def _plain(schema: Any) -> Any:
 
 
 def _wrong(error: ValidationError) -> str:
-    """What is wrong with arguments, for the model to read."""
+    """Return the fault of the arguments, for the model to read."""
     found = [
         f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors(include_url=False)
     ]

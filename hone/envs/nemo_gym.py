@@ -208,7 +208,7 @@ def _unknown(name: str, tools: set[Any]) -> str:
 
 
 def verdict_of(verified: Mapping[str, Any], url: str) -> Verdict:
-    """What the server says of an episode. Raises ToolLost if the reward measures nothing (`mask_sample`)."""
+    """Return the server's verdict on an episode. Raises ToolLost if the reward measures nothing (`mask_sample`)."""
     where = f"the NeMo Gym server at {url}"
     if verified.get("mask_sample"):
         why = verified.get("failure_reason") or "no reason given"

@@ -54,7 +54,7 @@ def make_runner(config: EpisodeConfig, renderer: Any) -> Runner:
 
 
 def environments(config: EpisodeConfig) -> tuple[EnvFactory, Shared | None]:
-    """What creates the environments of a run, and what has to be closed after it.
+    """Return the factory of a run's environments, and the part that has to be closed after the run.
 
     Raises UnknownName, or ConfigError for an environment that cannot be used.
     """

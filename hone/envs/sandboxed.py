@@ -104,7 +104,7 @@ class _Tools:
 
 
 def shown(ran: Ran, settings: SandboxedSettings) -> str:
-    """What the policy reads of a program: its output, then how it ended if that was not well."""
+    """Return the text of a program for the policy: its output, then its end if that was not well."""
     parts = [data.decode("utf-8", "replace").rstrip("\n") for data in (ran.stdout, ran.stderr)]
     text = shortened("\n".join(part for part in parts if part), settings.max_output_characters)
     limits = settings.limits_of_a_program

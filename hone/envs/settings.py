@@ -295,7 +295,7 @@ class NemoGymSettings(EndpointSettings):
 
 
 class EpisodeConfig(Config):
-    """How the episodes of a prompt run."""
+    """Settings of the episodes of a prompt."""
 
     env: Annotated[Choice, FromRegistry(EPISODES)] = setting(
         meaning="the environment of an episode", factory=lambda: Choice(name="chat")
@@ -312,6 +312,6 @@ class EpisodeConfig(Config):
 
 
 class EnvCheckConfig(Config):
-    """What `hone env check` reads where no run file is given."""
+    """Settings of `hone env check` where no run file is given."""
 
     episode: EpisodeConfig = setting(meaning="the episodes that are played", factory=EpisodeConfig)

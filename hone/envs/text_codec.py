@@ -62,7 +62,7 @@ class TextCodec:
         return self._language.render_continuation(ids, short, tools)
 
     def said(self, completion: Completion, text: str, tools: Tools) -> Said:
-        """What a completion says, whose text is `text`; calls are looked for only where tools were offered."""
+        """Parse a completion with this text; calls are looked for only where tools were offered."""
         if not tools:
             thought, content = split_thought(text)
             return Said(content, thought)

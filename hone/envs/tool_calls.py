@@ -1,4 +1,4 @@
-"""What a policy said: content, thought and tool calls, found in generated text by the parser of its model's family.
+"""Content, thought and tool calls of an answer, found by the parser of its model's family.
 
     hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>        Qwen 2.5 and 3, Hermes
     qwen3_coder   <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
@@ -46,7 +46,7 @@ class Said:
 
     @property
     def whole(self) -> bool:
-        """Whether no call is broken."""
+        """Return whether no call is broken."""
         return not any(call.error for call in self.calls)
 
 

@@ -24,7 +24,7 @@ _layouts: dict[str, FileLayout] = {}  # of the last config
 
 
 class FileLayout:
-    """How the files of one architecture name and cut the entries of its state dict."""
+    """Names and cuts of state dict entries in the files of one architecture."""
 
     def __init__(self, model: nn.Module) -> None:
         """`model` is on the meta device. Reading the conversion of every weight takes seconds for a large mixture."""

@@ -1,4 +1,4 @@
-"""How much a model drops at random in training: nothing, unless `model.use.dropout` says so.
+"""Dropout in training: none, unless `model.use.dropout` says so.
 
 Old and reference log-probs are computed without dropout. With it, the policy's log-probs differ from them before the
 first step: importance ratios are not 1, and DPO's first loss is not log 2.

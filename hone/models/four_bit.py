@@ -172,7 +172,7 @@ def chosen_layers(model: Any, config: FourBitConfig, name: str) -> list[tuple[st
 
 
 def has(path: str, name: str) -> bool:
-    """Whether the dotted `path` contains `name`, which may be several names joined by dots."""
+    """Return whether the dotted `path` contains `name`, which may be several names joined by dots."""
     return f".{name}." in f".{path}."
 
 

@@ -134,7 +134,7 @@ def _read_first(folder: Path, names: list[str]) -> Tensor | None:
 
 
 def has_value_head(model: ModelConfig) -> bool:
-    """Whether the folder has a value head, so that the model is a critic or reward model."""
+    """Return whether the folder has a value head, so that the model is a critic or reward model."""
     return read_value_head(folder_of(model), check_model_source(model)) is not None
 
 

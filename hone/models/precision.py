@@ -1,4 +1,4 @@
-"""Which weights a model keeps in float32 while it computes in a narrower dtype.
+"""Weights that a model keeps in float32 while it computes in a narrower dtype.
 
 transformers computes these in float32 whatever the rest is in: parameters that the architecture names in
 `_keep_in_fp32_modules_strict` (some routers), and buffers of the state dict (the bias that balances DeepSeek-V3's
@@ -18,7 +18,7 @@ WideFn = Callable[[str], bool]
 
 
 def wide_weights(model: nn.Module) -> WideFn:
-    """Whether the weight of a name in the model's state dict stays in float32. A LoRA adapter changes no answer."""
+    """Return whether the named weight of the state dict stays in float32. A LoRA adapter changes no answer."""
     lists = [getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in model.modules()]
     patterns = {pattern for patterns in lists for pattern in patterns}
     buffers = {plain_name(name) for name, _ in state_buffers(model)}

@@ -30,7 +30,7 @@ def values_of(head: Tensor, hidden: Tensor) -> Tensor:
 
 
 def is_classifier(config: dict[str, Any]) -> bool:
-    """Whether config.json describes a transformers sequence classifier (most published reward models)."""
+    """Return whether config.json describes a transformers sequence classifier (most published reward models)."""
     return any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ())
 
 

@@ -1,4 +1,4 @@
-"""What the parts of a step cost, in seconds: given, or fitted to the timings of a finished run."""
+"""Costs of the parts of a step, in seconds: given, or fitted to the timings of a finished run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What the metrics of a run say."""
+    """Costs that were fitted to the metrics of a run."""
 
     costs: Costs
     prompt_tokens: int  # of a prompt, on average

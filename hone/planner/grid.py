@@ -19,7 +19,7 @@ WHOLE = ("prompt_tokens", "steps", "staleness")  # whole numbers, which are fiel
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What all cells of a grid share, from the run file and the costs."""
+    """Settings and costs that all cells of a grid share."""
 
     setting: Setting
     has_lengths: bool  # the setting's lengths come from a recorded run

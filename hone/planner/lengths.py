@@ -1,4 +1,4 @@
-"""How long the answers of a simulated run are."""
+"""Lengths of the answers of a simulated run."""
 
 from __future__ import annotations
 

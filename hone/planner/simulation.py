@@ -1,4 +1,4 @@
-"""How fast an asynchronous run is and how old its tokens are, from what its parts cost.
+"""Predicted speed of an asynchronous run and age of its tokens, from the costs of its parts.
 
     trainer   admit --> wait for the next groups in draw order --> train --> copy weights --> admit --> ...
                 |              ^                                                 |
@@ -47,7 +47,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a simulated run does between the end of its warm-up and its last full window."""
+    """Figures of a simulated run between the end of its warm-up and its last full window."""
 
     steps_per_s: float
     tokens_per_s: float  # of answers

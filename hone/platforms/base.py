@@ -105,7 +105,7 @@ class PlatformBase(MemorySharing, ABC):
         self._module.set_device(index)
 
     def device_name(self, index: int = 0) -> str:
-        """What the maker calls the device."""
+        """Return the maker's name of the device."""
         return str(self._module.get_device_name(index))
 
     def why_bfloat16_is_slow(self) -> str:

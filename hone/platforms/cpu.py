@@ -106,7 +106,7 @@ class CpuPlatform(PlatformBase):
 
 
 def lacking_bfloat16(flags: Collection[str]) -> str:
-    """What a processor with these flags of /proc/cpuinfo lacks to multiply bfloat16; empty if it can."""
+    """Return the flag of /proc/cpuinfo that a processor lacks to multiply bfloat16; empty if it can."""
     if NATIVE_BFLOAT16.isdisjoint(flags):
         return "this processor has neither AVX512-BF16 nor AMX, so torch emulates bfloat16"
     return ""
@@ -121,7 +121,7 @@ def _flags() -> list[str]:
 
 
 def _of_processor(field: str) -> str:
-    """What /proc/cpuinfo says of the first processor; empty if it says nothing."""
+    """Return the name of the first processor in /proc/cpuinfo; empty if there is none."""
     lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines() if CPUINFO.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 

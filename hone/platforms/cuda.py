@@ -20,19 +20,19 @@ NATIVE_BFLOAT16 = (8, 0)  # compute capability: Ampere
 
 
 def lacking_bfloat16(capability: tuple[int, int]) -> str:
-    """What an NVIDIA GPU of this compute capability lacks to multiply bfloat16; empty if it can."""
+    """Return the reason that an NVIDIA GPU of this compute capability cannot multiply bfloat16; empty if it can."""
     if capability >= NATIVE_BFLOAT16:
         return ""
     return f"this GPU has compute capability {capability[0]}.{capability[1]}, and bfloat16 needs 8.0 (Ampere)"
 
 
 def is_cpu_build() -> bool:
-    """Whether this torch was built without support for NVIDIA and AMD GPUs."""
+    """Return whether this torch was built without support for NVIDIA and AMD GPUs."""
     return torch.version.cuda is None and torch.version.hip is None
 
 
 class GpuPlatform(PlatformBase):
-    """What `torch.cuda` offers on GPUs of both vendors."""
+    """Platform of `torch.cuda`, on GPUs of both vendors."""
 
     device = "cuda"
     collectives_backend = "nccl"  # on AMD, torch's nccl is RCCL

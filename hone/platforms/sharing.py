@@ -1,4 +1,4 @@
-"""What the weight sync asks of a platform: device memory in another process, and process groups over devices."""
+"""Facts of a platform for weight sync: device memory in another process, process groups over devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MemorySharing:
         return []
 
     def share(self, tensor: torch.Tensor) -> list[Any]:
-        """What another process needs to open a device tensor's storage: numbers and bytes."""
+        """Return the numbers and bytes with which another process opens a device tensor's storage."""
         raise NotImplementedError(self.why_no_ipc())
 
     def open_shared(self, index: int, handle: Sequence[Any]) -> torch.Tensor:

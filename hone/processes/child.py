@@ -53,12 +53,12 @@ class Process(ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Return whether it runs."""
 
     @property
     @abstractmethod
     def ended(self) -> str:
-        """How it ended: `exit status 3`, `signal SIGKILL`; empty if it runs or was never started."""
+        """Return the end of the process: `exit status 3`, `signal SIGKILL`; empty if it runs or was never started."""
 
     @abstractmethod
     def last_lines(self, n: int = 20) -> str:

@@ -34,13 +34,13 @@ def raise_limit() -> int:
 
 
 def open_descriptors() -> int:
-    """How many this process has open now; 0 where the system does not tell."""
+    """Return the number of descriptors that this process has open; 0 where the system does not say."""
     folder = Path("/proc/self/fd")
     return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
 
 
 def is_exhausted(error: BaseException | None) -> bool:
-    """Whether an error, or one that caused it, is the lack of a free descriptor."""
+    """Return whether an error, or one that caused it, is the lack of a free descriptor."""
     while error is not None:
         if isinstance(error, OutOfDescriptors) or getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
             return True

@@ -34,7 +34,7 @@ class BrokenFrame(ValueError):
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     HELLO = 1  # the first frame in either direction: what to load, and whether that worked
     BEAT = 2  # a child is alive
@@ -121,7 +121,7 @@ def _decode(body: bytes) -> dict[str, Any]:
 
 
 def _deepest(text: bytes) -> int:
-    """How deep the brackets of some JSON are nested, or an upper bound if there are few of them."""
+    """Return the nesting depth of some JSON, or an upper bound if it has few brackets."""
     if (few := text.count(b"[") + text.count(b"{")) <= MOST_DEPTH:
         return few
     deepest = depth = 0

@@ -1,4 +1,4 @@
-"""How often Python's garbage collector runs in a process of hone."""
+"""Frequency of Python's garbage collector in a process of hone."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def bearer_token(scope: Scope) -> str:
 
 
 def same_token(given: str, token: str) -> bool:
-    """Whether two tokens are equal, compared in constant time; an empty token is never valid."""
+    """Return whether two tokens are equal, compared in constant time; an empty token is never valid."""
     return bool(token) and hmac.compare_digest(given.encode(), token.encode())
 
 

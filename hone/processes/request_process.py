@@ -54,7 +54,7 @@ class ChildLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to start."""
+    """Command, environment and limits of a child process."""
 
     name: str  # for errors: `reward process`
     module: str  # run as a program; it constructs a `RequestLoop`
@@ -128,7 +128,7 @@ class RequestProcess:
         return []
 
     def _counts(self, frame: Frame) -> bool:
-        """Whether a frame is a reply to the current request, and from the child itself, not from a forked copy."""
+        """Return whether a frame answers the current request and is from the child itself, not a forked copy."""
         return frame.kind is Kind.REPLY and (frame.process, frame.batch) == (self._process_id, self._batch)
 
     def _send(self, data: bytes) -> None:
@@ -157,7 +157,7 @@ class RequestProcess:
             raise ChildLost(f"the {self._name} broke the protocol: {error}") from error
 
     def _death(self) -> ChildLost:
-        """How the process ended, and its last lines."""
+        """Return the end of the process and its last lines."""
         deadline = time.monotonic() + END_S
         while self._tree.alive and time.monotonic() < deadline:
             time.sleep(0.005)

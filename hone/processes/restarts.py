@@ -41,7 +41,7 @@ class Restarts:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the restart just counted: not before the first within the window, then longer."""
+        """Return the pause before the restart just counted: none before the first within the window, then longer."""
         earlier = max(len(self._times), self._in_a_row) - 1
         return min(FIRST_PAUSE_S * 2 ** (earlier - 1), LONGEST_PAUSE_S) if earlier > 0 else 0.0
 

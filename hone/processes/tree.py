@@ -69,7 +69,7 @@ class ProcessTree:
 
     @property
     def ended(self) -> str:
-        """How the command ended: `exit status 3`, `signal SIGKILL`; empty while it runs."""
+        """Return the end of the command: `exit status 3`, `signal SIGKILL`; empty while it runs."""
         status = self._process.poll()
         if status is None:
             return ""

@@ -1,4 +1,4 @@
-"""Which arguments a reward function gets: hone's own signature, verl's, or any part of them, found by parameter names.
+"""Arguments of a reward function: hone's own signature, verl's, or a part of them, by parameter names.
 
     def reward(response, ground_truth, row, **options)                              hone; other names go by position
     def reward(response)                    def reward(ground_truth, response)      by name, in any order
@@ -25,7 +25,7 @@ _ALL = (GROUP, "roles")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a function is asked about. For a whole group, `response` and `role` have one entry for each answer."""
+    """Input of a function. For a whole group, `response` and `role` have one entry for each answer."""
 
     response: str | Sequence[str]
     role: str | Sequence[str]  # that the policy played; "" where it plays one only
@@ -55,7 +55,7 @@ class CannotBind(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """How a function is called: `names` are its parameters that hone fills by name."""
+    """Calling convention of a function: `names` are its parameters that hone fills by name."""
 
     names: tuple[str, ...]
     by_position: bool = False  # before these, the answer, the ground truth and the row go by position
@@ -106,7 +106,7 @@ def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Binding:
 
 
 def _is_by_name(required: list[str]) -> bool:
-    """Whether the names say what the parameters are: verl's names, or fewer than three of which one is known."""
+    """Return whether the names say what the parameters are: verl's names, or fewer than three of which one is known."""
     foreign = set(_MEANINGS) - set(HONE) - {"role"}
     return bool(foreign & set(required)) or (bool(required) and set(required) <= set(_MEANINGS))
 

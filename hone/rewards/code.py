@@ -138,7 +138,7 @@ def _whole_program(source: str) -> bytes:
 
 
 async def _assert(source: str, tests: Sequence[str], sandbox: Sandbox, timeout_s: float) -> tuple[int, Ran]:
-    """How many assertions hold, all in one run."""
+    """Return how many assertions hold, all in one run."""
     word = secrets.token_hex(16)
     given = json.dumps([source, list(tests), word]).encode()
     files = {"tests.py": _ASSERTIONS.encode()}

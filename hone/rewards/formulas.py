@@ -25,7 +25,7 @@ _FINAL = re.compile(r"final answer(?: is|:)", re.IGNORECASE)
 _LONGEST_JOIN = 80  # characters between two boxes of one answer
 _MOST_JOINED = 50
 _NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?"
-_ONE_NUMBER = re.compile(rf"\s*([-+]?)\s*(?=[.\d])({_NUMBER})\.?\s*")
+_ONE_NUMBER = re.compile(rf"([-+]?)\s{{0,9}}(?=[.\d])({_NUMBER})\.?")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d{1,400}(?:\.\d{1,400})?[eE][-+]?\d{1,3}(?!\w)")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\[!,;: ]\s?|\\[!,;:])(?=\d{3})")
 _CLOCK = re.compile(r"(?<![\d:.])\d{1,2}(?::\d{2}){1,2}(?![\d:])")
@@ -33,7 +33,7 @@ _RATIO = re.compile(r"\d+(?:\s*:\s*\d+)+")
 _MIXED = re.compile(r"(?<![\w./\\^{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w/.])")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}")
 _TAG = re.compile(r"</?[A-Za-z][\w-]{0,30}>")
-_WITH_UNIT = re.compile(rf"([-+]?\s*(?=[.\d]){_NUMBER})\s*([A-Za-z][A-Za-z .'/-]*)(?:\^\{{?(\d)\}}?)?")
+_WITH_UNIT = re.compile(rf"([-+]?\s{{0,9}}(?=[.\d]){_NUMBER})\s{{0,9}}([A-Za-z][A-Za-z .'/-]*)(?:\^\{{?(\d)\}}?)?")
 _SPELLINGS = str.maketrans({
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
     "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ",
@@ -176,7 +176,7 @@ def number(text: str) -> Fraction | None:
     >>> number("-1,000.5"), number("1e-05"), number("3/4")
     (Fraction(-2001, 2), Fraction(1, 100000), None)
     """
-    found = _ONE_NUMBER.fullmatch(text)
+    found = _ONE_NUMBER.fullmatch(text.strip())
     if found is None or not any(character.isdigit() for character in found[2]):
         return None
     value = Fraction(Decimal(found[2].replace(",", "")))
@@ -236,7 +236,7 @@ def unwrapped_words(text: str) -> str:
 
 
 def is_words(text: str) -> bool:
-    """Whether a text has words and no formula: letters that stand for a word, not for a product of variables.
+    """Return whether a text has words and no formula: letters that stand for a word, not for a product of variables.
 
     The time of a day counts as a word.
     """
@@ -247,7 +247,7 @@ def is_words(text: str) -> bool:
 
 
 def is_word(text: str) -> bool:
-    """Whether letters are a word: three or more, with a vowel among them, and not the first letters of an alphabet.
+    """Return whether letters are a word: three or more with a vowel, and not the first letters of an alphabet.
 
     >>> is_word("north"), is_word("xyz"), is_word("abc"), is_word("mn")
     (True, False, False, False)

@@ -138,7 +138,7 @@ class PairwiseJudge(JudgeClient):
     async def _all_compared(
         self, task: Sequence[str], responses: Sequence[str], orders: Sequence[tuple[int, int]]
     ) -> list[float]:
-        """What the first answer of each pair gets. The first failure ends all."""
+        """Return the verdict on the first answer of each pair. The first failure ends all."""
         free = asyncio.Semaphore(self.at_once)
         try:
             async with asyncio.TaskGroup() as running:
@@ -171,7 +171,7 @@ class PairwiseJudge(JudgeClient):
 
 
 def pairs(answers: int, opponents: int) -> list[tuple[int, int]]:
-    """Which answers are compared: all pairs, or each with its `opponents` nearest neighbours on a ring.
+    """Return the answers to compare: all pairs, or each with its `opponents` nearest neighbours on a ring.
 
     >>> pairs(3, 0), pairs(5, 2)
     ([(0, 1), (0, 2), (1, 2)], [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0)])
@@ -200,7 +200,7 @@ def scores_in(reply: str, names: Sequence[str], scale: int) -> Verdict:
 
 
 def preference_in(reply: str) -> Verdict:
-    """What the first answer gets by a judge's reply. Raises JudgeFailed for anything but a preference.
+    """Read the first answer's verdict in a judge's reply. Raises JudgeFailed for anything but a preference.
 
     >>> preference_in('The first one is longer. {"better": "second"}')
     {'first': 0.0}

@@ -39,7 +39,7 @@ class _Outage(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeClient:
-    """Where a judge is and how it is asked: options that all judges have. Wrong ones raise ValueError.
+    """Address of a judge, and the options that all judges have. Wrong ones raise ValueError.
 
     `request`: further fields of the request; a null removes one of `REQUEST`. `cache`: folder that keeps verdicts by
     their content, for other processes and later runs.
@@ -59,7 +59,7 @@ class JudgeClient:
                 raise ValueError(f"{name} should be at least {least}, found {getattr(self, name)}")
 
     async def verdict(self, system: str, user: str, read: Callable[[str], Verdict]) -> Verdict:
-        """What `read` finds in the reply. A question that was answered before is not asked again. Raises JudgeFailed.
+        """Ask, and `read` the reply. A question that was answered before is not asked again. Raises JudgeFailed.
 
         `read` raises JudgeFailed for a reply that is no verdict, which is not kept.
         """

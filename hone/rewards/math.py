@@ -94,12 +94,12 @@ def _expected(text: str) -> Truth:
 
 
 def _is_text(text: str) -> bool:
-    """Whether a plain text is compared here, and not by math-verify."""
+    """Return whether a plain text is compared here, and not by math-verify."""
     return clock_or_ratio(text) is not None or is_words(text)
 
 
 def _equal(truth: Truth, answer: str) -> bool:
-    """Whether a plain answer, the content of a box, equals the truth."""
+    """Return whether a plain answer, the content of a box, equals the truth."""
     if not answer:
         return False
     if words(truth.text) == words(answer):
@@ -117,7 +117,7 @@ def _equal(truth: Truth, answer: str) -> bool:
 
 
 def _answers(truth: Truth, response: str) -> bool:
-    """Whether a response without a box gives the truth."""
+    """Return whether a response without a box gives the truth."""
     whole = plain(response)
     if len(whole) <= 4 * len(truth.text) + 40 and _equal(truth, whole):
         return True
@@ -134,7 +134,7 @@ def _answers(truth: Truth, response: str) -> bool:
 
 
 def _said(response: str) -> list[str]:
-    """What a response without a box may give as its answer in words: its last line, or what follows "answer is"."""
+    """Return the answer in words of a response without a box: its last line, or the text after "answer is"."""
     lines = [line for line in response.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     found = [last, *(last.rpartition(mark)[2] for mark in ("answer is", "answer:", "Answer:", "=") if mark in last)]
@@ -143,14 +143,14 @@ def _said(response: str) -> list[str]:
 
 
 def _near(expected: Fraction, found: Fraction) -> bool:
-    """Whether two decimals are the same number: exactly, unless one of them has digits after the point."""
+    """Return whether two decimals are the same number: exactly, unless one of them has digits after the point."""
     if expected.denominator == found.denominator == 1:
         return expected == found
     return abs(expected - found) <= NEAR * min(Fraction(1), abs(expected))
 
 
 def _verified(truth: Truth, found: tuple[Any, ...]) -> bool:
-    """Whether math-verify finds them equal. A comparison that fails shows no equality."""
+    """Return whether math-verify finds them equal. A comparison that fails shows no equality."""
     if not verify(list(truth.parsed), list(found), timeout_seconds=None):
         return False
     pairs = [(one, other) for one in truth.parsed for other in found if not {type(one), type(other)} & {str}]
@@ -158,7 +158,7 @@ def _verified(truth: Truth, found: tuple[Any, ...]) -> bool:
 
 
 def _same_size(expected: Any, found: Any) -> bool:
-    """Whether two parsed expressions may be equal: False for numbers that differ by more than `SAME_SIZE`.
+    """Return whether two parsed expressions may be equal: False for numbers that differ by more than `SAME_SIZE`.
 
     math-verify compares six digits after the point, so numbers below 1e-6 are all 0 to it.
     """

@@ -22,7 +22,7 @@ START_TIMEOUT_S = 1800.0  # for reading the weights of a large model from a slow
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a reward model scores: the sampled tokens, and the text for a model with another vocabulary."""
+    """Input of a reward model: the sampled tokens, and the text for a model with another vocabulary."""
 
     token_ids: tuple[int, ...]  # prompt and response
     prompt_length: int

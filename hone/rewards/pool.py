@@ -60,7 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Hosting:
-    """What the processes of a pool run, and how many of them there are."""
+    """Workers of a pool's processes, and the number of processes."""
 
     components: Mapping[str, Mapping[str, Any]]  # name -> what a process needs to load it, `timeout_s`, `most_calls`
     workers: int

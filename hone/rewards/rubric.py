@@ -91,7 +91,7 @@ class Rubric:
 
     @property
     def has_colocated(self) -> bool:
-        """Whether rewards are complete only after `complete`."""
+        """Return whether rewards are complete only after `complete`."""
         return bool(self._colocated)
 
     def complete(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
@@ -138,7 +138,7 @@ class Rubric:
         return [*([self._pool] if self._pool is not None else []), *self._served.values()]
 
     async def _outcomes(self, prompt: Prompt, answers: Sequence[Trajectory], case: str) -> list[dict[str, Outcome]]:
-        """What the functions and served models say about each answer to a prompt, by component."""
+        """Return the outcomes of functions and served models for each answer to a prompt, by component."""
         calls = submit_all(self._pool, answers, case) if self._pool is not None else []
         for name, model in self._served.items():
             calls += [(name, (i,), model.submit(Answer.of(prompt, one))) for i, one in enumerate(answers)]

@@ -1,4 +1,4 @@
-"""Whether a replica takes a request: its own state (`ReplicaState`), and what its model can be asked (`RequestLimits`).
+"""Admission of requests: the state of a replica (`ReplicaState`), and limits of its model (`RequestLimits`).
 
 Engines in this process and adapters of servers use the same two.
 """
@@ -35,7 +35,7 @@ class ReplicaState:
 
     @property
     def is_awake(self) -> bool:
-        """Whether weights and KV cache have their memory."""
+        """Return whether weights and KV cache have their memory."""
         return self._awake == set(WAKE_TAGS)
 
     @property
@@ -101,7 +101,7 @@ class ReplicaState:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one engine with one model can be asked for."""
+    """Limits of the requests to one engine with one model."""
 
     config: PreTrainedConfig  # of the whole model, vision tower included
     longest: float  # tokens of prompt and completion together

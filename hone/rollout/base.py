@@ -70,7 +70,7 @@ class Generating(Protocol):
 
     @property
     def has_base(self) -> bool:
-        """Whether it holds whole weights that came by a sync, which an adapter can be put on."""
+        """Return whether it holds whole weights that came by a sync, which an adapter can be put on."""
 
     @staticmethod
     def unfit_for_adapter(kind: AdapterKind) -> str:
@@ -155,7 +155,7 @@ class ServerAdapter(Generating, Protocol):
 
     @property
     def positional_seed(self) -> bool:
-        """Whether a token's random number depends on the request's seed and the token's position alone.
+        """Return whether a token's random number depends on the request's seed and the token's position alone.
 
         If so, a request that is resent with its first tokens continues as if it had never stopped. Otherwise the
         engine's random stream restarts with each request, and the router derives another seed for the rest.
@@ -167,7 +167,7 @@ class ServerAdapter(Generating, Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether the server's process runs."""
+        """Return whether the server's process runs."""
 
     async def start(self) -> None:
         """Start the server and wait until it answers; again after it died. Raises ServerFailed with its last lines.

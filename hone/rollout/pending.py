@@ -86,7 +86,7 @@ class PendingRequest:
 
     @property
     def _is_indivisible(self) -> bool:
-        """Whether an aborted piece is dropped: an engine follows a JSON schema from the answer's first token only."""
+        """Return whether an aborted piece is dropped: engines follow a JSON schema from the first token only."""
         return bool(self.request.sampling.json_schema)
 
     def add(self, piece: Completion, replica: str) -> None:

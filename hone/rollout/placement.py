@@ -1,4 +1,4 @@
-"""Which free replica gets a request: prefixes are computed once, and no replica gets far more to do than another.
+"""Choice of a free replica for a request: prefixes are computed once, and load stays even.
 
     turn of a trajectory     the replica that has the turns before it
     sample of a prompt       the least busy replica that has the prompt, while it is at most TOGETHER such requests

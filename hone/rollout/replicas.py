@@ -131,7 +131,7 @@ class ReplicaPool:
 
     @property
     def can_recover(self) -> bool:
-        """Whether a replica serves, receives weights, or is being started."""
+        """Return whether a replica serves, receives weights, or is being started."""
         return any(one.state in ("serving", "updating", "down") for one in self.members)
 
     def of(self, engine: Any) -> Replica:
@@ -253,7 +253,7 @@ class ReplicaPool:
         ]
 
     def has_proven(self, version: int) -> bool:
-        """Whether every running replica has proven this weight version or a newer one."""
+        """Return whether every running replica has proven this weight version or a newer one."""
         up = [one for one in self.members if one.is_up]
         return bool(up) and all(one.version >= version for one in up)
 
@@ -351,7 +351,7 @@ async def end_task(task: asyncio.Task[None] | None) -> None:
 
 
 def is_alive(engine: Any) -> bool:
-    """Whether a server's process runs; an engine in this process lives as long as this process."""
+    """Return whether a server's process runs; an engine in this process lives as long as this process."""
     return bool(getattr(engine, "alive", True))
 
 

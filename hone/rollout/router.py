@@ -125,7 +125,7 @@ class Seats:
 
     @property
     def waits(self) -> bool:
-        """Whether a request has no seat."""
+        """Return whether a request has no seat."""
         return any(not seat.done() for some in self._waiting.values() for _, seat in some)
 
     def abort_waiting(self) -> None:
@@ -248,7 +248,7 @@ class Router:
     async def score(
         self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0, versions: Versions | None = None
     ) -> Scored:
-        """How likely the tokens of a sequence are, by weights of `versions`; raises as `generate` does."""
+        """Compute the log-probs of a sequence's tokens by weights of `versions`; raises as `generate` does."""
         tokens = tuple(token_ids)
         request = PendingRequest(GenerationRequest(request_id, tokens, SamplingParams(0), versions=versions))
         self._open.add(request_id)
@@ -271,7 +271,7 @@ class Router:
     async def _ask(
         self, replica: Replica, request: PendingRequest, send: Callable[[Replica], Awaitable[R]]
     ) -> R | None:
-        """What the replica answers within the deadline; None if it died, and the request can be sent again."""
+        """Return the replica's answer within the deadline; None if it died, and the request can be sent again."""
         life = replica.restarts.total
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
@@ -389,7 +389,7 @@ class Router:
 
 
 async def _score_once(request_id: str, token_ids: tuple[int, ...], top_k: int, replica: Replica) -> Scored | None:
-    """What one replica finds; None if it aborted the request."""
+    """Return the score of one replica; None if it aborted the request."""
     with suppress(ScoreAborted):
         return await scorer_of(replica.engine, replica.name)(request_id, token_ids, top_k)
     return None

@@ -34,7 +34,7 @@ class Call(Protocol):
     """A running call of a remote actor."""
 
     def done(self) -> bool:
-        """Whether `answer` will return without waiting."""
+        """Return whether `answer` will return without waiting."""
 
     def answer(self) -> Any:
         """The result. Raises ActorLost if the actor or its machine ended, RuntimeError if its object raised."""
@@ -62,11 +62,11 @@ class ServerDevices(Protocol):
 
     @property
     def is_here(self) -> bool:
-        """Whether the machine is the driver's."""
+        """Return whether the machine is the driver's."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether ranks of the run use these devices too."""
+        """Return whether ranks of the run use these devices too."""
 
     @property
     def driver(self) -> str:

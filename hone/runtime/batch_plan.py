@@ -106,7 +106,7 @@ PutFn = Callable[[Tensor], tuple[Any, str]]
 
 
 def plan(batch: Batch, parts: Sequence[Sequence[int]], put: PutFn) -> tuple[BatchPlan, list[Any]]:
-    """How the sequences of `parts` reach their ranks, and references to the arrays that they need."""
+    """Plan the way of the sequences of `parts` to their ranks, with references to the arrays that they need."""
     origin = batch.origin
     if origin is None or batch.cu_seqlens is not origin.part.cu_seqlens or batch.images is not origin.part.images:
         return _planned(batch, parts, put)

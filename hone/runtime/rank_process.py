@@ -88,7 +88,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a call raised on one rank, as text, because the driver may not have the library that raised it."""
+    """Error that a call raised on one rank, as text: the driver may not have the library that raised it."""
 
     kind: str
     message: str
@@ -98,7 +98,7 @@ class Failure:
 
 @dataclass(slots=True)
 class _Work:
-    """What the process is doing now; read by another thread."""
+    """Current work of the process; read by another thread."""
 
     phase: str = "idle"
     since: float = field(default_factory=time.monotonic)

@@ -35,12 +35,12 @@ def ranks() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes the run folder."""
+    """Return whether this process is the one that writes the run folder."""
     return rank() == 0
 
 
 def local_ranks() -> int:
-    """How many ranks share this machine."""
+    """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -129,5 +129,5 @@ def answered(what: str) -> Iterator[None]:
 
 
 def _is_collective(error: RuntimeError) -> bool:
-    """Whether gloo raised it: gloo raises plain RuntimeErrors that name its source files."""
+    """Return whether gloo raised it: gloo raises plain RuntimeErrors that name its source files."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)

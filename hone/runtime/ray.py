@@ -414,7 +414,7 @@ class RayWorkerGroup:
     def server_devices(
         cls, role: str, colocated_with: str, count: int, devices: int, runtime: RuntimeConfig
     ) -> Sequence[Sequence[ServerDevices]]:
-        """Where servers of a role go: into the pool that names it, else on the devices of `colocated_with`.
+        """Return the devices of a role's servers: those of the pool that names it, else those of `colocated_with`.
 
         Of each server, the devices on each of its machines.
 

@@ -178,7 +178,7 @@ class RayCall:
         self._reference = reference
 
     def done(self) -> bool:
-        """Whether `answer` will return without waiting."""
+        """Return whether `answer` will return without waiting."""
         return not ray.is_initialized() or bool(ray.wait([self._reference], timeout=0)[0])
 
     def answer(self) -> Any:
@@ -346,7 +346,7 @@ def reserved_devices(shape: Shape, settings: RaySettings, count: int, devices: i
 
 
 def machines_of(devices: int, each: int, key: str) -> int:
-    """How many machines with `each` devices a server of `devices` devices needs.
+    """Return the number of machines with `each` devices for a server of `devices` devices.
 
     Raises ConfigError if it would use only some devices of one of several; `key` is where `each` comes from.
     """

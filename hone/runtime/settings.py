@@ -82,7 +82,7 @@ class RaySettings(Choice):
 
 
 class RuntimeConfig(Config):
-    """Where workers run, and with which limits."""
+    """Places and limits of workers."""
 
     backend: Annotated[Choice, FromRegistry(RUNTIMES)] = setting(
         meaning="where workers run: local (this process) or ray (a cluster)", factory=lambda: Choice(name="local")

@@ -47,7 +47,7 @@ def split_batch(
 
 
 def whole_groups_for(arguments: Sequence[Any]) -> bool:
-    """Whether a call has a loss among its arguments that compares the members of a group."""
+    """Return whether a call has a loss among its arguments that compares the members of a group."""
     return any(getattr(one, "whole_groups", False) for one in arguments)
 
 

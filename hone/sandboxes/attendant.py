@@ -436,7 +436,7 @@ def _read_all(descriptor: int, deadline: float) -> bytes:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """What a program sees of the environment: nothing of hone's."""
+    """Return the environment variables of a program: none of hone's."""
     path = [str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     python = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}

@@ -32,7 +32,7 @@ class SandboxRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program and everything that it starts may use. A program that uses more is killed."""
+    """Limits of one program and everything that it starts. A program that uses more is killed."""
 
     memory_mb: int = 512  # address space of each process, and memory of all of them together
     processes: int = 32  # processes and threads
@@ -48,7 +48,7 @@ DEFAULT = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a program did."""
+    """Result of a program: output, exit status, and the limit that ended it."""
 
     status: int  # exit status; negative: the signal that ended it
     stdout: bytes
@@ -114,7 +114,7 @@ def check_request(argv: Sequence[str], paths: Iterable[str]) -> None:
 
 
 def seats(limits: Limits) -> int:
-    """How many programs may run at the same time."""
+    """Return the number of programs that may run at the same time."""
     return limits.at_once or machine.cores()
 
 

@@ -37,7 +37,7 @@ def why_no_namespaces(user: int) -> str:
 def command(
     folder: str, readable: Sequence[str], environment: Mapping[str, str], descriptors: tuple[int, int], network: bool
 ) -> list[str]:
-    """What to put before a program's command line; `descriptors`: the seccomp filter, and where its end is reported."""
+    """Return the beginning of a program's command line; `descriptors`: the seccomp filter, and the pipe for its end."""
     seccomp, status = descriptors
     found = [installed(), "--unshare-all", *(["--share-net"] if network else []), "--die-with-parent", "--new-session"]
     found += ["--uid", "65534", "--gid", "65534", "--cap-drop", "ALL", "--clearenv"]

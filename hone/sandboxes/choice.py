@@ -1,4 +1,4 @@
-"""Which sandbox a name of the registry means, and whether it works here.
+"""Sandboxes by the names of the registry, and the check that one works here.
 
 Nothing runs without a sandbox: if none works, the error says why for each.
 """
@@ -85,7 +85,7 @@ async def examine(name: str) -> tuple[bool, str]:
 
 
 def configured(name: str) -> str:
-    """Whether a service can be asked, without asking it."""
+    """Return whether a service can be asked, without asking it."""
     if name in KEYS:
         return f"{KEYS[name]} is {'set; the service was not asked' if os.environ.get(KEYS[name]) else 'not set'}"
     if importlib.util.find_spec("modal") is None:

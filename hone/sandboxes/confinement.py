@@ -1,4 +1,4 @@
-"""What a program gives up before it begins: its user, files, system calls, and more than its limits.
+"""Confinement of a program before it begins: its user, files, system calls and limits.
 
     prepare (still with hone's rights)     the rules of Landlock, the filter, the user that the program becomes
     enter   (in the forked child)          user -> limits -> no_new_privs -> Landlock -> seccomp
@@ -46,7 +46,7 @@ class _Program(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """What `enter` needs, prepared with hone's rights."""
+    """Input of `enter`, prepared with hone's rights."""
 
     folder: str
     limits: Limits
@@ -58,7 +58,7 @@ class Confinement:
 
 
 def readable(limits: Limits) -> list[str]:
-    """What every program may read and execute: the system's programs and libraries, and this interpreter's."""
+    """Return the paths that every program may read and execute: the system's and this interpreter's."""
     interpreter = {sys.prefix, sys.base_prefix, str(Path(os.path.realpath(sys.executable)).parents[1])}
     return [*SYSTEM, *(NETWORK if limits.network else ()), *sorted(interpreter - {"/usr", "/"})]
 
@@ -81,7 +81,7 @@ def prepare(backend: str, folder: str, limits: Limits, user: int, others: int) -
 
 
 def _is_hidden() -> bool:
-    """Whether some folder above the interpreter is closed to ordinary users."""
+    """Return whether some folder above the interpreter is closed to ordinary users."""
     path = Path(os.path.realpath(sys.executable))
     return any(not one.stat().st_mode & 0o001 for one in path.parents) or not path.stat().st_mode & 0o004
 
@@ -140,7 +140,7 @@ def _user_ids() -> list[tuple[int, int]]:
 
 
 def stops(backend: str) -> str:
-    """What the back end stops on this machine, in one line."""
+    """Return the accesses that the back end stops on this machine, in one line."""
     what = "files, network, other processes, kernel interfaces, memory, processes, disk, time"
     if backend == "bubblewrap":
         return f"{what}; by namespaces"

@@ -109,7 +109,7 @@ class E2bMachine:
 
 
 def executed(body: bytes) -> Executed:
-    """What the events of a process say. Raises SandboxLost if it was not the program that ended them."""
+    """Return the result in the events of a process. Raises SandboxLost if it was not the program that ended them."""
     output, end = bytearray(), None
     for flags, message in _envelopes(body):
         if flags & LAST:

@@ -1,4 +1,4 @@
-"""What the sandboxes of all services have in common: a machine for each sandbox, and hone's attendant in it.
+"""Base of the sandboxes of all services: a machine for each sandbox, and hone's attendant in it.
 
     HostedSandbox.run --> Machine.write (a zip: hone's code and the request) --> Machine.execute (python3 ZIP) --> reply
 
@@ -49,7 +49,7 @@ class Busy(SandboxLost):
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """What a service says of a command."""
+    """Result of a command in a machine of a service: output, status, whether it was late."""
 
     output: str = ""
     status: int = 0

@@ -82,7 +82,7 @@ class ModalMachine:
 
 
 async def _asked(answer: Awaitable[T], limit_s: float) -> T:
-    """What Modal answers. Raises Busy or SandboxLost."""
+    """Return Modal's answer. Raises Busy or SandboxLost."""
     try:
         async with asyncio.timeout(limit_s):
             return await answer

@@ -55,7 +55,7 @@ class RecordedDraw:
 
 
 class Plan:
-    """What a recorded run did, by step and by draw."""
+    """Record of a run, by step and by draw."""
 
     def __init__(self, path: Path, records: Collection[Mapping[str, Any]]) -> None:
         self._path = path
@@ -86,7 +86,7 @@ class Plan:
             self._using[version].discard(number)
 
     def needs(self, version: int) -> bool:
-        """Whether a draw that has not ended uses this version."""
+        """Return whether a draw that has not ended uses this version."""
         return bool(self._using.get(version))
 
     def resumed(self, version: int, still_open: Collection[int], first_new: int) -> None:

@@ -1,4 +1,4 @@
-"""Which weight version each replica takes next, and which snapshots are kept: pure decisions.
+"""Pure decisions about the weight version that each replica takes next, and the snapshots that are kept.
 
     a draw and its requests    the versions that they may be sampled from: least and greatest, both included
     a replica                  the version that it has proven, and the requests that it runs
@@ -32,14 +32,14 @@ class Standing:
 
 
 def fits(version: int, versions: Versions | None) -> bool:
-    """Whether a request of this range may be sampled from `version`; None: from any."""
+    """Return whether a request of this range may be sampled from `version`; None: from any."""
     return version >= 0 and (versions is None or versions[0] <= version <= versions[1])
 
 
 def moves(
     replicas: Sequence[Standing], waiting: Sequence[Versions], held: Collection[Versions], kept: Collection[int]
 ) -> dict[str, int]:
-    """Which replicas take which version now: name -> version.
+    """Return the replicas that take new weights now: name -> version.
 
     `waiting` are the ranges of requests without a seat, oldest first; `held` the ranges of all open draws; `kept` the
     versions of which there is a snapshot. A request that no replica can serve gets one first, even by going back to an
@@ -84,7 +84,7 @@ def newest_of(versions: Versions, kept: Collection[int]) -> int:
 
 
 def _strands(name: str, target: int, versions: Mapping[str, int], ranges: Collection[Versions]) -> bool:
-    """Whether a draw that ends below `target` would have no replica any more if this one moved there."""
+    """Return whether a draw that ends below `target` would have no replica any more if this one moved there."""
     others = [version for other, version in versions.items() if other != name]
     return any(
         greatest < target

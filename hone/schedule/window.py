@@ -1,4 +1,4 @@
-"""Which prompts are drawn ahead of the trainer, from which weights each is answered, and what became of it.
+"""Window of the prompts that are drawn ahead of the trainer: the weights that answer each, and its fate.
 
     step s   collect   admitted(room(short))   draws at the end of the queue, answered from the newest version
                        taken(short)            draws at its head, in draw order, however late one of them is
@@ -73,7 +73,7 @@ class Window:
         return self.versions[-1]
 
     def room(self, short: int, step: int) -> int:
-        """How many draws to admit in `step`, which still takes `short`."""
+        """Return the number of draws to admit in `step`, which still takes `short`."""
         ahead = min(self.staleness, self.steps - step) * self.per_step
         return max(short + ahead - len(self.open), 0)
 
@@ -143,7 +143,7 @@ class Window:
         return {version: newest - self.versions.index(version) for version in versions}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON-compatible data."""
+        """Return the state for a checkpoint, as JSON-compatible data."""
         return {
             "staleness": self.staleness,
             "per_step": self.per_step,
@@ -172,7 +172,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Enough:
-    """How many groups a step needs, and which ones count.
+    """Number of groups that a step needs, and the rule by which a group counts.
 
     Groups count in draw order: one that is complete early waits for those drawn before it. So which groups a step gets
     depends on their rewards alone, and long answers are used like short ones.

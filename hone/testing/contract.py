@@ -1,4 +1,4 @@
-"""What all suites share: how a check fails, how it says that something is missing here, and how to run one suite.
+"""Base of all suites: failed checks, checks that cannot run here, and the runner of one suite.
 
 A check is a method `test_*` whose docstring says what holds. It raises `Broken` (by `require`) if it does not, or
 `Absent` if this machine or this part lacks what the check is about; pytest shows the one as a failure, the other as
@@ -20,7 +20,7 @@ class Broken(AssertionError):
 
 
 class Absent(SkipTest):
-    """What a check needs is not on this machine, or the part does not have it."""
+    """The reason that a check cannot run: something is not on this machine, or the part does not have it."""
 
 
 def require(holds: bool, problem: str) -> None:

@@ -45,14 +45,14 @@ LR = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What chooses an engine's class."""
+    """Key of an engine's class in the registry."""
 
     device: str
     vendor: str
 
 
 class TrainingEngineContract(Contract):
-    """What `hone.engines.base.BaseEngine` promises, for a language model.
+    """Contract of `hone.engines.base.BaseEngine`, for a language model.
 
     `backend` is the engine's registered name, `settings` its own settings, `model` what differs from the sizes of the
     model that it trains. `engine` are further keys of `actor`.

@@ -21,7 +21,7 @@ Seen = tuple[Any, ...]
 
 
 class EnvironmentContract(Contract):
-    """What `hone.envs.base.Env` promises: repeatable episodes, apart from each other, that end and do not fail.
+    """Contract of `hone.envs.base.Env`: repeatable episodes, apart from each other, that end and do not fail.
 
     `rows` are rows of data that the environment can play, with "prompt" and if it needs them "ground_truth" and other
     columns. `answers` are what a policy says, turn by turn, in an episode of the first row that ends with the last of

@@ -14,7 +14,7 @@ COPY_MIB = 64
 
 
 class PlatformContract(Contract):
-    """What `hone.platforms.base.PlatformBase` promises, on the first device."""
+    """Contract of `hone.platforms.base.PlatformBase`, on the first device."""
 
     def make(self) -> PlatformBase:
         """Return the platform, which has to be available; by default the one of this process."""

@@ -34,7 +34,7 @@ Case = tuple[str, Any, float]
 
 
 class RewardContract(Contract):
-    """What `hone.rewards.base` promises, in a worker process as in a run.
+    """Contract of `hone.rewards.base`, in a worker process as in a run.
 
     `cases` are (response, ground truth, expected reward). Rewards are cheap to be wrong about, so give some that are
     right, some that are wrong, and what a policy writes to cheat.

@@ -28,7 +28,7 @@ SYNC_S = 60.0
 
 
 class _RolloutContract(Serving):
-    """What `hone.rollout.base.Generating` promises."""
+    """Contract of `hone.rollout.base.Generating`."""
 
     # ------------------------------------------------------------------------------------------------------ checks
 
@@ -229,7 +229,7 @@ class _RolloutContract(Serving):
 
 
 class RolloutEngineContract(_RolloutContract):
-    """What `hone.rollout.base.RolloutEngine` promises: an engine in this process."""
+    """Contract of `hone.rollout.base.RolloutEngine`: an engine in this process."""
 
     def make(self, model: Any, tokenizer: Any) -> RolloutEngine:
         """Return an engine of this transformers model. It gets its weights by `update_weights`."""
@@ -248,7 +248,7 @@ class RolloutEngineContract(_RolloutContract):
 
 
 class RolloutServerContract(_RolloutContract):
-    """What `hone.rollout.base.ServerAdapter` promises: a server in a process of its own, which gets weights by a sync.
+    """Contract of `hone.rollout.base.ServerAdapter`: a server in its own process, which gets weights by a sync.
 
     `options` are keys of `rollout`, such as `python`, `engine` and `start_timeout_s`.
     """

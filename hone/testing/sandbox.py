@@ -17,7 +17,7 @@ LIMITS = Limits(memory_mb=256, processes=16, output_kb=64, disk_mb=8, at_once=2)
 
 
 class SandboxContract(Contract):
-    """What `hone.sandboxes.base` promises, with real programs."""
+    """Contract of `hone.sandboxes.base`, with real programs."""
 
     keeps_files: ClassVar[bool] = True  # whether files of a program are there for the next one in the same sandbox
 

@@ -1,4 +1,4 @@
-"""What the suites of rollout engines serve and ask: two models of one shape, prompts, and what transformers says.
+"""Material of the suites of rollout engines: two models of one shape, prompts, and transformers' log-probs.
 
 An engine is made once for all checks of a class, on one event loop, as in a run. Each check begins with the first
 model's weights, awake and not paused.
@@ -63,7 +63,7 @@ class Serving(Contract):
     # --------------------------------------------------------------------------------------- what a subclass knows
 
     def device(self) -> torch.device:
-        """Where the weights are that are sent: by default the device of this process's platform."""
+        """Return the device of the weights that are sent: by default that of this process's platform."""
         return current_platform().torch_device(0)
 
     async def started(self, shared: Shared) -> Generating:
@@ -161,7 +161,7 @@ class Serving(Contract):
 
 
 class Shared:
-    """What the checks of one class share: an event loop, two models of one shape, and the engine."""
+    """Parts that the checks of one class share: an event loop, two models of one shape, and the engine."""
 
     def __init__(self, suite: Serving) -> None:
         self._suite = suite

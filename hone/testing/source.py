@@ -12,7 +12,7 @@ MOST = 32  # rows that are read, spread over the set
 
 
 class SourceContract(Contract):
-    """What `hone.data.sources.base.Rows` promises: a resumed run reads the rows that the first one would have read."""
+    """Contract of `hone.data.sources.base.Rows`: a resumed run reads the rows that the first would have read."""
 
     def make(self) -> Rows:
         """Open the rows: a set of at least two."""

@@ -23,7 +23,7 @@ RECORD: Mapping[str, Any] = {
 
 
 class TrackerContract(Contract):
-    """What `hone.tracking.base.Tracker` promises."""
+    """Contract of `hone.tracking.base.Tracker`."""
 
     def make(self, run: RunInfo) -> Tracker:
         """Return a tracker of this run that is ready to log."""

@@ -60,7 +60,7 @@ class Receiving(Protocol):
 
 
 class TransportContract(Contract):
-    """What `hone.weights.base.CheckpointEngine` promises, with receivers in processes of their own."""
+    """Contract of `hone.weights.base.CheckpointEngine`, with receivers in processes of their own."""
 
     bucket_bytes: ClassVar[int] = 1 << 14
     timeout_s: ClassVar[float] = 30.0
@@ -72,7 +72,7 @@ class TransportContract(Contract):
         raise NotImplementedError
 
     def device(self) -> torch.device:
-        """Where the weights are that are sent: by default the device of this process's platform."""
+        """Return the device of the weights that are sent: by default that of this process's platform."""
         return current_platform().torch_device(0)
 
     def replica(self, name: str, ranks: int, token: str) -> Receiving:

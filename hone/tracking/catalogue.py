@@ -61,7 +61,7 @@ def _lengths(which: str, of: str) -> tuple[Described, ...]:
 
 
 def _optimizer(role: str, model: str) -> tuple[Described, ...]:
-    """What the optimizer steps of every role record."""
+    """Return the metrics that the optimizer steps of every role record."""
     return (
         Described(f"{role}/loss", "", SUM, f"loss of {model} that is differentiated, with all its terms"),
         Described(f"{role}/grad_norm", "", MEAN, f"gradient norm of {model} before clipping"),

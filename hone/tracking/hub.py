@@ -141,7 +141,7 @@ class Tracking:
             self._try(name, lambda tracker: tracker.flush())
 
     def places(self) -> dict[str, str]:
-        """Where each tracker's output is: name -> path or address."""
+        """Return the output of each tracker: name -> path or address."""
         return {name: tracker.where for name, tracker in self._trackers.items() if tracker.where}
 
     def close(self, outcome: str = FINISHED) -> None:

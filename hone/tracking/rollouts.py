@@ -116,7 +116,7 @@ def rollout_record(
 
 
 def _conversation(one: Trajectory, texts: TokenTexts) -> list[dict[str, Any]]:
-    """What the policy said in each turn, what it called, and what it read then; a single turn is the response."""
+    """Return each turn's text, calls and observation; a single turn is the response."""
     if len(one.spans) < 2 and not any(span.calls for span in one.spans):
         return []
     ends = [*(span.start for span in one.spans[1:]), len(one.token_ids)]

@@ -63,7 +63,7 @@ def _default_trackers() -> tuple[Choice, ...]:
 
 
 class TrackingConfig(Config):
-    """Where metrics and rollouts go."""
+    """Destinations of metrics and rollouts."""
 
     trackers: Annotated[tuple[SerializeAsAny[Choice], ...], FromRegistry(TRACKERS)] = setting(
         meaning="destinations of metrics; the report and a resumed run read the files of jsonl",

@@ -125,7 +125,7 @@ def _payload(given: Mapping[str, Any]) -> Payload:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the trainer sent in one sync."""
+    """Weights that the trainer sent in one sync."""
 
     version: int
     digest: str
@@ -138,7 +138,7 @@ class Sent:
     """Replica -> what each of its ranks was sent, where senders sent different boxes of the weights."""
 
     def to(self, replica: str, rank: int) -> Sent:
-        """What was sent to one rank of a replica."""
+        """Return the weights that were sent to one rank of a replica."""
         return replace(self, digest=self.digests[replica][rank]) if self.digests else self
 
 
@@ -222,7 +222,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """How a receiver's process handles arriving tensors."""
+    """Handling of arriving tensors in a receiver's process."""
 
     digest: WeightDigest | None = None  # updated with each tensor before it is handed over
     copy: bool = False  # each owns its memory; else it is valid until the next call only
@@ -275,7 +275,7 @@ class WeightReceiver(ABC):
 
 
 class Receipt(Protocol):
-    """What a replica says it serves after a sync (`hone.rollout.base.WeightReceipt`); one of each rank."""
+    """Statement of a replica about the weights that it serves after a sync; one of each rank."""
 
     @property
     def replica(self) -> str: ...
@@ -304,7 +304,7 @@ class Replica(Protocol):
 
     @property
     def ranks(self) -> int:
-        """How many of its processes open the offer (tensor parallel size)."""
+        """Return the number of its processes that open the offer (tensor parallel size)."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling; see `PauseMode` for the requests that run."""

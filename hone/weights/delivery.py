@@ -56,7 +56,7 @@ class Delivery:
 
     @property
     def complete(self) -> bool:
-        """Whether the sender finished and every tensor was iterated over."""
+        """Return whether the sender finished and every tensor was iterated over."""
         return self._state == "complete"
 
     @property

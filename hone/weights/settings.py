@@ -45,7 +45,7 @@ class DeltaSettings(Choice):
 
 
 class WeightSyncConfig(Config):
-    """How the trainer sends its weights to the rollout."""
+    """Transport of weights from the trainer to the rollout."""
 
     transport: Annotated[SerializeAsAny[Choice] | None, FromRegistry(TRANSPORTS)] = setting(
         None,
@@ -60,5 +60,5 @@ class WeightSyncConfig(Config):
 
     @property
     def patience_s(self) -> float:
-        """How long one silent server may hold up the others."""
+        """Return the seconds for which one silent server may hold up the others."""
         return self.timeout_s * PATIENCE

@@ -52,7 +52,7 @@ class Copied:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the tensors are still those that were copied."""
+        """Return whether the tensors are still those that were copied."""
         return digest_tensors(self.tensors.items(), "bytes") == self.digest
 
 

@@ -1,4 +1,4 @@
-"""What a process needs of the weights, learned from its own loader.
+"""Boxes of the weights that a process needs, learned from its own loader.
 
     first sync    whole tensors --> `watched` --> the loader; `Reads` records which box of each tensor it read
     later syncs   these boxes   --> `watched` --> the same loader, which sees tensors of the whole shape

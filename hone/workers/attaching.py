@@ -34,7 +34,7 @@ WITHOUT_EFFECT = (
 
 
 def served(spec: ServerSpec, tokenizer: Any) -> dict[str, Any]:
-    """What a server serves, as JSON values, by the names of `attached.KEYS`: what has to be equal on both sides."""
+    """Return the facts of a server that have to be equal on both sides: JSON values by the names of `attached.KEYS`."""
     settings = spec.settings
     config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code).to_dict()
     chosen = settings.builtin.dtype if settings.backend == "builtin" else settings.engine.get("dtype", "auto")

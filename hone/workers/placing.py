@@ -69,7 +69,7 @@ def reaching(config: WeightSyncConfig, hosts: Sequence[Host]) -> WeightSyncConfi
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether the address is a loopback address, which other machines cannot use."""
+    """Return whether the address is a loopback address, which other machines cannot use."""
     try:
         return ipaddress.ip_address(host if ":" in host else gethostbyname(host)).is_loopback
     except (ValueError, gaierror):

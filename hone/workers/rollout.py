@@ -73,7 +73,7 @@ CONTEXT_OPTIONS = ("max_model_len", "context_length")  # engines' options for th
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """What is needed to start a rollout."""
+    """Description of a rollout that can be started."""
 
     settings: RolloutConfig
     weights: WeightSyncConfig
@@ -281,7 +281,7 @@ def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: 
 
 
 def device_share(specs: Sequence[ServerSpec], replica: ServerAdapter, trainers: int = 1) -> DeviceShare | None:
-    """What servers take of a device that the trainer computes on, too; one of them is `replica`.
+    """Return the memory that servers take of a device of the trainer; one of them is `replica`.
 
     The trainer has the first devices of this machine, `trainers` of them.
     """
@@ -298,7 +298,7 @@ def device_share(specs: Sequence[ServerSpec], replica: ServerAdapter, trainers: 
 
 
 def _trainers_here(spec: RolloutSpec) -> int:
-    """How many devices of this machine the trainer computes on, as far as its runtime says."""
+    """Return the number of this machine's devices that the trainer computes on, as far as its runtime says."""
     backend = None if spec.runtime is None else spec.runtime.backend
     if isinstance(backend, RaySettings):
         return backend.most_here("actor")
@@ -402,7 +402,7 @@ def _environment(devices: tuple[int, ...]) -> dict[str, str]:
 
 
 def _machines(runtime: RuntimeConfig | None) -> int:
-    """How many machines may run servers: the most of the run's and of any pool's."""
+    """Return the number of machines that may run servers: the most of the run's and of any pool's."""
     backend = None if runtime is None else runtime.backend
     if not isinstance(backend, RaySettings):
         return 1

@@ -29,7 +29,7 @@ LOOK_S = 0.5  # between two looks at the replicas while nothing happens
 
 
 class SnapshotSender(Protocol):
-    """What sends a snapshot to some replicas, which serve it afterwards."""
+    """Sender of a snapshot to some replicas, which serve it afterwards."""
 
     async def send_snapshot(self, snapshot: Snapshot, names: Collection[str]) -> Metrics: ...
 

@@ -54,13 +54,13 @@ class TrainSpec:
 
     @property
     def replays_routes(self) -> bool:
-        """Whether training replays the experts recorded in a batch; inference never does."""
+        """Return whether training replays the experts recorded in a batch; inference never does."""
         return self.total_steps > 0 and self.engine.routing_replay != "none"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRequest:
-    """Which weights of a model are streamed, and how."""
+    """Request for a stream of a model's weights."""
 
     part: Literal["merged", "base", "adapter"]  # all with the adapter merged, all without it, or the adapter alone
     dtype: torch.dtype | None  # None: in the trained precision
@@ -298,7 +298,7 @@ class TrainHandle:
         self._group.call("save_checkpoint", folder, False)
 
     def checkpoint_written(self, wait: bool) -> bool:
-        """Whether the checkpoint is on disk; `wait`: wait until it is. Raises OSError if it cannot be written."""
+        """Return whether the checkpoint is on disk; `wait`: wait for it. Raises OSError if it cannot be written."""
         written: bool = self._group.call("checkpoint_written", wait)
         return written
 

@@ -227,3 +227,16 @@ def test_the_project_speaks_of_itself_alone(root, subject):
             if pattern.search(line):
                 wrong.append(f"{path.relative_to(root)}:{number}: {line.strip()[:100]}")
     assert wrong == []
+
+
+def test_docstrings_begin_with_an_instruction_or_a_noun(products):
+    """A clause such as "What a service says" completes the name of a function, and has to be read twice."""
+    clause = re.compile(r"(What|Which|How|Whether|Where|Who|Whose)\b")
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [
+        f"{module.path}: {text.splitlines()[0]}"
+        for module in products
+        for node in ast.walk(module.tree)
+        if isinstance(node, documented) and (text := ast.get_docstring(node)) and clause.match(text)
+    ]
+    assert found == []

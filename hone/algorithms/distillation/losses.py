@@ -136,12 +136,12 @@ class Distillation:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the trainer must compute the student's log-probs before the update."""
+        """Return whether the trainer must compute the student's log-probs before the update."""
         return self._where != "in_loss"
 
     @property
     def fills_token_rewards(self) -> bool:
-        """Whether the divergence is part of the token rewards."""
+        """Return whether the divergence is part of the token rewards."""
         return self._where == "in_reward"
 
     def before_advantages(self, batch: Batch) -> Batch:

@@ -55,21 +55,21 @@ class GroupFilter:
 
     @property
     def max_draws(self) -> int:
-        """How often a step may draw prompts to replace dropped groups."""
+        """Return the number of times that a step may draw prompts to replace dropped groups."""
         return self._sampling.max_draws if self._sampling is not None else 1
 
     def prompts_for(self, missing: int) -> int:
-        """How many prompts to draw where `missing` groups are needed: more with `dynamic_sampling.oversample`."""
+        """Return the number of prompts to draw for `missing` groups: more with `dynamic_sampling.oversample`."""
         return missing if self._sampling is None else math.ceil(missing * self._sampling.oversample)
 
     @property
     def oversamples(self) -> bool:
-        """Whether more prompts are drawn than groups are needed."""
+        """Return whether more prompts are drawn than groups are needed."""
         return self._sampling is not None and self._sampling.oversample > 1
 
     @property
     def skips_prompts(self) -> bool:
-        """Whether prompts may be skipped before rollout."""
+        """Return whether prompts may be skipped before rollout."""
         return self._history is not None
 
     def skip_probability(self, prompt_id: str) -> float:
@@ -83,7 +83,7 @@ class GroupFilter:
         return punish_overlong(groups, self._max_response_tokens, self._overlong)
 
     def keeps(self, group: TrajectoryGroup) -> bool:
-        """Whether `keep` would keep this group as it was scored, before `shape`; changes nothing.
+        """Return whether `keep` would keep this group as it was scored, before `shape`; changes nothing.
 
         Raises ValueError for a trajectory without the metric of dynamic sampling.
         """
@@ -103,7 +103,7 @@ class GroupFilter:
         return kept, dropped
 
     def sort(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[Dropped]]:
-        """What `keep` returns or raises; changes nothing."""
+        """Return or raise as `keep` does, without a change."""
         require_components(groups, self._components)
         kept, dropped = self._split(groups)
         return [with_greedy_reward(group) for group in kept], dropped
@@ -250,7 +250,7 @@ def _statuses(trajectories: Sequence[Trajectory]) -> str:
 
 
 def lost_to_failures(group: TrajectoryGroup) -> bool:
-    """Whether failures left a dropped group no episode, or one that has nothing to be compared with."""
+    """Return whether failures left a dropped group no episode, or one that has nothing to be compared with."""
     left = {one.episode for one in group.trajectories if one.status is Status.FILTERED}
     return len(left) <= 1 and any(one.episode not in left for one in group.trajectories)
 

@@ -24,7 +24,7 @@ LOWEST, HIGHEST = 0.05, 0.95  # between which `explore` moves
 
 
 class PromptHistory:
-    """How many of a prompt's last groups in a row had no variance, and whether they were easy or hard."""
+    """Number of a prompt's last groups in a row without variance, and whether they were easy or hard."""
 
     def __init__(self, settings: SkipZeroVarianceSettings) -> None:
         self._step = settings.explore_step
@@ -76,5 +76,5 @@ class PromptHistory:
 
 
 def without_variance(values: Sequence[float]) -> bool:
-    """Whether the values are all the same, up to rounding."""
+    """Return whether the values are all the same, up to rounding."""
     return max(values) - min(values) <= 1e-9 * max(1.0, abs(values[0]))

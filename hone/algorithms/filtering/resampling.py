@@ -28,7 +28,7 @@ def resampling_weights(rewards: Tensor, settings: ResampleSettings) -> Tensor:
 
 
 def resample(rewards: Tensor, settings: ResampleSettings, seed: int) -> Tensor:
-    """How often each trajectory counts after drawing N from N with replacement, [N] int64 (sum N)."""
+    """Draw N trajectories from N with replacement: the count of each, [N] int64 (sum N)."""
     generator = torch.Generator().manual_seed(seed)
     weights = resampling_weights(rewards.cpu(), settings)
     drawn = torch.multinomial(weights, len(weights), replacement=True, generator=generator)

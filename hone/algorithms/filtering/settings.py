@@ -36,7 +36,7 @@ class OverlongSettings(Config):
 
     @property
     def punishes(self) -> bool:
-        """Whether there is a penalty near the limit."""
+        """Return whether there is a penalty near the limit."""
         return self.buffer_tokens is not None or self.buffer_fraction is not None
 
     def buffer(self, max_response_tokens: int) -> int:

@@ -47,7 +47,7 @@ def collectives(record: Recorder) -> None:
 
 
 def _has_devices(platform: PlatformBase) -> bool:
-    """Whether each rank gets a device of its own."""
+    """Return whether each rank gets a device of its own."""
     return platform.device != "cpu" and platform.device_count() >= WORLD
 
 
@@ -56,7 +56,7 @@ def _backends(platform: PlatformBase) -> str:
 
 
 def _of_ranks() -> list[list[dict[str, Any]]]:
-    """What each rank found. Raises ChildLost for a rank that died, RuntimeError for one that could not join."""
+    """Return each rank's result. Raises ChildLost for a rank that died, RuntimeError for one that could not join."""
     ranks: list[RequestProcess] = []
     with tempfile.TemporaryDirectory() as folder:
         try:

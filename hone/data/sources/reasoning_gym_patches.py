@@ -1,4 +1,4 @@
-"""What hone changes in reasoning-gym (0.1.x): its import without pycosat, and verifiers that compare tuples.
+"""Patches of reasoning-gym (0.1.x): its import without pycosat, and verifiers that compare tuples.
 
 The package imports every task at once, and one family of logic puzzles needs pycosat, which is published as C source
 only: without a compiler and Python's headers, importing the whole package would fail.

@@ -34,7 +34,7 @@ def part_name(shard: Shard) -> str:
 
 
 def has_blocks(names: Iterable[str], part: str) -> bool:
-    """Whether the state of this part of a weight is among its stored tensors, or none of the weight at all."""
+    """Return whether the state of this part of a weight is among its stored tensors, or none of the weight at all."""
     stored = {_split(name)[2] for name in names if not _split(name)[1].startswith(CODEBOOK)}
     return not stored or part in stored
 

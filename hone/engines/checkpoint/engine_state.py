@@ -75,7 +75,7 @@ class Checkpoint:
             (folder / ENGINE_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
     def written(self, wait: bool) -> bool:
-        """Whether all ranks have written their files; with `wait`, wait until they have. Raises OSError."""
+        """Return whether all ranks have written their files; with `wait`, wait until they have. Raises OSError."""
         done = self._writer.done(wait)
         return self._ranks.most(int(not done), self._device) == 0
 

@@ -162,7 +162,7 @@ class Writer:
         self._open += [self._pool.submit(job) for job in jobs]
 
     def done(self, wait: bool) -> bool:
-        """Whether all jobs have ended; with `wait`, wait until they have. Raises the OSError of a failed job."""
+        """Return whether all jobs have ended; with `wait`, wait until they have. Raises the OSError of a failed job."""
         if not wait and not all(job.done() for job in self._open):
             return False
         jobs, self._open = self._open, []

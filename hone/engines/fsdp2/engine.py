@@ -169,7 +169,7 @@ class Fsdp2Engine(OffloadingEngine):
 
     @property
     def _prefix(self) -> str:
-        """What the names of an adapted model's weights begin with in this model's state dict."""
+        """Return the prefix of an adapted model's weights in this model's state dict."""
         return "body." if self.model_type == "value_model" else ""
 
     @property

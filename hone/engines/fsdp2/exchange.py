@@ -36,7 +36,7 @@ class Move(NamedTuple):
 
 
 def everyones_boxes(parts: Iterable[MeshPart]) -> dict[str, Held]:
-    """What every rank holds of each weight. Every rank calls it."""
+    """Return the boxes of each weight on every rank. Every rank calls it."""
     named = list(parts)
     own = {name: [[*zip(one.offset, one.shape, strict=True)] for one in shard.pieces()] for name, _, shard in named}
     found: dict[str, dict[Box, list[int]]] = {name: {} for name in own}
@@ -61,7 +61,7 @@ def _texts(text: str, device: torch.device) -> list[str]:
 
 @lru_cache(maxsize=1 << 10)  # layers are cut alike
 def moves(held: Held, needed: tuple[Box, ...]) -> tuple[Move, ...]:
-    """Who gives what to whom; `needed` is the box of each rank."""
+    """Plan the moves between ranks; `needed` is the box of each rank."""
     found = []
     for target, box in enumerate(needed):
         for there, ranks in held if not is_empty(box) else ():

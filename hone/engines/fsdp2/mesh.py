@@ -54,7 +54,7 @@ class Mesh(JobRanks):
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this is the first of the ranks that compute the same results."""
+        """Return whether this is the first of the ranks that compute the same results."""
         return self.rank % (self.sizes.sequence * self.sizes.tensor) == 0
 
     @property

@@ -43,7 +43,7 @@ class ShardingError(ModelError):
 
 
 class Sharding(Protocol):
-    """How an engine's model is sharded. `Sharder` is one; engines of other packages have their own."""
+    """Sharding of an engine's model. `Sharder` is one; engines of other packages have their own."""
 
     partial: Partial
 

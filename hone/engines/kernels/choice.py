@@ -1,4 +1,4 @@
-"""Whether this process uses hone's Triton kernels."""
+"""Choice between hone's Triton kernels and PyTorch's operations in this process."""
 
 from __future__ import annotations
 

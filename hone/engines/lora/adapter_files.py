@@ -106,7 +106,7 @@ def write_adapter(
 
 
 def base_identity(model: ModelConfig) -> dict[str, Any]:
-    """Which weights an adapter belongs to: path, revision, and a digest of config.json and parts of each weight file.
+    """Return the identity of an adapter's base: path, revision, and a digest of config.json and of parts of the files.
 
     The digest takes the first and last bytes of each file and 16 places between: two models of one architecture differ,
     even if one was fine-tuned from the other.

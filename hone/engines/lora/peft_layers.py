@@ -111,7 +111,7 @@ class AdapterLayers:
 
     @property
     def four_bit(self) -> FourBitConfig | None:
-        """How frozen layers are quantised, if they are; layers in modules that are trained whole are not."""
+        """Return the quantisation of frozen layers, or None. Layers in modules that are trained whole have none."""
         held = self._config.quantise
         whole = [name for name in self._modules_to_save if name != SCORE_MODULE]
         return held and held.model_copy(update={"skip": (*held.skip, *whole)})

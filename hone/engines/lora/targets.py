@@ -1,4 +1,4 @@
-"""Which weights of a model are adapted: linear layers and, in a mixture, the weights of all experts."""
+"""Targets of adapters: linear layers and, in a mixture, the weights of all experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hone.registry import unknown
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a backend has split the adapted model."""
+    """Split of the adapted model by a backend."""
 
     styles: Mapping[str, str]  # tensor-parallel style of each module, by its wildcard name
     tensor: Any  # DeviceMesh of the tensor ranks; None: tensor parallel is off

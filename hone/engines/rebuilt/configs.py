@@ -1,4 +1,4 @@
-"""What a config.json says, for engines that compute it in modules of their own, and what they refuse."""
+"""Reading of a config.json for engines with modules of their own, and the models that they refuse."""
 
 from __future__ import annotations
 

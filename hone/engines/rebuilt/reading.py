@@ -1,4 +1,4 @@
-"""Where a rebuilt model gets its weights: the regions that a rank holds, from files or from a model in memory."""
+"""Loading of a rebuilt model: the regions that a rank holds, from files or from a model in memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Region:
 
     @property
     def there(self) -> tuple[slice, ...]:
-        """Where it lies in the whole weight."""
+        """Return the position in the whole weight."""
         return tuple(slice(start, start + length) for start, length in zip(self.offset, self.shape, strict=True))
 
 
 class Reader(Protocol):
-    """Where the weights of a model come from."""
+    """Source of the weights of a model."""
 
     def read(self, region: Region) -> Tensor:
         """The values of a region. Raises ModelError if they are not there."""
@@ -139,7 +139,7 @@ def _in_mixtral(name: str) -> str:
 
 
 def body_prefix(is_value_model: bool) -> str:
-    """What the names of the body's weights begin with."""
+    """Return the prefix of the body's weights."""
     return "body." if is_value_model else "model."
 
 

@@ -1,4 +1,4 @@
-"""What a client gets: the text of an answer with its tool calls, and the prompt if the request asks for it."""
+"""Reply to a client: the text of an answer with its tool calls, and the prompt if the request asks for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def require_trainable(body: ChatRequest | TextRequest, client_sampling: bool) ->
 
 
 def opening_for(body: ChatRequest, parse_tools: ParseFn | None) -> str:
-    """What the answer has to begin with: the start of a call, if the request asks for one."""
+    """Return the text that the answer has to begin with: the start of a call, if the request asks for one."""
     if body.called is None or parse_tools is None:
         return ""
     return opening_of(parse_tools, body.called)

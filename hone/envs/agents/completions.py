@@ -123,7 +123,7 @@ def _message(message: Any) -> Any:
 
 
 def _choice(reply: Reply, index: int) -> dict[str, Any]:
-    """What a choice has in every form."""
+    """Return the fields that a choice has in every form."""
     answer = reply.answers[index]
     reason = "tool_calls" if answer.tool_calls else FINISH[answer.completion.stop_reason]
     return {"index": index, "finish_reason": reason, **reply.sampled(answer)}

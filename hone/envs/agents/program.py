@@ -24,7 +24,7 @@ from hone.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a program says of its episode. Verdict("42", reward=1.0, metrics={"files_changed": 3.0})"""
+    """Statement of a program about its episode: Verdict("42", reward=1.0, metrics={"files_changed": 3.0})"""
 
     answer: str | None = None  # what the rewards judge; None: everything that the policy wrote
     reward: float | Mapping[str, float] | None = None  # added to the rewards of `reward.components`: of all, or by role

@@ -1,4 +1,4 @@
-"""What the endpoint's protocols share: a request and its answers, whatever their form on the wire.
+"""A request and its answers, whatever their form on the wire: shared by the endpoint's protocols.
 
     body --Dialect.read--> ChatRequest or TextRequest --endpoint--> Reply --Dialect.whole or .stream--> body
 
@@ -149,7 +149,7 @@ class TextRequest(_Request):
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the most likely tokens to return at each place of the prompt; None: do not score the prompt."""
+        """Number of most likely tokens to return at each place of the prompt; None: do not score the prompt."""
         return self.logprobs if self.echo else None
 
 
@@ -165,7 +165,7 @@ class Answer:
 
     @property
     def cut(self) -> bool:
-        """Whether the limit of tokens ended it."""
+        """Return whether the limit of tokens ended it."""
         return self.completion.stop_reason is StopReason.LENGTH
 
     @property

@@ -142,7 +142,7 @@ class AgentRunner:
 
 
 def _is_refusal(failure: BaseException | None) -> bool:
-    """Whether an exception comes from a request that the endpoint refused (OpenAI clients keep the HTTP status)."""
+    """Return whether an exception is a refusal by the endpoint (OpenAI clients keep the HTTP status)."""
     while failure is not None:
         if getattr(failure, "status_code", None) == 400:
             return True
@@ -161,7 +161,7 @@ def _parser(name: str, template: str) -> ParseFn | None:
 
 
 def _verdict(returned: object, roles: Sequence[str]) -> Verdict:
-    """What a program returned. Raises TypeError or ValueError for anything but a text, None or a valid Verdict."""
+    """Return a program's verdict. Raises TypeError or ValueError for anything but a text, None or a valid Verdict."""
     if isinstance(returned, Verdict):
         returned.check(roles)
         return returned

@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Checkup:
-    """What an environment did in its episodes."""
+    """Record of an environment's behaviour in its episodes."""
 
     findings: list[Finding] = field(default_factory=list)
     endings: dict[str, Counter[str]] = field(default_factory=dict)  # policy -> how many episodes ended how
@@ -294,7 +294,7 @@ def special_tokens(language: Language) -> frozenset[str]:
 
 
 def tool_findings(tools: Tools) -> Iterator[Finding]:
-    """What is wrong with the tools' schemas."""
+    """Find the faults of the tools' schemas."""
     for called, count in Counter(str(_function(one).get("name")) for one in tools).items():
         if count > 1:
             yield Finding("problem", f"{count} tools are called {called}; a call could mean any of them")

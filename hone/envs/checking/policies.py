@@ -20,7 +20,7 @@ class Policy(Protocol):
     """Plays one episode."""
 
     def says(self, turn: int, tools: Tools) -> Said:
-        """What it answers in this turn; the same in every episode of the same prompt and sample."""
+        """Return the answer of this turn; the same in every episode of the same prompt and sample."""
 
 
 class Scripted:

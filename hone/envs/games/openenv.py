@@ -49,7 +49,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What an environment answered to `reset` or `step`."""
+    """Answer of an environment to `reset` or `step`."""
 
     observation: Mapping[str, Any]
     reward: float | None
@@ -253,7 +253,7 @@ def observed(message: Any) -> Observed:
 
 
 def shown(found: Observed, settings: OpenEnvSettings) -> str:
-    """What the policy reads of an observation: the field that the settings name, or else all of it, as JSON."""
+    """Return the text of an observation: the field that the settings name, or else all of it, as JSON."""
     name = settings.observation_field
     if name is not None and name not in found.observation:
         raise ToolLost(

@@ -1,4 +1,4 @@
-"""What environments share whose actions a policy writes as text: the seed, the first message, unreadable answers."""
+"""Shared parts of environments with actions as text: the seed, the first message, unreadable answers."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Games:
 
 
 def _told(state: Any, done: bool) -> dict[str, Any]:
-    """What the program sends to hone about a state."""
+    """Return the message to hone about a state."""
     lines = _without_prompt(state.feedback).splitlines()
     while lines and not LETTERS.search(lines[0]):  # the title is drawn in lines and slashes
         lines.pop(0)

@@ -42,7 +42,7 @@ class McpClient:
 
     @property
     def usable(self) -> bool:
-        """Whether it is connected, as far as is known."""
+        """Return whether it is connected, as far as is known."""
         return self._transport is not None and not self._transport.lost
 
     async def start(self) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ def _transport(name: str, settings: McpServer) -> Transport:
 
 
 def _text_of(part: Any) -> str:
-    """What the policy reads of one part of a result: its text, or which kind of data it has instead."""
+    """Return the text of one part of a result, or the kind of data that it has instead."""
     if not isinstance(part, dict):
         return str(part)
     if isinstance(part.get("text"), str):

@@ -55,7 +55,7 @@ class Transport(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether the connection is known to be broken."""
+        """Return whether the connection is known to be broken."""
 
     def log(self) -> str:
         """The last lines that the server wrote to its log, for an error."""

@@ -115,7 +115,7 @@ class VerifiersRunner(AgentRunner):
 
 
 def verdict_of(outcome: Mapping[str, Any]) -> Verdict:
-    """What verifiers says of an episode. Raises EpisodeFailed for one that it could not finish or score."""
+    """Return verifiers' verdict on an episode. Raises EpisodeFailed for one that it could not finish or score."""
     if "failure" in outcome:
         raise EpisodeFailed(str(outcome["failure"]), outcome.get("status_code"))
     parts = {f"verifiers/reward/{name}": float(value) for name, value in outcome["rewards"].items()}

@@ -25,7 +25,7 @@ _HEAD_SIZES = range(16, 257)  # what its kernels take
 
 
 def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether torch generates a kernel for these: in 16 bits, on a device that Triton compiles for."""
+    """Return whether torch generates a kernel for these: in 16 bits, on a device that Triton compiles for."""
     half = q.dtype in (torch.bfloat16, torch.float16)
     return half and not q.is_cpu and q.shape[-1] in _HEAD_SIZES and v.shape[-1] in _HEAD_SIZES and has_triton()
 

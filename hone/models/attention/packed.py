@@ -62,7 +62,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where each segment of a packed row begins and ends, and what it sees, in the forms that the kernels want.
+    """Bounds of each segment of a packed row, and the keys that it sees, in the forms that the kernels want.
 
     A segment is a sequence, or the rest of one whose beginning (its prefix, a segment of its own earlier in the row) is
     shared with others: n answers to one question need the question's tokens once.
@@ -181,7 +181,7 @@ def packed_sdpa(
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What an architecture does to its attention scores."""
+    """Changes that an architecture makes to its attention scores."""
 
     scale: float
     window: int | None = None

@@ -26,7 +26,7 @@ _SCORES_ELSEWHERE = 1 << 24  # enough to keep a GPU busy; 64 MiB in float32
 
 
 def speeds_up(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether plain attention should use this backward: bfloat16 on a CPU, with gradients."""
+    """Return whether plain attention should use this backward: bfloat16 on a CPU, with gradients."""
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return wanted and q.device.type == "cpu" and q.dtype == torch.bfloat16
 
@@ -66,7 +66,7 @@ def band(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
 
 
 class _Rule(NamedTuple):
-    """How scores come from queries and keys."""
+    """Computation of scores from queries and keys."""
 
     scale: float
     window: int
@@ -186,7 +186,7 @@ def _backward_piece(
 
 
 class _Weights(NamedTuple):
-    """What one tile's queries take of each key: [rows * kv_heads, stacked queries, keys].
+    """Attention weights of one tile's queries: [rows * kv_heads, stacked queries, keys].
 
     In float32 (float64 for inputs in float64), except for plain scores: these are in the dtype of the inputs.
     """

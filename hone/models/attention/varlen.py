@@ -37,7 +37,7 @@ _CHECKED = ((8, 1), (2, 512), (2, 512))  # heads and tokens of a row's query, ke
 
 @dataclass(frozen=True, slots=True)
 class CachedRows:
-    """How far each row of a KV cache is filled, in the forms that the kernel wants: each row is one page."""
+    """Filled length of each row of a KV cache, in the forms that the kernel wants: each row is one page."""
 
     filled: Tensor  # [rows] int32, at least 1
     ends: Tensor  # [rows + 1] int32: one query for each row
@@ -49,13 +49,13 @@ class CachedRows:
 
 
 def fits(dtype: torch.dtype, device: torch.device, key_size: int, value_size: int) -> bool:
-    """Whether there is a kernel for heads of these sizes. Raises ConfigError for a version that cannot be used."""
+    """Return whether a kernel takes heads of these sizes. Raises ConfigError for a version that cannot be used."""
     return dtype in _HALF and key_size == value_size and key_size in _HEAD_SIZES and has_kernel(device.type)
 
 
 @lru_cache(maxsize=8)
 def has_kernel(device: str) -> bool:
-    """Whether torch or an installed package has the kernel for this type of device."""
+    """Return whether torch or an installed package has the kernel for this type of device."""
     chosen = os.environ.get(FLASH_VARIABLE, "")
     if chosen and not (chosen in CAPABILITIES and _capability(device) is None):  # a CPU in a run on GPUs
         _activate(chosen, device)
@@ -87,7 +87,7 @@ def _capability(device: str) -> int | None:
 
 @lru_cache(maxsize=8)
 def reads_caches(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `attend_cached` runs on a device where `fits` is true; compares it there with torch's operations once.
+    """Return whether `attend_cached` runs where `fits` is true; compares it there with torch's operations once.
 
     Raises RuntimeError if they differ.
     """

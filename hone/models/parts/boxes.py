@@ -103,7 +103,7 @@ def narrowed(tensor: Tensor, box: Box, begin: Box = ()) -> Tensor:
 
 @lru_cache(maxsize=1 << 12)  # layers of a model are cut alike
 def cover(shape: tuple[int, ...], boxes: frozenset[Box]) -> bool:
-    """Whether boxes together contain every element of a tensor."""
+    """Return whether boxes together contain every element of a tensor."""
     if whole(shape) in boxes:
         return True
     cuts = [sorted({0, length, *(end for box in boxes for end in box[dim])}) for dim, length in enumerate(shape)]

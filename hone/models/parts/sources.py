@@ -1,4 +1,4 @@
-"""What ranks need of weights before a conversion, from what is needed after it.
+"""Boxes of weights that ranks need before a conversion, from those that are needed after it.
 
     model       experts.gate_up_proj [8, 96, 32]  <-- experts 2..3, rows 0..23
     conversion  (`checkpoint_names`: one tensor per expert and matrix, as in the files)
@@ -22,7 +22,7 @@ Named = Iterable[tuple[str, Tensor]]
 def boxes_before(
     layout: Mapping[str, Tensor], convert: Callable[[Named], Named], needs: Sequence[BoxMap | None]
 ) -> list[BoxMap]:
-    """What each rank needs of the weights in `layout` (on the meta device), so that `convert` yields what `needs` say.
+    """Return the boxes of `layout` (on the meta device) from which `convert` yields those in `needs`, by rank.
 
     `needs` are of each rank; a tensor that is not in its map is needed whole, and a rank with None needs nothing.
     What `convert` reads to compute with it is needed by every rank.

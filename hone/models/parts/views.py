@@ -32,7 +32,7 @@ class OutsideBox(RuntimeError):
 
 @dataclass(slots=True)
 class Reads:
-    """What a loader read: of each tensor that it was given, the smallest box around everything."""
+    """Boxes that a loader read: of each tensor that it was given, the smallest box around everything."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     boxes: dict[str, Box] = field(default_factory=dict)  # of those that were read
@@ -47,7 +47,7 @@ class Reads:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a view shows: for each of its dimensions the dimension of the whole tensor (or `NEW`), and [start, stop)."""
+    """Extent of a view: for each dimension the one of the whole tensor (or `NEW`), and [start, stop)."""
 
     dims: tuple[tuple[int, int, int], ...]
     fixed: tuple[tuple[int, int], ...] = ()  # dimensions that are selected away, and the index

@@ -37,7 +37,7 @@ def attention_names(model_type: str, name: str) -> str | dict[str, str]:
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
-    """Whether a model of this config has a supported vision tower."""
+    """Return whether a model of this config has a supported vision tower."""
     return config.model_type in FAMILIES
 
 

@@ -32,7 +32,7 @@ from hone.types import StopReason
 
 @dataclass(frozen=True, slots=True)
 class PrefillLimits:
-    """How prompts are computed; see `BuiltinSettings`."""
+    """Limits of the prompts that are computed together; see `BuiltinSettings`."""
 
     tokens_at_once: int
     share_prompts: bool
@@ -115,7 +115,7 @@ class RunningBatch:
             last.row = hole
 
     def _sources(self, placed: list[Request]) -> tuple[list[list[Request]], list[tuple[Request, list[Request]]]]:
-        """How new rows get their KV: groups that share one prefill, and (running row, rows to copy it to)."""
+        """Return the sources of new rows' KV: groups that share one prefill, and (running row, rows to copy it to)."""
         fresh: dict[tuple[Any, ...], list[Request]] = {}
         copies: list[tuple[Request, list[Request]]] = []
         share = self._prefill.share_prompts

@@ -86,7 +86,7 @@ class Step:
 
     @property
     def turned(self) -> Tensor:
-        """What turns query and key: ahead of the column after images."""
+        """Return the positions that turn query and key: ahead of the column after images."""
         return self.inputs[2]
 
     @cached_property
@@ -99,7 +99,7 @@ class Step:
 
     @cached_property
     def filled(self) -> varlen.CachedRows:
-        """How many columns each row may look at."""
+        """Return the number of columns that each row may look at."""
         return varlen.CachedRows.of(self.positions[: self.rows] + 1, self.columns)
 
 
@@ -239,7 +239,7 @@ class KVCache:
         )
 
     def addresses(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Where n tokens go, given the row and column of each: [n * kv_heads] for `write`, the same in every layer."""
+        """Return the addresses of n tokens by row and column: [n * kv_heads] for `write`, the same in every layer."""
         heads = torch.arange(self.shape.kv_heads, device=self.device)
         return ((rows[:, None] * self.shape.kv_heads + heads) * self.columns + columns[:, None]).flatten()
 

@@ -34,7 +34,7 @@ class Decoder(Protocol):
         """Write keys and values of each row's token; logits of the next one, [step.rows, V] float32 or wider."""
 
     def score(self, prompts: PackedPrompts, temperature: float, top_k: int = 0) -> Following:
-        """How likely each token is, and which are the `top_k` most likely at its place. No cache is used."""
+        """Compute each token's log-prob, and the `top_k` most likely tokens at its place. No cache is used."""
 
 
 def build_decoder(

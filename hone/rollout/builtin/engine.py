@@ -90,7 +90,7 @@ class BuiltinEngine:
 
     @property
     def has_base(self) -> bool:
-        """Whether it holds whole weights that an adapter can be put on."""
+        """Return whether it holds whole weights that an adapter can be put on."""
         return self._state.has_base
 
     @property
@@ -125,13 +125,13 @@ class BuiltinEngine:
         return await self._scheduler.run(self._accept(request))
 
     async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
-        """How likely each token is after the earlier ones, at temperature 1; raises as `score_all` does."""
+        """Compute each token's log-prob after the earlier ones, at temperature 1; raises as `score_all` does."""
         (found,) = self.score_all([tuple(token_ids)], 1.0, min(top_k, self._limits.vocabulary))
         return found.scored()
 
     @torch.inference_mode()
     def score_all(self, sequences: Sequence[tuple[int, ...]], temperature: float, top_k: int = 0) -> list[Following]:
-        """How likely each token of each sequence is after the earlier ones, at a temperature.
+        """Compute the log-prob of each token of each sequence after the earlier ones, at a temperature.
 
         Raises ValueError for a sequence that is empty or too long, RuntimeError if the engine serves no weights.
         """

@@ -221,7 +221,7 @@ class GenericDecoder:
 
     @cached_property
     def _head_runs_apart(self) -> bool:
-        """Whether the model's forward calls its body as a whole, which OPT's does not."""
+        """Return whether the model's forward calls its body as a whole, which OPT's does not."""
         prompts = PackedPrompts.of([(0,)], [0], self._device)
         with torch.inference_mode(), _during(_Forward(tokens=1)), packed(prompts.packing):
             with _body_of(self._model) as body:

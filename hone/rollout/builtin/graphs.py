@@ -83,7 +83,7 @@ class GraphedDecoder:
         return _Recorded(inputs, self._record(work, next(others, None)), self._decoder.rope)
 
     def _logits(self, cache: KVCache) -> Tensor:
-        """Where the graphs of every size write: [cache.rows, V]. Each would keep memory of its own for them."""
+        """Return the output of graphs of every size, [cache.rows, V]: each would keep memory of its own for it."""
         if "logits" not in cache.bound:
             vocabulary, dtype = len(self.weights()["lm_head.weight"]), torch.promote_types(cache.dtype, torch.float32)
             cache.bound["logits"] = torch.empty(cache.rows, vocabulary, dtype=dtype, device=cache.device)

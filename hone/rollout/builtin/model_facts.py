@@ -1,4 +1,4 @@
-"""What the built-in engine reads of a model: dtype, configuration, end-of-sequence ids, longest sequence."""
+"""Facts of a model for the built-in engine: dtype, configuration, end-of-sequence ids, longest sequence."""
 
 from __future__ import annotations
 

@@ -34,14 +34,14 @@ class StopStrings:
         self._can_end: dict[int, bool] = {}
 
     def completed_by(self, tokens: list[int]) -> bool:
-        """Whether the last token completes a stop string within the generated `tokens`; reads the last `window`."""
+        """Return whether the last token completes a stop string in `tokens`; reads the last `window`."""
         if not self._may_end_with(tokens[-1]):
             return False
         text = self._decode(tokens[-self.window :])
         return any(stop in text for stop in self._stop)
 
     def _may_end_with(self, token: int) -> bool:
-        """Whether a token's text has the last character of a stop string (or a part of a character); cached."""
+        """Return whether a token's text has the last character of a stop string (or a part of a character); cached."""
         if token not in self._can_end:
             text = self._decode([token])
             ends = {stop[-1] for stop in self._stop}
@@ -91,7 +91,7 @@ class Request:
 
     @property
     def root(self) -> Root:
-        """What KV depends on besides tokens and weights."""
+        """Return the facts besides tokens and weights on which KV depends."""
         return self.sampling.adapter, self.sampling.routed_experts
 
     @property
@@ -109,14 +109,14 @@ class Request:
         self.versions += [version] * (len(self.tokens) + produced - len(self.versions))
 
     def can_share_with(self, other: Request) -> bool:
-        """Whether the KV of this request's prompt can serve `other`, which has the same one: the same images, computed
+        """Return whether the KV of this prompt can serve `other`, which has the same one: the same images, computed
         in the same blocks, and recorded experts if `other` wants them."""
         recorded = self.sampling.routed_experts or not other.sampling.routed_experts
         return recorded and self.images == other.images and self.sampling.keep_kv == other.sampling.keep_kv
 
     @property
     def tokens_with_experts(self) -> int:
-        """How many tokens' experts are recorded, from the first token on."""
+        """Return the number of tokens whose experts are recorded, from the first token on."""
         return 0 if self.routes is None else len(self.routes)
 
     def record_experts(self, start: int, routes: Routes) -> None:

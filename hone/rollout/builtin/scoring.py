@@ -17,7 +17,7 @@ _ROWS = 1024  # rows of logits at once
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """How likely each token is after the earlier ones of its sequence; float32 or wider."""
+    """Log-prob of each token after the earlier ones of its sequence; float32 or wider."""
 
     logprobs: Tensor  # [T]; 0 for first tokens
     top_ids: Tensor  # [T, K] int64, the most likely tokens of each place, most likely first

@@ -1,4 +1,4 @@
-"""What vLLM, SGLang and the built-in engine have in common as servers: `RolloutServer`.
+"""Base of vLLM, SGLang and the built-in engine as servers: `RolloutServer`.
 
 start, close            the process and its connection (`connection.ServerConnection`)
 generate, score         checks, what is open and counted (`open_requests.OpenRequests`)
@@ -126,7 +126,7 @@ class RolloutServer(ABC):
     @property
     @abstractmethod
     def _takes_adapters(self) -> bool:
-        """Whether it was started with room for adapters."""
+        """Return whether it was started with room for adapters."""
 
     # ------------------------------------------------------------------------------------------- start and state
 
@@ -136,7 +136,7 @@ class RolloutServer(ABC):
 
     @property
     def has_base(self) -> bool:
-        """Whether it holds whole weights that came by a sync, which an adapter can be put on."""
+        """Return whether it holds whole weights that came by a sync, which an adapter can be put on."""
         return self._state.has_base
 
     @property

@@ -54,7 +54,7 @@ class ServerConnection:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Return whether the process runs."""
         return self.process is not None and self.process.alive
 
     async def start(self, launch: LaunchFn, timeout_s: float) -> None:
@@ -79,7 +79,7 @@ class ServerConnection:
         await self.process.start(self._is_ready, timeout_s)
 
     async def _is_ready(self) -> bool:
-        """Whether it answers, and asks for the token. Raises RuntimeError if it answers without, OSError: not yet."""
+        """Return whether it answers and asks for the token. Raises RuntimeError if it does not, OSError: not yet."""
         timeout = aiohttp.ClientTimeout(total=READY_S)
         url = f"http://server{self._health}"
         try:
@@ -184,7 +184,7 @@ class ServerConnection:
         return self._session
 
     async def _is_ending(self, process: Process) -> bool:
-        """Whether the server ends within a moment, because its engine has died."""
+        """Return whether the server ends within a moment, because its engine has died."""
         timeout = aiohttp.ClientTimeout(total=DYING_S)
         patience = DYING_S
         with suppress(aiohttp.ClientError, OSError, ReplicaLost):
@@ -194,7 +194,7 @@ class ServerConnection:
         return await process.ends_within(patience)
 
     def _last_words(self) -> str:
-        """How a server ended, and the first error in the end of its log; empty while it runs."""
+        """Return the end of a server with the first error in its log; empty while it runs."""
         if self.process is None or self.process.alive:
             return ""
         cause = first_error(self.process.last_lines(LOG_LINES))

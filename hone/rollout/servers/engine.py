@@ -1,4 +1,4 @@
-"""How an engine with a Python environment of its own (vLLM, SGLang) is started: interpreter, options, variables.
+"""Start of an engine in a Python environment of its own (vLLM, SGLang): interpreter, options, variables.
 
 `rollout.engine` has options by the engine's own names; `EngineDefaults` has those that hone sets.
 """
@@ -129,7 +129,7 @@ class EngineServer(RolloutServer):
 
 
 def has_tokenizer(spec: ServerSpec) -> bool:
-    """Whether the model's folder, or the hub for all that is known, has a tokenizer."""
+    """Return whether the model's folder, or the hub for all that is known, has a tokenizer."""
     folder = Path(spec.tokenizer or spec.model).expanduser()
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     return not folder.is_dir() or any((folder / name).is_file() for name in names)

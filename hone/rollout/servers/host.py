@@ -55,7 +55,7 @@ class Host(Protocol):
 
     @property
     def is_shared(self) -> bool:
-        """Whether the trainer may use the server's devices too."""
+        """Return whether the trainer may use the server's devices too."""
 
     async def open(self) -> Site:
         """Make the folder. Raises ServerFailed if no machine is available."""

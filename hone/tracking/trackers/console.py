@@ -163,7 +163,7 @@ class ConsoleTracker(Tracker):
 
 
 def _failure(values: Mapping[str, float], causes: Mapping[str, str]) -> str:
-    """How many answers of a step failed, and what the first of the most frequent kind said; empty: none."""
+    """Return the number of failed answers of a step with the most frequent cause; empty: none failed."""
     counts = {status: int(values.get(f"{_STATUS}{status}", 0)) for status in FAILED}
     failed = sum(counts.values())
     if not failed:

@@ -51,7 +51,7 @@ class Annotator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one annotator of a run reads and fills."""
+    """Fields that one annotator of a run reads and fills."""
 
     name: str
     provides: frozenset[str]  # fields of `Batch` that it fills; `components.x` names a reward component
@@ -59,7 +59,7 @@ class Stage:
 
 
 def declared_stages(config: PolicyRunConfig, algorithm: Algorithm, distillation: Distillation | None) -> list[Stage]:
-    """What annotates a batch, in this order."""
+    """Return the stages that annotate a batch, in this order."""
     stages = []
     if algorithm.needs_old_logprobs or (distillation is not None and distillation.needs_old_logprobs):
         fields = {"old_logprobs", *old_logprob_needs(config, algorithm)}
@@ -78,7 +78,7 @@ def declared_stages(config: PolicyRunConfig, algorithm: Algorithm, distillation:
 
 
 def old_logprob_needs(config: PolicyRunConfig, algorithm: Algorithm) -> frozenset[str]:
-    """What the forward for old log-probs computes beyond them."""
+    """Return the outputs of the forward for old log-probs beyond these."""
     routes = {ROUTES} if config.actor.routing_replay == "old_logprobs" else set()
     return frozenset(algorithm.infer_needs | routes)
 

@@ -1,4 +1,4 @@
-"""How many tokens the models of a policy run read at once, and whether prompts with their answers fit."""
+"""Token limits of the models of a policy run, and the check that prompts with their answers fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has to fit in a policy run before a model is built or a server is started."""
+"""Checks of a policy run's settings before a model is built or a server is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer trains on next: groups in draw order, generated in turns with training or ahead of it.
+"""Supply of the trainer: groups in draw order, generated in turns with training or ahead of it.
 
     trainer's thread            admit ------------------------- take --> train --> publish -------------------------.
                                   | prompts                      ^ scored groups, in draw order        a copy of the |
@@ -97,7 +97,7 @@ class Feed:
     # ------------------------------------------------------------------------------------------------- a step's groups
 
     def room(self, short: int, step: int) -> int:
-        """How many prompts to draw in `step`, which still takes `short` groups."""
+        """Return the number of prompts to draw in `step`, which still takes `short` groups."""
         return self._window.room(short, step)
 
     def admit(self, prompts: Sequence[Prompt], play: Play, short: int, before: Mapping[str, Any]) -> None:
@@ -169,7 +169,7 @@ class Feed:
         self._recorded |= {group.prompt.draw for group in groups}
 
     def _record(self, step: int, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
-        """What became of these groups, and which prompts were admitted since the last record."""
+        """Return the fate of these groups, and the prompts that were admitted since the last record."""
         admitted, self._admitted = self._admitted, []
         return {
             "step": step,
@@ -215,7 +215,7 @@ class Feed:
 
     @property
     def has_groups(self) -> bool:
-        """Whether the last settled step left draws open."""
+        """Return whether the last settled step left draws open."""
         return bool(self._settled)
 
     def write(self, folder: Path) -> None:
@@ -223,7 +223,7 @@ class Feed:
         self._unwritten = folder, self._settled
 
     def written(self, wait_until: bool) -> bool:
-        """Whether these groups are on the disk. With `wait_until`, those that do not end in time are left out."""
+        """Return whether these groups are on the disk. With `wait_until`, those that are late are left out."""
         if self._unwritten is None:
             return True
         folder, draws = self._unwritten
@@ -264,7 +264,7 @@ class Feed:
     # ------------------------------------------------------------------------------------------------------- its parts
 
     def _measure(self, batch: Batch) -> Metrics:
-        """How many updates old the tokens of a batch are, and how many answers are there already for later steps."""
+        """Measure the age of a batch's tokens in updates, and count the answers that wait for later steps."""
         counts = _version_counts(batch)
         ages = self._window.ages(counts)
         total = counts.total()

@@ -45,12 +45,12 @@ EVALUATION_SEED = 1_000_003  # added to the run's: an evaluation must not replay
 
 
 def sampling_params(renderer: Renderer, config: SamplingConfig) -> SamplingParams:
-    """How answers are sampled; the tokens that end an answer come from the chat template."""
+    """Return the sampling of answers; the tokens that end an answer come from the chat template."""
     return replace(config.params(seed=0), stop_token_ids=tuple(sorted(renderer.end_token_ids)))
 
 
 def has_servers(rollout: RolloutConfig) -> bool:
-    """Whether a rollout generates in processes of its own."""
+    """Return whether a rollout generates in processes of its own."""
     return not (rollout.backend == "builtin" and rollout.builtin.process == "inside")
 
 
@@ -87,7 +87,7 @@ def within_descriptors(config: PolicyRunConfig) -> RolloutConfig:
 
 
 def _episodes_at_a_time(config: PolicyRunConfig) -> int:
-    """How many episodes may run together: of the prompts of a step, and of those that are drawn ahead."""
+    """Return the number of episodes that may run together, those of prompts drawn ahead included."""
     sampling = config.algorithm.dynamic_sampling
     prompts = config.update.prompts_per_step * (1.0 if sampling is None else sampling.oversample)
     ahead = 0 if config.asynchrony is None else config.asynchrony.staleness * config.update.prompts_per_step
@@ -95,7 +95,7 @@ def _episodes_at_a_time(config: PolicyRunConfig) -> int:
 
 
 def _new_weights(config: PolicyRunConfig) -> NewWeights | None:
-    """What new weights do to answers that are being written; None: there are none then."""
+    """Return the effect of new weights on answers that are being written; None: there are none then."""
     asynchrony = config.asynchrony
     return asynchrony.new_weights if asynchrony is not None and asynchrony.staleness else None
 

@@ -25,7 +25,7 @@ def describe_greedy(groups: Sequence[TrajectoryGroup]) -> Metrics:
 
 
 def count_statuses(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """How many of a step's trajectories have each status."""
+    """Count a step's trajectories by status."""
     counts = Counter(one.status for group in groups for one in group.trajectories)
     return {f"rollout/status/{status}": Metric.sum(counts[status]) for status in Status}
 
@@ -62,7 +62,7 @@ def describe(groups: Sequence[TrajectoryGroup]) -> Metrics:
 
 
 def describe_lengths(drawn: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> Metrics:
-    """How long a step's answers are: all that were drawn, those that failed, and those that are trained on.
+    """Measure the lengths of a step's answers: all that were drawn, those that failed, those that are trained on.
 
     A trained distribution that is shorter than the drawn one means that deadlines or filters prefer short answers.
     """

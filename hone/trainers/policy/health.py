@@ -1,4 +1,4 @@
-"""Whether a run can learn, seen from the metrics of its steps: what goes wrong in silence is said, or ends the run.
+"""Health of a run, from the metrics of its steps: a silent fault is a warning, or ends the run.
 
 rewards that fail       an error, with the first cause     above reward.max_failed_fraction in 3 steps in a row
 nothing to learn from   one line, with what to look at     after 10 such steps in a row
@@ -31,7 +31,7 @@ class Symptom:
 
 
 def symptoms(grouped: bool) -> list[Symptom]:
-    """What to look for; `grouped`: each prompt has several answers, which are compared with each other."""
+    """Return the symptoms to look for; `grouped`: each prompt has several answers, compared with each other."""
     found = [
         Symptom(
             lambda v: v["reward/max"] == v["reward/min"] == 0.0,

@@ -23,7 +23,7 @@ from hone.weights.settings import WeightSyncConfig
 
 
 class EvaluationSamplingConfig(Config):
-    """How evaluation answers are sampled. Stop strings come from `rollout.sampling`."""
+    """Sampling of evaluation answers. Stop strings come from `rollout.sampling`."""
 
     temperature: float = setting(0.0, "divides the logits; 0 takes the likeliest token (greedy)", ge=0)
     top_k: int = setting(0, "sample among the k likeliest tokens; 0: all", unit="tokens", ge=0)
@@ -73,7 +73,7 @@ class PolicyEvaluationConfig(EvaluationConfig):
 
 
 class UpdateConfig(Config):
-    """How one step's trajectories are turned into optimizer steps."""
+    """Division of one step's trajectories into optimizer steps."""
 
     prompts_per_step: int = setting(meaning="prompts whose groups one step trains on", unit="prompts", ge=1)
     samples_per_prompt: int = setting(8, "trajectories per prompt: the group's size", unit="trajectories", ge=1)
@@ -215,12 +215,12 @@ class PolicyRunConfig(Config):
 
 
 def learns_from_teachers(config: PolicyRunConfig) -> bool:
-    """Whether teachers are the only signal, so that answers need no reward."""
+    """Return whether teachers are the only signal, so that answers need no reward."""
     return config.distillation is not None and config.distillation.task_coef == 0
 
 
 def is_asynchronous(config: PolicyRunConfig) -> bool:
-    """Whether answers are generated while the policy is trained."""
+    """Return whether answers are generated while the policy is trained."""
     return config.asynchrony is not None and config.asynchrony.staleness > 0
 
 

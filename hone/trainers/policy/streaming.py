@@ -94,7 +94,7 @@ class StreamingTrainer(PolicyTrainer):
 
 
 def edges_of(prompts_per_step: int, minibatches: int) -> list[int]:
-    """How many groups the mini-batches up to each one have, as `hone.data.packing.minibatches` cuts a whole batch."""
+    """Return the number of groups up to the end of each mini-batch, as `hone.data.packing.minibatches` cuts a batch."""
     return [prompts_per_step * place // minibatches for place in range(1, minibatches + 1)]
 
 

@@ -133,7 +133,7 @@ class PromptSupply:
         return prompts
 
     def _skips(self, prompt: Prompt) -> bool:
-        """Whether a prompt is skipped because its last groups had no variance; the same in every launch."""
+        """Return whether a prompt is skipped because its last groups had no variance; the same in every launch."""
         probability = self._groups.skip_probability(prompt.prompt_id)
         return probability > 0 and draw_chance(self._seed, prompt.draw) < probability
 

@@ -31,7 +31,7 @@ TEACHERS = "teachers"  # folder of a run folder, for the logs of their servers
 
 
 class TeacherChoice:
-    """Which teacher judges the answers to a prompt, by a column of its row."""
+    """Choice of the teacher that judges the answers to a prompt, by a column of its row."""
 
     def __init__(self, field: str, names: Sequence[str]) -> None:
         """`field`: the column that names the teacher; empty: the first teacher judges all rows."""

@@ -40,7 +40,7 @@ class Unscorable(ValueError):
 
 
 def reward_model_spec(config: RewardModelConfig) -> TrainSpec:
-    """How an engine hosts the reward model, for inference only. Raises ConfigError if the folder holds none."""
+    """Return the spec of an engine for the reward model. Raises ConfigError if the folder holds none."""
     dtype = compute_dtype(config.compute_dtype, current_platform())
     model = ModelConfig.model_validate({"path": config.path, "dtype": dtype, "use": UseConfig(context=config.context)})
     if not has_value_head(model):
@@ -151,7 +151,7 @@ class AnswerScorer:
 
 
 def separator_tokens(pieces: Sequence[str], separator: str) -> list[int]:
-    """Which of an answer's tokens, given as text, begin a separator that has something to judge before and after it.
+    """Find the tokens, given as text, that begin a separator with something to judge before and after it.
 
     >>> separator_tokens(["a", "b", "\\n", "c", "\\n"], "\\n"), separator_tokens(["x", ".\\n", "\\ny"], "\\n\\n")
     ([2], [1])

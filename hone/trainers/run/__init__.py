@@ -1,4 +1,4 @@
-"""What every run has.
+"""Settings of every run.
 
 In reading order: `settings`, `context` (folder, trackers, metrics), `roles` (the models of a run on its devices),
 `learners` (the models that change in a step), `loop` (the training loop), `checkpoints`, `launch` (a run from start

@@ -131,7 +131,7 @@ class CheckpointStore:
 
     @property
     def has_pending(self) -> bool:
-        """Whether a checkpoint is on its way to the disk."""
+        """Return whether a checkpoint is on its way to the disk."""
         return self._pending is not None
 
     def publish(self, wait: bool) -> bool:
@@ -255,7 +255,7 @@ class CheckpointStore:
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with a checkpoint folder, empty if nothing: missing, truncated or changed files."""
+    """Return the faults of a checkpoint folder: missing, truncated or changed files; empty if there are none."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return f"{MANIFEST} is missing"

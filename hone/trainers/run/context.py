@@ -1,4 +1,4 @@
-"""What every part of a run is given: its folder, its trackers, its metrics."""
+"""Context that every part of a run gets: its folder, its trackers, its metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hone.trainers.run.recorder import Recorder
 
 @dataclass(frozen=True, slots=True)
 class RunControl:
-    """How the caller of a run follows it, ends it early, or has it repeat another."""
+    """Means by which the caller of a run follows it, ends it early, or has it repeat another."""
 
     on_step: Callable[[int, Mapping[str, float]], None] | None = None  # gets each step's metrics, on the run's thread
     stop: threading.Event = field(default_factory=threading.Event)  # set: end after this step, as the first Ctrl-C does
@@ -28,7 +28,7 @@ class RunControl:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Where a run writes its files, figures and timings."""
+    """Places to which a run writes its files, figures and timings."""
 
     folder: Path
     tracking: Tracking

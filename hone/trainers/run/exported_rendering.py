@@ -31,7 +31,7 @@ def write_rendering(folder: Path, config: Config, data: DataConfig, renderer: Re
 
 @dataclass(frozen=True, slots=True)
 class ExportedRendering:
-    """How messages are rendered for a reward model, as in its training."""
+    """Rendering of messages for a reward model, as in its training."""
 
     renderer: Renderer
     system_prompt: str = ""

@@ -53,7 +53,7 @@ def claim(folder: Path) -> Iterator[None]:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Whether a process is writing the run."""
+    """Return whether a process is writing the run."""
     try:
         with (folder / LOCK).open("r", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -110,7 +110,7 @@ def _changes(path: Path, config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _same(before: Any, now: Any, places: tuple[str, str]) -> bool:
-    """Whether two values of a key are equal, or names of one file or folder.
+    """Return whether two values of a key are equal, or names of one file or folder.
 
     That is so where both names lead to the same place, or where the file has moved together with the run folder
     (`places`: where that was and is) and is no longer at its old place. `file.py:function` names a file, too.
@@ -132,7 +132,7 @@ def _same(before: Any, now: Any, places: tuple[str, str]) -> bool:
 
 
 def _finished_steps(folder: Path) -> int:
-    """How many steps a finished run took; -1 if it has not finished, or that is not known."""
+    """Return how many steps a finished run took; -1 if it has not finished, or that is not known."""
     try:
         facts = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -227,7 +227,7 @@ def _check_whole_run(
 def _run_context(
     config: PolicyRunConfig | SupervisedConfig, renderer: Renderer, recorder: Recorder, control: RunControl
 ) -> Iterator[RunContext]:
-    """Where a run writes, how it is timed and watched; the trackers are closed however it ends."""
+    """Open the context of a run: files, timings and trackers; the trackers are closed however it ends."""
     folder = Path(config.run.dir)
     info = RunInfo(run_dir=folder, total_steps=config.run.steps, config=plain(config))
     kind = Tracking if ranks.is_first() else MutedTracking

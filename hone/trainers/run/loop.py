@@ -74,7 +74,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def parts(self) -> Mapping[str, PartWriter]:
-        """What writes each folder of a checkpoint."""
+        """Return the writer of each folder of a checkpoint."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Trainer(ABC):
         return checkpoint.step
 
     def written(self, wait: bool) -> bool:
-        """Whether the parts of a checkpoint that are written while training goes on are on the disk."""
+        """Return whether the parts of a checkpoint that are written while training goes on are on the disk."""
         return True
 
     def save(self, step: int) -> None:
@@ -174,7 +174,7 @@ class Trainer(ABC):
 
     @property
     def _intact(self) -> bool:
-        """Whether no weight has changed since the last whole step: only whole steps are saved."""
+        """Return whether no weight has changed since the last whole step: only whole steps are saved."""
         return self._updates == [role.updates for role in self.changing_roles()]
 
     def _write(self, step: int, figures: Mapping[str, float]) -> None:

@@ -83,7 +83,7 @@ def lost_updates(model: ModelConfig, engine: EngineConfig) -> str | None:
 
 
 def is_its_own_reference(policy: EngineConfig) -> bool:
-    """Whether a policy without its adapter is the policy before training: not if training continues an adapter."""
+    """Return whether a policy without adapter is the policy before training: not if it continues an adapter."""
     return policy.lora is not None and policy.lora.path is None
 
 

@@ -17,7 +17,7 @@ def _listed(value: Any) -> Any:
 
 
 class RunConfig(Config):
-    """Which run this is. The same folder continues the same run."""
+    """Identity and length of a run. The same folder continues the same run."""
 
     dir: str = setting(meaning="the run folder: everything a run writes is in it; an existing run in it is continued")
     steps: int | None = setting(None, "training steps of the whole run, resumed parts included", unit="steps", ge=1)

@@ -32,7 +32,7 @@ PER_ANSWER = AggregationSettings(mode="seq_mean_token_sum")
 
 
 class _PreferenceTask(Generic[I]):
-    """What pairs and judged answers share: the reference, the token budget, and the measurements."""
+    """Parts that pairs and judged answers share: the reference, the token budget, and the measurements."""
 
     measures: Mapping[str, str] = {
         "loss": "train/preference_loss",

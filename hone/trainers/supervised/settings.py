@@ -24,7 +24,7 @@ from hone.trainers.run.settings import CheckpointConfig, EvaluationConfig, Profi
 
 
 class SupervisedConfig(Config):
-    """What every supervised run has."""
+    """Settings of every supervised run."""
 
     kind: str = setting(meaning="which kind of run")
     run: RunConfig = setting(meaning="which run")

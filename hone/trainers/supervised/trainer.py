@@ -49,7 +49,7 @@ class Task(Protocol[Item]):
 
     @property
     def measures(self) -> Mapping[str, str]:
-        """What is measured on held-out sets: name of the figure -> name of the objective's metric."""
+        """Return the figures of held-out sets: name of the figure -> name of the objective's metric."""
 
     def collate(self, items: Sequence[Item]) -> Batch:
         """Pack the items of one optimizer step, with loss weights and all other fields that the objective reads."""

@@ -140,7 +140,7 @@ def place(tensors: Iterable[tuple[str, Tensor]], entries: Sequence[Entry], room:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's elements are the bytes in host memory that begin at its address."""
+    """Return whether the tensor's elements are the bytes in host memory that begin at its address."""
     return (
         type(tensor) in _PLAIN
         and tensor.is_cpu
@@ -151,7 +151,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def is_like(tensor: Tensor, entry: Entry) -> bool:
-    """Whether the bytes of `entry` can be written to the address of `tensor` in host memory."""
+    """Return whether the bytes of `entry` can be written to the address of `tensor` in host memory."""
     return tensor.dtype is entry.dtype and tensor.shape == entry.shape and _is_plain(tensor)
 
 

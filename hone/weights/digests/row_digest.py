@@ -191,7 +191,7 @@ def _slow_product(rows: Tensor, numbers: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _has_product(device: torch.device) -> bool:
-    """Whether this device multiplies int8 matrices exactly; tried once, with the largest values."""
+    """Return whether this device multiplies int8 matrices exactly; tried once, with the largest values."""
     rows = torch.full((32, ROW), -128, dtype=torch.int8, device=device)
     rows[1::2] = 127
     numbers = torch.full((ROW, COLUMNS), _LARGEST, dtype=torch.int8, device=device)

@@ -79,7 +79,7 @@ class BucketedEngine(CheckpointEngine):
         return Sent(version, digest, packer.tensors, packer.bytes, number, self.channel.lost())
 
     def _label(self) -> str:
-        """What the digest covers besides the tensors, once they are sent."""
+        """Return the text that the digest covers besides the tensors, once they are sent."""
         return ""
 
     async def _fill(self, packer: Packer, number: int, full: int) -> bool:

@@ -90,7 +90,7 @@ class Packer:
 
     @property
     def midway(self) -> bool:
-        """Whether a large tensor is only partly written."""
+        """Return whether a large tensor is only partly written."""
         return self._large is not None
 
     async def fill(self, bucket: Tensor, begin: int = 0) -> Filled:

@@ -148,7 +148,7 @@ def _connected(address: str, token: str) -> Any:
 def _together(
     sent: Mapping[int, Mapping[str, Any]], boxes: Sequence[str], chosen: Mapping[Peer, int], lost: Mapping[str, str]
 ) -> Sent:
-    """What all ranks sent. Raises WeightSyncError if ranks sent the same boxes with different content."""
+    """Join the statements of all ranks. Raises WeightSyncError if ranks sent the same boxes with different content."""
     for rank, one in sent.items():
         for name in COMPARED:
             first = next(other for other in sent if name == "tensors" or boxes[other] == boxes[rank])

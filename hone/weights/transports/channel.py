@@ -64,7 +64,7 @@ class Peer:
 
     @property
     def met(self) -> bool:
-        """Whether it has connected."""
+        """Return whether it has connected."""
         return bool(self.identity)
 
     @property

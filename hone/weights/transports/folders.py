@@ -65,7 +65,7 @@ def sweep(root: Path) -> None:
 
 
 def is_free(path: Path) -> bool:
-    """Whether the process that created the folder has ended or removed it."""
+    """Return whether the process that created the folder has ended or removed it."""
     try:
         descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

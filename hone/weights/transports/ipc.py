@@ -118,7 +118,7 @@ class IpcEngine(BucketedEngine):
             self._buffers = kind(self.bucket_bytes)
 
     def _reaches(self, channel: SenderChannel) -> bool:
-        """Whether every receiver can open memory of this process's device."""
+        """Return whether every receiver can open memory of this process's device."""
         own = own_device()
         return shares_memory() and all(own in peer.facts.get("devices", ()) for peer in channel.left())
 
@@ -135,7 +135,7 @@ def own_device() -> str:
 
 
 def shares_memory() -> bool:
-    """Whether another process can open this process's device memory."""
+    """Return whether another process can open this process's device memory."""
     platform = current_platform()
     return platform.supports_ipc and not platform.why_no_ipc()
 

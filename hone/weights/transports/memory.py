@@ -79,7 +79,7 @@ class SharedBuffers:
         self._allocated[number] = end
 
     def describe(self, is_mapped: bool) -> dict[str, Any]:
-        """What a receiver needs to open the buckets; `is_mapped`: it has, in an earlier sync."""
+        """Return the facts with which a receiver opens the buckets; `is_mapped`: it has, in an earlier sync."""
         return {"kind": self.kind, "identity": self.identity, "size": self.size}
 
     def synchronize(self) -> None:

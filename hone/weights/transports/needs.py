@@ -1,4 +1,4 @@
-"""Which boxes of the weights each training rank sends: those that its receivers read in the sync before.
+"""Boxes of the weights that each training rank sends: those that its receivers read in the sync before.
 
 receivers  --facts: the boxes they need--> driver   checks that the ranks of each replica together need all
            of a tensor or nothing; otherwise they get it whole
@@ -16,7 +16,7 @@ from hone.weights.transports.channel import Peer, SenderChannel
 
 
 def wanted(channel: SenderChannel) -> dict[Peer, str]:
-    """What each receiver needs, as text. One whose text cannot be read is lost."""
+    """Return each receiver's needs, as text. One whose text cannot be read is lost."""
     found = {}
     for peer in list(channel.left()):
         text = peer.facts.get("wants", "")

@@ -196,7 +196,7 @@ class _Memory:
             raise WeightSyncError(f"NIXL cannot register {count} buckets of {size} bytes: {error}") from error
 
     def describe(self) -> dict[str, Any]:
-        """What a receiver needs to read the buffers."""
+        """Return the facts with which a receiver reads the buffers."""
         places = [[tensor.data_ptr(), self._index] for tensor in self.tensors]
         return {"agent": self.agent.get_agent_metadata().hex(), "kind": self.kind, "size": self.size, "places": places}
 

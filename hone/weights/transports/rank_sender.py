@@ -72,7 +72,7 @@ Needs = tuple[str | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is."""
+    """Location of a rank."""
 
     here: bool  # on the driver's machine, and it sees the driver's folder
     process: int
@@ -180,7 +180,7 @@ class _RankEngine(IpcEngine):
         self._made: dict[str, Boxed] = {}  # the boxes that were sent
 
     def fits(self, order: OpenSender) -> bool:
-        """Whether the engine of an earlier sync can serve this one."""
+        """Return whether the engine of an earlier sync can serve this one."""
         return (self.bucket_bytes, self._token) == (order.bucket_bytes, order.token)
 
     def begin(self, order: OpenSender, rank: int) -> None:

@@ -148,7 +148,7 @@ _FILTERS = sampler.top_k_top_p_min_p_sampling_from_probs_torch
 
 
 def ends_at_a_token(request: Any, tokens: list[int]) -> bool:
-    """Whether a request ends at one of its new tokens; with `ignore_eos` its stop ids still count.
+    """Return whether a request ends at one of its new tokens; with `ignore_eos` its stop ids still count.
 
     SGLang's own function ignores the stop ids then.
     """

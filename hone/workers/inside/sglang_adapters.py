@@ -136,7 +136,7 @@ def in_sglangs_form(
 
 
 def _has_room(manager: LoRAManager, layer: str) -> bool:
-    """Whether SGLang accepts adapters for the layer, or for the fused layer that contains it."""
+    """Return whether SGLang accepts adapters for the layer, or for the fused layer that contains it."""
     block, _, last = layer.rpartition(".")
     (fused,) = get_normalized_target_modules([last])
     return any(f"{block}.{fused}" in modules for modules in manager.lora_modules)

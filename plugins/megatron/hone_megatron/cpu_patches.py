@@ -109,7 +109,7 @@ def token_counts() -> None:
 
 
 def stage_messages() -> None:
-    """What pipeline stages send each other is received in CUDA memory, followed by `torch.cuda.synchronize()`."""
+    """Patch the messages of pipeline stages, which are received in CUDA memory and wait for `torch.cuda`."""
     p2p_communication.torch = _CPU
 
 

@@ -1,4 +1,4 @@
-"""Which Hugging Face models the engine builds: their config in Megatron-Core's terms, or an error that says why not."""
+"""Hugging Face configs in Megatron-Core's terms, or an error that says why not."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _mixture(config: Any) -> dict[str, Any]:
 
 
 def mixture_layers(config: Any) -> int:
-    """How many layers, the last ones, are mixtures of experts."""
+    """Return the number of layers, the last ones, that are mixtures of experts."""
     dense = getattr(config, "first_k_dense_replace", None) or 0
     return max(int(config.num_hidden_layers) - dense, 0) if config.model_type in MIXTURES else 0
 

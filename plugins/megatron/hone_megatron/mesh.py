@@ -62,7 +62,7 @@ class MegatronRanks(JobRanks):
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this is the first of the ranks that compute the same results, on the last stage."""
+        """Return whether this is the first of the ranks that compute the same results, on the last stage."""
         is_last = self.stage == self.sizes.pipeline - 1
         return is_last and self.rank % (self.sizes.tensor * self.sizes.context) == 0
 
@@ -72,7 +72,7 @@ class MegatronRanks(JobRanks):
 
     @property
     def expert_tensor_rank(self) -> int:
-        """Which part of each of its experts this rank has."""
+        """Return the number of this rank's part of each of its experts."""
         return int(parallel_state.get_expert_tensor_parallel_rank())
 
     @property
@@ -82,12 +82,12 @@ class MegatronRanks(JobRanks):
 
     @property
     def is_first_expert_copy(self) -> bool:
-        """Whether this is the first of the ranks that hold the same parts of the same experts."""
+        """Return whether this is the first of the ranks that hold the same parts of the same experts."""
         return int(parallel_state.get_expert_data_parallel_rank()) == 0
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this is the first of the ranks that hold the same slices of other weights."""
+        """Return whether this is the first of the ranks that hold the same slices of other weights."""
         return self.data_parallel_rank == 0 and (self.context is None or self.context.rank == 0)
 
     @property

@@ -58,7 +58,7 @@ class Model(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
     @property
     def copies_embedding(self) -> bool:
-        """Whether the head is a copy of the embedding, which another stage has."""
+        """Return whether the head is a copy of the embedding, which another stage has."""
         return bool(self.share_embeddings_and_output_weights and self.post_process and not self.pre_process)
 
     def head_weight(self) -> Tensor:

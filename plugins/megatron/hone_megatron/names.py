@@ -1,4 +1,4 @@
-"""Which box of which Hugging Face weight each Megatron parameter is: the one table that everything else follows.
+"""Table of the box of a Hugging Face weight that each Megatron parameter is; everything else follows from it.
 
     Megatron's parameter on a tensor rank         boxes of Hugging Face weights, as row ranges of that parameter
     linear_qkv  [q q k v | q q k v | ...]         q_proj, k_proj, v_proj: one box each for every key-value head

@@ -1,4 +1,4 @@
-"""What the backward computes again instead of keeping: whole layers, or parts of them (`recompute_modules`).
+"""Recomputation in the backward: whole layers, or parts of them (`recompute_modules`).
 
     layer:  norm --> mla_up_proj --> core_attn --> projection --> norm --> mlp, or moe (with moe_act, shared_experts)
 
@@ -39,7 +39,7 @@ def recompute_modules(part: Any, modules: Sequence[str]) -> None:
 
 
 def _place(layer: Any, name: str) -> tuple[Any, str]:
-    """Whose method computes a part of a layer; (None, ...) where the layer does not have it."""
+    """Return the owner of the method that computes a part of a layer; (None, ...) where the layer has no such part."""
     attention, mlp = layer.self_attention, layer.mlp
     is_latent, is_mixture = isinstance(attention, LatentAttention), hasattr(mlp, "experts")
     places: dict[str, tuple[Any, str]] = {

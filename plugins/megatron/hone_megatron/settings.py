@@ -14,7 +14,7 @@ RecomputedModule = Literal["core_attn", "mla_up_proj", "mlp", "moe", "moe_act", 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many ranks each dimension of the mesh has; data x context x tensor x pipeline is all of them."""
+    """Number of ranks in each dimension of the mesh; data x context x tensor x pipeline is all of them."""
 
     data: int
     tensor: int
@@ -31,7 +31,7 @@ class Sizes:
 
 
 class MegatronParallel(Config):
-    """How ranks divide a model and its batches. All remaining ranks split batches (data parallel)."""
+    """Division of a model and its batches between ranks. All remaining ranks split batches (data parallel)."""
 
     tensor: int = setting(1, "ranks that split each layer's matrices, the embedding and the head", ge=1)
     sequence: bool = setting(False, "tensor ranks also split the tokens between those matrices")
@@ -81,7 +81,7 @@ class MegatronParallel(Config):
         )
 
     def layers_of_parts(self, layers: int, name: str) -> tuple[int, ...]:
-        """How many of the layers of the model `name` each part has. Raises ValueError if these are not all."""
+        """Return the number of layers in each part of the model `name`. Raises ValueError if these are not all."""
         parts, said = self.pipeline * self.virtual_pipeline, self.layers
         product = (
             f"{self.key_of('pipeline')} = {self.pipeline} x {self.key_of('virtual_pipeline')} = {self.virtual_pipeline}"

@@ -264,7 +264,7 @@ class MegatronWeights:
 
     @property
     def nbytes(self) -> int:
-        """What weights, masters and gradients of this rank take."""
+        """Return the bytes of weights, masters and gradients of this rank."""
         memory = {one.untyped_storage().data_ptr(): one for part in self._parts for one in part.parameters()}
         weights = sum(one.untyped_storage().nbytes() for one in memory.values())
         gradients: int = sum(buffer.grad_data.nbytes for buffer in self._memory)
@@ -306,7 +306,7 @@ def rectangles(first: int, last: int, box: Box, columns: int) -> Iterator[tuple[
 
 
 def _within(shard: BoxShard, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
-    """Where a shard lies in its whole tensor, or in a box of it that begins at `origin`."""
+    """Return the position of a shard in its whole tensor, or in a box of it that begins at `origin`."""
     assert shard.box is not None
     starts = [at - start for at, start in zip(shard.box.offset, origin or [0] * len(shard.shape), strict=True)]
     return tuple(slice(start, start + length) for start, length in zip(starts, shard.box.shape, strict=True))

@@ -1,4 +1,4 @@
-"""Which Hugging Face models the engine builds: their config as torchtitan's decoder, or an error that says why not."""
+"""Hugging Face configs as torchtitan's decoder, or an error that says why not."""
 
 from __future__ import annotations
 

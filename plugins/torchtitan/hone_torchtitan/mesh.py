@@ -38,7 +38,7 @@ class TitanRanks(JobRanks):
 
     @property
     def token_ranks(self) -> int:
-        """How many ranks share the tokens between matrices; torchtitan itself cuts rows and joins them."""
+        """Return the number of ranks that share tokens between matrices; torchtitan cuts rows and joins them."""
         return self.sizes.tensor if self.sizes.sequence else 1
 
     @property
@@ -51,7 +51,7 @@ class TitanRanks(JobRanks):
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this is the first of the ranks that compute the same results."""
+        """Return whether this is the first of the ranks that compute the same results."""
         return self.rank % self.sizes.tensor == 0
 
     @property

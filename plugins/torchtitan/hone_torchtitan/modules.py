@@ -1,4 +1,4 @@
-"""What hone puts in place of torchtitan's own modules, so that a decoder computes as transformers' does.
+"""Modules in place of torchtitan's own, so that a decoder computes as transformers' does.
 
     PaddedEmbedding   the pad token gets no gradient as an input
     Rotary            transformers' frequencies, for the positions of the batch

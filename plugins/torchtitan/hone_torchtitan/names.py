@@ -1,4 +1,4 @@
-"""What transformers calls each weight of a torchtitan decoder. Shapes are the same, so a name is all that changes.
+"""transformers' names for the weights of a torchtitan decoder. Shapes are the same, so only names change.
 
 torchtitan's adapter for Llama permutes queries and keys, because its Llama rotates neighbouring numbers. Here all
 families rotate halves, as transformers does (`modules.Rotary`), so no weight is permuted.

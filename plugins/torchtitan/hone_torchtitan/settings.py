@@ -10,7 +10,7 @@ from hone.engines.settings import BackendSettings
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many ranks each dimension of the mesh has; replicate x shard x tensor is all of them."""
+    """Number of ranks in each dimension of the mesh; replicate x shard x tensor is all of them."""
 
     replicate: int
     shard: int
@@ -23,7 +23,7 @@ class Sizes:
 
 
 class TitanParallel(Config):
-    """How ranks divide a model and its batches; by default both are sharded over all ranks (FSDP)."""
+    """Division of a model and its batches between ranks; by default both are sharded over all ranks (FSDP)."""
 
     replicate: int = setting(1, "copies of the sharded model, each with batches of its own (HSDP)", ge=1)
     shard: int | None = setting(None, "ranks that shard weights and batches; null: all remaining ranks", ge=1)

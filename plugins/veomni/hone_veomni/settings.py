@@ -18,7 +18,7 @@ class OperatorsConfig(Config):
 
 
 class VeomniParallel(ShardConfig):
-    """How ranks divide a model and its batches; by default both are sharded over all ranks (FSDP)."""
+    """Division of a model and its batches between ranks; by default both are sharded over all ranks (FSDP)."""
 
     expert: int = setting(1, "ranks that split the experts: 1, or the engine says why not", ge=1)
 

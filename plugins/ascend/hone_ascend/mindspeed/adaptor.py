@@ -29,7 +29,7 @@ _found_megatron: list[str] = []
 
 
 def missing() -> list[str]:
-    """What has to be installed before MindSpeed can be imported here, and how."""
+    """List what has to be installed before MindSpeed can be imported here, and how."""
     lacks = [f"{name} ({how})" for name, how in PACKAGES.items() if not _is_there(name)]
     if not toolkit_version():
         where = f"no {TOOLKIT}, and {TOOLKIT_VARIABLE} names none; run its set_env.sh after the installation"

@@ -14,7 +14,7 @@ from hone.models.attention.packed import Packing, Scoring, attend
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """What attention needs of a row; it travels through Megatron's layers as their `packed_seq_params`."""
+    """Input of attention for a row; it travels through Megatron's layers as their `packed_seq_params`."""
 
     packing: Packing
     scale: float  # of the rotary part of queries and of keys: 1 for most types of positions

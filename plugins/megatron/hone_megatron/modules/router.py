@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """How an architecture chooses experts and weighs them."""
+    """Choice and weights of experts in an architecture."""
 
     scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"  # chosen: a softmax over the chosen experts alone
     normalises: bool = False  # whether the weights of a token's experts are divided by their sum
