@@ -17,6 +17,8 @@ from hone.tracking.report.build import build_report
 from hone.tracking.terminal import LastingConsole
 from hone.trainers.run.folder import set_aside
 
+BAD_INPUT_OR_STOP: tuple[type[BaseException], ...] = (*BAD_INPUT, KeyboardInterrupt)
+
 
 def report_run(folder: Path, run: Callable[[], Path], restart: bool = False) -> None:
     """Call `run`, build the report page, and print where the results are. `restart`: set an earlier run aside first.
@@ -38,7 +40,7 @@ def report_run(folder: Path, run: Callable[[], Path], restart: bool = False) -> 
         say(f"error: {one_line(error)}")
         _try_page(folder)
         raise SystemExit(EXIT_FAILED) from error
-    except (*BAD_INPUT, KeyboardInterrupt) as error:
+    except BAD_INPUT_OR_STOP as error:
         if _begun(folder) != before:
             if not isinstance(error, KeyboardInterrupt):
                 keep_traceback(folder, error)

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from hone.models.building import save_configs
 from hone.models.checkpoint_names import by_layer
 from hone.models.loading import ValueModel
 from hone.models.value_head import VALUE_HEAD_FILE
 
 FILE_BYTES = 4 * 2**30
-GENERATION = "generation_config.json"
 Named = tuple[str, Tensor]
 
 
@@ -92,70 +89,3 @@ def _save_configs(model: Any, folder: Path, dtype: torch.dtype) -> None:
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # the name that `fully_shard` gives a class
     config.dtype = dtype
     save_configs(model, config, folder)
-
-
-@contextmanager
-def into_place(folder: Path, writes: bool = True) -> Iterator[Path]:
-    """A new folder beside `folder` to write into. It takes the place of `folder` at the end, or is removed on an error.
-
-    Without `writes`, another rank writes: nothing is removed or moved here.
-    """
-    folder = folder.resolve()  # a link to another disk stays one
-    partial, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
-    if not writes:
-        yield partial
-        return
-    for one in (partial, old):  # of a process that was killed
-        shutil.rmtree(one, ignore_errors=True)
-    try:
-        yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def save_configs(model: Any, config: Any, folder: Path) -> None:
-    """Write config.json and, for a model that generates, generation_config.json.
-
-    transformers loads files of published models that its own `save_pretrained` refuses to write: a temperature beside
-    `do_sample: false`, or generation settings in config.json. The latter move to generation_config.json.
-    """
-    config, generation = _apart(config, getattr(model, "generation_config", None))
-    config.save_pretrained(folder)
-    if model.can_generate() and generation is not None:
-        _write(generation, folder)
-
-
-def save_model(model: Any, folder: Path) -> None:
-    """`model.save_pretrained(folder)` for a whole model in this process, with the configs of `save_configs`."""
-    config, given = model.config, getattr(model, "generation_config", None)
-    plain, generation = _apart(config, given)
-    try:
-        model.config = plain
-        if given is not None:
-            model.generation_config = GenerationConfig()
-        model.save_pretrained(folder)
-    finally:
-        model.config = config
-        if given is not None:
-            model.generation_config = given
-    if model.can_generate() and generation is not None:
-        _write(generation, folder)
-
-
-def _write(generation: GenerationConfig, folder: Path) -> None:
-    generation.to_json_file(folder / GENERATION, use_diff=True, keys_to_pop=["compile_config"])
-
-
-def _apart(config: Any, generation: GenerationConfig | None) -> tuple[Any, GenerationConfig | None]:
-    """Copies of a model's config without generation settings, and of its generation config with them."""
-    config, generation = copy.deepcopy(config), copy.deepcopy(generation)
-    for name, value in config._get_generation_parameters().items():
-        setattr(config, name, None)
-        if generation is not None and getattr(generation, name, None) is None:
-            setattr(generation, name, value)
-    return config, generation

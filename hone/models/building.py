@@ -1,12 +1,17 @@
-"""Build a model from a transformers architecture with given sizes and random weights."""
+"""Model folders that hone makes itself: models built from an architecture with given sizes, and models saved whole."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -17,6 +22,8 @@ from hone.models.tokenizer import SPECIAL_TOKENS
 from hone.models.vision.building import BUILT, vision_language_config
 from hone.models.vision.model import attention_names, auto_class
 from hone.registry import unknown
+
+GENERATION = "generation_config.json"
 
 # Our name -> names in transformers' configs; the first one that a config has is set.
 _FIELDS: dict[str, tuple[str, ...]] = {
@@ -84,3 +91,70 @@ def build_model(build: BuildConfig, dtype: torch.dtype) -> PreTrainedModel:
             config, dtype=dtype, attn_implementation=attention_names(kind, PACKED)
         )
     return model
+
+
+@contextmanager
+def into_place(folder: Path, writes: bool = True) -> Iterator[Path]:
+    """A new folder beside `folder` to write into. It takes the place of `folder` at the end, or is removed on an error.
+
+    Without `writes`, another rank writes: nothing is removed or moved here.
+    """
+    folder = folder.resolve()  # a link to another disk stays one
+    partial, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
+    if not writes:
+        yield partial
+        return
+    for one in (partial, old):  # of a process that was killed
+        shutil.rmtree(one, ignore_errors=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def save_configs(model: Any, config: Any, folder: Path) -> None:
+    """Write config.json and, for a model that generates, generation_config.json.
+
+    transformers loads files of published models that its own `save_pretrained` refuses to write: a temperature beside
+    `do_sample: false`, or generation settings in config.json. The latter move to generation_config.json.
+    """
+    config, generation = _apart(config, getattr(model, "generation_config", None))
+    config.save_pretrained(folder)
+    if model.can_generate() and generation is not None:
+        _write(generation, folder)
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """`model.save_pretrained(folder)` for a whole model in this process, with the configs of `save_configs`."""
+    config, given = model.config, getattr(model, "generation_config", None)
+    plain, generation = _apart(config, given)
+    try:
+        model.config = plain
+        if given is not None:
+            model.generation_config = GenerationConfig()
+        model.save_pretrained(folder)
+    finally:
+        model.config = config
+        if given is not None:
+            model.generation_config = given
+    if model.can_generate() and generation is not None:
+        _write(generation, folder)
+
+
+def _write(generation: GenerationConfig, folder: Path) -> None:
+    generation.to_json_file(folder / GENERATION, use_diff=True, keys_to_pop=["compile_config"])
+
+
+def _apart(config: Any, generation: GenerationConfig | None) -> tuple[Any, GenerationConfig | None]:
+    """Copies of a model's config without generation settings, and of its generation config with them."""
+    config, generation = copy.deepcopy(config), copy.deepcopy(generation)
+    for name, value in config._get_generation_parameters().items():
+        setattr(config, name, None)
+        if generation is not None and getattr(generation, name, None) is None:
+            setattr(generation, name, value)
+    return config, generation

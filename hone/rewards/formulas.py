@@ -24,6 +24,7 @@ _MARKS = re.compile(
 _FINAL = re.compile(r"final answer(?: is|:)", re.IGNORECASE)
 _LONGEST_JOIN = 80  # characters between two boxes of one answer
 _MOST_JOINED = 50
+_MOST_NUMBERS = 200  # in powers of ten, that are spelled out: each can grow to 1,000 digits
 _NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?"
 _ONE_NUMBER = re.compile(rf"([-+]?)\s{{0,9}}(?=[.\d])({_NUMBER})\.?")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d{1,400}(?:\.\d{1,400})?[eE][-+]?\d{1,3}(?!\w)")
@@ -151,9 +152,14 @@ def plain(text: str) -> str:
     text = _fractions(text)
     text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
     text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_POWERS)}}}", text)
-    text = _SCIENTIFIC.sub(lambda found: format(Decimal(found[0]), "f"), text.translate(_SPELLINGS))
+    text = _spelled_out(text.translate(_SPELLINGS))
     text = re.sub(r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree\b)", r"^\\circ ", text)
     return text.strip().removesuffix(".").strip()
+
+
+def _spelled_out(text: str) -> str:
+    """Write numbers with powers of ten as digits."""
+    return _SCIENTIFIC.sub(lambda found: format(Decimal(found[0]), "f"), text, count=_MOST_NUMBERS)
 
 
 def prose(text: str) -> str:
@@ -162,7 +168,7 @@ def prose(text: str) -> str:
     if len(re.findall(r"(?<!\\)\$", text)) % 2:  # not all of them can surround formulas: those before numbers are money
         text = re.sub(r"\$(?=\s?\d)", "", text)
     text = _THOUSANDS.sub("", text)
-    text = _SCIENTIFIC.sub(lambda found: format(Decimal(found[0]), "f"), text.replace("−", "-"))
+    text = _spelled_out(text.replace("−", "-"))
     text = re.sub(
         rf"(?:(?<!\d)(\d+))?\s?([{''.join(_VULGAR)}])", lambda one: f" ${one[1] or ''}{_VULGAR[one[2]]}$ ", text
     )

@@ -159,10 +159,6 @@ class MergedAdapter:
         for name, tensor in whole.items():
             self._weights[name].copy_(tensor)
 
-    def forget(self) -> None:
-        """Drop the kept base: the weights were replaced as a whole."""
-        self._base.clear()
-
     def take_out(self) -> None:
         """Restore the base."""
         for name, tensor in self._base.items():

@@ -17,10 +17,10 @@ import torch
 from transformers import AutoConfig
 
 from hone.engines.base import BaseEngine
-from hone.engines.export import into_place
 from hone.engines.parts import PartlyGathered
 from hone.engines.registry import EngineRegistry
 from hone.engines.settings import EngineConfig
+from hone.models.building import into_place
 from hone.models.checkpoint_names import as_in_files
 from hone.models.loading import check_model_source, folder_of
 from hone.models.parts.boxes import BoxMap, from_text

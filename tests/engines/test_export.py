@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hone.engines.export import export_weights, into_place, save_model
+from hone.engines.export import export_weights
+from hone.models.building import into_place, save_model
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 

@@ -202,7 +202,7 @@ def test_an_adapter_that_the_rollout_does_not_compute_with_is_seen_by_the_probe(
     actor = lora_actor()
     learn(actor)
     rollout = start(weights=PROBE, builtin={"process": "inside"}, lora=actor_lora({}))
-    rollout._engine._weights._merging.put = lambda tensors, config: None
+    rollout._engine._weights._merge = lambda tensors, config: None
     with pytest.raises(WeightSyncError, match="does not compute with the weights it was sent"):
         rollout.sync_from(actor, 0)
 

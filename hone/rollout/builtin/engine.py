@@ -287,7 +287,7 @@ class EngineWeights:
     def use(self, decoder: Decoder) -> None:
         """Keep weights in this decoder's storage from now on; it has none yet."""
         self.tensors = decoder.weights()
-        self._merging = MergedAdapter(self.tensors)
+        self._merging: MergedAdapter | None = None  # from the first adapter on; the weights are whole without it
 
     @torch.no_grad()
     def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
@@ -296,7 +296,7 @@ class EngineWeights:
         Raises ValueError naming tensors that are missing, unknown, sent twice or of a wrong shape.
         """
         targets = self.tensors
-        self._merging.forget()
+        self._merging = None
         self._policy_adapter = None
         arrived: set[str] = set()
         for name, tensor in stream:
@@ -318,17 +318,21 @@ class EngineWeights:
     @torch.no_grad()
     def put_policy_adapter(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         """Merge the policy's own adapter, in place of the one before. Raises ValueError if it does not fit."""
-        self._merging.put(tensors, config)
+        self._merge(tensors, config)
         self._policy_adapter = tensors, config
 
     def switch_to(self, adapter: str) -> None:
         """Merge the adapter of this name; empty: the policy's own."""
         self.merged = adapter
         wanted = self._adapters[adapter] if adapter else self._policy_adapter
-        if wanted is None:
+        if wanted is not None:
+            self._merge(*wanted)
+        elif self._merging is not None:
             self._merging.take_out()
-        else:
-            self._merging.put(*wanted)
+
+    def _merge(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        self._merging = self._merging or MergedAdapter(self.tensors)
+        self._merging.put(tensors, config)
 
     @contextmanager
     def of_policy(self) -> Iterator[None]:
@@ -344,6 +348,6 @@ class EngineWeights:
 
     def free(self) -> None:
         """Give the memory back; `use` begins again."""
-        self._merging.forget()
+        self._merging = None
         for tensor in self.tensors.values():
             tensor.untyped_storage().resize_(0)

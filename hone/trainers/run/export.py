@@ -9,7 +9,7 @@ import yaml
 from hone.config import Config as Settings
 from hone.config import ConfigError, build
 from hone.data.stream import make_renderer
-from hone.engines.export import into_place
+from hone.models.building import into_place
 from hone.models.errors import ModelError
 from hone.models.loading import folder_of
 from hone.models.settings import ModelConfig

@@ -116,7 +116,7 @@ def _same(before: Any, now: Any, places: tuple[str, str]) -> bool:
     (`places`: where that was and is) and is no longer at its old place. `file.py:function` names a file, too.
     """
     if before == now or not isinstance(before, str) or not isinstance(now, str):
-        return before == now
+        return bool(before == now)
     (old, _, old_name), (new, _, new_name) = (
         one.rpartition(":") if ".py:" in one else (one, "", "") for one in (before, now)
     )
@@ -128,7 +128,7 @@ def _same(before: Any, now: Any, places: tuple[str, str]) -> bool:
     if os.path.exists(was):
         return os.path.samefile(was, found)
     whole = all(os.path.isabs(one) for one in (was, found, *places))
-    return whole and os.path.relpath(was, places[0]) == os.path.relpath(found, places[1])
+    return whole and bool(os.path.relpath(was, places[0]) == os.path.relpath(found, places[1]))
 
 
 def _finished_steps(folder: Path) -> int:

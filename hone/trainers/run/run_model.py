@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from hone.config import count_as_read
-from hone.engines.export import into_place, save_model
+from hone.models.building import into_place, save_model
 from hone.models.errors import ModelError
 from hone.models.loading import check_model_source, load_language_model, without_progress_bars
 from hone.models.quantised import method_of
