@@ -119,9 +119,13 @@ def test_settings_on_a_page_load_on_top_of_a_recipe(block, monkeypatch):
 
 def _targets(makefile):
     """The commands of a Makefile; in `.PHONY`, `$(ENGINES:%=test-%)` stands for one command of each engine."""
-    engines = re.search(r"^ENGINES := (.*)$", makefile, re.MULTILINE)[1].split()
+    names = {
+        "ENGINES": re.search(r"^ENGINES := (.*)$", makefile, re.MULTILINE)[1].split(),
+        "PLUGINS": [path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")],
+    }
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1]
-    return re.sub(r"\$\(ENGINES:%=(.*?)%\)", lambda found: " ".join(found[1] + one for one in engines), phony).split()
+    listed = re.compile(r"\$\((ENGINES|PLUGINS):%=(.*?)%\)")
+    return listed.sub(lambda found: " ".join(found[2] + one for one in names[found[1]]), phony).split()
 
 
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if any(one.commands for one in blocks)])
