@@ -13,4 +13,4 @@ def shuffled(batch: Batch, settings: MtGrpoSettings) -> Advantages:
     turns, found = Turns.of(batch), mt_grpo(batch, settings).advantages
     dice = torch.Generator().manual_seed(int(batch.token_ids.sum()))  # the same order when the run is repeated
     order = torch.randperm(turns.count, generator=dice)
-    return Advantages(turns.on_tokens(turns.firsts(found)[order.to(found.device)], batch.num_tokens))
+    return Advantages(turns.on_tokens(turns.firsts(found)[order.to(found.device)], batch.loss_mask))
