@@ -32,13 +32,13 @@ class AdvantageSettings(Choice):
     required_fields: ClassVar[frozenset[str]] = frozenset({"rewards"})
     """Fields and extras of a batch that must be filled; `components.x` names a reward component."""
     any_rewards: ClassVar[bool] = True
-    """Whether rewards may be any numbers; otherwise only 0 and 1."""
+    """True if rewards may be any numbers; otherwise only 0 and 1."""
     token_rewards: ClassVar[bool] = True
-    """Whether rewards that are put on tokens (KL, a teacher's) reach the estimator."""
+    """True if rewards that are put on tokens (KL, a teacher's) reach the estimator."""
     compares_group: ClassVar[bool] = True
-    """Whether a trajectory's advantage depends on the others of its group."""
+    """True if a trajectory's advantage depends on the others of its group."""
     own_group: ClassVar[bool] = False
-    """Whether advantages depend on no other group of the step: then mini-batches may train before the rest is there."""
+    """True if advantages depend on no other group of the step: then mini-batches may train before the rest is there."""
     smallest_group: ClassVar[int] = 1
     """Trajectories per prompt below which every advantage is 0."""
 
@@ -212,7 +212,7 @@ class PolicyLossSettings(Choice):
     selection: ClassVar[str] = ""
     """The "module:function" that picks tokens of the whole mini-batch for this loss; empty: no picking."""
     has_ratio: ClassVar[bool] = True
-    """Whether the loss compares the policy with the older one that sampled a token."""
+    """True if the loss compares the policy with the older one that sampled a token."""
     required_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields and extras of a batch to fill in addition to the estimator's."""
 

@@ -16,11 +16,11 @@ class PreferenceSettings(Choice):
     beta: float = setting(0.1, "strength of the pull towards the reference, or scale of the log-prob margin", gt=0)
 
     paired: ClassVar[bool] = True
-    """Whether the loss compares two answers to one prompt; otherwise it judges single answers."""
+    """True if the loss compares two answers to one prompt; otherwise it judges single answers."""
     needs_reference: ClassVar[bool] = True
-    """Whether the loss reads `Batch.ref_logprobs`."""
+    """True if the loss reads `Batch.ref_logprobs`."""
     length_normalised: ClassVar[bool] = False
-    """Whether the loss averages log-probs over tokens, so that the implicit rewards are per token too."""
+    """True if the loss averages log-probs over tokens, so that the implicit rewards are per token too."""
 
 
 class MarginSettings(PreferenceSettings):
@@ -156,7 +156,7 @@ class RewardModelLossSettings(Choice):
     """Base class of the reward-model losses' settings."""
 
     paired: ClassVar[bool] = True
-    """Whether the loss compares two answers to one prompt; otherwise it judges the steps of single answers."""
+    """True if the loss compares two answers to one prompt; otherwise it judges the steps of single answers."""
 
 
 class BradleyTerrySettings(RewardModelLossSettings):

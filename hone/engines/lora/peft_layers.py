@@ -61,7 +61,7 @@ class AdapterLayers:
         self.found: list[Layer] = []
         self.whole: list[Whole] = []
         self.begins_from_weights = stored is None and config.init in _FROM_WEIGHTS
-        """Whether a second, frozen adapter holds what the initialisation takes out of the weights."""
+        """True if a second, frozen adapter holds what the initialisation takes out of the weights."""
 
     def attach(self, model: Any, name: str, split: Split | None = None) -> None:
         """Put PEFT's layers, without values, around the target layers of a transformers model; freeze the rest.
