@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -29,6 +29,7 @@ from typing import NoReturn
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GLANCE_S = 0.2  # between two looks at the parent and at the command
 KILL_S = 10.0  # what SIGKILL may take
+FIRST_QUIET_S = 0.05  # without a process that runs, before the dead are reaped a second time
 ORPHANED_S = 2.0  # what the command is given to end by itself after hone has died
 LOST, UNKILLABLE = 120, 121  # exit statuses of the supervisor: hone was gone; some process could not be killed
 FOLDER = "HONE_SERVER_FOLDER"  # environment variable: the command's private folder, if it has one
@@ -102,17 +103,31 @@ def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def kill_tree(child: subprocess.Popen[bytes]) -> bool:
+    """Kill every descendant of this process, the command `child` among them; False if some are left (`kill_below`)."""
+    return kill_below(lambda: _reap(child))
+
+
+def kill_below(reap: Callable[[], bool]) -> bool:
     """Send SIGKILL to every descendant of this process until all are reaped; False if some are left after `KILL_S`.
 
-    A process in an uninterruptible call of the kernel may never end.
+    `reap` reaps the dead, and is true if no child is left. A process in an uninterruptible call of the kernel may never
+    end. A chain of processes that fork and end is faster than any list of them. So the dead are not reaped while
+    something moves: each takes one of the processes that its user may have, and at the limit the chain stands still.
     """
-    deadline = time.monotonic() + KILL_S
-    while time.monotonic() < deadline:
-        for pid in descendants(os.getpid()):
+    now = seen = time.monotonic()
+    deadline, quiet_s = now + KILL_S, 0.0
+    while now < deadline:
+        below = descendants(os.getpid())
+        for pid in below:
             _kill(pid)
-        if _reap(child):
-            return True
-        time.sleep(0.01)
+        now = time.monotonic()
+        if below:
+            seen = now
+        elif now >= seen + quiet_s:
+            if reap():
+                return True
+            seen, quiet_s = now, 2 * quiet_s + FIRST_QUIET_S
+        time.sleep(0.002)
     return False
 
 

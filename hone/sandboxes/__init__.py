@@ -1,9 +1,9 @@
 """Sandboxes: run code that a policy wrote, without giving it the rights of hone.
 
 Read in this order: `base` (the contract), `local` (hone's side of a sandbox on this machine), `warm` (the process that
-starts programs), `attendant` (watches one program), `confinement` (what a program gives up before it begins),
-`landlock`, `system_calls`, `bubblewrap`, `remote` (SandboxFusion), `hosted` (machines of a service), `inside` (what
-hone runs in them), `e2b`, `daytona`, `modal` (three services), `choice` (which one a name means).
+starts programs), `attendant` (watches one program), `confinement` (what a program gives up before it begins), `kernel`
+(rules for files, system calls, mounts), `bubblewrap`, `remote` (SandboxFusion), `hosted` (machines of a service),
+`inside` (what hone runs in them), `e2b`, `daytona`, `modal` (three services), `choice` (which one a name means).
 """
 
 from hone.registry import Entry, Registry

@@ -12,10 +12,10 @@ from __future__ import annotations
 import base64
 import ctypes
 import fcntl
+import itertools
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import stat
@@ -28,15 +28,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hone.processes.frames import FrameReader, Kind, encode
-from hone.processes.supervisor import KILL_S, PR_SET_CHILD_SUBREAPER, descendants
+from hone.processes.leftovers import empty_folder, remove_folder
+from hone.processes.supervisor import KILL_S, PR_SET_CHILD_SUBREAPER, descendants, kill_below
 from hone.sandboxes import bubblewrap
 from hone.sandboxes.base import PYTHON, Limits, Ran, parts_of
 from hone.sandboxes.confinement import Confinement, enter, free_user, prepare, readable
+from hone.sandboxes.kernel.mounts import mount_folder, unmount
+from hone.sandboxes.kernel.socket_memory import socket_bytes
 
 GLANCE_S, DISK_GLANCES = 0.05, 4  # between two looks at the program; every so many of them at its folder
 PREPARE_S = 30.0
 READ_BYTES = 1 << 16
-MOST_FILES = 10_000  # in the working folder
+MOST_FILES, DEEPEST = 10_000, 100  # files in the working folder, and folders within each other
+UNCOUNTABLE = 1 << 62  # more bytes than any limit
 F_ADD_SEALS, ALL_SEALS = 1033, 15
 
 
@@ -73,21 +77,43 @@ def ran_of(reply: Mapping[str, Any]) -> Ran:
     )
 
 
-def attend(channel: socket.socket, others: int) -> Job:
-    """Serve one request. Returns in the confined child only; `others`: processes that this user has already."""
+def attend(channel: socket.socket, others: int, *, mounts: bool = False) -> Job:
+    """Serve one request. Returns in the confined child only.
+
+    `others`: processes that this user has already. `mounts`: working folders are file systems of a fixed size.
+    """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     request = _request(channel)
     try:
-        run = _Run(request, others)
+        if "remove" in request:
+            _forget(str(request["remove"]))
+            _send(channel, {"removed": True})
+        run = _Run(request, others, mounts)
         if job := run.start():
             return job
         reply = run.watch(channel)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError) as error:
         _end_all()
-        reply = {"lost": f"{type(error).__name__}: {error}"}
+        reply = {"lost": f"{type(error).__name__}: {error}", "gone": isinstance(error, _FolderGone)}
+    return _send(channel, reply)
+
+
+def _send(channel: socket.socket, reply: Mapping[str, Any]) -> NoReturn:
+    """Send the reply and end the attendant."""
     with suppress(OSError):  # hone no longer waits
         channel.sendall(encode(Kind.REPLY, 0, reply))
     os._exit(0)
+
+
+class _FolderGone(RuntimeError):
+    """The working folder is gone, with all that earlier programs left, because the parent of the sandboxes ended."""
+
+
+def _forget(folder: str) -> None:
+    """Remove a working folder that is a file system of its own."""
+    if os.path.ismount(folder):
+        unmount(folder)
+    remove_folder(folder)
 
 
 def _request(channel: socket.socket) -> dict[str, Any]:
@@ -101,29 +127,36 @@ def _request(channel: socket.socket) -> dict[str, Any]:
 class _Run:
     """One program: its pipes, its processes and what it used."""
 
-    def __init__(self, request: Mapping[str, Any], others: int) -> None:
+    def __init__(self, request: Mapping[str, Any], others: int, mounts: bool) -> None:
         self._backend, self._folder = str(request["backend"]), str(request["folder"])
         self._argv = tuple(request["argv"])
         self._limits = Limits(**request["limits"])
         self._timeout_s = float(request["timeout_s"])
         self._wanted: Sequence[str] = request["wanted"]
         self._environment = _environment(self._folder)
-        self._user = self._own_folder()
+        self._mounts = mounts
+        self._user = self._own_folder(fresh=bool(request.get("fresh", True)))
         for path, content in request["files"].items():
             write_inside(self._folder, path, base64.b64decode(content), self._user)
         self._stdin = _sealed(base64.b64decode(request["stdin"]))
-        self._plan = prepare(self._backend, self._folder, self._limits, self._user, others)
+        self._plan = prepare(self._backend, self._folder, self._limits, self._user, others, fixed=mounts)
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._limit = ""
 
-    def _own_folder(self) -> int:
+    def _own_folder(self, *, fresh: bool) -> int:
         """Create the working folder at the first run; returns the user whose it is, or -1 for an ordinary user's."""
+        root = os.geteuid() == 0
         with suppress(FileExistsError):
             Path(self._folder).mkdir(mode=0o700)
-            if os.geteuid() == 0:
+            if root:
                 user = free_user(os.getpid())
                 os.chown(self._folder, user, user)
-        return os.stat(self._folder).st_uid if os.geteuid() == 0 else -1
+        found = os.stat(self._folder)
+        if self._mounts and not os.path.ismount(self._folder):
+            if not fresh:
+                raise _FolderGone("the working folder is gone: the parent of the sandboxes was started again")
+            mount_folder(self._folder, self._limits.disk_mb << 20, MOST_FILES, (found.st_uid, found.st_gid))
+        return found.st_uid if root else -1
 
     def start(self) -> Job | None:
         """Fork the program. Returns a job in the child for the warm interpreter, None in the attendant."""
@@ -231,22 +264,30 @@ class _Run:
         below = descendants(os.getpid())
         if len(below) > self._limits.processes + 2:  # bubblewrap has two of its own
             return "processes"
-        if sum(_memory(pid) for pid in below) > self._limits.memory_mb << 20:
+        apart = self._backend == "bubblewrap" and not self._limits.network
+        held = sum(_memory(pid) for pid in below) + socket_bytes(self._user, below, apart=apart)
+        if held > self._limits.memory_mb << 20:
             return "memory"
-        if disk and _used(self._folder) + sum(_unlinked(pid) for pid in below) > self._limits.disk_mb << 20:
+        if (
+            disk
+            and self._used_bytes() + sum(_unlinked(pid, self._folder) for pid in below) > self._limits.disk_mb << 20
+        ):
             return "disk"
         return ""
 
+    def _used_bytes(self) -> int:
+        """Bytes in the working folder; UNCOUNTABLE with too many files."""
+        if not self._mounts:
+            return _used(self._folder)
+        found = os.statvfs(self._folder)
+        return (found.f_blocks - found.f_bfree) * found.f_frsize if found.f_ffree else UNCOUNTABLE
+
     def _end(self) -> int:
         """Kill what is left of the program; returns its status as `subprocess` gives it."""
-        if self._limit or not _has_ended(self._child):
-            with suppress(ProcessLookupError):
-                os.kill(self._child, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
-        _end_all()
+        status = _end_all(self._child)
         if not self._limit and status == -signal.SIGXCPU:
             self._limit = "cpu"
-        if not self._limit and _used(self._folder) > self._limits.disk_mb << 20:
+        if not self._limit and self._used_bytes() > self._limits.disk_mb << 20:
             self._limit = "disk"
         return status
 
@@ -278,12 +319,11 @@ class _Run:
 
 
 def write_inside(folder: str, path: str, content: bytes, user: int) -> None:
-    """Write a file in the working folder without following links, which a program may have left there."""
+    """Write a file in the working folder, in place of whatever a program left under its name and those above it."""
     *above, name = parts_of(path)
     parent = _descend(folder, above, user)
     try:
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=parent)
+        _clear(name, parent)
         created = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o700, dir_fd=parent)
         with open(created, "wb") as file:
             file.write(content)
@@ -324,8 +364,27 @@ def _descend(folder: str, above: Sequence[str], create_for: int | None) -> int:
     return here
 
 
+def _clear(name: str, above: int) -> None:
+    """Remove what has this name in an open folder: a file, a link, or a folder with all that is in it."""
+    try:
+        os.unlink(name, dir_fd=above)
+    except FileNotFoundError:
+        return
+    except IsADirectoryError:
+        os.chmod(name, 0o700, dir_fd=above)
+        found = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+        try:
+            empty_folder(found)
+        finally:
+            os.close(found)
+        os.rmdir(name, dir_fd=above)
+
+
 def _create(name: str, above: int, user: int) -> None:
-    """Create a folder below the open folder `above`, unless something of that name exists."""
+    """Create a folder below the open folder `above`, in place of anything else of that name."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
+            os.unlink(name, dir_fd=above)
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=above)
         if user >= 0:
@@ -352,19 +411,21 @@ def _filter_file(plan: Confinement) -> int:
 # --------------------------------------------------------------------------------------------------------- processes
 
 
-def _end_all() -> None:
-    """Kill every process below this one until none is left, for at most `KILL_S` seconds."""
-    deadline = time.monotonic() + KILL_S
-    while time.monotonic() < deadline:
+def _end_all(child: int = 0) -> int:
+    """Kill every process below this one; returns the status of `child`. Raises RuntimeError."""
+    statuses: dict[int, int] = {}
+
+    def reap() -> bool:
         try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                statuses.update([ended])
         except ChildProcessError:
-            return  # there is none: an orphan would be a child of this process
-        for pid in descendants(os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    raise RuntimeError(f"processes of a sandbox did not end within {KILL_S:g} s of SIGKILL")
+            return True  # an orphan would be a child of this process
+        return False
+
+    if not kill_below(reap):
+        raise RuntimeError(f"processes of a sandbox did not end within {KILL_S:g} s of SIGKILL")
+    return os.waitstatus_to_exitcode(statuses.get(child, 0))
 
 
 def _descriptor_of(pid: int) -> int:
@@ -392,26 +453,58 @@ def _memory(pid: int) -> int:
 
 
 def _used(folder: str) -> int:
-    """Bytes on disk below a folder; more than any limit if there are too many files to count."""
+    """Bytes on disk below a folder; UNCOUNTABLE where nobody can count them.
+
+    That is, with more than MOST_FILES files, folders nested deeper than DEEPEST, or folders closed to their owner.
+    """
     used = files = 0
-    for above, folders, names in os.walk(folder, followlinks=False):
-        files += len(names) + len(folders)
-        if files > MOST_FILES:
-            return 1 << 62
-        for name in names:
-            with suppress(OSError):
-                used += os.lstat(os.path.join(above, name)).st_blocks * 512
+    open_folders: list[int] = []
+    try:
+        open_folders.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        inside = [_names_in(open_folders[0])]  # what is left to look at, for each open folder
+        while open_folders:
+            if not inside[-1]:
+                inside.pop()
+                os.close(open_folders.pop())
+                continue
+            name, here = inside[-1].pop(), open_folders[-1]
+            files += 1
+            if files > MOST_FILES or len(open_folders) > DEEPEST:
+                return UNCOUNTABLE
+            with suppress(FileNotFoundError):  # the program removed it meanwhile
+                found = os.stat(name, dir_fd=here, follow_symlinks=False)
+                used += found.st_blocks * 512
+                if stat.S_ISDIR(found.st_mode):
+                    below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
+                    open_folders.append(below)
+                    inside.append(_names_in(below))
+    except OSError:
+        return UNCOUNTABLE
+    finally:
+        for one in open_folders:
+            os.close(one)
     return used
 
 
-def _unlinked(pid: int) -> int:
-    """Bytes of files that a process holds open and that have no name any more."""
+def _names_in(folder: int) -> list[str]:
+    """The names in an open folder, at most one more than MOST_FILES."""
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in itertools.islice(entries, MOST_FILES + 1)]
+
+
+def _unlinked(pid: int, folder: str) -> int:
+    """Bytes of files that a process holds open and that have no name any more, on other file systems than `folder`'s.
+
+    Those on a file system of a fixed size are counted with it already.
+    """
     used = 0
     with suppress(OSError):
+        own = os.stat(folder).st_dev if os.path.ismount(folder) else None
         for one in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 found = one.stat()
-                used += found.st_blocks * 512 if stat.S_ISREG(found.st_mode) and found.st_nlink == 0 else 0
+                nameless = stat.S_ISREG(found.st_mode) and found.st_nlink == 0 and found.st_dev != own
+                used += found.st_blocks * 512 if nameless else 0
     return used
 
 
@@ -447,19 +540,4 @@ def _text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def remove(folder: str) -> None:
-    """Remove a working folder, also if a program closed some of its folders to its owner."""
-
-    def open_and_retry(function: Any, path: str, _: object) -> None:
-        with suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            if os.path.isdir(path) and not os.path.islink(path):
-                os.chmod(path, 0o700)
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                function(path)
-
-    shutil.rmtree(folder, onerror=open_and_retry)
-
-
-__all__ = ["Job", "attend", "ran_of", "read_inside", "remove", "request_of", "write_inside"]
+__all__ = ["Job", "attend", "ran_of", "read_inside", "request_of", "write_inside"]

@@ -46,7 +46,18 @@ def command(
     for path in readable:
         if not path.startswith("/proc/"):
             found += ["--ro-bind-try", path, path]
-    found += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/dev/shm", "--remount-ro", "/dev/shm"]
+    found += [
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--tmpfs",
+        "/dev/shm",
+        "--remount-ro",
+        "/dev/shm",
+        "--remount-ro",
+        "/dev",
+    ]
     found += ["--bind", folder, folder, "--remount-ro", "/", "--chdir", folder]
     return [*found, "--seccomp", str(seccomp), "--json-status-fd", str(status), "--"]
 

@@ -19,9 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hone.sandboxes import bubblewrap, landlock
+from hone.sandboxes import bubblewrap
 from hone.sandboxes.base import Limits
-from hone.sandboxes.system_calls import ARCHITECTURES, seccomp_filter
+from hone.sandboxes.kernel import landlock
+from hone.sandboxes.kernel.system_calls import ARCHITECTURES, seccomp_filter
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SYSTEM = (
@@ -63,8 +64,8 @@ def readable(limits: Limits) -> list[str]:
     return [*SYSTEM, *(NETWORK if limits.network else ()), *sorted(interpreter - {"/usr", "/"})]
 
 
-def prepare(backend: str, folder: str, limits: Limits, user: int, others: int) -> Confinement:
-    """Everything that needs hone's rights. Raises OSError or UnknownMachine.
+def prepare(backend: str, folder: str, limits: Limits, user: int, others: int, *, fixed: bool) -> Confinement:
+    """Everything that needs hone's rights. Raises OSError or UnknownMachine. `fixed`: the folder's size cannot grow.
 
     `machine`: the whole machine is the sandbox, of a service; then there are a user and limits, and no rules.
     """
@@ -73,7 +74,7 @@ def prepare(backend: str, folder: str, limits: Limits, user: int, others: int) -
         return Confinement(folder, limits, user, alone and _is_hidden(), others, -1, b"")
     inside = backend == "bubblewrap"
     scoped = inside or alone or landlock.version() >= landlock.WITH_SCOPES
-    program = seccomp_filter(network=limits.network, signals=scoped, attributes=alone or inside)
+    program = seccomp_filter(network=limits.network, signals=scoped, attributes=alone or inside, fixed=fixed)
     rules = -1
     if not inside:
         rules = landlock.ruleset(readable(limits), [folder], DEVICES, network=limits.network)
@@ -163,6 +164,8 @@ def enter(given: Confinement) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     if given.user >= 0:
         _become(given.user, given.reads_hidden)
+    elif os.geteuid() != 0:
+        _keep_capabilities(0)  # those of the warm parent's user namespace
     _prctl(_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
     _limit(given)
     _prctl(_NO_NEW_PRIVS, 1)
@@ -178,12 +181,16 @@ def _become(user: int, reads_hidden: bool) -> None:
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
     kept = 1 << _READ_SEARCH if reads_hidden else 0  # Landlock still decides which files these are
+    _keep_capabilities(kept)
+    if kept:
+        _prctl(_AMBIENT, _RAISE, _READ_SEARCH)
+
+
+def _keep_capabilities(kept: int) -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     data = (ctypes.c_uint32 * 6)(kept, kept, kept, 0, 0, 0)
     if _libc.capset(ctypes.byref(header), ctypes.byref(data)) != 0:
         raise OSError(ctypes.get_errno(), "capset: the capabilities of root cannot be given up")
-    if kept:
-        _prctl(_AMBIENT, _RAISE, _READ_SEARCH)
 
 
 def _limit(given: Confinement) -> None:

@@ -28,9 +28,10 @@ from hone.sandboxes.warm import count_threads
 MARK = "hone-reply"
 REQUEST = "request.json"
 CARRIED = (
-    *("machine.py", "processes/frames.py", "processes/supervisor.py", "sandboxes/attendant.py"),
-    *("sandboxes/base.py", "sandboxes/bubblewrap.py", "sandboxes/confinement.py", "sandboxes/inside.py"),
-    *("sandboxes/landlock.py", "sandboxes/system_calls.py", "sandboxes/warm.py"),
+    "machine.py",
+    *(f"processes/{name}.py" for name in ("frames", "leftovers", "supervisor")),
+    *(f"sandboxes/{name}.py" for name in ("attendant", "base", "bubblewrap", "confinement", "inside", "warm")),
+    *(f"sandboxes/kernel/{name}.py" for name in ("landlock", "mounts", "socket_memory", "system_calls")),
 )
 # A Python that cannot run hone is a loss; without a reply it would count as the program's doing.
 BOOT = """
@@ -70,7 +71,7 @@ def _code() -> bytes:
     root = Path(__file__).parents[1]
     with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as bundle:
         bundle.writestr("__main__.py", BOOT)
-        for package in ("hone", "hone/processes", "hone/sandboxes"):
+        for package in ("hone", "hone/processes", "hone/sandboxes", "hone/sandboxes/kernel"):
             bundle.writestr(f"{package}/__init__.py", "")
         for path in CARRIED:
             bundle.writestr(f"hone/{path}", (root / path).read_text(encoding="utf-8"))

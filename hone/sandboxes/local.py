@@ -18,23 +18,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from hone.processes.child import tail_of
 from hone.processes.frames import HEADER, BrokenFrame, Frame, FrameReader, Kind, encode
+from hone.processes.leftovers import remove_folder
 from hone.processes.restarts import Restarts
 from hone.processes.supervisor import FOLDER
 from hone.processes.tree import ProcessTree
-from hone.sandboxes.attendant import ran_of, remove, request_of
-from hone.sandboxes.base import Limits, Ran, SandboxLost, SandboxRefused, check_request, seat, seats
+from hone.sandboxes.attendant import ran_of, request_of
+from hone.sandboxes.base import PYTHON, Limits, Ran, SandboxLost, SandboxRefused, check_request, seat, seats
 
 Backend = Literal["landlock", "bubblewrap"]
 START_S = 60.0  # starting an interpreter on a busy machine
 GRACE_S = 45.0  # beyond a program's own deadline: to prepare it, to kill its tree and to send its output
 RESTARTS, WINDOW_S = 5, 60.0
 MOST_BYTES = 1 << 28  # of a reply
+TAKEN_S = 15.0  # a parent that has not forked an attendant by then is stopped
+PROBE, PROBE_S = "probe-", 10.0  # how the sandboxes of hone's own programs are called, and their deadline
+REMOVE_S = 10.0
+CANNOT_RUN = 126  # the status of a program that cannot be run, as shells have it
 PACKAGE = str(Path(__file__).parents[2])
 BOOT = """
 import runpy, sys
@@ -43,14 +49,19 @@ runpy.run_module("hone.sandboxes.warm", run_name="__main__", alter_sys=True)
 """
 
 
+class NotRun(SandboxLost):
+    """An attendant could not run a program. Where it can run another one, the first is to blame."""
+
+
 class LocalSandboxes:
     """Sandboxes of one back end on this machine, for one event loop."""
 
-    def __init__(self, backend: Backend, limits: Limits, python: str = "") -> None:
-        """`python`: the interpreter that runs programs; default: hone's own."""
+    def __init__(self, backend: Backend, limits: Limits, python: str = "", landlock: int = 0) -> None:
+        """`python`: the interpreter that runs programs; default: hone's own. `landlock`: its newest version to use."""
         self.backend = backend
         self.limits = limits
         self._python = python or sys.executable
+        self._newest = [str(landlock)] if landlock else []
         self._seats = asyncio.Semaphore(seats(limits))
         self._starting = asyncio.Lock()
         self._restarts = Restarts(RESTARTS, WINDOW_S)
@@ -59,6 +70,7 @@ class LocalSandboxes:
         self._control: socket.socket | None = None
         self._folder = ""
         self._stops = ""
+        self._mounts = False  # whether working folders are file systems of the warm parent's
 
     async def start(self) -> str:
         async with self._starting:
@@ -74,7 +86,7 @@ class LocalSandboxes:
         if self._tree is not None:
             await asyncio.to_thread(_end, self._tree)
         if self._folder:
-            await asyncio.to_thread(remove, self._folder)
+            await asyncio.to_thread(remove_folder, self._folder)
         self._tree = None
         self._folder = ""
 
@@ -98,7 +110,7 @@ class LocalSandboxes:
         clean = [env, "-i", "PYTHONHASHSEED=0", "LANG=C.UTF-8", self._python, "-P", "-s", "-c", BOOT]
         try:
             with log.open("wb") as output:
-                command = [*clean, PACKAGE, str(theirs.fileno()), self.backend]
+                command = [*clean, PACKAGE, str(theirs.fileno()), self.backend, *self._newest]
                 self._tree = ProcessTree(command, {FOLDER: self._folder}, output, theirs.fileno())
         except OSError as error:
             raise SandboxLost(f"the parent of the sandboxes cannot be started: {error}") from error
@@ -108,6 +120,7 @@ class LocalSandboxes:
         if refused := hello.get("refused"):
             raise SandboxRefused(f"{self.backend}: {refused}")
         self._stops = str(hello["stops"])
+        self._mounts = bool(hello["mounts"])
         self._restarts.worked()
 
     async def _hello(self, log: Path) -> dict[str, Any]:
@@ -130,21 +143,46 @@ class LocalSandboxes:
             channel = await self._channel()
             return await self._ask(channel, {**request, "folder": f"{self._folder}/{request['folder']}"}, timeout_s)
 
+    async def works(self) -> bool:
+        """Return whether a program of hone's own runs in a new sandbox now."""
+        probe = LocalSandbox(self, next(self._numbers), PROBE)
+        try:
+            ran = await probe.run([PYTHON, "probe.py"], files={"probe.py": b"print(6 * 7)"}, timeout_s=PROBE_S)
+            return ran.stdout.strip() == b"42"
+        except SandboxLost:
+            return False
+        finally:
+            await probe.close()
+
     async def _channel(self) -> socket.socket:
         """A socket to a new attendant. A parent that has just died is replaced: nothing has run yet."""
         for _ in range(2):
             await self.start()
             assert self._control is not None
             ours, theirs = socket.socketpair()
+            ours.setblocking(False)
             try:
                 socket.send_fds(self._control, [b"."], [theirs.fileno()])
-                return ours
-            except OSError:
+                theirs.close()
+                async with asyncio.timeout(TAKEN_S):
+                    if await asyncio.get_running_loop().sock_recv(ours, 1):
+                        return ours
+                raise ConnectionError("it ended")
+            except (OSError, TimeoutError) as error:
                 ours.close()
-                self._hang_up()
+                await self._give_up(error)
+            except BaseException:
+                ours.close()
+                raise
             finally:
                 theirs.close()
-        raise SandboxLost("the parent of the sandboxes died before it took a program")
+        raise SandboxLost("the parent of the sandboxes died before it took a program, or was stopped")
+
+    async def _give_up(self, error: Exception) -> None:
+        """End a parent that has died, or that takes nothing, so that the next one is started."""
+        self._hang_up()
+        if isinstance(error, TimeoutError) and self._tree is not None:
+            await asyncio.to_thread(_end, self._tree)
 
     def _hang_up(self) -> None:
         if self._control is not None:
@@ -165,23 +203,27 @@ class LocalSandboxes:
         finally:
             writer.close()
         if lost := frame.body.get("lost"):
-            raise SandboxLost(str(lost))
+            raise SandboxLost(str(lost)) if frame.body.get("gone") else NotRun(str(lost))
         return frame.body
 
     async def removed(self, name: str) -> None:
         """Remove the working folder of a sandbox."""
+        if self._mounts and self._control is not None and self._tree is not None and self._tree.alive:
+            with suppress(SandboxLost):  # the parent is gone, and its mounts with it
+                await self._ask(await self._channel(), {"remove": f"{self._folder}/{name}"}, REMOVE_S)
         if self._folder:
-            await asyncio.to_thread(remove, f"{self._folder}/{name}")
+            await asyncio.to_thread(remove_folder, f"{self._folder}/{name}")
 
 
 class LocalSandbox:
     """One working folder (`hone.sandboxes.base.Sandbox`)."""
 
-    def __init__(self, host: LocalSandboxes, number: int) -> None:
+    def __init__(self, host: LocalSandboxes, number: int, prefix: str = "") -> None:
         self._host = host
-        self._name = f"{number:08d}"
+        self._name = f"{prefix}{number:08d}"
         self._one = asyncio.Lock()
         self._used = False
+        self._fresh = True  # no program has left anything in it that may be expected
 
     async def run(
         self,
@@ -198,7 +240,16 @@ class LocalSandbox:
         request = {**own, **request_of(argv, stdin, files, wanted, timeout_s)}
         async with self._one:
             self._used = True
-            reply = await self._host.run(request, timeout_s)
+            try:
+                reply = await self._host.run({**request, "fresh": self._fresh}, timeout_s)
+            except NotRun as error:
+                if self._name.startswith(PROBE) or not await self._host.works():
+                    raise
+                return Ran(CANNOT_RUN, b"", f"the program cannot be run in its folder: {error}\n".encode(), 0.0)
+            except SandboxLost:
+                self._fresh = True  # the caller knows that what was there may be gone
+                raise
+            self._fresh = False
         return ran_of(reply)
 
     async def close(self) -> None:

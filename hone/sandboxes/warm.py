@@ -1,6 +1,6 @@
 """The warm parent: an interpreter that has started already and forks an attendant for each run.
 
-    python -P -s -c BOOT FOLDER-OF-HONE DESCRIPTOR BACKEND     (started by `local`, with an empty environment)
+    python -P -s -c BOOT FOLDER-OF-HONE DESCRIPTOR BACKEND [LANDLOCK]     (by `local`, with an empty environment)
 
 hone sends one descriptor for each run: a socket on which the attendant gets its request. The warm parent itself never
 reads a request, so nothing of one run is in the memory of the next. It is a subreaper: what a killed attendant leaves
@@ -20,36 +20,47 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from hone.processes.frames import Kind, encode
-from hone.processes.supervisor import PR_SET_CHILD_SUBREAPER, descendants, processes
+from hone.processes.supervisor import FIRST_QUIET_S, PR_SET_CHILD_SUBREAPER, descendants, processes
 from hone.sandboxes.attendant import Job, attend
 from hone.sandboxes.confinement import stops, why_not
+from hone.sandboxes.kernel.landlock import use_at_most
+from hone.sandboxes.kernel.mounts import own_mounts
 
+TAKEN = b"+"  # an attendant's first byte
 COUNT_S = 1.0  # between two counts of this user's processes
+STRANGERS_S = 2.0  # what ending the processes of a killed attendant may take; meanwhile no other attendant is started
 
 
 def main() -> None:
     """Serve until hone closes the socket; in a confined child, run its job."""
     control = socket.socket(fileno=int(sys.argv[2]))
     control.set_inheritable(False)
+    if len(sys.argv) > 4:
+        use_at_most(int(sys.argv[4]))
     reason = why_not(sys.argv[3])
-    body = {"refused": reason} if reason else {"stops": stops(sys.argv[3])}
-    control.sendall(encode(Kind.HELLO, 0, body))
     if reason:
+        control.sendall(encode(Kind.HELLO, 0, {"refused": reason}))
         return
+    counted = own_mounts()
+    disk = f"; disk by counting ({counted})" if counted else ""
+    hello = {"stops": stops(sys.argv[3]) + disk, "mounts": not counted}
+    control.sendall(encode(Kind.HELLO, 0, hello))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    run(_Warm(control).serve())
+    run(_Warm(control, mounts=not counted).serve())
 
 
 class _Warm:
     """The loop of the warm parent."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, *, mounts: bool) -> None:
         self._control = control
+        self._mounts = mounts
         self._attendants: set[int] = set()
         self._counted_at, self._others = -COUNT_S, 0
         self._wake, signalled = os.pipe()
@@ -87,14 +98,16 @@ class _Warm:
         self._control.close()
         os.close(self._wake)
         os.close(self._signalled)
-        return attend(channel, others)
+        channel.sendall(TAKEN)  # hone knows that the warm parent is not stopped
+        return attend(channel, others, mounts=self._mounts)
 
     def _count(self) -> int:
         """Processes and threads of this user: the kernel's limit counts all of them. Root's sandboxes have users."""
         if os.geteuid() == 0:
             return 0
         if time.monotonic() - self._counted_at >= COUNT_S:
-            self._counted_at, self._others = time.monotonic(), count_threads(os.geteuid())
+            among = {os.getpid(), *descendants(os.getpid())} if self._mounts else None  # a user namespace of its own
+            self._counted_at, self._others = time.monotonic(), count_threads(os.geteuid(), among)
         return self._others
 
     def _reap(self) -> None:
@@ -111,20 +124,25 @@ class _Warm:
                     self._kill_strangers()
 
     def _kill_strangers(self) -> None:
-        """Kill every process below this one that is not below an attendant."""
-        children = {pid for pid, parent, _ in processes() if parent == os.getpid()}
-        for pid in children - self._attendants:
-            for one in (pid, *descendants(pid)):
-                with suppress(ProcessLookupError):
-                    os.kill(one, signal.SIGKILL)
+        """Kill every process below this one that is not below an attendant, and reap none meanwhile (`kill_below`)."""
+        now = seen = time.monotonic()
+        deadline = now + STRANGERS_S
+        while now < min(deadline, seen + FIRST_QUIET_S):
+            strangers = {pid for pid, parent, _ in processes() if parent == os.getpid()} - self._attendants
+            now = time.monotonic()
+            seen = now if strangers else seen
+            for pid in strangers:
+                for one in (pid, *descendants(pid)):
+                    with suppress(ProcessLookupError):
+                        os.kill(one, signal.SIGKILL)
 
 
-def count_threads(user: int) -> int:
-    """Threads of all processes of a user."""
+def count_threads(user: int, among: Collection[int] | None = None) -> int:
+    """Threads of a user's processes: of all, or of those `among` some."""
     count = 0
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
-            if entry.stat().st_uid == user:
+            if entry.stat().st_uid == user and (among is None or int(entry.name) in among):
                 fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
                 count += int(fields[17])
     return count

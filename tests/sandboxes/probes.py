@@ -1,4 +1,6 @@
-"""Programs that try to get out of a sandbox: `python probes.py BACKEND` prints how each got out, or an empty text.
+"""Programs that try to get out of a sandbox: `python probes.py BACKEND [LANDLOCK]` prints how each got out, or nothing.
+
+With LANDLOCK the sandbox uses at most this version of it, as on an older kernel.
 
 The standard library only: it also runs as another user, with the system's Python. Each program prints ESCAPED if it got
 what it should not get. What a program cannot know itself is looked at from outside (`verdict`).
@@ -57,6 +59,15 @@ SIMPLE = {  # name -> attempts; each must raise OSError
     "send by UDP": ["socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', @udp))"],
     "connect to a Unix socket": ["socket.socket(socket.AF_UNIX).connect('@unix')"],
     "connect to an abstract Unix socket": ["socket.socket(socket.AF_UNIX).connect('\\0@abstract')"],
+    "send to a Unix socket from a pair": [
+        "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', '@datagrams')"
+    ],
+    "send to an abstract socket from a pair": ["socket.socketpair(socket.AF_UNIX, 3)[0].sendto(b'x', '\\0@abstract')"],
+    "have the kernel signal another process": [
+        "__import__('fcntl').fcntl(socket.socketpair()[0], 8, @victim)",
+        "__import__('fcntl').fcntl(socket.socketpair()[0], 10, signal.SIGKILL)",
+        "__import__('fcntl').ioctl(socket.socketpair()[0], 0x8901, (@victim).to_bytes(4, 'little'))",
+    ],
     "open a raw or netlink socket": ["socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)", "socket.socket(17, 3)"],
     "signal another process": ["os.kill(@victim, 0)", "os.kill(@victim, signal.SIGTERM)"],
     "signal the parents": ["os.kill(os.getppid() if os.getppid() > 2 else @runner, signal.SIGKILL)"],
@@ -168,6 +179,75 @@ for number in range(64):
 time.sleep(4)
 print("ESCAPED")
 """,
+    "files at the end of long paths": """
+for number in range(20):
+    os.mkdir("x" * 250); os.chdir("x" * 250)
+for number in range(64):
+    with open(f"file{number}", "wb") as file:
+        file.write(b"x" * (1 << 20))
+time.sleep(4)
+print("ESCAPED")
+""",
+    "files in a folder that nobody may list": """
+os.mkdir("closed", 0o300)
+for number in range(64):
+    with open(f"closed/file{number}", "wb") as file:
+        file.write(b"x" * (1 << 20))
+time.sleep(4)
+print("ESCAPED")
+""",
+    "files in flight between sockets": """
+import array
+held = []
+for number in range(64):
+    one, other = socket.socketpair()
+    file = open("gone", "wb")
+    os.unlink("gone")
+    file.write(b"x" * (1 << 20)); file.flush()
+    socket.send_fds(one, [b"."], [file.fileno()])
+    file.close()
+    held += [one, other]
+time.sleep(4)
+print("ESCAPED")
+""",
+    "space that is only reserved": """
+for number in range(64):
+    with open(f"file{number}", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 20)
+time.sleep(4)
+print("ESCAPED")
+""",
+    "files in /dev": """
+found = False
+for folder in ("/dev", "/dev/shm", "/tmp", "/"):
+    try:
+        open(folder + "/new", "wb")
+        found = True
+    except OSError:
+        pass
+print("ESCAPED" if found else "refused")
+""",
+    "memory in sockets": """
+held = []
+for _ in range(8):
+    if os.fork() == 0:
+        try:
+            while True:
+                pair = socket.socketpair()
+                held += pair
+                for one in pair:
+                    one.setblocking(False)
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+                    try:
+                        while True:
+                            one.send(b"x" * 65536)
+                    except BlockingIOError:
+                        pass
+        except OSError:
+            time.sleep(60)
+time.sleep(6)
+print("ESCAPED")
+""",
     "endless output": "while True: print('x' * 1000)",
     "endless loop": "while True: pass",
     "leftover process": "subprocess.Popen(['sleep', '@left'])",
@@ -198,8 +278,13 @@ os._exit(0)
 TIMEOUTS = {"endless loop": 0.5, "time-out dodged by a double fork": 0.7, "fork bomb whose parents end": 0.7}
 ENDED_BY = {  # name -> the limits that may have ended the program
     "memory bomb of many processes": {"memory"},
-    "many files": {"disk"},
-    "files without a name": {"disk"},
+    "many files": {"disk", ""},  # or it ends by the error of a full disk
+    "files without a name": {"disk", ""},
+    "files at the end of long paths": {"disk", ""},
+    "files in a folder that nobody may list": {"disk", ""},
+    "files in flight between sockets": {"disk", ""},
+    "space that is only reserved": {"disk", ""},
+    "memory in sockets": {"memory"},
     "endless output": {"output"},
     "endless loop": {"time"},
     "time-out dodged by a double fork": {"time"},
@@ -244,12 +329,12 @@ def command(pid: str) -> str:
 
 def numbers() -> dict[str, str]:
     """System call numbers by name, for this machine."""
-    from hone.sandboxes.system_calls import ARCHITECTURES
+    from hone.sandboxes.kernel.system_calls import ARCHITECTURES
 
     return {name: str(number) for name, number in ARCHITECTURES[os.uname().machine][1].items()}
 
 
-async def main(backend: str) -> dict[str, str]:
+async def main(backend: str, landlock: int) -> dict[str, str]:
     outside = tempfile.mkdtemp(prefix="hone-outside-")
     os.chmod(outside, 0o755)
     secret = Path(outside, "secret.txt")
@@ -262,6 +347,9 @@ async def main(backend: str) -> dict[str, str]:
     named.bind(f"{outside}/socket")
     os.chmod(f"{outside}/socket", 0o777)
     abstract.bind(f"\0hone-probe-{os.getpid()}")
+    datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    datagrams.bind(f"{outside}/datagrams")
+    os.chmod(f"{outside}/datagrams", 0o777)
     named.listen()
     abstract.listen()
     victim = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
@@ -271,6 +359,7 @@ async def main(backend: str) -> dict[str, str]:
         "tcp": str(tcp.getsockname()[1]),
         "udp": str(udp.getsockname()[1]),
         "unix": f"{outside}/socket",
+        "datagrams": f"{outside}/datagrams",
         "abstract": f"hone-probe-{os.getpid()}",
         "victim": str(victim.pid),
         "runner": str(os.getpid()),
@@ -278,7 +367,7 @@ async def main(backend: str) -> dict[str, str]:
         "left": LEFT,
         **numbers(),
     }
-    host = LocalSandboxes(backend, LIMITS)
+    host = LocalSandboxes(backend, LIMITS, landlock=landlock)
     found = {}
     try:
         other = host.open()
@@ -293,7 +382,7 @@ async def main(backend: str) -> dict[str, str]:
         await host.close()
         victim.kill()
         victim.wait()
-    for one in (tcp, udp, named, abstract):
+    for one in (tcp, udp, named, abstract, datagrams):
         one.close()
     shutil.rmtree(outside)
     return found
@@ -304,4 +393,4 @@ if __name__ == "__main__":
     if not works:
         sys.stderr.write(detail)
         sys.exit(REFUSED)
-    print(json.dumps(asyncio.run(main(sys.argv[1]))))
+    print(json.dumps(asyncio.run(main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0))))

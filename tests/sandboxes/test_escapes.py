@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from hone.sandboxes.kernel import landlock
 from tests.sandboxes.probes import NAMES, REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
+LEVELS = range(landlock.OLDEST, max(landlock.version(), landlock.OLDEST))  # older ones than this kernel's
 ROOTS = pytest.mark.slow
 
 
@@ -38,16 +40,17 @@ def interpreter(user: int) -> str:
         pytest.param(("bubblewrap", "ordinary"), marks=pytest.mark.ci),
         pytest.param(("landlock", "root"), marks=ROOTS),
         pytest.param(("bubblewrap", "root"), marks=ROOTS),
+        *(("landlock", "ordinary", str(level)) for level in LEVELS),
     ],
     ids="-".join,
 )
 def verdicts(request) -> dict[str, str]:
     """Name of a probe -> how it got out; empty if it did not. All run in one process, with one warm parent."""
-    backend, who = request.param
+    backend, who, *level = request.param
     if who == "root" and os.geteuid() != 0:
         pytest.skip("the tests do not run as root")
     user = 0 if who == "root" else (NOBODY if os.geteuid() == 0 else os.geteuid())
-    command = [interpreter(user), "-m", "tests.sandboxes.probes", backend]
+    command = [interpreter(user), "-m", "tests.sandboxes.probes", backend, *level]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": "/tmp"}
     alone = {"user": user, "group": user, "extra_groups": []} if os.geteuid() == 0 else {}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables, cwd=ROOT, **alone)

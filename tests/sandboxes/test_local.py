@@ -4,12 +4,15 @@ import asyncio
 import os
 import signal
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from hone.processes.leftovers import remove_folder
 from hone.processes.supervisor import descendants
-from hone.sandboxes.attendant import read_inside, remove, write_inside
+from hone.sandboxes import local
+from hone.sandboxes.attendant import UNCOUNTABLE, _used, read_inside, write_inside
 from hone.sandboxes.base import Limits, SandboxLost, SandboxRefused
 from hone.sandboxes.choice import examine, make_sandboxes
 from hone.sandboxes.local import LocalSandboxes
@@ -138,6 +141,77 @@ def test_a_killed_parent_is_a_loss_and_the_next_run_starts_another(loop, host):
     assert loop.run(play()).stdout == b"2\n"
 
 
+def test_a_stopped_parent_is_replaced_before_anything_is_lost(loop, host, monkeypatch):
+    monkeypatch.setattr(local, "TAKEN_S", 0.5)
+
+    async def play():
+        await host.start()
+        stopped = host.process_ids[0]
+        os.kill(stopped, signal.SIGSTOP)
+        ran = await once(host, "print(3)")
+        return ran, stopped, host.process_ids[0]
+
+    ran, stopped, now = loop.run(play())
+    assert (ran.stdout, stopped != now) == (b"3\n", True)
+
+
+def test_what_a_killed_parent_took_along_is_a_loss_and_never_an_empty_folder(loop, host):
+    async def play():
+        sandbox = host.open()
+        await sandbox.run(["bash", "-c", "echo 5 > n"], timeout_s=30)
+        os.kill(host.process_ids[0], signal.SIGKILL)
+        found = []
+        for _ in range(2):
+            try:
+                found.append((await sandbox.run(["bash", "-c", "cat n || echo none"], timeout_s=30)).stdout)
+            except SandboxLost as error:
+                found.append(str(error))
+        await sandbox.close()
+        return found
+
+    first, second = loop.run(play())
+    assert first == b"5\n" or ("gone" in first and second == b"none\n"), (first, second)
+
+
+CHAINS = """
+import os
+for _ in range(6):
+    try:
+        in_chain = os.fork() == 0
+    except OSError:
+        break
+    while in_chain:
+        try:
+            if os.fork():
+                os._exit(0)
+        except OSError:
+            pass
+"""
+
+
+def test_chains_of_processes_that_fork_and_end_are_ended(loop, host):
+    async def play():
+        found = [(await once(host, CHAINS)).limit for _ in range(3)]  # without SandboxLost
+        await until(lambda: len(host.process_ids) == 1)
+        return found
+
+    assert loop.run(play()) == ["", "", ""]
+
+
+def test_chains_end_with_their_killed_attendant(loop, host):
+    async def play():
+        task = asyncio.create_task(once(host, CHAINS + "import time; time.sleep(300)", timeout_s=300))
+        await until(lambda: len(host.process_ids) > 3)
+        warm, attendant, *_ = host.process_ids
+        os.kill(attendant, signal.SIGKILL)
+        with pytest.raises(SandboxLost, match="was killed while its program ran"):
+            await task
+        await until(lambda: host.process_ids == [warm])
+        return (await once(host, "print(4)")).stdout
+
+    assert loop.run(play()) == b"4\n"
+
+
 def test_a_cancelled_run_ends_its_program(loop, host):
     async def play():
         sandbox = host.open()
@@ -187,17 +261,73 @@ def test_files_are_never_written_or_read_through_links(tmp_path):
     (folder / "away").symlink_to(outside)
     (folder / "x").symlink_to(outside / "x")
     os.mkfifo(folder / "pipe")
-    with pytest.raises(OSError, match="away"):
-        write_inside(str(folder), "away/x", b"changed", -1)
+    assert read_inside(str(folder), "away/x", 3) is None
+    write_inside(str(folder), "away/x", b"in a folder of its own", -1)
     write_inside(str(folder), "x", b"mine", -1)
     assert ((outside / "x").read_text(), (folder / "x").read_text()) == ("secret", "mine")
-    assert [read_inside(str(folder), path, 3) for path in ("x", "away/x", "pipe", "none")] == [b"min", None, None, None]
+    assert [read_inside(str(folder), path, 3) for path in ("x", "away/x", "pipe", "none")] == [
+        b"min",
+        b"in ",
+        None,
+        None,
+    ]
     (folder / "closed").mkdir()
     (folder / "closed" / "x").write_text("")
     (folder / "closed").chmod(0)
-    remove(str(folder))
+    remove_folder(str(folder))
     assert not folder.exists()
     assert (outside / "x").exists()
+
+
+@pytest.fixture
+def deep():
+    """A folder in which 1,200 folders are nested: beyond recursion, PATH_MAX and the number of open files."""
+    top = Path(tempfile.mkdtemp(dir="/dev/shm"))  # a disk takes seconds for them
+    here = os.open(top, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("deep", 0o300, dir_fd=here)
+        below = os.open("deep", os.O_PATH | os.O_DIRECTORY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(os.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=here))
+    os.close(here)
+    yield top
+    remove_folder(str(top))
+
+
+def test_whatever_a_program_left_is_removed_or_replaced(deep):
+    assert _used(str(deep)) == UNCOUNTABLE
+    write_inside(str(deep), "deep", b"a file", -1)
+    assert (deep / "deep").read_bytes() == b"a file"
+    write_inside(str(deep), "deep/e", b"below", -1)
+    assert read_inside(str(deep), "deep/e", 9) == b"below"
+    assert _used(str(deep)) < 1 << 16
+    remove_folder(str(deep))
+    assert not deep.exists()
+
+
+def test_a_deep_folder_is_removed(deep):
+    remove_folder(str(deep))
+    assert not deep.exists()
+
+
+def test_what_a_program_does_to_its_folder_is_its_own_result(loop, host):
+    async def play():
+        sandbox = host.open()
+        nested = b"import os\nfor i in range(3000):\n  os.mkdir('d'); os.chdir('d')"
+        found = [await sandbox.run(["python", "a.py"], files={"a.py": nested}, timeout_s=30)]
+        swap = b"import os\nos.unlink('b.py'); os.makedirs('b.py/b'); open('b.py/b/x', 'w')"
+        found.append(await sandbox.run(["python", "b.py"], files={"b.py": swap}, timeout_s=30))
+        found += [
+            await sandbox.run(["python", name], files={name: b"print(1)"}, timeout_s=30)
+            for name in ("b.py", "a.py/c.py")
+        ]
+        await sandbox.close()
+        return found
+
+    deep, *others = loop.run(play())
+    assert deep.limit in ("disk", ""), deep
+    assert [one.stdout for one in others[1:]] == [b"1\n", b"1\n"]
 
 
 def test_a_sandbox_that_does_not_work_is_refused_with_the_reason(loop, tmp_path, monkeypatch):

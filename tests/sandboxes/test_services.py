@@ -230,7 +230,7 @@ def test_e2b_s_events():
 
 
 def test_a_python_that_lacks_a_module_is_a_loss_and_no_result(played, monkeypatch):
-    monkeypatch.setattr(inside, "CARRIED", [path for path in inside.CARRIED if path != "sandboxes/landlock.py"])
+    monkeypatch.setattr(inside, "CARRIED", [path for path in inside.CARRIED if path != "sandboxes/kernel/landlock.py"])
     inside._code.cache_clear()
     try:
         with pytest.raises(SandboxLost, match=r"e2b: its python3 cannot run hone: .*landlock"):

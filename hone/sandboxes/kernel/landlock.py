@@ -35,11 +35,20 @@ class _Beneath(ctypes.Structure):
     _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
 
 
+_newest = [1 << 30]
+
+
 def version() -> int:
-    """The kernel's version of Landlock; 0 if it has none or it is off."""
+    """The kernel's version of Landlock, at most that of `use_at_most`; 0 if it has none or it is off."""
     with suppress(OSError):
-        return _call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION_FLAG))
+        found = _call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION_FLAG))
+        return min(found, _newest[0])
     return 0
+
+
+def use_at_most(newest: int) -> None:
+    """Confine as on a kernel with this version of Landlock, to try what an older one keeps out."""
+    _newest[0] = newest
 
 
 def ruleset(readable: Sequence[str], writable: Sequence[str], devices: Sequence[str], *, network: bool) -> int:
@@ -91,4 +100,4 @@ def _call(number: int, *arguments: object) -> int:
     return done
 
 
-__all__ = ["OLDEST", "WITH_SCOPES", "restrict", "ruleset", "version"]
+__all__ = ["OLDEST", "WITH_SCOPES", "restrict", "ruleset", "use_at_most", "version"]
