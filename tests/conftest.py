@@ -5,7 +5,9 @@ import os
 import re
 import signal
 import sys
+import tomllib
 from importlib.metadata import version
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -16,6 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from hone.plugins import GROUP, VARIABLE
 from hone.processes.garbage import collect_rarely
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; children would inherit it
@@ -24,6 +27,22 @@ collect_rarely()
 settings.register_profile("hone", deadline=None)  # how long an example takes says nothing about whether it is right
 settings.load_profile("hone")
 
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _find_plugins() -> None:
+    """Let this process and its children find all plug-ins, installed or not: their settings need hone only."""
+    folders = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+    projects = [tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8")) for folder in folders]
+    values = [value for one in projects for value in one["project"]["entry-points"][GROUP].values()]
+    paths = [str(path) for path in (ROOT, *folders)]
+    sys.path += paths[1:]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *paths])
+    os.environ[VARIABLE] = ",".join(values)
+
+
+_find_plugins()
 
 CLUSTERS = (
     "tests/deploy/test_slurm.py",

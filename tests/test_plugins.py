@@ -136,3 +136,17 @@ def test_an_unknown_name_of_a_plug_in_that_failed_says_why(foreign):
     assert unknown("colour", "grey", ["red"]) == (
         "unknown colour 'grey': it is in the plug-in hone-torn, which failed to load: RuntimeError: torn off"
     )
+
+
+def test_the_packages_of_loaded_plug_ins_are_known_and_those_of_broken_ones_are_not(tmp_path):
+    (tmp_path / "one_file.py").write_text("")
+    (tmp_path / "broken_file.py").write_text("raise RuntimeError")
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "__init__.py").touch()
+    (tmp_path / "a_package" / "inner.py").write_text("def register(): ...")
+    code = "from hone.plugins import packages\nfor name, path in packages().items():\n    print(name, path)"
+    lines = run(code, tmp_path, "one_file, broken_file, a_package.inner:register")
+    found = {line.partition(" ")[0]: line.partition(" ")[2] for line in lines}
+    assert found["one_file"] == str(tmp_path / "one_file.py")
+    assert found["a_package"] == str(tmp_path / "a_package")
+    assert "broken_file" not in found

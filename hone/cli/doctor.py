@@ -9,7 +9,7 @@ platforms  which devices can be used, with the reason if not
 sandboxes  where code of a policy can run: each local one runs a program, and says what it stops or why it does not work
            (a service is not asked: only whether there is a key)
 engines    which training engines have the package that they need
-servers    whether vLLM and SGLang have a Python environment
+servers    whether vLLM and other servers have a Python environment
 parts      the names that a run file may use; with `--full`, each is imported, and the reason shown if that fails
 plug-ins   loaded or failed, and those of hone's repository that are not installed
 """
@@ -50,8 +50,9 @@ from hone.platforms.base import (
     why_no_triton,
 )
 from hone.platforms.cuda import is_cpu_build
-from hone.plugins import OURS, install_line, load_plugins
+from hone.plugins import OURS, elsewhere, install_line, load_plugins
 from hone.registry import resolve
+from hone.rollout import ROLLOUT_ENGINES
 from hone.sandboxes.choice import LOCAL, SERVICES, configured
 from hone.sandboxes.choice import examine as examine_sandbox
 
@@ -63,7 +64,7 @@ CPU_FEATURES = {  # flag of /proc/cpuinfo -> what it speeds up
     "avx512_bf16": "bf16 kernels",
     "amx_bf16": "bf16 matrix tiles: a step in bf16 takes up to half the time of one in fp32",
 }
-SERVERS = ("vllm", "sglang")  # rollout engines that run in a Python environment of their own
+SERVERS = ("vllm", *elsewhere("rollout engine"))  # rollout engines that run in a Python environment of their own
 UNWANTED = ("torchvision", "torchaudio")  # their CUDA builds break every model import when torch is a CPU build
 CONFORMANCE = "hone.cli.conformance.kit:conformance"  # imports engines and rollouts
 MODEL_REPORT = "hone.cli.model_doctor:model_report"  # imports transformers: seconds that the machine's report saves
@@ -231,7 +232,7 @@ def _engines() -> Iterator[Finding]:
 
 def _servers() -> Iterator[Finding]:
     """Find the Python environments of the rollout servers; no server is started."""
-    for backend in SERVERS:
+    for backend in (name for name in SERVERS if name in ROLLOUT_ENGINES):
         places = [place / f".venv-{backend}" for place in (Path.cwd(), Path(hone.__file__).parents[1])]
         found = next((place for place in places if (place / "bin" / "python").is_file()), None)
         missing = f"no .venv-{backend} here: make .venv-{backend} (CPUs), or docs/rollout.md; or set rollout.python"

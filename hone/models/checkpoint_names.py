@@ -1,8 +1,8 @@
 """Give weights of a state dict the names and shapes that the model's files have.
 
 transformers stores some weights differently from the files: it fuses the experts of a layer into one tensor, and the
-files have one per expert. vLLM and SGLang load the layout of the files, so they are sent that layout. Fused experts are
-converted a slice at a time, so that nobody holds a whole layer of them.
+files have one per expert. Servers such as vLLM load the layout of the files, so they are sent that layout. Fused
+experts are converted a slice at a time, so that nobody holds a whole layer of them.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class PlatformBase(MemorySharing, ABC):
     def rollout_options(self, backend: str, nodes: int) -> dict[str, Any]:
         """Options, by the engine's own names, that a rollout server needs on this platform; run files override them.
 
-        `backend` is the rollout engine ("vllm", "sglang"), `nodes` the number of machines that run servers.
+        `backend` is the rollout engine (such as "vllm"), `nodes` the number of machines that run servers.
         """
         return {}
 

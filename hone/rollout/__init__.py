@@ -14,7 +14,6 @@ ROLLOUT_ENGINES = Registry(
     {
         "builtin": "hone.rollout.builtin.engine:BuiltinEngine",
         "vllm": "hone.rollout.servers.vllm:VllmServer",
-        "sglang": "hone.rollout.servers.sglang:SglangServer",
     },
 )
 

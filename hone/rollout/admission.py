@@ -18,7 +18,7 @@ from hone.rollout.images import PlacedImages, place_images
 from hone.types import GenerationRequest, PromptTooLong, SamplingParams
 
 WAKE_TAGS = ("weights", "kv_cache")
-CONSTRAINS_NOT = "has no such constraint: use rollout.backend=vllm or sglang, or ask for JSON in the prompt"
+CONSTRAINS_NOT = "has no such constraint: use rollout.backend=vllm, or ask for JSON in the prompt"
 CLOSED = "it was closed"
 
 

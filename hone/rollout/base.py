@@ -1,8 +1,8 @@
 """The contract of a rollout engine: tokens in; tokens, log-probs and the weight version of each token out.
 
 There are two kinds of engine. A `RolloutEngine` runs in the trainer's process (the built-in engine) and gets weights as
-a stream (`update_weights`). A `ServerAdapter` stands for a server in another process (vLLM, SGLang, the built-in engine
-as a server), which receives weights over a transport (`receive_weights`).
+a stream (`update_weights`). A `ServerAdapter` stands for a server in another process (vLLM, or the built-in engine as a
+server), which receives weights over a transport (`receive_weights`).
 """
 
 from __future__ import annotations

@@ -84,10 +84,10 @@ class BuiltinSettings(Config):
 class RolloutConfig(Config):
     """The rollout of a run: which engine generates, where, and how it samples."""
 
-    backend: str = setting("builtin", "the engine that generates: builtin, vllm, sglang, or a plug-in's")
+    backend: str = setting("builtin", "the engine that generates: builtin, vllm, or a plug-in's")
     builtin: BuiltinSettings = setting(meaning="settings of the built-in engine only", factory=BuiltinSettings)
     engine: dict[str, Any] = setting(
-        meaning="options of vLLM or SGLang under their own names, such as enforce_eager; they refuse unknown ones",
+        meaning="options of vLLM or another server under its own names, such as enforce_eager; it refuses unknown ones",
         factory=dict,
     )
     python: str = setting("", "Python of the engine's environment; default: .venv-<backend>/bin/python, if there")

@@ -5,7 +5,7 @@
             ...load...
     WeightReceipt(replica, delivery.version, digest, delivery.tensors, delivery.bytes)
 
-It runs in the Python environment of vLLM or SGLang, and needs only torch, numpy, pyzmq and xxhash there.
+It runs in the Python environment of a server such as vLLM, and needs only torch, numpy, pyzmq and xxhash there.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     first sync    whole tensors --> `watched` --> the loader; `Reads` records which box of each tensor it read
     later syncs   these boxes   --> `watched` --> the same loader, which sees tensors of the whole shape
 
-So hone has no table of how vLLM or SGLang divide a model, whatever their parallelism. A rank of tensor parallel 2 reads
-half of most tensors; a rank of expert or pipeline parallel reads some tensors, and nothing of others.
+So hone has no table of how an engine such as vLLM divides a model, whatever its parallelism. A rank of tensor parallel
+2 reads half of most tensors; a rank of expert or pipeline parallel reads some tensors, and nothing of others.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     backend builtin, process inside      BuiltinEngine here; several behind a Router     LocalPublisher copies weights
             builtin, process separate    Router -> BuiltinServer x replicas              ServerPublisher sends them by
-            vllm, sglang, a plug-in's    Router -> its adapter x replicas                `weights.transport`
+            vllm, or a plug-in's         Router -> its adapter x replicas                `weights.transport`
 
 Only this file knows the difference.
 """
@@ -410,28 +410,29 @@ def _machines(runtime: RuntimeConfig | None) -> int:
 
 
 def with_context(settings: RolloutConfig, config: Any) -> RolloutConfig:
-    """Return the settings, with vLLM's `max_model_len` where it selects the rotary frequencies.
+    """Return the settings, with the option for the longest sequence where it selects the rotary frequencies.
 
     Raises ConfigError for a server that would use other frequencies than the trainer with `model.use.context`.
     """
-    changing, kind = changing_rope(config), settings.backend
-    if changing is None or kind not in ("vllm", "sglang"):
+    changing, option = changing_rope(config), getattr(ROLLOUT_ENGINES.get(settings.backend), "rope_option", None)
+    if changing is None or option is None:
         return settings
     rope, plain_length = changing
-    if kind == "sglang" or rope == "dynamic":
+    if not option or rope == "dynamic":
         raise ConfigError(
-            f"rollout.backend: {kind} lays out rotary positions of the type {rope} otherwise than the trainer, which "
-            f"keeps one set of frequencies for the run; use rollout.backend: builtin{', or vllm' * (rope != 'dynamic')}"
+            f"rollout.backend: {settings.backend} lays out rotary positions of the type {rope} otherwise than the "
+            "trainer, which keeps one set of frequencies for the run; use rollout.backend: builtin"
+            f"{', or vllm' * (rope != 'dynamic')}"
         )
     longest = config.run_context or plain_length
-    given = settings.engine.get("max_model_len", longest)
+    given = settings.engine.get(option, longest)
     if (given > plain_length) != (longest > plain_length):
         raise ConfigError(
-            f"rollout.engine.max_model_len={given} and model.use.context={longest} lie on two sides of "
-            f"original_max_position_embeddings={plain_length}, so vLLM and the trainer would choose different rotary "
-            f"frequencies; set model.use.context={given}"
+            f"rollout.engine.{option}={given} and model.use.context={longest} lie on two sides of "
+            f"original_max_position_embeddings={plain_length}, so {settings.backend} and the trainer would choose "
+            f"different rotary frequencies; set model.use.context={given}"
         )
-    return settings.model_copy(update={"engine": {**settings.engine, "max_model_len": given}})
+    return settings.model_copy(update={"engine": {**settings.engine, option: given}})
 
 
 async def start_all(replicas: Sequence[ServerAdapter]) -> None:

@@ -2,7 +2,7 @@
 
 engine    a training engine that only infers: `TrainHandle`, or for the reference of a LoRA policy `WithoutAdapter`
 server    a rollout engine: `BuiltinScorer` in this process, at the run's temperature; `ServerScorer` on servers
-          (vLLM, SGLang, a plug-in's) that read the weights from the model's folder, at temperature 1
+          (vLLM, a plug-in's) that read the weights from the model's folder, at temperature 1
 process   a process of its own with a training engine (`hone.trainers.reward_models.process`)
 """
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,23 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.plugins import GROUP, VARIABLE
-
 ROOT = Path(__file__).resolve().parents[2]
-PLUGIN_FOLDERS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
-
-
-def _find_plugins() -> None:
-    """Let this process and its children find all plug-ins, installed or not: their settings need hone only."""
-    projects = [tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8")) for folder in PLUGIN_FOLDERS]
-    values = [value for one in projects for value in one["project"]["entry-points"][GROUP].values()]
-    folders = [str(folder) for folder in PLUGIN_FOLDERS]
-    sys.path += folders
-    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT), *folders])
-    os.environ[VARIABLE] = ",".join(values)
-
-
-_find_plugins()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ EXCEPTIONS = {  # file -> (what it may say, why)
         {"model_parallel_cuda_manual_seed"},
         "Megatron's name of the function that seeds every rank, on any device",
     ),
-    "hone/rollout/servers/sglang.py": (
+    "plugins/sglang/hone_sglang/server.py": (
         {"disable_prefill_cuda_graph", "disable_decode_cuda_graph", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"},
         "SGLang's names of its own options",
     ),

@@ -46,7 +46,7 @@ SETTINGS_READERS = frozenset({"trainers", "workers"})
 THIRD_PARTY = {  # heavy or optional package -> files that may import it, or a folder
     "triton": ["triton_scores.py"],
     "vllm": ["vllm.py", "vllm_follower.py"],
-    "sglang": ["sglang.py", "sglang_adapters.py"],
+    "sglang": ["hone_sglang/inside/"],
     "megatron": ["megatron/hone_megatron/", "hone_megatron/modules/"],
     "veomni": ["veomni/hone_veomni/"],
     "nemo_automodel": ["automodel/hone_automodel/"],

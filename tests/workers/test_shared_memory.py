@@ -7,7 +7,7 @@ from hone.engines.fsdp2.engine import Fsdp2Engine
 from hone.engines.fsdp2.settings import Fsdp2Settings
 from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.settings import BuildConfig, ModelConfig
-from hone.rollout.servers import sglang, vllm
+from hone.rollout.servers import vllm
 from hone.workers.publication import DeviceShare
 from hone.workers.shared_memory import GIB, why_no_room
 from hone.workers.train import TrainSpec
@@ -91,6 +91,5 @@ def test_an_offloaded_model_needs_the_device_only_while_it_trains():
     assert needs.training == weights + plain.memory_needs().kept + plain.memory_needs().training
 
 
-def test_each_engine_of_others_says_what_it_takes():
+def test_vllm_says_what_it_takes():
     assert vllm.ACCELERATOR_DEFAULTS[vllm.VllmServer.memory_option] == 0.5
-    assert sglang.ACCELERATOR_DEFAULTS[sglang.SglangServer.memory_option] == 0.5

@@ -22,13 +22,14 @@ from hone.engines.registry import EngineRegistry
 from hone.platforms.base import PLATFORM_VARIABLE, PlatformBase, current_platform
 from hone.platforms.facts import facts_of
 from hone.processes.request_process import ChildLost, ChildSpec, RequestProcess
+from hone.rollout import ROLLOUT_ENGINES
 
 PROGRAM = "hone.cli.conformance.section"
 START_S = 120.0  # to import torch and the vendor's package
 DEADLINE_S = 300.0  # of one section
 COLOURS = {"works": "green", "fails": "red", "absent": "yellow"}
 FORMAT = 1  # of the report
-PACKAGES = ("torch", "transformers", "vllm", "sglang", "ray")  # and those of the platform and of training engines
+PACKAGES = ("torch", "transformers", "ray")  # and those of the platform and of engines
 
 
 def conformance(as_json: bool) -> bool:
@@ -77,7 +78,7 @@ def _section(name: str, platform: str) -> Iterator[Result]:
 def report(platform: PlatformBase, results: Sequence[Result]) -> dict[str, Any]:
     """Everything that a maintainer needs to read the results without the machine."""
     versions = {}
-    engines = [package.distribution for package in EngineRegistry.packages.values()]
+    engines = [*ROLLOUT_ENGINES, *(package.distribution for package in EngineRegistry.packages.values())]
     for package in (*PACKAGES, *platform.packages, *engines):
         try:
             versions[package] = importlib.metadata.version(package)

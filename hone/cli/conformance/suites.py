@@ -78,7 +78,7 @@ class _Fsdp2(TrainingEngineContract):
 
 
 class _Builtin(RolloutEngineContract):
-    """vLLM and SGLang are not started here: they run in Python environments of their own (docs/rollout.md)."""
+    """Engines with a Python environment of their own are not started here (docs/rollout.md)."""
 
     tolerance = TOLERANCE
     long_tokens = 30

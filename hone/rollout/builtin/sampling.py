@@ -55,7 +55,7 @@ def sample(logits: Tensor, rules: Rules, u: NDArray[np.float32]) -> tuple[Tensor
     """Sample tokens [n] int64 with log-probs [n] float32 from logits [n, V] (float32, may be overwritten).
 
     Log-probs are of the distribution sampled from. Greedy rows (temperature 0) give the model's log-prob at temperature
-    1, as vLLM and SGLang do. A row with non-finite logits gives a non-finite log-prob, which the caller refuses.
+    1, as vLLM does. A row with non-finite logits gives a non-finite log-prob, which the caller refuses.
     """
     device = logits.device
     greedy = rules.temperature == 0

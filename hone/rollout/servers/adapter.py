@@ -1,4 +1,4 @@
-"""Base of vLLM, SGLang and the built-in engine as servers: `RolloutServer`.
+"""Base of vLLM, of other engines and of the built-in one as servers: `RolloutServer`.
 
 start, close            the process and its connection (`connection.ServerConnection`)
 generate, score         checks, what is open and counted (`open_requests.OpenRequests`)

@@ -1,4 +1,4 @@
-"""Start of an engine in a Python environment of its own (vLLM, SGLang): interpreter, options, variables.
+"""Start of an engine in a Python environment of its own (vLLM, one of a plug-in): interpreter, options, variables.
 
 `rollout.engine` has options by the engine's own names; `EngineDefaults` has those that hone sets.
 """
@@ -49,7 +49,7 @@ class EngineDefaults:
         given = {name.replace("-", "_"): value for name, value in spec.settings.engine.items()}
         check_reserved(spec.settings.engine, self.reserved)
         platform = self._platform_options(spec)
-        files = {"load_format": "auto"} if spec.frozen else {}  # vLLM and SGLang: read the model's own weights
+        files = {"load_format": "auto"} if spec.frozen else {}  # read the model's own weights
         found = {**self.options, **platform, **files, "dtype": spec.dtype, **needed, **given}
         if "skip_tokenizer_init" not in found and not has_tokenizer(spec):
             found["skip_tokenizer_init"] = True
@@ -83,6 +83,7 @@ class EngineServer(RolloutServer):
     defaults: EngineDefaults
     how_to_install: str
     memory_option: str  # the share of a device's memory that it takes
+    rope_option = ""  # by which it chooses the frequencies of `longrope` as hone does; empty: it does otherwise
 
     def __init__(self, spec: ServerSpec) -> None:
         whole = model_config(spec)

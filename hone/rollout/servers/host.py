@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import aiohttp
 
 import hone
+from hone.plugins import packages
 from hone.processes.child import Process, ServerProcess
 from hone.processes.supervisor import FOLDER
 from hone.rollout.servers.shape import Span
@@ -32,7 +33,7 @@ SOCKET = "s"  # its name in the folder; a socket's whole path has to be short
 class Site:
     """Folder and interpreter of a server on its machine."""
 
-    folder: Path  # private; `folder/path` holds hone's package and nothing else
+    folder: Path  # private; `folder/path` holds the packages of hone and its plug-ins, and nothing else
     python: str  # the interpreter that runs hone there; empty: no process is started, because the server runs already
     span: Span | None = None  # of a server that uses several machines
     others: tuple[Site, ...] = ()  # on the server's other machines, which only compute
@@ -104,13 +105,14 @@ class LocalHost:
 
 
 def private_folder() -> Path:
-    """A folder that only this user can enter: the server's socket, and a path with hone's package and nothing else.
+    """A folder that only this user can enter: the server's socket, and a path with hone's package and plug-ins alone.
 
     A socket's path has to be short; and the folder that holds `hone` may hold a torch that is not the server's.
     """
     folder = Path(tempfile.mkdtemp(prefix="hone-"))
     (folder / "path").mkdir()
-    (folder / "path" / "hone").symlink_to(Path(hone.__file__).parent.absolute(), target_is_directory=True)
+    for package in (Path(hone.__file__).parent, *packages().values()):
+        (folder / "path" / package.name).symlink_to(package.absolute())
     return folder
 
 

@@ -124,6 +124,7 @@ class VllmServer(EngineServer):
     package = "vllm"
     how_to_install = HOW_TO_INSTALL
     memory_option = "gpu_memory_utilization"
+    rope_option = "max_model_len"
     defaults = EngineDefaults(
         RESERVED, DEFAULTS, CPU_DEFAULTS, ACCELERATOR_DEFAULTS, ENVIRONMENT, cpu_environment=CPU_ENVIRONMENT
     )

@@ -152,19 +152,6 @@ def test_vllm_on_a_cpu_refuses_head_sizes_that_its_attention_lacks(adapter_of, t
     adapter_of("sglang")
 
 
-def test_sglangs_speculation_on_a_cpu_is_refused(adapter_of):
-    with pytest.raises(ConfigError, match=r"speculative_algorithm=NGRAM: on a CPU .* no sample of the policy"):
-        adapter_of("sglang", {"speculative-algorithm": "NGRAM"})
-
-
-def test_sglangs_expert_parallel_on_a_cpu_is_refused(adapter_of):
-    with pytest.raises(
-        ConfigError, match=r"engine\.ep_size: on a CPU .* experts that a rank does not have; leave it out"
-    ):
-        adapter_of("sglang", {"ep-size": 2})
-    assert adapter_of("sglang", {"attn_dp_size": 2}, tensor_parallel=2).ranks == 2
-
-
 def test_hones_defaults_can_each_be_overridden(adapter, expected):
     assert expected.defaults <= set(command(adapter()))
     changed = command(adapter(expected.changes))
@@ -221,20 +208,6 @@ def test_a_model_without_a_tokenizer_is_served_without_one(adapter, tmp_path):
     assert "--skip-tokenizer-init" in command(adapter())
     (tmp_path / "model/tokenizer.json").write_text("{}")
     assert "--skip-tokenizer-init" not in command(adapter())
-
-
-def test_sglang_says_when_it_was_started_without_what_a_json_schema_needs(adapter_of, tmp_path):
-    wanted = SamplingParams(max_tokens=1, json_schema="{}")
-
-    def refusal(**engine):
-        with pytest.raises(ValueError, match="wants an answer that follows a JSON schema, and sglang-0") as found:
-            adapter_of("sglang", engine)._limits.check(GenerationRequest("r", (9,), wanted))
-        return str(found.value)
-
-    assert "started without a tokenizer" in refusal()
-    (tmp_path / "model/tokenizer.json").write_text("{}")
-    adapter_of("sglang")._limits.check(GenerationRequest("r", (9,), wanted))
-    assert "started with rollout.engine.grammar_backend=none" in refusal(grammar_backend="none")
 
 
 def test_every_rank_of_vllm_receives_weights(adapter_of, tiny, tmp_path):

@@ -1,6 +1,6 @@
 """Real servers say how likely they find tokens: as the plain forward, and as a teacher of a distillation run.
 
-vLLM's comparison with the plain forward is in vllm/test_speculative.py.
+Comparisons with the plain forward: vllm/test_speculative.py and plugins/sglang/tests/test_scores.py.
 
 Their replies to a request that was aborted are given by a small stand-in for the connection.
 """
@@ -18,22 +18,11 @@ from hone.rollout.base import ScoreAborted, ServerSpec
 from hone.rollout.settings import RolloutConfig
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
-from hone.types import GenerationRequest, SamplingParams, StopReason
 from tests.rollout.conftest import REAL
 from tests.trainers.tiny import BASE, metrics, recipe
 
 BACKENDS = [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=pytest.mark.sglang)]
 SEQUENCES = [tuple(range(10, 10 + n)) for n in (2, 25, 7, 18, 7)]
-
-
-@pytest.mark.sglang
-def test_a_server_scores_with_the_weights_of_its_folder(real_adapter, runner, tiny, forward):
-    server = real_adapter("sglang", lora={"frozen": True})
-    runner.run(server.start())
-    try:
-        check_scores(server, tiny(REAL["sglang"].model), runner, forward)
-    finally:
-        runner.run(server.close())
 
 
 def check_scores(server, model, runner, forward):
@@ -124,20 +113,6 @@ def test_a_scoring_that_a_server_aborts_is_waited_for_and_no_result(backend, uns
 async def stop(server):
     server._state.stop("mixed")
     await server.abort_all()
-
-
-def test_sglang_refuses_an_aborted_request_whose_schema_it_compiles_and_hone_sends_it_again(unstarted, finish):
-    server = unstarted("sglang")
-    wanted = SamplingParams(max_tokens=4, json_schema="{}")
-
-    async def refused(text):
-        server.connection = Aborting(ValueError(f"replica sglang-0 refused /generate (status 400): {text}"))
-        found, _ = await asyncio.gather(server.generate(GenerationRequest("r", (9,), wanted)), server.abort_all())
-        return found
-
-    assert finish(refused("Aborted by AbortReq.")).stop_reason is StopReason.ABORTED
-    with pytest.raises(ValueError, match="Failed to compile json grammar"):
-        finish(refused("Failed to compile json grammar"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

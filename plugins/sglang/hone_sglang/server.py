@@ -1,7 +1,7 @@
 """Adapter for an SGLang server, which runs in its own process and Python environment.
 
     SglangServer --HTTP over a unix socket, the run's token--> guard --> SGLang's API process --> its schedulers
-         `-- Process: starts it, watches it, ends it             (hone/workers/inside/sglang.py runs inside these)
+         `-- Process: starts it, watches it, ends it             (hone_sglang/inside/process.py runs inside these)
 
     generate          POST /generate: tokens in; tokens, log-probs and spans of weight versions out
     score             the same path, with nothing to generate: log-probs of the prompt
@@ -155,7 +155,7 @@ class SglangServer(EngineServer):
         spread = {} if site.span is None else spread_options(site.span)
         options = {**server_options(self._spec, self._limits.vocabulary), **self._options, **context, **spread}
         flags = {name: value for name, value in options.items() if value is not False}  # switches have no `--no-` form
-        command = [str(self._python), "-P", "-m", "hone.workers.inside.sglang", *command_arguments(flags)]
+        command = [str(self._python), "-P", "-m", "hone_sglang.inside.process", *command_arguments(flags)]
         sockets = {"HONE_SOCKET": str(site.folder / SOCKET), "TMPDIR": str(site.folder)}  # for its own sockets
         return command, {**self.defaults.server_environment(self._spec, site.folder), **sockets}
 

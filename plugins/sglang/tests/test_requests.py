@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from hone.rollout.servers.sglang import _generate_body
 from hone.types import GenerationRequest, SamplingParams
+from hone_sglang.server import _generate_body
 
 pytestmark = pytest.mark.sglang
 

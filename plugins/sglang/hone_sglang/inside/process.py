@@ -1,12 +1,12 @@
 """Code inside SGLang's processes: start, check of HTTP paths, and receiver of the weight sync.
 
-    python -m hone.workers.inside.sglang <options>
+    python -m hone_sglang.inside.process <options>
         API process   listens on a unix socket; no path without the run's token, and only the paths that hone uses:
                       others of SGLang unpickle what they are sent
         schedulers    (spawned, one per rank; they import this file first) take weights at
                       POST /update_weights_from_ipc {"zmq_handles": {"offer": <JSON>}}
                       offer --> hone.weights.delivery --> (name, tensor)* --> model.load_weights
-                                                                      `-> a LoRA adapter: inside/sglang_adapters
+                                                                      `-> a LoRA adapter: inside/adapters
                       receipt: checksum of what was received; refused unless every parameter of the model was filled
 
 SGLang's Python imports it, with hone's package folder on its path and nothing else of hone's environment.
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import hone.rollout.servers.sglang_cpu  # noqa: F401  before SGLang, which imports libraries that CPUs lack
+import hone_sglang.cpu_patches  # noqa: F401  before SGLang, which imports libraries that CPUs lack
 
 # isort: split
 import torch
@@ -53,7 +53,7 @@ from hone.workers.inside.receiving import (
     receipt,
     variable,
 )
-from hone.workers.inside.sglang_adapters import errors_of, forget_slots, gather, loaded, take
+from hone_sglang.inside.adapters import errors_of, forget_slots, gather, loaded, take
 
 SOCKET_VARIABLE = "HONE_SOCKET"
 PATHS = frozenset(

@@ -29,8 +29,8 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from hone.rollout.adapters import BROUGHT, PREFIX, AdapterFiles, Delta, read_adapter
-from hone.rollout.servers.sglang_cpu import Unpinned
 from hone.workers.inside.receiving import checkpoint_shapes, listing, one_line
+from hone_sglang.cpu_patches import Unpinned
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that SGLang computes as one
 GATHERED = 2**16  # most bytes of one rank's message

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from hone.rollout.servers.sglang_cpu import ABSENT, Unpinned, install_stand_ins, murmur_hash32
+from hone_sglang.cpu_patches import ABSENT, Unpinned, install_stand_ins, murmur_hash32
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Code that runs inside SGLang's processes: `process` (start, HTTP paths, weight sync) and `adapters` (LoRA)."""
