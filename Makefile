@@ -12,10 +12,10 @@ AGENTS_VENV := .venv-agents
 TRITON := .venv-triton
 # Training engines of other packages (plugins/), each in an environment of its own: make test-veomni, make .venv-veomni ...
 ENGINES := automodel megatron torchtitan veomni
-# Plug-ins whose tests run in $(VENV): what they need is light, or in an environment of a server.
-IN_BASE := sglang
+# Plug-ins that need little or nothing, and are tested in $(VENV).
+LIGHT := hosted-sandboxes nixl
 PLUGINS := $(patsubst plugins/%/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
-APART := $(filter-out $(IN_BASE),$(PLUGINS))
+APART := $(filter-out sglang $(LIGHT),$(PLUGINS))  # sglang: .venv-sglang is the server's environment
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(FITS)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -27,7 +27,7 @@ SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
 QUICK := not slow and not vllm and not sglang and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-oldest test-plugins test-ascend test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(APART:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
+.PHONY: help quickstart test test-all test-oldest test-plugins test-ascend test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(LIGHT:%=test-%) $(APART:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
 
 help:
 	@echo "make quickstart   install pinned versions into $(VENV), train a small model with RL, show the result"
@@ -67,7 +67,10 @@ $(APART:%=.venv-%): %: %/.engine
 test-ascend: .venv-ascend/.engine
 	.venv-ascend/bin/python -m pytest plugins/ascend/tests $(ARGS)
 
-test-plugins: test-ascend $(ENGINES:%=test-%) $(IN_BASE:%=test-%)
+$(LIGHT:%=test-%): test-%: $(VENV)/.test
+	$(VENV)/bin/python -m pytest plugins/$*/tests $(ARGS)
+
+test-plugins: test-ascend $(ENGINES:%=test-%) $(LIGHT:%=test-%) test-sglang
 
 test-oldest: $(OLDEST_VENV)/.oldest
 	$(OLDEST_VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" tests/algorithms tests/engines tests/models tests/rollout tests/trainers plugins/megatron/tests $(ARGS)
@@ -155,9 +158,9 @@ $(VENV)/.plugins: $(VENV)/.base $(PLUGINS:%=plugins/%/pyproject.toml)
 	@touch $@
 
 # Megatron-Core too, which is light: `make test` and `make test-vllm` train with it.
-$(VENV)/.test: $(VENV)/.plugins requirements/test.lock plugins/megatron/requirements.lock
+$(VENV)/.test: $(VENV)/.plugins requirements/test.lock plugins/megatron/requirements.lock plugins/nixl/requirements.lock
 	@echo "installing requirements/test.lock"
-	@$(PIP) install --no-deps --requirement requirements/test.lock --requirement plugins/megatron/requirements.lock
+	@$(PIP) install --no-deps --requirement requirements/test.lock --requirement plugins/megatron/requirements.lock --requirement plugins/nixl/requirements.lock
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test requirements/check.lock

@@ -22,7 +22,9 @@ VARIABLE = "HONE_USE_EXTERNAL_MODULES"
 OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ascend": {"platform": ("ascend",)},
     "automodel": {"training engine": ("automodel",)},
+    "hosted-sandboxes": {"sandbox": ("daytona", "e2b", "modal", "sandbox_fusion")},
     "megatron": {"training engine": ("megatron",)},
+    "nixl": {"weight transport": ("nixl",)},
     "sglang": {"rollout engine": ("sglang",)},
     "torchtitan": {"training engine": ("torchtitan",)},
     "veomni": {"training engine": ("veomni",)},
@@ -31,6 +33,7 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 _loaded: dict[str, str] | None = None
 _packages: dict[str, Path] = {}
+_values: list[str] = []  # of the entry points that were loaded
 
 
 class PluginRefused(ImportError):
@@ -63,6 +66,7 @@ def _load(point: EntryPoint) -> str:
         _require_api(point)
         if callable(loaded):
             loaded()
+        _values.append(point.value)
         top = sys.modules[point.module.partition(".")[0]]
         if top.__file__ is not None:
             _packages[top.__name__] = Path(top.__file__).parent if hasattr(top, "__path__") else Path(top.__file__)
@@ -86,6 +90,12 @@ def _require_api(point: EntryPoint) -> None:
         f"{point.module} {found}, and hone {__version__} loads plug-ins with PLUGIN_API = {PLUGIN_API}; install "
         f"versions of hone-rl and {point.dist.name if point.dist else point.module} that fit each other"
     )
+
+
+def environment() -> dict[str, str]:
+    """The variable that lets a child in another Python load the plug-ins of this process, from `packages`."""
+    load_plugins()
+    return {VARIABLE: ",".join(_values)}
 
 
 def packages() -> Mapping[str, Path]:

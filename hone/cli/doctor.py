@@ -51,9 +51,10 @@ from hone.platforms.base import (
 )
 from hone.platforms.cuda import is_cpu_build
 from hone.plugins import OURS, elsewhere, install_line, load_plugins
-from hone.registry import resolve
+from hone.registry import CannotLoad, resolve
 from hone.rollout import ROLLOUT_ENGINES
-from hone.sandboxes.choice import LOCAL, SERVICES, configured
+from hone.sandboxes import SANDBOXES
+from hone.sandboxes.choice import LOCAL
 from hone.sandboxes.choice import examine as examine_sandbox
 
 DISTRIBUTION = "hone-rl"
@@ -212,8 +213,14 @@ def _sandboxes() -> Iterator[Finding]:
     for name in LOCAL:
         works, detail = asyncio.run(examine_sandbox(name))
         yield Finding("sandboxes", name, works, detail)
-    for name in SERVICES:
-        yield Finding("sandboxes", name, None, configured(name))
+    for name in SANDBOXES:
+        try:
+            configured = getattr(SANDBOXES.get(name), "configured", None)
+        except CannotLoad as error:
+            yield Finding("sandboxes", name, None, str(error))
+        else:
+            if configured is not None:
+                yield Finding("sandboxes", name, None, configured())
 
 
 def _engines() -> Iterator[Finding]:

@@ -187,8 +187,8 @@ class SandboxedSettings(ToolCallSettings):
     """Base class of the settings of `python` and `shell`: a sandbox for each episode, with these limits."""
 
     sandbox: str = setting("auto", "where programs run; auto: the first local one that works (hone list sandboxes)")
-    url: str = setting("", "address of a remote sandbox service; e2b and daytona have a default")
-    image: str = setting("", "what a remote sandbox starts from: template of e2b, snapshot of daytona, image of modal")
+    url: str = setting("", "address of a remote sandbox service; some have a default")
+    image: str = setting("", "what a remote sandbox starts from: a template, snapshot or image of its service")
     memory_mb: int = setting(DEFAULT.memory_mb, "memory of a program with its processes", unit="MB", ge=32)
     processes: int = setting(DEFAULT.processes, "processes and threads of a program", unit="processes", ge=1)
     output_kb: int = setting(DEFAULT.output_kb, "what a program may print before it is stopped", unit="KB", ge=1)

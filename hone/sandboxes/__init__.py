@@ -2,11 +2,11 @@
 
 Read in this order: `base` (the contract), `local` (hone's side of a sandbox on this machine), `warm` (the process that
 starts programs), `attendant` (watches one program), `confinement` (what a program gives up before it begins), `kernel`
-(rules for files, system calls, mounts), `bubblewrap`, `remote` (SandboxFusion), `hosted` (machines of a service),
-`inside` (what hone runs in them), `e2b`, `daytona`, `modal` (three services), `choice` (which one a name means).
+(rules for files, system calls, mounts), `bubblewrap`, `choice` (which one a name means). Plug-ins add sandboxes of
+services.
 """
 
-from hone.registry import Entry, Registry
+from hone.registry import Registry
 
 SANDBOXES = Registry(
     "sandbox",
@@ -14,12 +14,12 @@ SANDBOXES = Registry(
         "auto": "hone.sandboxes.choice:automatic",
         "landlock": "hone.sandboxes.choice:landlock",
         "bubblewrap": "hone.sandboxes.choice:bubblewrap",
-        "sandbox_fusion": "hone.sandboxes.remote:SandboxFusion",
-        "e2b": "hone.sandboxes.e2b:e2b",
-        "daytona": "hone.sandboxes.daytona:daytona",
-        "modal": Entry("hone.sandboxes.modal:modal_sandboxes", requires=("modal",)),
     },
 )
-"""Functions of (`Limits`, url, image) that return a `SandboxHost`; a text that the run file does not set is empty."""
+"""Functions of (`Limits`, url, image) that return a `SandboxHost`; a text that the run file does not set is empty.
+
+That of a service may be a class with a static method `configured() -> str`: whether its key and what else it needs are
+here, for `hone doctor`, without asking the service.
+"""
 
 __all__ = ["SANDBOXES"]

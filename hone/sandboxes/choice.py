@@ -5,18 +5,12 @@ Nothing runs without a sandbox: if none works, the error says why for each.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from pathlib import Path
-
 from hone.sandboxes import SANDBOXES
 from hone.sandboxes.base import Limits, SandboxHost, SandboxLost, SandboxRefused
 from hone.sandboxes.confinement import why_not
 from hone.sandboxes.local import LocalSandboxes
 
 LOCAL = ("landlock", "bubblewrap")  # in order of preference
-KEYS = {"e2b": "E2B_API_KEY", "daytona": "DAYTONA_API_KEY"}  # service -> environment variable with its key
-SERVICES = (*KEYS, "modal")
 
 
 def make_sandboxes(name: str, limits: Limits, url: str = "", image: str = "") -> SandboxHost:
@@ -84,23 +78,10 @@ async def examine(name: str) -> tuple[bool, str]:
     return True, f"stops {stops}"
 
 
-def configured(name: str) -> str:
-    """Return whether a service can be asked, without asking it."""
-    if name in KEYS:
-        return f"{KEYS[name]} is {'set; the service was not asked' if os.environ.get(KEYS[name]) else 'not set'}"
-    if importlib.util.find_spec("modal") is None:
-        return "the package modal is not installed: pip install modal"
-    known = os.environ.get("MODAL_TOKEN_ID") or Path.home().joinpath(".modal.toml").exists()
-    return "credentials found; the service was not asked" if known else "no credentials: modal token new"
-
-
 __all__ = [
-    "KEYS",
     "LOCAL",
-    "SERVICES",
     "automatic",
     "bubblewrap",
-    "configured",
     "examine",
     "landlock",
     "make_sandboxes",

@@ -16,9 +16,6 @@ TRANSPORTS = Registry(
         "delta": Entry("hone.weights.transports.delta:DeltaEngine", "hone.weights.settings:DeltaSettings"),
         "disk": Entry("hone.weights.transports.disk:DiskEngine", "hone.weights.settings:DiskSettings"),
         "ipc": "hone.weights.transports.by_rank:ByRankEngine",
-        "nixl": Entry(
-            "hone.weights.transports.nixl:NixlEngine", "hone.weights.settings:NixlSettings", requires=("nixl",)
-        ),
     },
 )
 LOOPBACK = "127.0.0.1"

@@ -21,13 +21,6 @@ class CollectiveSettings(Choice):
     )
 
 
-class NixlSettings(Choice):
-    """Reads by NIXL: RDMA where there is any, else TCP."""
-
-    name: str = "nixl"
-    host: str = setting(LOOPBACK, "as for collective")
-
-
 class DiskSettings(Choice):
     """Files in a folder that both sides can read."""
 
@@ -49,8 +42,8 @@ class WeightSyncConfig(Config):
 
     transport: Annotated[SerializeAsAny[Choice] | None, FromRegistry(TRANSPORTS)] = setting(
         None,
-        "how weights reach servers (collective, delta, disk, ipc, nixl); default: ipc, or collective if some servers "
-        "are on other machines. The built-in engine in the trainer's process copies them",
+        "how weights reach servers (collective, delta, disk, ipc, or a plug-in's); default: ipc, or collective if some "
+        "servers are on other machines. The built-in engine in the trainer's process copies them",
     )
     bucket_mib: int = setting(256, "size of one bucket; two of them exist at a time", unit="MiB", ge=1)
     verify: Literal["digest", "probe"] = setting(

@@ -14,7 +14,7 @@ from hone.runtime import RUNTIMES
 from hone.runtime.base import ServerDevices
 from hone.runtime.settings import RuntimeConfig
 from hone.weights import LOOPBACK
-from hone.weights.settings import CollectiveSettings, DeltaSettings, DiskSettings, NixlSettings, WeightSyncConfig
+from hone.weights.settings import CollectiveSettings, DeltaSettings, DiskSettings, WeightSyncConfig
 from hone.workers.cluster_hosts import ClusterHost
 from hone.workers.spanning_hosts import SpanningHost
 
@@ -58,11 +58,11 @@ def reaching(config: WeightSyncConfig, hosts: Sequence[Host]) -> WeightSyncConfi
         key = "weights.transport.over" if over_ipc else "weights.transport"
         raise ConfigError(
             f"{key}: ipc is memory of this machine, {problem}; choose collective"
-            + ("" if over_ipc else ", delta, nixl, or disk with a folder that all machines see")
+            + ("" if over_ipc else ", delta, or disk with a folder that all machines see")
         )
     if chosen is None:
         chosen = CollectiveSettings(host=driver_of(hosts))
-    elif isinstance(chosen, CollectiveSettings | DeltaSettings | NixlSettings) and _is_loopback(chosen.host):
+    elif (host := getattr(chosen, "host", "")) and _is_loopback(host):  # the address on which the trainer listens
         count_as_read(chosen)
         chosen = chosen.model_copy(update={"host": driver_of(hosts)})
     return config.model_copy(update={"transport": chosen})

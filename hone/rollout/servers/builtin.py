@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from hone import plugins
 from hone.config import ConfigError, plain
 from hone.data.routes import routes_of_text
 from hone.rollout.adapters import AdapterKind, unfit_for_merging
@@ -81,7 +82,7 @@ class BuiltinServer(RolloutServer):
             "threads": torch.get_num_threads(),
         }
         path = os.pathsep.join(filter(None, [str(site.folder / "path"), os.environ.get("PYTHONPATH", "")]))
-        environment = {**spec.environment, "HONE_TOKEN": spec.token, "PYTHONPATH": path}
+        environment = {**plugins.environment(), **spec.environment, "HONE_TOKEN": spec.token, "PYTHONPATH": path}
         return [spec.settings.python or site.python, *self.program, json.dumps(arguments)], environment
 
     async def _longest_sequence(self) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import hone
+from hone import plugins
 from hone.config import ConfigError
 from hone.platforms.base import current_platform
 from hone.rollout.adapters import AdapterKind
@@ -67,6 +68,7 @@ class EngineDefaults:
         given = {name: os.environ[name] for name in ours if name in os.environ and name != "OMP_NUM_THREADS"}
         path = [str(folder / "path"), spec.environment.get("PYTHONPATH", "")]
         return {
+            **plugins.environment(),
             **ours,
             **given,
             **spec.environment,

@@ -1,4 +1,4 @@
-"""The common part of `ipc`, `collective` and `nixl`: buckets, announced and acknowledged over a control channel.
+"""The common part of `ipc`, `collective` and others: buckets, announced and acknowledged over a control channel.
 
     sender   fill 0 | fill 1 | wait taken 0, fill 2 | wait taken 1, fill 3 | ... | end, wait done
     receiver          read 0 | read 1               | read 2               |     | read, done

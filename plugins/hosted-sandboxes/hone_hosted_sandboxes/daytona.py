@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from hone.sandboxes.base import Limits, SandboxLost
-from hone.sandboxes.hosted import CREATE_S, GRACE_S, Api, Executed, HostedSandboxes, address, key_of
+from hone_hosted_sandboxes.hosted import CREATE_S, GRACE_S, Api, Executed, HostedSandboxes, address, key_found, key_of
 
 URL = "https://app.daytona.io/api"
 STATES_S = 0.5  # between two looks at the state of a new sandbox
@@ -32,13 +32,21 @@ ENDED = ("error", "build_failed", "destroyed", "destroying", "stopped", "archive
 TOO_LATE = 408
 
 
-def daytona(limits: Limits, url: str, image: str) -> HostedSandboxes:
-    """Daytona; `image` is a snapshot. Raises SandboxRefused."""
-    return HostedSandboxes(Daytona(address("daytona", url, URL), key_of("daytona"), image, limits), limits)
+class DaytonaSandboxes(HostedSandboxes):
+    """Daytona; `image` is a snapshot."""
+
+    def __init__(self, limits: Limits, url: str, image: str) -> None:
+        """Raises SandboxRefused without a key, or for a url that is none."""
+        super().__init__(Daytona(address("daytona", url, URL), key_of("daytona"), image, limits), limits)
+
+    @staticmethod
+    def configured() -> str:
+        """Return whether the service can be asked, without asking it."""
+        return key_found("daytona")
 
 
 class Daytona:
-    """Makes machines of Daytona (`hone.sandboxes.hosted.Service`)."""
+    """Makes machines of Daytona (`hone_hosted_sandboxes.hosted.Service`)."""
 
     name = "daytona"
 
@@ -68,7 +76,7 @@ class Daytona:
 
 
 class DaytonaMachine:
-    """A sandbox of Daytona (`hone.sandboxes.hosted.Machine`)."""
+    """A sandbox of Daytona (`hone_hosted_sandboxes.hosted.Machine`)."""
 
     def __init__(self, api: Api, url: str, headers: Mapping[str, str]) -> None:
         self._api, self._url, self._headers = api, url, headers
@@ -120,4 +128,4 @@ def _minutes(seconds: float) -> int:
     return max(1, math.ceil(seconds / 60))
 
 
-__all__ = ["Daytona", "DaytonaMachine", "daytona"]
+__all__ = ["Daytona", "DaytonaMachine", "DaytonaSandboxes"]

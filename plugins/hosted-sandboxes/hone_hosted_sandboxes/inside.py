@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import hone
 from hone.processes.frames import FrameReader, Kind, encode
 from hone.sandboxes.attendant import attend
 from hone.sandboxes.warm import count_threads
@@ -30,7 +31,7 @@ REQUEST = "request.json"
 CARRIED = (
     "machine.py",
     *(f"processes/{name}.py" for name in ("frames", "leftovers", "supervisor")),
-    *(f"sandboxes/{name}.py" for name in ("attendant", "base", "bubblewrap", "confinement", "inside", "warm")),
+    *(f"sandboxes/{name}.py" for name in ("attendant", "base", "bubblewrap", "confinement", "warm")),
     *(f"sandboxes/kernel/{name}.py" for name in ("landlock", "mounts", "socket_memory", "system_calls")),
 )
 # A Python that cannot run hone is a loss; without a reply it would count as the program's doing.
@@ -41,7 +42,7 @@ if sys.version_info < (3, 10):
     lost = "its python3 is %d.%d, and hone needs 3.10 or newer there" % sys.version_info[:2]
 else:
     try:
-        from hone.sandboxes.inside import main
+        from inside import main
     except ImportError as error:
         lost = "its python3 cannot run hone: %s" % error
 if lost is None:
@@ -68,13 +69,13 @@ def bundle_of(request: Mapping[str, Any]) -> bytes:
 def _code() -> bytes:
     """The zip of what runs there, without a request."""
     held = io.BytesIO()
-    root = Path(__file__).parents[1]
     with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as bundle:
         bundle.writestr("__main__.py", BOOT)
         for package in ("hone", "hone/processes", "hone/sandboxes", "hone/sandboxes/kernel"):
             bundle.writestr(f"{package}/__init__.py", "")
         for path in CARRIED:
-            bundle.writestr(f"hone/{path}", (root / path).read_text(encoding="utf-8"))
+            bundle.writestr(f"hone/{path}", (Path(hone.__file__).parent / path).read_text(encoding="utf-8"))
+        bundle.writestr("inside.py", Path(__file__).read_text(encoding="utf-8"))
     return held.getvalue()
 
 

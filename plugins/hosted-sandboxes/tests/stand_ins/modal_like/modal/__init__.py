@@ -1,7 +1,8 @@
 """The part of Modal's package that hone uses, by the names and arguments of modal 1.6; programs run here."""
 
+from hosted_services import LATE, Machine
+
 from modal import exception
-from tests.sandboxes.services import LATE, Machine
 
 __all__ = ["App", "Image", "Sandbox", "exception"]
 SANDBOXES: dict[str, "Sandbox"] = {}

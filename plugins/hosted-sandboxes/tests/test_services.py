@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from hosted_services import KEY, Services, events
 
 from hone.registry import CannotLoad
-from hone.sandboxes import hosted, inside
+from hone.sandboxes import SANDBOXES
 from hone.sandboxes.base import Limits, SandboxLost, SandboxRefused
-from hone.sandboxes.choice import configured, make_sandboxes
-from hone.sandboxes.e2b import executed
+from hone.sandboxes.choice import make_sandboxes
 from hone.testing import SandboxContract
-from tests.sandboxes.services import KEY, Services, events
+from hone_hosted_sandboxes import hosted, inside
+from hone_hosted_sandboxes.e2b import executed
 
-LIKE = str(Path(__file__).parent / "modal_like")
+LIKE = str(Path(__file__).parent / "stand_ins" / "modal_like")
 LIMITS = Limits(output_kb=16, memory_mb=256, processes=16, at_once=2)
 HTTP = ("e2b", "daytona")
 CREATE = {"e2b": "POST /sandboxes", "daytona": "POST /api/sandbox"}
@@ -34,7 +35,9 @@ def environment(monkeypatch):
     monkeypatch.setenv("E2B_API_KEY", KEY)
     monkeypatch.setenv("DAYTONA_API_KEY", KEY)
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "modal" or name == "hone.sandboxes.modal"]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "modal" or name == "hone_hosted_sandboxes.modal"
+    ]:
         del sys.modules[name]
 
 
@@ -264,7 +267,7 @@ def test_a_cancelled_run_leaves_no_machine(played, name):
 
 KILLED = """
 import asyncio, sys
-from hone.sandboxes import hosted
+from hone_hosted_sandboxes import hosted
 from hone.sandboxes.base import Limits
 from hone.sandboxes.choice import make_sandboxes
 hosted.IDLE_S = hosted.INSIDE_S = hosted.GRACE_S = 0.5
@@ -315,15 +318,14 @@ def test_what_is_missing_is_said_at_the_start(monkeypatch):
         make_sandboxes("e2b", LIMITS, "api.e2b.app")
     with pytest.raises(CannotLoad, match="needs modal, which is not installed: pip install modal"):
         make_sandboxes("modal", LIMITS)
-    assert configured("modal") == "the package modal is not installed: pip install modal"
     for backend in ("auto", "landlock"):
         with pytest.raises(SandboxRefused, match="image"):
             make_sandboxes(backend, LIMITS, "", "python:3.12")
     with pytest.raises(SandboxRefused, match="sandbox_fusion has no images"):
         make_sandboxes("sandbox_fusion", LIMITS, "http://127.0.0.1:9", "python:3.12")
-    assert configured("e2b") == "E2B_API_KEY is set; the service was not asked"
+    assert SANDBOXES.get("e2b").configured() == "E2B_API_KEY is set; the service was not asked"
     monkeypatch.delenv("DAYTONA_API_KEY")
-    assert configured("daytona") == "DAYTONA_API_KEY is not set"
+    assert SANDBOXES.get("daytona").configured() == "DAYTONA_API_KEY is not set"
     with pytest.raises(SandboxRefused, match="daytona needs its key in the environment variable DAYTONA_API_KEY"):
         make_sandboxes("daytona", LIMITS)
 

@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from hone.sandboxes.base import Limits, SandboxLost
-from hone.sandboxes.hosted import GRACE_S, Api, Executed, HostedSandboxes, address, key_of
+from hone_hosted_sandboxes.hosted import GRACE_S, Api, Executed, HostedSandboxes, address, key_found, key_of
 
 URL, TEMPLATE = "https://api.e2b.app", "base"
 PORT = "49983"  # of envd
@@ -33,13 +33,21 @@ ENVELOPE = struct.Struct(">BI")  # flags, length; then a JSON text
 COMPRESSED, LAST = 1, 2  # flags
 
 
-def e2b(limits: Limits, url: str, image: str) -> HostedSandboxes:
-    """E2B; `image` is a template. Raises SandboxRefused."""
-    return HostedSandboxes(E2b(address("e2b", url, URL), key_of("e2b"), image or TEMPLATE, limits), limits)
+class E2bSandboxes(HostedSandboxes):
+    """E2B; `image` is a template."""
+
+    def __init__(self, limits: Limits, url: str, image: str) -> None:
+        """Raises SandboxRefused without a key, or for a url that is none."""
+        super().__init__(E2b(address("e2b", url, URL), key_of("e2b"), image or TEMPLATE, limits), limits)
+
+    @staticmethod
+    def configured() -> str:
+        """Return whether the service can be asked, without asking it."""
+        return key_found("e2b")
 
 
 class E2b:
-    """Makes machines of E2B (`hone.sandboxes.hosted.Service`)."""
+    """Makes machines of E2B (`hone_hosted_sandboxes.hosted.Service`)."""
 
     name = "e2b"
 
@@ -72,7 +80,7 @@ class E2b:
 
 
 class E2bMachine:
-    """A sandbox of E2B (`hone.sandboxes.hosted.Machine`)."""
+    """A sandbox of E2B (`hone_hosted_sandboxes.hosted.Machine`)."""
 
     def __init__(self, api: Api, url: str, key: dict[str, str], envd: str, headers: dict[str, str]) -> None:
         self._api, self._url, self._key = api, url, key
@@ -138,4 +146,4 @@ def _envelopes(body: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
         at += length
 
 
-__all__ = ["E2b", "E2bMachine", "e2b", "executed"]
+__all__ = ["E2b", "E2bMachine", "E2bSandboxes", "executed"]

@@ -27,8 +27,7 @@ from hone.processes.http_client import http_session, proxy_of
 from hone.processes.untrusted_json import parse_json_apart
 from hone.sandboxes.attendant import ran_of, request_of
 from hone.sandboxes.base import Limits, Ran, SandboxLost, SandboxRefused, check_request, seat, seats
-from hone.sandboxes.choice import KEYS
-from hone.sandboxes.inside import bundle_of, reply_in
+from hone_hosted_sandboxes.inside import bundle_of, reply_in
 
 IDLE_S = 900.0  # life of a machine after its last program: an episode may wait this long between two
 REQUEST_S = 60.0  # of one request that runs no program
@@ -40,6 +39,7 @@ WAITS_S = (1.0, 2.0, 4.0, 8.0)  # before a machine is asked for again; then the 
 BUSY = (429, 502, 503, 504)
 NO_PYTHON = (126, 127)  # the statuses of a shell that cannot run a command
 KILLED = -9  # the status of a program that took its attendant along
+KEYS = {"e2b": "E2B_API_KEY", "daytona": "DAYTONA_API_KEY"}  # service -> environment variable with its key
 LOG = logging.getLogger(__name__)
 
 
@@ -266,6 +266,11 @@ class Api:
         return text.replace(self._key, "...")
 
 
+def key_found(name: str) -> str:
+    """Return whether the key of a service is in the environment, as a sentence."""
+    return f"{KEYS[name]} is {'set; the service was not asked' if os.environ.get(KEYS[name]) else 'not set'}"
+
+
 def key_of(name: str) -> str:
     """The key of a service, from the environment. Raises SandboxRefused."""
     if not (key := os.environ.get(KEYS[name], "").strip()):
@@ -280,4 +285,15 @@ def address(name: str, url: str, default: str) -> str:
     return (url or default).rstrip("/")
 
 
-__all__ = ["Api", "Busy", "Executed", "HostedSandbox", "HostedSandboxes", "Machine", "Service", "address", "key_of"]
+__all__ = [
+    "Api",
+    "Busy",
+    "Executed",
+    "HostedSandbox",
+    "HostedSandboxes",
+    "Machine",
+    "Service",
+    "address",
+    "key_found",
+    "key_of",
+]

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import modal
 
 from hone.sandboxes.base import Limits, SandboxLost, SandboxRefused
-from hone.sandboxes.hosted import CREATE_S, GRACE_S, MOST_BYTES, REQUEST_S, Busy, Executed, HostedSandboxes
+from hone_hosted_sandboxes.hosted import CREATE_S, GRACE_S, MOST_BYTES, REQUEST_S, Busy, Executed, HostedSandboxes
 
 APP = "hone"
 LIFE_S = 24 * 3600  # the longest that Modal allows; an idle sandbox ends long before
@@ -23,15 +25,24 @@ TOO_LATE = -1  # what `wait` returns for a command that Modal ended at its deadl
 T = TypeVar("T")
 
 
-def modal_sandboxes(limits: Limits, url: str, image: str) -> HostedSandboxes:
-    """Modal; `image` is an image of a registry, such as python:3.12. Raises SandboxRefused."""
-    if url:
-        raise SandboxRefused(f"modal has no url: its package knows the address; remove {url!r}")
-    return HostedSandboxes(Modal(image, limits), limits)
+class ModalSandboxes(HostedSandboxes):
+    """Modal; `image` is an image of a registry, such as python:3.12."""
+
+    def __init__(self, limits: Limits, url: str, image: str) -> None:
+        """Raises SandboxRefused for a url."""
+        if url:
+            raise SandboxRefused(f"modal has no url: its package knows the address; remove {url!r}")
+        super().__init__(Modal(image, limits), limits)
+
+    @staticmethod
+    def configured() -> str:
+        """Return whether credentials are here, without asking the service."""
+        known = os.environ.get("MODAL_TOKEN_ID") or Path.home().joinpath(".modal.toml").exists()
+        return "credentials found; the service was not asked" if known else "no credentials: modal token new"
 
 
 class Modal:
-    """Makes machines of Modal (`hone.sandboxes.hosted.Service`)."""
+    """Makes machines of Modal (`hone_hosted_sandboxes.hosted.Service`)."""
 
     name = "modal"
 
@@ -52,7 +63,7 @@ class Modal:
 
 
 class ModalMachine:
-    """A sandbox of Modal (`hone.sandboxes.hosted.Machine`)."""
+    """A sandbox of Modal (`hone_hosted_sandboxes.hosted.Machine`)."""
 
     def __init__(self, sandbox: Any) -> None:
         self._sandbox = sandbox
@@ -92,4 +103,4 @@ async def _asked(answer: Awaitable[T], limit_s: float) -> T:
         raise SandboxLost(f"modal: {type(error).__name__}: {error}") from error
 
 
-__all__ = ["Modal", "ModalMachine", "modal_sandboxes"]
+__all__ = ["Modal", "ModalMachine", "ModalSandboxes"]
