@@ -119,12 +119,11 @@ def test_settings_on_a_page_load_on_top_of_a_recipe(block, monkeypatch):
 
 def _targets(makefile):
     """The commands of a Makefile; in `.PHONY`, `$(ENGINES:%=test-%)` stands for one command of each engine."""
-    names = {
-        "ENGINES": re.search(r"^ENGINES := (.*)$", makefile, re.MULTILINE)[1].split(),
-        "PLUGINS": [path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")],
-    }
+    names = {name: re.search(rf"^{name} := (.*)$", makefile, re.MULTILINE)[1].split() for name in ("ENGINES", "LIGHT")}
+    plugins = {path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")}
+    names["APART"] = sorted(plugins - {"sglang", *names["LIGHT"]})
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1]
-    listed = re.compile(r"\$\((ENGINES|PLUGINS):%=(.*?)%\)")
+    listed = re.compile(r"\$\((ENGINES|LIGHT|APART):%=(.*?)%\)")
     return listed.sub(lambda found: " ".join(found[2] + one for one in names[found[1]]), phony).split()
 
 
