@@ -124,9 +124,11 @@ class Message(TypedDict, total=False):
 
     role: str
     content: Any
+    reasoning_content: str  # the thought before an answer, where it is not in the content
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
     name: str
+    trainable: bool  # false: an answer that is not learnt; absent: it is
 
 
 @dataclass(frozen=True, slots=True)

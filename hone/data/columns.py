@@ -10,6 +10,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hone.data.images import ImageError, put_images
+from hone.data.messages import MessageError, normal_message, normal_tool, parameters_by_tool, stored_messages
 from hone.data.settings import DatasetConfig, PromptSetConfig
 from hone.data.sources.base import DataError, Row, Rows, open_rows
 from hone.registry import unknown
@@ -87,9 +88,9 @@ class RowReader:
         if self._prompt is not None:
             found = self._prompt.render(row, self.rows.where, index)
         else:
-            found = row[self._conversation_column(row, index)]
+            found = self._parsed(row, self._conversation_column(row, index), index)
         text = isinstance(found, str)
-        conversation = (Message(role="user", content=found),) if text else self._checked(found, index)
+        conversation = (Message(role="user", content=found),) if text else self._checked(found, row, index)
         return self._with_system(self.illustrated(conversation, row, index))
 
     def tools(self, row: Row, index: int) -> tuple[Mapping[str, Any], ...]:
@@ -108,12 +109,23 @@ class RowReader:
             return ()
         if isinstance(found, str) or not isinstance(found, Sequence):
             raise DataError(f"{self.rows.where(index)}: {column} should be a list of JSON schemas, found {found!r:.80}")
-        for tool in found:
-            if not isinstance(tool, Mapping):
-                raise DataError(
-                    f"{self.rows.where(index)}: each of {column} should be a JSON schema, found {tool!r:.80}"
-                )
-        return tuple(without_nulls(tool) for tool in found)
+        try:
+            return tuple(normal_tool(without_nulls(tool)) for tool in found)
+        except MessageError as error:
+            raise DataError(f"{self.rows.where(index)}: {column}: {error}") from error
+
+    def _parsed(self, row: Row, column: str, index: int) -> Any:
+        """The value of a column of messages or text. Messages may be stored as JSON text."""
+        found = row[column]
+        if not isinstance(found, str):
+            return found
+        messages = stored_messages(found)
+        if messages is None and column == self.column("messages") and found.lstrip()[:1] in ("[", "{"):
+            raise DataError(
+                f"{self.rows.where(index)}: {column} should be a list of messages, or the JSON text of one, found "
+                f"{found!r:.80}; a column of texts is named in {self.key}.columns.prompt"
+            )
+        return found if messages is None else messages
 
     def illustrated(self, conversation: tuple[Message, ...], row: Row, index: int) -> tuple[Message, ...]:
         """Add the images of the row's column `images` to the conversation."""
@@ -150,19 +162,15 @@ class RowReader:
             raise DataError(f"{self.rows.where(index)}: {wrong}; name the right one in {self.key}.columns.{meaning}")
         return row[column]
 
-    def _checked(self, found: Any, index: int) -> tuple[Message, ...]:
+    def _checked(self, found: Any, row: Row, index: int) -> tuple[Message, ...]:
         where = self.rows.where
         if not isinstance(found, Sequence) or not found:
             raise DataError(f"{where(index)}: the prompt should be text or a list of messages, found {found!r:.80}")
-        messages: list[Message] = []
-        for one in found:
-            if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
-                raise DataError(f"{where(index)}: a message should have a role and a content, found {one!r:.80}")
-            if one.get("content") is None and not one.get("tool_calls"):
-                raise DataError(f"{where(index)}: a message of role {one['role']!r} has no content")
-            present = {key: value for key, value in one.items() if value is not None}  # Parquet fills gaps with null
-            messages.append(Message(**present))  # type: ignore[typeddict-item]
-        return tuple(messages)
+        schemas = parameters_by_tool(self.tools(row, index))
+        try:
+            return tuple(normal_message(one, schemas, filled=self.rows.fills_gaps) for one in found)
+        except MessageError as error:
+            raise DataError(f"{where(index)}: {error}") from error
 
     def column(self, meaning: str) -> str:
         return self._named.get(meaning, meaning)
@@ -251,9 +259,9 @@ class SampleReader(RowReader):
         elif any(message["role"] == "assistant" for message in messages):
             return messages
         elif self.column("completion") in row:
-            answer = row[self.column("completion")]
+            answer = self._parsed(row, self.column("completion"), index)
         else:
             raise self.missing("completion", "answer_template", row, index)
         if isinstance(answer, str):
             return (*messages, Message(role="assistant", content=answer))
-        return (*messages, *self._checked(answer, index))
+        return (*messages, *self._checked(answer, row, index))

@@ -47,11 +47,12 @@ class PairReader(RowReader):
         return float(found)
 
     def _conversation(self, row: Row, meaning: str, index: int) -> Conversation:
-        found = self.required(row, meaning, index)
+        self.required(row, meaning, index)
+        found = self._parsed(row, self.column(meaning), index)
         if isinstance(found, str):
             whole: Conversation = (*self.messages(row, index), Message(role="assistant", content=found))
         else:
-            given = self._checked(found, index)
+            given = self._checked(found, row, index)
             answers = given[0]["role"] == "assistant"
             asked = self.messages(row, index) if answers else ()
             whole = (*asked, *given) if answers else self._with_system(self.illustrated(given, row, index))
@@ -127,11 +128,10 @@ class _Maker(Generic[R]):
         try:
             messages = self._renderer.with_images(messages, self.reader.rows.folder(index))
             tools = tools_of(self.reader, row, index, messages, self._renderer)
-            ids, mask = self._renderer.render_sample(messages, tools)
+            ids, mask = self._renderer.render_sample(messages, tools, first=shared)
         except RenderingError as error:
             raise DataError(f"{self.reader.rows.where(index)}: {error}") from error
-        earlier = sum(message["role"] == "assistant" for message in messages[:shared])
-        sample = Sample(ids, without_first_runs(mask, earlier), self.reader.name, images_in(messages))
+        sample = Sample(ids, mask, self.reader.name, images_in(messages))
         return self._limit.fit(sample, lambda: self.reader.rows.where(index))
 
 
@@ -197,17 +197,3 @@ class StepsMaker(_Maker[StepsReader]):
             raise DataError(f"{self.reader.rows.where(index)}: {error}") from error
         sample = self._limit.fit(Sample(ids, mask, reader.name, images_in(messages)), lambda: reader.rows.where(index))
         return Steps(sample, labels[: sum(sample.loss_mask)], self._where(index))
-
-
-def without_first_runs(mask: Sequence[int], runs: int) -> tuple[int, ...]:
-    """Clear the first runs of ones in a loss mask: these answers belong to the prompt.
-
-    >>> without_first_runs((0, 1, 1, 0, 0, 1), 1)
-    (0, 0, 0, 0, 0, 1)
-    """
-    seen = 0
-    result = []
-    for position, bit in enumerate(mask):
-        seen += bit and not (position and mask[position - 1])
-        result.append(int(bit and seen > runs))
-    return tuple(result)

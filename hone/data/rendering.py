@@ -8,8 +8,9 @@ Text is tokenised in pieces that meet where generation starts and ends, as in a 
 end of an opening and the first word of an answer. A supervised sample therefore has exactly the token ids that a
 rollout would have if the model gave these answers.
 
-A text that an environment sends may contain what looks like a special token ("<|im_end|>"). It is encoded as ordinary
-text, so nothing that a tool returns can end a turn or begin one.
+A text that is not the template's may contain what looks like a special token ("<|im_end|>"): a row of a file, what an
+environment or a tool sends, a name that the policy invents. It is encoded as ordinary text (`Guard`), so nothing but
+the template and the policy's own tokens can end a turn or begin one.
 
 Some templates rewrite earlier turns (Qwen3 removes the thoughts of earlier answers after a new question). Token ids
 here are append-only: a conversation of several turns keeps each answer as it was given.
@@ -23,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from hone.data.chat_template import (
+    GUARD,
     ChatTemplate,
+    Guard,
     RenderingError,
     Tools,
-    added_tokens,
+    Unrendered,
     encodable,
     is_text,
     marks_only_the_first_word,
@@ -41,9 +44,9 @@ from hone.data.images import (
     source_of,
     with_sources,
 )
+from hone.data.messages import normal_message
 from hone.types import Image, Message
 
-GUARD = "\ue0f2"  # a private-use character that stands within text that must not become a special token
 _LONGEST_TOKEN = 32  # characters
 
 
@@ -60,20 +63,26 @@ class Renderer:
         chat_template: str = "",
         chat_options: Mapping[str, Any] | None = None,
         image_reader: ImageReader | None = None,
+        *,
+        unrendered: Unrendered = "error",
+        special_tokens_in_rows: bool = False,
     ) -> None:
         """`tokenizer` is a transformers tokenizer; `chat_template` is Jinja2 text or a file of it, empty: its own.
 
-        Without an `image_reader`, messages with images are refused.
+        Without an `image_reader`, messages with images are refused. With `special_tokens_in_rows`, prompts and samples
+        may contain special tokens, such as prompts that are rendered already.
 
         Raises RenderingError if there is no such file, or if chat options are given to a tokenizer without a template.
         """
         self.tokenizer = tokenizer
         self._images = image_reader
-        self._template = ChatTemplate(tokenizer, chat_template, chat_options or {})
+        self._template = ChatTemplate(tokenizer, chat_template, chat_options or {}, unrendered)
+        self._own_template = not chat_template
+        self._guard = Guard(self._template, tokenizer)
+        self._guards_rows = not special_tokens_in_rows
         self._first = self._first_ids()
         marks = marks_only_the_first_word(tokenizer) and self._template.special
         self._before = next(iter(self._template.special)) if marks else ""
-        self._added = added_tokens(tokenizer)
 
     # ------------------------------------------------------------------------------------------------- the verbs
 
@@ -103,13 +112,14 @@ class Renderer:
             raise RenderingError("there are no messages to render")
         if messages[-1].get("role") == "assistant":
             raise RenderingError("the last message is the assistant's: there is nothing to answer")
-        guarded = [self._guarded(one) if one.get("role") == "tool" else one for one in messages]
-        ids = self._first + self._encode(self._template.render(guarded, opening=True, tools=tools))
-        return tuple(Expansion(self._images, messages).all_of(ids))
+        shown = self._shown(messages)
+        text = self._template.render(shown, opening=True, tools=self._guard.tools(tools))
+        return tuple(Expansion(self._images, shown).all_of(self._first + self._encode(text)))
 
     def render_finished(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The ids of a finished conversation, with everything that the template adds after its last message."""
-        ids = tuple(self._first + self._encode(self._template.render(messages, opening=False, tools=tools)))
+        text = self._template.render(self._shown(messages), opening=False, tools=self._guard.tools(tools))
+        ids = tuple(self._first + self._encode(text))
         return ids if self._template.text is not None else (*ids, self._template.end)
 
     def render_continuation(
@@ -126,34 +136,43 @@ class Renderer:
             raise RenderingError("there are no messages to continue with")
         if any(is_image(part) for part in parts_of(messages)):
             raise RenderingError("a message after the first answer contains an image; images can be in the prompt only")
-        guarded = [self._guarded(one) for one in messages]
-        after = self._encode(self._template.continuation(guarded, tools), later=True)
-        return tuple(after if ids[-1] in self.end_token_ids else [self._template.end, *after])
+        guarded = [self._guard.message(normal_message(one, lenient=True)) for one in messages]
+        after = self._encode(self._template.continuation(guarded, self._guard.tools(tools)), later=True)
+        return tuple(after if ids[-1] in self.end_token_ids else [self._template.end_with(tools), *after])
 
-    def render_sample(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def render_sample(
+        self, messages: Sequence[Message], tools: Tools = (), first: int = 0
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(ids, loss mask) of a conversation: the mask is 1 on every answer of the assistant and its end token.
 
-        Nothing is rendered after the last answer. `ChatTemplate.pieces` says what an answer is.
+        Answers before message `first`, and those with `trainable: false`, belong to the prompt. Nothing is rendered
+        after the last answer. `ChatTemplate.pieces` says what an answer is.
 
-        Raises RenderingError if there is no answer, or if the template does not render an answer after its opening.
+        Raises RenderingError if no answer is learnt, or if the template does not render an answer after its opening.
         """
         if not any(message.get("role") == "assistant" for message in messages):
             raise RenderingError("the messages have no answer of the assistant to learn from")
-        end = self._template.end
+        end = self._template.end_with(tools)
         ids, mask = list(self._first), [0] * len(self._first)
         expansion = Expansion(self._images, messages)
         started = False
-        for text, learnt in self._template.pieces(messages, tools):
-            piece = expansion.next_of(self._encode(text, later=started), learnt)
+        for text, answer in self._template.pieces(self._shown(messages), self._guard.tools(tools)):
+            learnt = answer is not None and answer >= first and messages[answer].get("trainable", True)
+            piece = expansion.next_of(self._encode(text, later=started), answer is not None)
             started = started or bool(text)
             ids += piece
             mask += [int(learnt)] * len(piece)
-            if learnt and self._template.text is None:
+            if answer is not None and self._template.text is None:
                 ids.append(end)
-                mask.append(1)
+                mask.append(int(learnt))
         expansion.end()
         if mask:
             mask[0] = 0  # a first token has no log-prob
+        if not any(mask):
+            raise RenderingError(
+                "no answer of these messages is learnt: each is excluded (weight: 0, trainable: false ...), or is left "
+                "out by the {% generation %} marks of the chat template"
+            )
         return tuple(ids), tuple(mask)
 
     def render_steps(
@@ -168,9 +187,9 @@ class Renderer:
         for number, step in enumerate(steps):
             if number and separator:
                 ids += self._encode(separator, later=True)
-            ids += self._encode(step, later=True)
+            ids += self._encode(self._guard.said(step) if self._guards_rows else step, later=True)
             marks.append(len(ids))
-        ids.append(self._template.end)
+        ids.append(self._template.end_with(tools))
         return tuple(ids), tuple(int(position in marks) for position in range(len(ids)))
 
     def renders_tools(self, messages: Sequence[Message], tools: Tools) -> bool:
@@ -181,15 +200,18 @@ class Renderer:
 
     def shorten(self, text: str, max_tokens: int) -> str:
         """The beginning of a text, with a note of what was left out, if it has more tokens than `max_tokens`."""
-        head = text[: max_tokens * _LONGEST_TOKEN]  # a text of 10 MB is not encoded whole
-        if len(head) == len(text) and len(self._encode(text, later=True)) <= max_tokens:
+        text = text.replace(GUARD, "")
+        head = self._guard.told(text[: max_tokens * _LONGEST_TOKEN])  # a text of 10 MB is not encoded whole
+        if len(text) <= max_tokens * _LONGEST_TOKEN and len(self._encode(text, later=True)) <= max_tokens:
             return text
         note = f"\n[cut: {len(text)} characters in all]"
         room = max_tokens - len(self._encode(note, later=True))
         if room < max_tokens // 2:
             note, room = "", max_tokens
         kept = self.decode(self._encode(head, later=True)[:room])
-        while kept and len(self._encode(kept, later=True)) > room:  # a decoded text may encode to a few tokens more
+        while (
+            kept and len(self._encode(self._guard.told(kept), later=True)) > room
+        ):  # a decoded text may encode to a few tokens more
             kept = kept[: len(kept) - 1 - len(kept) // 20]
         return kept + note
 
@@ -201,8 +223,8 @@ class Renderer:
 
     def save_template(self, folder: Path) -> None:
         """Save the chat template with the tokenizer in `folder`, if it is not the tokenizer's own."""
-        if self._template.text is None or self._template.text == self.tokenizer.chat_template:
-            return
+        if self._template.text is None or self._own_template or self._template.text == self.tokenizer.chat_template:
+            return  # the tokenizer's own templates, of which it may have several, are saved with it
         self._save(folder, self._template.text)
 
     def save_endless_template(self, folder: Path) -> None:
@@ -219,8 +241,24 @@ class Renderer:
 
     @property
     def template(self) -> str:
-        """The chat template's text; empty without one."""
-        return self._template.text or ""
+        """The text of the chat template for conversations with tools; empty without one."""
+        return self._template.text_with_tools or ""
+
+    @property
+    def opened_thought(self) -> str:
+        """See `ChatTemplate.opened_thought`."""
+        return self._template.opened_thought
+
+    def answer(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
+        """The text of a sampled answer without the token that ended it, with the mark of a thought opened for it.
+
+        With `keep_special`, other special tokens are kept: tags such as `<think>` are special tokens of some
+        tokenizers.
+        """
+        own = list(ids)
+        while own and own[-1] in self.end_token_ids:
+            own.pop()
+        return self.opened_thought + self.decode(own, keep_special=keep_special)
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -229,15 +267,10 @@ class Renderer:
 
     # ---------------------------------------------------------------------------------------------------- tokens
 
-    def _guarded(self, message: Message) -> Message:
-        """The message with a mark in everything that looks like a token of the tokenizer's own; see `_encode`."""
-        content = message.get("content")
-        if not isinstance(content, str):
-            return message
-        content = content.replace(GUARD, "")
-        if self._added is not None:
-            content = self._added.sub(lambda found: found[0][0] + GUARD + found[0][1:], content)
-        return Message(**{**message, "content": content})
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in hone's form, guarded unless rows may contain special tokens."""
+        normal = [one if _is_plain(one) else normal_message(one, lenient=True) for one in messages]
+        return [self._guard.message(one) for one in normal] if self._guards_rows else normal
 
     def _encode(self, text: str, later: bool = False) -> list[int]:
         """The ids of a piece; one that is `later` than others gets no mark of a first word.
@@ -259,6 +292,12 @@ class Renderer:
             return []
         first = list(self.tokenizer("", verbose=False)["input_ids"])
         return first[:1] if first and first[0] == self.tokenizer.bos_token_id else []
+
+
+def _is_plain(message: Message) -> bool:
+    """Whether a message is text of a role that templates have, as almost all are."""
+    plain = message.keys() == {"role", "content"} and isinstance(message["content"], str)
+    return plain and message["role"] in ("system", "user", "assistant", "tool")
 
 
 class Expansion:

@@ -116,6 +116,12 @@ class DataConfig(Config):
     chat_options: dict[str, Any] = setting(
         factory=dict, meaning="variables for the chat template, such as {enable_thinking: false}"
     )
+    unrendered: Literal["error", "drop"] = setting(
+        "error", "a field of a message (tool_calls, reasoning_content) that the chat template does not render"
+    )
+    special_tokens_in_rows: bool = setting(
+        False, "rows may contain special tokens, such as prompts that are rendered already; false: they are text"
+    )
 
     @model_validator(mode="after")
     def _names_differ(self) -> DataConfig:

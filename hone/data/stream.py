@@ -397,7 +397,14 @@ class ItemStream(_Stream[T]):
 
 def make_renderer(config: DataConfig, tokenizer: Any, image_reader: ImageReader | None = None) -> Renderer:
     """The renderer that a run's data settings ask for; `image_reader` is of a model that takes images."""
-    return Renderer(tokenizer, config.chat_template, config.chat_options, image_reader)
+    return Renderer(
+        tokenizer,
+        config.chat_template,
+        config.chat_options,
+        image_reader,
+        unrendered=config.unrendered,
+        special_tokens_in_rows=config.special_tokens_in_rows,
+    )
 
 
 def read_prompts(name: str, config: PromptSetConfig, renderer: Renderer, key: str) -> tuple[list[Prompt], int]:

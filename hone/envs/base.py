@@ -51,6 +51,11 @@ class Language(Protocol):
     @property
     def template(self) -> str: ...
 
+    @property
+    def opened_thought(self) -> str: ...
+
+    def answer(self, ids: Sequence[int], *, keep_special: bool = True) -> str: ...
+
 
 NOT_FOREIGN = (Stalled, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit)
 """What ends a run or a task and is raised inside foreign code. All else that such code raises is its own failure."""

@@ -245,7 +245,7 @@ class EpisodeRunner:
                 return record.refused(prompt, error)
             sampled = len(completion.token_ids)
             budget -= sampled
-            text = self._codec.decode(completion.token_ids)
+            text = self._codec.answer(completion.token_ids)
             record.sampled(completion, text)
             plain = not record.tools and "think>" not in text
             said = Said(text) if plain else self._codec.said(completion, text, record.tools)

@@ -50,7 +50,8 @@ def make_runner(config: EpisodeConfig, renderer: Any) -> Runner:
     make_env, shared = environments(config)
     count_as_read(config.env)  # an environment reads its settings when an episode begins: they count as read
     parser = getattr(config.env, "parser", "none")
-    return _Runner(config, make_env, TextCodec(renderer, parser_of(parser, renderer.template)), shared)
+    codec = TextCodec(renderer, parser_of(parser, renderer.template), config.special_tokens == "keep")
+    return _Runner(config, make_env, codec, shared)
 
 
 def environments(config: EpisodeConfig) -> tuple[EnvFactory, Shared | None]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from hone.config import ConfigError
 from hone.data.chat_template import Tools
+from hone.data.messages import normal_message
 from hone.envs.base import Language, Start
 from hone.envs.tool_calls import ParseFn, Said, split_thought
 from hone.types import Completion, Message, Prompt
@@ -16,8 +18,9 @@ _REMEMBERED = 1024  # rendered starts
 class TextCodec:
     """Messages to tokens, completions to what was said, for the episodes of a run."""
 
-    def __init__(self, language: Language, parse: ParseFn) -> None:
-        self.decode = language.decode
+    def __init__(self, language: Language, parse: ParseFn, keep_special: bool = True) -> None:
+        """`keep_special`: see `Renderer.answer`."""
+        self.answer = partial(language.answer, keep_special=keep_special)
         self._language = language
         self._parse = parse
         self._rendered: dict[str, tuple[int, ...]] = {}  # the samples of a prompt start with the same messages
@@ -53,11 +56,12 @@ class TextCodec:
     ) -> tuple[int, ...]:
         """The tokens to append after an answer; texts are cut to `max_tokens` together."""
         share = max(1, max_tokens // len(messages))
+        normal = [normal_message(one, lenient=True) for one in messages]
         short = [
             Message(**{**one, "content": self._language.shorten(one["content"], share)})
             if isinstance(one.get("content"), str)
             else one
-            for one in messages
+            for one in normal
         ]
         return self._language.render_continuation(ids, short, tools)
 
@@ -66,10 +70,7 @@ class TextCodec:
         if not tools:
             thought, content = split_thought(text)
             return Said(content, thought)
-        ids, ends = list(completion.token_ids), self._language.end_token_ids
-        while ids and ids[-1] in ends:
-            ids.pop()
-        thought, rest = split_thought(self._language.decode(ids, keep_special=True))
+        thought, rest = split_thought(self._language.answer(completion.token_ids))
         content, calls = self._parse(rest)
         return Said(content.strip(), thought, calls)
 

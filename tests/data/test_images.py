@@ -245,7 +245,6 @@ def test_preference_pairs_show_the_image_on_both_sides(tmp_path, renderer, write
             {"prompt": "<image> and <image>", "images": ["ok.png"]},
             "the column of images has 1, the messages have 2 marks",
         ),
-        ({"prompt": "is <|image_pad|> it?"}, "stands in more than the 0 images of the messages"),
         ({"messages": [{"role": "system", "content": "x"}], "images": ["ok.png"]}, "no message of the user could show"),
     ],
 )
@@ -260,6 +259,13 @@ def test_a_row_whose_image_cannot_be_used_is_named_in_one_sentence(tmp_path, ren
     with pytest.raises(DataError, match=rf"rows\.jsonl line 2: .*{says}") as caught:
         maker.make(1)
     assert "\n" not in str(caught.value)
+
+
+def test_a_placeholder_in_the_text_of_a_row_is_text(tmp_path, renderer, write_jsonl):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "is <|image_pad|> it?"}])
+    prompt = PromptMaker("train", DatasetConfig(path=str(path)), renderer, "data.train").make(0)
+    assert renderer.tokenizer.convert_tokens_to_ids("<|image_pad|>") not in prompt.token_ids
+    assert prompt.images == ()
 
 
 def test_rows_whose_images_are_too_large_are_dropped_and_the_reason_says_so(tmp_path, renderer, write_jsonl):

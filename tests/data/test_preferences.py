@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from hone.data.packing import Sample
-from hone.data.preference_readers import JudgedMaker, PairMaker, StepsMaker, without_first_runs
+from hone.data.preference_readers import JudgedMaker, PairMaker, StepsMaker
 from hone.data.preferences import Judged, Pair, mismatched, pack_judged, pack_pairs
 from hone.data.rendering import Renderer
 from hone.data.sources.base import DataError
@@ -207,8 +207,3 @@ def test_the_mark_of_a_step_is_on_the_token_after_it(make, renderer):
 def test_steps_that_do_not_fit_their_labels_are_named(make, changes, message):
     with pytest.raises(DataError, match=message):
         make(IN_LINES, {"prompt": "hi", "completions": ["ab", "c"], "labels": [True, False], **changes})
-
-
-def test_runs_of_a_mask():
-    assert without_first_runs((1, 1, 0, 1, 0, 1, 1), 0) == (1, 1, 0, 1, 0, 1, 1)
-    assert without_first_runs((1, 1, 0, 1, 0, 1, 1), 2) == (0, 0, 0, 0, 0, 1, 1)

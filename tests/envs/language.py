@@ -6,12 +6,16 @@ class Language:
 
     end_token_ids = frozenset({0})
     template = ""
+    opened_thought = ""
 
     def decode(self, ids, *, keep_special=False):
         return "".join(map(chr, ids))
 
     def render_prompt(self, messages, tools=()):
         return (1,)
+
+    def answer(self, ids, *, keep_special=True):
+        return self.decode(ids)
 
     def render_continuation(self, ids, messages, tools=()):
         return (7,)

@@ -24,12 +24,16 @@ class Letters:
 
     end_token_ids = frozenset({2})
     template = ""
+    opened_thought = ""
 
     def decode(self, ids, *, keep_special=False):
         return "".join(chr(96 + i) for i in ids)
 
     def render_prompt(self, messages, tools=()):
         return (80, *(90 + len(message["content"]) for message in messages))
+
+    def answer(self, ids, *, keep_special=True):
+        return self.decode(ids)
 
     def render_continuation(self, ids, messages, tools=()):
         return tuple(90 + len(message["content"]) for message in messages)
@@ -455,3 +459,19 @@ def test_settings_reach_the_environment_and_a_factory_of_another_signature_is_re
     assert seen == [EnvSettings(name="made_here", max_turn_tokens=5)]
     with pytest.raises(ConfigError, match=r"environment old_form should take \(prompt, sample, settings\)"):
         make_runner(build(EpisodeConfig, {"env": "old_form"}, "recipe.yaml"), Letters())
+
+
+def test_rewards_read_the_answer_with_its_special_tokens_unless_they_are_dropped():
+    """Tags such as <think> are special tokens of some tokenizers, and a reward for the format looks for them."""
+
+    class Tags(Letters):
+        def answer(self, ids, *, keep_special=True):
+            return f"{ids[0]} {keep_special}"
+
+    def response(keep_special):
+        runner = EpisodeRunner(EpisodeConfig(), ChatEnv, TextCodec(Tags(), no_calls, keep_special))
+        play = Play(Engine().generate, SamplingParams(max_tokens=6), seed=1, step=4, samples=1)
+        (group,) = asyncio.run(runner.run([prompt()], play, unscored))
+        return group.trajectories[0].response.partition(" ")[2]
+
+    assert (response(True), response(False)) == ("True", "False")

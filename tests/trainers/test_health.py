@@ -4,8 +4,9 @@ import pytest
 
 from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
-from hone.trainers.policy.health import FAILED_STEPS, WARN_AFTER, RewardsFailed, RunHealth
+from hone.trainers.policy.health import FAILED_STEPS, RewardsFailed, RunHealth
 from hone.trainers.run.launch import run_policy
+from hone.trainers.run.loop import WARN_AFTER
 from hone.trainers.run.lost_steps import LostSteps
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
 from tests.trainers.tiny import metrics, recipe

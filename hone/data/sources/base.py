@@ -29,6 +29,7 @@ class Rows(Protocol):
     place: str  # where the rows come from, for messages
     columns: Mapping[str, str]  # standard column -> this source's name for it, where they differ
     blocks: Sequence[int] | None  # rows in each block that is read at once; None: any row is cheap to read
+    fills_gaps: bool  # whether a key that a row does not have is there, with null
 
     def __len__(self) -> int: ...
 
@@ -106,8 +107,11 @@ class ListRows:
 
     blocks = None
 
-    def __init__(self, rows: Sequence[Row], place: str, columns: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, rows: Sequence[Row], place: str, columns: Mapping[str, str] | None = None, fills_gaps: bool = False
+    ) -> None:
         self._rows = rows
+        self.fills_gaps = fills_gaps
         self.place = place
         self.columns = columns or {}
 

@@ -64,6 +64,7 @@ class JsonlRows:
     """
 
     blocks = None
+    fills_gaps = False
     columns: Mapping[str, str] = {}
 
     def __init__(self, paths: list[Path]) -> None:
@@ -147,6 +148,7 @@ def _unpacked(path: Path) -> int:
 class ParquetRows:
     """Parquet files, read by row group; the last few row groups stay in memory."""
 
+    fills_gaps = True
     columns: Mapping[str, str] = {}
 
     def __init__(self, paths: list[Path]) -> None:

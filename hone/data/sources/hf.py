@@ -22,7 +22,7 @@ def open_hf(config: RowsConfig) -> ListRows:
     except ImportError as error:
         raise DataError(f"path={config.path} needs the package datasets, which cannot be imported: {error}") from error
     try:
-        return ListRows(_load(datasets, config.path, settings), f"{config.path} [{settings.split}]")
+        return ListRows(_load(datasets, config.path, settings), f"{config.path} [{settings.split}]", fills_gaps=True)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"datasets cannot load {config.path} (split {settings.split}): {reason}") from error

@@ -21,6 +21,7 @@ class TaskRows:
     """A task's problems. The package's verifier scores an answer by the columns `task` and `entry`."""
 
     blocks = None
+    fills_gaps = False
     columns: Mapping[str, str] = {
         "prompt": "question",
         "ground_truth": "answer",

@@ -27,6 +27,7 @@ class ShapesRows:
     """Rows of the task; row i depends only on the seed and on i."""
 
     blocks = None
+    fills_gaps = False
     columns: Mapping[str, str] = {"completion": "ground_truth"}
 
     def __init__(self, settings: ShapesSettings) -> None:

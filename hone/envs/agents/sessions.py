@@ -15,17 +15,17 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from hone.data.chat_template import encodable
-from hone.data.images import images_in, is_image
+from hone.data.images import images_in
+from hone.data.messages import normal_message
 from hone.data.routes import Routes, joined_routes
 from hone.envs.agents.images import DecodedImages, has_images, with_bytes
 from hone.envs.agents.protocol import BadRequest
 from hone.envs.base import Language
-from hone.processes.untrusted_json import parse_json
 from hone.types import Completion, GenerateFn, Image, Message, SamplingParams, Status, StopReason, Trajectory, TurnSpan
 
 MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
@@ -43,6 +43,7 @@ class AgentTask:
     adapters: tuple[str, ...] = ()  # names that a request may give as its model
     roles: tuple[str, ...] = ()  # of the policy, one of which each request gives as its model; (): there is one
     max_turns: int | None = None  # requests that the policy answers; None: any number
+    keep_special: bool = True  # special tokens in the response that rewards read, see `Renderer.answer`
 
 
 @dataclass(eq=False)
@@ -229,7 +230,7 @@ class AgentSession:
         return self._render(shown, tools), images_in(shown)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        return self.language.render_prompt([_for_template(normal(message)) for message in messages], tools)
+        return self.language.render_prompt([normal(message) for message in messages], tools)
 
     def _with_images(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with their images read. Raises ConfigError for a model of text only."""
@@ -264,7 +265,7 @@ class AgentSession:
                 one.marks.append((len(one.messages), len(one.ids)))
                 one.messages.append(canonical(message))
             one.observe(placed.opening_ids)
-            one.sample(completion, placed.opening + self.language.decode(completion.token_ids))
+            one.sample(completion, self._response_to(placed, completion, message is not None))
             if message is None:
                 said = placed.new_text
                 one.text += self.language.decode(placed.new_ids, keep_special=True) if said is None else said
@@ -275,6 +276,13 @@ class AgentSession:
             one.busy = False
             if one not in self.tracks:
                 self.tracks.append(one)
+
+    def _response_to(self, placed: PlacedRequest, completion: Completion, chat: bool) -> str:
+        """The text of an answer as rewards read it."""
+        text = self.language.answer(completion.token_ids, keep_special=self.task.keep_special)
+        if not chat:  # the client rendered the prompt: the template of the model has opened nothing
+            return text.removeprefix(self.language.opened_thought)
+        return placed.opening + (text.removeprefix(self.language.opened_thought) if placed.opening else text)
 
     @staticmethod
     def release(placed: PlacedRequest) -> None:
@@ -306,24 +314,12 @@ class AgentSession:
 
 
 def normal(message: Mapping[str, Any]) -> Message:
-    """Normalise a message for rendering: known keys only, no nulls, no developers; text parts joined without images."""
-    found: dict[str, Any] = {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None}
-    if found["role"] == "developer":  # OpenAI's later name, which chat templates do not have
-        found["role"] = "system"
-    content = found.get("content", "")
-    if isinstance(content, list) and not any(map(is_image, content)):
-        content = "".join(part["text"] for part in content)
-    found["content"] = content
+    """A client's message in hone's form (`hone.data.messages`), with known keys only."""
+    found = normal_message(message if message.get("content") is not None else {**message, "content": ""}, lenient=True)
+    kept = {key: found[key] for key in MESSAGE_KEYS if key in found}  # type: ignore[literal-required]
     if "tool_calls" in found:
-        found["tool_calls"] = [
-            {
-                "id": call.get("id", ""),
-                "type": "function",
-                "function": {"name": call["function"]["name"], "arguments": call["function"]["arguments"]},
-            }
-            for call in found["tool_calls"]
-        ]
-    return cast(Message, found)
+        kept["tool_calls"] = [{"id": "", **call} for call in found["tool_calls"]]
+    return cast(Message, kept)
 
 
 def canonical(message: Mapping[str, Any]) -> Message:
@@ -340,24 +336,7 @@ def canonical(message: Mapping[str, Any]) -> Message:
 
 
 def _canonical_call(function: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        arguments = json.dumps(parse_json(function["arguments"]), sort_keys=True)
-    except ValueError:  # not JSON: compared as it is
-        arguments = function["arguments"]
-    return {"name": function["name"], "arguments": arguments}
-
-
-def _for_template(message: Message) -> Message:
-    """Parse the arguments of tool calls: the protocol sends JSON text, chat templates want objects."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = dict(call["function"])
-        with suppress(ValueError):  # not JSON: templates get the model's text
-            function["arguments"] = parse_json(function["arguments"])
-        calls.append({**call, "function": function})
-    return Message(**{**message, "tool_calls": calls})
+    return {"name": function["name"], "arguments": json.dumps(function["arguments"], sort_keys=True)}
 
 
 __all__ = ["AgentSession", "AgentTask", "PlacedRequest", "Track", "canonical", "normal"]

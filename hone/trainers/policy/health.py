@@ -7,27 +7,16 @@ nothing to learn from   one line, with what to look at     after 10 such steps i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
+from hone.trainers.run.loop import NO_GRADIENT, Symptom, Symptoms, Values
 from hone.types import Status, TrajectoryGroup
 
 FAILED_STEPS = 3  # in a row, that end a run: an outage of one step does not
-WARN_AFTER = 10  # steps in a row
-
-Values = Mapping[str, float]
 
 
 class RewardsFailed(RuntimeError):
     """Too many answers could not be scored, so what is trained on is not what was asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Symptom:
-    """Something that a healthy run does not show for long."""
-
-    shows: Callable[[Values], bool]
-    told: str
 
 
 def symptoms(grouped: bool) -> list[Symptom]:
@@ -42,10 +31,7 @@ def symptoms(grouped: bool) -> list[Symptom]:
             "every answer was cut at its length limit: raise rollout.sampling.max_response_tokens, or check that the "
             "chat template's end token is one that the model was trained to write",
         ),
-        Symptom(
-            lambda v: v["train/grad_norm"] == 0.0,
-            "the gradient was 0, so nothing was learnt: look at the advantages (do rewards differ?) and the loss mask",
-        ),
+        NO_GRADIENT,
     ]
     if grouped:
         alike = Symptom(
@@ -62,9 +48,7 @@ class RunHealth:
 
     def __init__(self, max_failed_fraction: float, grouped: bool, say: Callable[[str], None]) -> None:
         self._most = max_failed_fraction
-        self._say = say
-        self._symptoms = symptoms(grouped)
-        self._seen = [0] * len(self._symptoms)  # steps in a row
+        self._symptoms = Symptoms(symptoms(grouped), say)
         self._answers: deque[tuple[float, float]] = deque(maxlen=FAILED_STEPS)  # answers, and how many failed
         self._cause = ""
 
@@ -78,10 +62,7 @@ class RunHealth:
 
     def look(self, values: Values) -> None:
         """Look at one step's metrics. Raises RewardsFailed."""
-        for index, symptom in enumerate(self._symptoms):
-            self._seen[index] = self._seen[index] + 1 if _shows(symptom, values) else 0
-            if self._seen[index] == WARN_AFTER:
-                self._say(f"warning: in the last {WARN_AFTER} steps, {symptom.told}")
+        self._symptoms.look(values)
         if "rollout/trajectories" in values:
             failed = values.get(f"rollout/status/{Status.REWARD_FAILED}", 0.0)
             self._answers.append((values["rollout/trajectories"], failed))
@@ -94,10 +75,3 @@ class RunHealth:
                 f"{failed:.0f} of {answers:.0f} answers of the last {FAILED_STEPS} steps could not be scored, which is "
                 f"more than reward.max_failed_fraction = {self._most} in each; {self._cause}"
             )
-
-
-def _shows(symptom: Symptom, values: Values) -> bool:
-    try:
-        return symptom.shows(values)
-    except KeyError:  # the step did not measure it
-        return False

@@ -18,6 +18,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
@@ -30,11 +31,53 @@ from hone.trainers.run.context import RunContext
 from hone.trainers.run.randomness import load_random_state, save_random_state
 from hone.trainers.run.settings import CheckpointConfig
 
+WARN_AFTER = 10  # steps in a row
+
+Values = Mapping[str, float]
+
 
 class Changing(Protocol):
     """A model whose weights change; `TrainHandle` satisfies this."""
 
     updates: int  # how often they were changed
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """Something that a healthy run does not show for long."""
+
+    shows: Callable[[Values], bool]
+    told: str
+
+
+NO_GRADIENT = Symptom(
+    lambda v: v["train/grad_norm"] == 0.0,
+    "the gradient was 0, so nothing was learnt: look at the loss mask (generation marks of the chat template, excluded "
+    "answers) and, with rewards, at the advantages (do rewards differ?)",
+)
+
+
+class Symptoms:
+    """Looks at each step's metrics, and tells `say` what the user should know."""
+
+    def __init__(self, symptoms: Sequence[Symptom], say: Callable[[str], None]) -> None:
+        self._symptoms = tuple(symptoms)
+        self._say = say
+        self._seen = [0] * len(self._symptoms)  # steps in a row
+
+    def look(self, values: Values) -> None:
+        """Look at one step's metrics."""
+        for index, symptom in enumerate(self._symptoms):
+            self._seen[index] = self._seen[index] + 1 if _shows(symptom, values) else 0
+            if self._seen[index] == WARN_AFTER:
+                self._say(f"warning: in the last {WARN_AFTER} steps, {symptom.told}")
+
+
+def _shows(symptom: Symptom, values: Values) -> bool:
+    try:
+        return symptom.shows(values)
+    except KeyError:  # the step did not measure it
+        return False
 
 
 class Trainer(ABC):

@@ -1,0 +1,286 @@
+"""Messages in one form, whoever wrote them: data files, clients of the agent endpoint, environments.
+
+    {"role": "developer", "content": [{"type": "text", "text": "a"}]}   -> {"role": "system", "content": "a"}
+    tool_calls with arguments as JSON text, or without `function`       -> {"function": {"name", "arguments": {...}}}
+    weight: 0, loss_mask: 0, trainable: false ...                       -> trainable: false
+    reasoning, thinking                                                 -> reasoning_content
+
+Files of Parquet have a value for every key of every row: arguments of other tools' calls are null there. The schemas of
+the row's tools say which nulls are none of the call's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from hone.config import ConfigError
+from hone.data.images import is_image
+from hone.types import Message
+
+DEEPEST = 64  # levels of JSON text
+_TEXTS = ("text", "input_text", "output_text")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_EXCLUDING = ("trainable", "train", "weight", "loss_mask", "loss")  # 0 or false: an answer that is not learnt
+_ROLES = {"developer": "system", "function": "tool"}  # later and earlier names, which chat templates do not have
+
+
+class MessageError(ConfigError):
+    """A message that cannot be understood. The text says what was found and what was expected."""
+
+
+def normal_message(
+    given: Any, schemas: Mapping[str, Any] | None = None, *, filled: bool = False, lenient: bool = False
+) -> Message:
+    """One message in hone's form; further keys stay as they are, for the chat template.
+
+    `schemas`: the parameters of the row's tools by name, None without tools. `filled`: a missing argument may have
+    become null. `lenient`: arguments that are no JSON object stay the text that a model wrote. Raises MessageError.
+
+    >>> normal_message({"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "!"}]})
+    {'role': 'user', 'content': 'Hi!'}
+    """
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise MessageError(f"a message should have a role and a content, found {given!r:.80}")
+    message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    message["role"] = _ROLES.get(message["role"], message["role"])
+    learnt = _is_learnt(message)
+    calls = _calls_of(message)
+    thought = next((message.pop(name) for name in _THOUGHTS if name in message), None)
+    for name in (*_THOUGHTS, *_EXCLUDING, "tool_calls", "function_call"):
+        message.pop(name, None)
+    if "content" in message:
+        message["content"] = _content(message["content"])
+    elif calls or thought:
+        message["content"] = ""
+    else:
+        raise MessageError(f"a message of role {message['role']!r} has no content")
+    if calls:
+        message["tool_calls"] = [_call(call, schemas, filled, lenient) for call in calls]
+    if thought:
+        message["reasoning_content"] = thought
+    if not learnt:
+        message["trainable"] = False
+    return cast(Message, message)
+
+
+def stored_messages(text: str) -> list[Any] | None:
+    """The messages that a text is the JSON of; None if it is a text like any other.
+
+    >>> stored_messages('[{"role": "user", "content": "2?"}]'), stored_messages("[1, 2]")
+    ([{'role': 'user', 'content': '2?'}], None)
+    """
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = _json(text)
+    except ValueError:
+        return None
+    messages = isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found)
+    return found if messages else None
+
+
+def parameters_by_tool(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The JSON schema of each tool's parameters, for `normal_message`; None without tools."""
+    functions = [tool.get("function", tool) for tool in tools]
+    return {
+        str(one.get("name")): one.get("parameters", one.get("input_schema")) or {"properties": {}} for one in functions
+    } or None
+
+
+def normal_tool(tool: Any) -> dict[str, Any]:
+    """The JSON schema of one tool, which may be JSON text itself or have its parameters as JSON text.
+
+    Raises MessageError for anything else.
+    """
+    found = _parsed(tool, "a tool")
+    if not isinstance(found, Mapping):
+        raise MessageError(f"a tool should be a JSON schema, found {tool!r:.80}")
+    found = dict(found)
+    if "function" in found:
+        return {**found, "function": normal_tool(found["function"])}
+    for key in ("parameters", "input_schema"):
+        if isinstance(found.get(key), str):
+            found[key] = _parsed(found[key], f"{key} of the tool {found.get('name')!r:.60}")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ parts
+
+
+def _content(content: Any) -> Any:
+    """Content as text, or as a list of parts if there is an image among them."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Mapping):
+        content = [content]
+    if not isinstance(content, Sequence):
+        raise MessageError(f"the content of a message should be text or a list of parts, found {content!r:.80}")
+    parts = [_part(part) for part in content]
+    if any(map(is_image, parts)):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _part(part: Any) -> Any:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if is_image(part):
+        return part
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str) or part.get("type", "text") not in _TEXTS:
+        raise MessageError(
+            f"a part of a message's content should be {{'type': 'text', 'text': ...}} or an image, found {part!r:.80}"
+        )
+    return {"type": "text", "text": text}
+
+
+def _is_learnt(message: Mapping[str, Any]) -> bool:
+    """Whether an answer is trained on. The flags of other messages say nothing: only answers are learnt."""
+    flags = {name: message[name] for name in _EXCLUDING if name in message}
+    if message["role"] != "assistant":
+        return True
+    for name, value in flags.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise MessageError(f"{name} of a message should be 0 or 1 (or false or true), found {value!r:.80}")
+    return all(flags.values())
+
+
+# ------------------------------------------------------------------------------------------------------- tool calls
+
+
+def _calls_of(message: Mapping[str, Any]) -> list[Any]:
+    """The tool calls of a message; `function_call` is an earlier name of one."""
+    calls = _parsed(message.get("tool_calls", []), "tool_calls")
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise MessageError(f"tool_calls should be a list, found {calls!r:.80}")
+    return [*calls, *([message["function_call"]] if message.get("function_call") else [])]
+
+
+def _call(call: Any, schemas: Mapping[str, Any] | None, filled: bool, lenient: bool) -> dict[str, Any]:
+    call = _parsed(call, "a tool call")
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise MessageError(f"a tool call should have a function with a name, found {call!r:.80}")
+    name, arguments = function["name"], function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = _json(arguments)
+        except ValueError as error:
+            if not lenient:
+                raise MessageError(f"the arguments of a call of {name} are text, but no JSON: {error}") from error
+    elif isinstance(arguments, Mapping):
+        whole = (schemas or {}).get(name)
+        arguments = _Gaps(f"arguments of {name}", whole, filled).without(arguments, whole, "")
+    arguments = arguments or {}
+    if not isinstance(arguments, Mapping) and not lenient:
+        raise MessageError(f"the arguments of a call of {name} should be an object, found {arguments!r:.80}")
+    known = {"id": call["id"]} if call.get("id") else {}
+    return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _parsed(found: Any, what: str) -> Any:
+    """The value of JSON text, or what is no text as it is."""
+    if not isinstance(found, str):
+        return found
+    try:
+        return _json(found) if found.strip() else []
+    except ValueError as error:
+        raise MessageError(f"{what} is text, but no JSON: {error}") from error
+
+
+def _json(text: str) -> Any:
+    """The value of JSON text. Raises ValueError for other text, and for more than `DEEPEST` levels."""
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    level = [found]
+    for _ in range(DEEPEST):
+        level = [inner for one in level for inner in _members(one)]
+        if not level:
+            return found
+    raise ValueError(f"it is nested deeper than {DEEPEST} levels")
+
+
+def _members(value: Any) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else ()
+
+
+class _Gaps:
+    """Removes the nulls with which Parquet fills arguments that a call does not have."""
+
+    def __init__(self, what: str, root: Any, filled: bool) -> None:
+        self._what = what
+        self._root = root
+        self._filled = filled
+
+    def without(self, value: Any, schema: Any, path: str) -> Any:
+        """The value without gaps. Raises MessageError for a null of which the schema does not say what it is."""
+        schema = self._resolved(schema)
+        if isinstance(value, Mapping):
+            known = _properties(schema)
+            kept = {key: one for key, one in value.items() if one is not None or self._real(key, schema, known, path)}
+            return {key: self.without(one, (known or {}).get(key), f"{path}.{key}") for key, one in kept.items()}
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            items = schema.get("items") if isinstance(schema, Mapping) else None
+            return [self.without(one, items, f"{path}[]") for one in value]
+        return value
+
+    def _real(self, key: str, schema: Any, known: Mapping[str, Any] | None, path: str) -> bool:
+        """Whether a null is an argument of the call."""
+        if known is not None and key not in known:
+            return False
+        if not self._filled:
+            return True
+        if known is None:
+            raise MessageError(
+                f"{self._what}: {path}.{key} is null, which Parquet also writes for an argument that is not there, and "
+                "no tool of the row says which it is; add the column tools, or store the arguments as JSON text"
+            )
+        return key in schema.get("required", ()) or _nullable(self._resolved(known[key]))
+
+    def _resolved(self, schema: Any) -> Any:
+        """The schema that a `$ref` into the same document names."""
+        for _ in range(8):  # a chain of references may be a circle
+            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+            if not isinstance(reference, str) or not reference.startswith("#/"):
+                return schema
+            schema = self._root
+            for step in reference[2:].split("/"):
+                schema = schema.get(step) if isinstance(schema, Mapping) else None
+        return schema
+
+
+def _properties(schema: Any) -> Mapping[str, Any] | None:
+    """The properties of an object's schema, also those of its alternatives; None if the schema names none."""
+    if not isinstance(schema, Mapping):
+        return None
+    if isinstance(schema.get("properties"), Mapping):
+        return cast(Mapping[str, Any], schema["properties"])
+    found: dict[str, Any] = {}
+    for kind in ("anyOf", "oneOf", "allOf"):
+        for one in schema.get(kind) or ():
+            found |= _properties(one) or {}
+    return found or None
+
+
+def _nullable(schema: Any) -> bool:
+    """Whether a schema allows null, or does not say what it allows."""
+    if not isinstance(schema, Mapping):
+        return True
+    for kind in ("anyOf", "oneOf"):
+        if schema.get(kind):
+            return any(_nullable(one) for one in schema[kind])
+    kinds = schema.get("type")
+    if kinds is None:
+        return None in schema["enum"] if isinstance(schema.get("enum"), Sequence) else True
+    return schema.get("nullable") is True or "null" in ([kinds] if isinstance(kinds, str) else kinds)
+
+
+__all__ = ["MessageError", "normal_message", "normal_tool", "parameters_by_tool", "stored_messages"]
