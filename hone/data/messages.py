@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from hone.config import ConfigError
+from hone.data.chat_template import RenderingError
 from hone.data.images import is_image
 from hone.types import Message
 
@@ -26,7 +26,7 @@ _EXCLUDING = ("trainable", "train", "weight", "loss_mask", "loss")  # 0 or false
 _ROLES = {"developer": "system", "function": "tool"}  # later and earlier names, which chat templates do not have
 
 
-class MessageError(ConfigError):
+class MessageError(RenderingError):
     """A message that cannot be understood. The text says what was found and what was expected."""
 
 

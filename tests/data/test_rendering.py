@@ -353,7 +353,7 @@ def test_a_sample_without_an_answer_is_a_clear_error(make_tokenizer):
         Renderer(make_tokenizer(CHATML)).render_sample([user("hi")])
     with pytest.raises(RenderingError, match=r"chat_options .* no chat template"):
         Renderer(make_tokenizer(), chat_options={"enable_thinking": False})
-    with pytest.raises(RenderingError, match="content should be text"):
+    with pytest.raises(RenderingError, match="a part of a message's content should be"):
         Renderer(make_tokenizer()).render_prompt([{"role": "user", "content": [{"type": "text"}]}])
 
 
