@@ -117,10 +117,10 @@ class RowReader:
     def _parsed(self, row: Row, column: str, index: int) -> Any:
         """The value of a column of messages or text. Messages may be stored as JSON text."""
         found = row[column]
-        if not isinstance(found, str):
+        if not isinstance(found, str) or not found.lstrip().startswith(("[", "{")):
             return found
         messages = stored_messages(found)
-        if messages is None and column == self.column("messages") and found.lstrip()[:1] in ("[", "{"):
+        if messages is None and column == self.column("messages"):
             raise DataError(
                 f"{self.rows.where(index)}: {column} should be a list of messages, or the JSON text of one, found "
                 f"{found!r:.80}; a column of texts is named in {self.key}.columns.prompt"

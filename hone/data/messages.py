@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from hone.data.chat_template import RenderingError
+from hone.config import ConfigError
 from hone.data.images import is_image
 from hone.types import Message
 
@@ -24,6 +24,14 @@ _TEXTS = ("text", "input_text", "output_text")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _EXCLUDING = ("trainable", "train", "weight", "loss_mask", "loss")  # 0 or false: an answer that is not learnt
 _ROLES = {"developer": "system", "function": "tool"}  # later and earlier names, which chat templates do not have
+
+
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of the functions that a model may call, as chat templates take them."""
+
+
+class RenderingError(ConfigError):
+    """Messages that a chat template cannot render, or whose answers cannot be found in the rendered text."""
 
 
 class MessageError(RenderingError):
@@ -94,7 +102,7 @@ def normal_tool(tool: Any) -> dict[str, Any]:
 
     Raises MessageError for anything else.
     """
-    found = _parsed(tool, "a tool")
+    found = _parsed(tool, "a tool") if isinstance(tool, str) and tool.lstrip().startswith("{") else tool
     if not isinstance(found, Mapping):
         raise MessageError(f"a tool should be a JSON schema, found {tool!r:.80}")
     found = dict(found)
@@ -137,7 +145,7 @@ def _part(part: Any) -> Any:
 
 
 def _is_learnt(message: Mapping[str, Any]) -> bool:
-    """Whether an answer is trained on. The flags of other messages say nothing: only answers are learnt."""
+    """Return whether an answer is trained on. The flags of other messages say nothing: only answers are learnt."""
     flags = {name: message[name] for name in _EXCLUDING if name in message}
     if message["role"] != "assistant":
         return True
@@ -233,7 +241,7 @@ class _Gaps:
         return value
 
     def _real(self, key: str, schema: Any, known: Mapping[str, Any] | None, path: str) -> bool:
-        """Whether a null is an argument of the call."""
+        """Return whether a null is an argument of the call."""
         if known is not None and key not in known:
             return False
         if not self._filled:
@@ -271,7 +279,7 @@ def _properties(schema: Any) -> Mapping[str, Any] | None:
 
 
 def _nullable(schema: Any) -> bool:
-    """Whether a schema allows null, or does not say what it allows."""
+    """Return whether a schema allows null, or does not say what it allows."""
     if not isinstance(schema, Mapping):
         return True
     for kind in ("anyOf", "oneOf"):
@@ -281,6 +289,3 @@ def _nullable(schema: Any) -> bool:
     if kinds is None:
         return None in schema["enum"] if isinstance(schema.get("enum"), Sequence) else True
     return schema.get("nullable") is True or "null" in ([kinds] if isinstance(kinds, str) else kinds)
-
-
-__all__ = ["MessageError", "normal_message", "normal_tool", "parameters_by_tool", "stored_messages"]

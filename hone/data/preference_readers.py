@@ -13,9 +13,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from hone.data.chat_template import RenderingError
 from hone.data.columns import RowReader, SampleReader
 from hone.data.images import images_in
+from hone.data.messages import RenderingError
 from hone.data.packing import Sample
 from hone.data.preferences import Judged, Pair, Steps
 from hone.data.rendering import Renderer

@@ -23,17 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.data.chat_template import (
-    GUARD,
-    ChatTemplate,
-    Guard,
-    RenderingError,
-    Tools,
-    Unrendered,
-    encodable,
-    is_text,
-    marks_only_the_first_word,
-)
+from hone.data.chat_template import ChatTemplate, encodable, is_plain, is_text
 from hone.data.images import (
     ImageError,
     ImageReader,
@@ -44,7 +34,9 @@ from hone.data.images import (
     source_of,
     with_sources,
 )
-from hone.data.messages import normal_message
+from hone.data.messages import RenderingError, Tools, normal_message
+from hone.data.templates.forms import Unrendered, marks_only_the_first_word
+from hone.data.templates.guard import GUARD, Guard
 from hone.types import Image, Message
 
 _LONGEST_TOKEN = 32  # characters
@@ -66,11 +58,13 @@ class Renderer:
         *,
         unrendered: Unrendered = "error",
         special_tokens_in_rows: bool = False,
+        special_tokens_in_answers: bool = True,
     ) -> None:
         """`tokenizer` is a transformers tokenizer; `chat_template` is Jinja2 text or a file of it, empty: its own.
 
         Without an `image_reader`, messages with images are refused. With `special_tokens_in_rows`, prompts and samples
-        may contain special tokens, such as prompts that are rendered already.
+        may contain special tokens, such as prompts that are rendered already. Without `special_tokens_in_answers`,
+        `answer` has none.
 
         Raises RenderingError if there is no such file, or if chat options are given to a tokenizer without a template.
         """
@@ -80,6 +74,7 @@ class Renderer:
         self._own_template = not chat_template
         self._guard = Guard(self._template, tokenizer)
         self._guards_rows = not special_tokens_in_rows
+        self._keeps_special = special_tokens_in_answers
         self._first = self._first_ids()
         marks = marks_only_the_first_word(tokenizer) and self._template.special
         self._before = next(iter(self._template.special)) if marks else ""
@@ -113,12 +108,12 @@ class Renderer:
         if messages[-1].get("role") == "assistant":
             raise RenderingError("the last message is the assistant's: there is nothing to answer")
         shown = self._shown(messages)
-        text = self._template.render(shown, opening=True, tools=self._guard.tools(tools))
+        text = self._template.render(shown, opening=True, tools=self._offered(tools))
         return tuple(Expansion(self._images, shown).all_of(self._first + self._encode(text)))
 
     def render_finished(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The ids of a finished conversation, with everything that the template adds after its last message."""
-        text = self._template.render(self._shown(messages), opening=False, tools=self._guard.tools(tools))
+        text = self._template.render(self._shown(messages), opening=False, tools=self._offered(tools))
         ids = tuple(self._first + self._encode(text))
         return ids if self._template.text is not None else (*ids, self._template.end)
 
@@ -136,8 +131,8 @@ class Renderer:
             raise RenderingError("there are no messages to continue with")
         if any(is_image(part) for part in parts_of(messages)):
             raise RenderingError("a message after the first answer contains an image; images can be in the prompt only")
-        guarded = [self._guard.message(normal_message(one, lenient=True)) for one in messages]
-        after = self._encode(self._template.continuation(guarded, self._guard.tools(tools)), later=True)
+        guarded = [self._guard.message(normal_message(one, lenient=True), strict=True) for one in messages]
+        after = self._encode(self._template.continuation(guarded, self._offered(tools)), later=True)
         return tuple(after if ids[-1] in self.end_token_ids else [self._template.end_with(tools), *after])
 
     def render_sample(
@@ -156,7 +151,7 @@ class Renderer:
         ids, mask = list(self._first), [0] * len(self._first)
         expansion = Expansion(self._images, messages)
         started = False
-        for text, answer in self._template.pieces(self._shown(messages), self._guard.tools(tools)):
+        for text, answer in self._template.pieces(self._shown(messages), self._offered(tools)):
             learnt = answer is not None and answer >= first and messages[answer].get("trainable", True)
             piece = expansion.next_of(self._encode(text, later=started), answer is not None)
             started = started or bool(text)
@@ -194,7 +189,7 @@ class Renderer:
 
     def renders_tools(self, messages: Sequence[Message], tools: Tools) -> bool:
         """Return whether the chat template shows these tools to the model at all."""
-        asked = [message for message in messages if message.get("role") != "assistant"]
+        asked = self._shown([message for message in messages if message.get("role") != "assistant"])
         plain, shown = (self._template.render(asked, opening=False, tools=some) for some in ((), tools))
         return plain != shown
 
@@ -202,16 +197,14 @@ class Renderer:
         """The beginning of a text, with a note of what was left out, if it has more tokens than `max_tokens`."""
         text = text.replace(GUARD, "")
         head = self._guard.told(text[: max_tokens * _LONGEST_TOKEN])  # a text of 10 MB is not encoded whole
-        if len(text) <= max_tokens * _LONGEST_TOKEN and len(self._encode(text, later=True)) <= max_tokens:
+        if len(text) <= max_tokens * _LONGEST_TOKEN and len(self._encode(head, later=True)) <= max_tokens:
             return text
         note = f"\n[cut: {len(text)} characters in all]"
         room = max_tokens - len(self._encode(note, later=True))
         if room < max_tokens // 2:
             note, room = "", max_tokens
         kept = self.decode(self._encode(head, later=True)[:room])
-        while (
-            kept and len(self._encode(self._guard.told(kept), later=True)) > room
-        ):  # a decoded text may encode to a few tokens more
+        while kept and len(self._encode(self._guard.told(kept), later=True)) > room:  # a decoded text may have more
             kept = kept[: len(kept) - 1 - len(kept) // 20]
         return kept + note
 
@@ -249,16 +242,16 @@ class Renderer:
         """See `ChatTemplate.opened_thought`."""
         return self._template.opened_thought
 
-    def answer(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
+    def answer(self, ids: Sequence[int]) -> str:
         """The text of a sampled answer without the token that ended it, with the mark of a thought opened for it.
 
-        With `keep_special`, other special tokens are kept: tags such as `<think>` are special tokens of some
-        tokenizers.
+        Other special tokens are kept unless `special_tokens_in_answers` is off: some tokenizers have tags such as
+        `<think>` as special tokens.
         """
         own = list(ids)
         while own and own[-1] in self.end_token_ids:
             own.pop()
-        return self.opened_thought + self.decode(own, keep_special=keep_special)
+        return self.opened_thought + self.decode(own, keep_special=self._keeps_special)
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -269,8 +262,18 @@ class Renderer:
 
     def _shown(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in hone's form, guarded unless rows may contain special tokens."""
-        normal = [one if _is_plain(one) else normal_message(one, lenient=True) for one in messages]
-        return [self._guard.message(one) for one in normal] if self._guards_rows else normal
+        return [self._in_form(message) for message in messages]
+
+    def _offered(self, tools: Tools) -> Tools:
+        """The tools with no control token in their names and descriptions, which servers write."""
+        return self._guard.tools(tools) if tools else tools
+
+    def _in_form(self, message: Message) -> Message:
+        plain = is_plain(message)
+        if plain and not (self._guards_rows and self._guard.anything.search(message["content"])):
+            return message
+        normal = message if plain else normal_message(message, lenient=True)
+        return self._guard.message(normal) if self._guards_rows else normal
 
     def _encode(self, text: str, later: bool = False) -> list[int]:
         """The ids of a piece; one that is `later` than others gets no mark of a first word.
@@ -292,12 +295,6 @@ class Renderer:
             return []
         first = list(self.tokenizer("", verbose=False)["input_ids"])
         return first[:1] if first and first[0] == self.tokenizer.bos_token_id else []
-
-
-def _is_plain(message: Message) -> bool:
-    """Whether a message is text of a role that templates have, as almost all are."""
-    plain = message.keys() == {"role", "content"} and isinstance(message["content"], str)
-    return plain and message["role"] in ("system", "user", "assistant", "tool")
 
 
 class Expansion:
@@ -338,5 +335,5 @@ class Expansion:
         if self._placed != len(self._images):
             raise RenderingError(
                 f"the chat template renders {self._placed} of the {len(self._images)} images; give a template of the "
-                "model's own processor as chat_template"
+                "model's own processor as data.chat.template"
             )

@@ -106,14 +106,11 @@ class DatasetConfig(PromptSetConfig):
     weight: float = setting(1.0, "how often the set is drawn, relative to the other sets of the mixture", gt=0)
 
 
-class DataConfig(Config):
-    """Training data: one set, or several mixed by weight, and the rendering of messages."""
+class ChatConfig(Config):
+    """Rendering of messages to tokens, and of sampled tokens to text."""
 
-    train: DatasetConfig = setting(meaning="the training set")
-    mix: dict[str, DatasetConfig] = setting(factory=dict, meaning="more training sets by name, mixed in by weight")
-    shuffle: bool = setting(True, "shuffle the rows anew in every epoch; false: keep the order of the file")
-    chat_template: str = setting("", "Jinja2 chat template, or a file of one; default: the tokenizer's own")
-    chat_options: dict[str, Any] = setting(
+    template: str = setting("", "Jinja2 chat template, or a file of one; default: the tokenizer's own")
+    options: dict[str, Any] = setting(
         factory=dict, meaning="variables for the chat template, such as {enable_thinking: false}"
     )
     unrendered: Literal["error", "drop"] = setting(
@@ -122,6 +119,18 @@ class DataConfig(Config):
     special_tokens_in_rows: bool = setting(
         False, "rows may contain special tokens, such as prompts that are rendered already; false: they are text"
     )
+    special_tokens_in_answers: bool = setting(
+        True, "rewards and environments read answers with all special tokens but their end; false: without them"
+    )
+
+
+class DataConfig(Config):
+    """Training data: one set, or several mixed by weight, and the rendering of messages."""
+
+    train: DatasetConfig = setting(meaning="the training set")
+    mix: dict[str, DatasetConfig] = setting(factory=dict, meaning="more training sets by name, mixed in by weight")
+    shuffle: bool = setting(True, "shuffle the rows anew in every epoch; false: keep the order of the file")
+    chat: ChatConfig | None = setting(None, "rendering of messages; null: by the tokenizer's own chat template")
 
     @model_validator(mode="after")
     def _names_differ(self) -> DataConfig:

@@ -20,12 +20,13 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hone.data.chat_template import RenderingError, Tools, is_text
+from hone.data.chat_template import is_text
 from hone.data.columns import PromptReader, RowReader, SampleReader
 from hone.data.images import ImageReader, images_in, without_images
+from hone.data.messages import RenderingError, Tools
 from hone.data.packing import Sample
 from hone.data.rendering import Renderer
-from hone.data.settings import DataConfig, DatasetConfig, PromptSetConfig, TooLongChoice
+from hone.data.settings import ChatConfig, DataConfig, DatasetConfig, PromptSetConfig, TooLongChoice
 from hone.data.sources.base import DataError, Row
 from hone.data.sources.files import GROUPS_IN_MEMORY
 from hone.types import Image, Message, Prompt
@@ -177,7 +178,7 @@ def tools_of(reader: RowReader, row: Row, index: int, messages: Sequence[Message
     if tools and not renderer.renders_tools(messages, tools):
         raise DataError(
             f"{reader.rows.where(index)} has {len(tools)} tools in column {reader.column('tools')!r}, but the chat "
-            "template does not render them; set data.chat_template to one that does, or remove the column"
+            "template does not render them; set data.chat.template to one that does, or remove the column"
         )
     return tools
 
@@ -397,13 +398,15 @@ class ItemStream(_Stream[T]):
 
 def make_renderer(config: DataConfig, tokenizer: Any, image_reader: ImageReader | None = None) -> Renderer:
     """The renderer that a run's data settings ask for; `image_reader` is of a model that takes images."""
+    chat = config.chat or ChatConfig()
     return Renderer(
         tokenizer,
-        config.chat_template,
-        config.chat_options,
+        chat.template,
+        chat.options,
         image_reader,
-        unrendered=config.unrendered,
-        special_tokens_in_rows=config.special_tokens_in_rows,
+        unrendered=chat.unrendered,
+        special_tokens_in_rows=chat.special_tokens_in_rows,
+        special_tokens_in_answers=chat.special_tokens_in_answers,
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hone.data.chat_template import Tools
+from hone.data.messages import Tools
 from hone.deadline import Stalled
 from hone.envs.settings import EpisodeConfig
 from hone.envs.tool_calls import Said
@@ -54,7 +54,7 @@ class Language(Protocol):
     @property
     def opened_thought(self) -> str: ...
 
-    def answer(self, ids: Sequence[int], *, keep_special: bool = True) -> str: ...
+    def answer(self, ids: Sequence[int]) -> str: ...
 
 
 NOT_FOREIGN = (Stalled, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit)

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from hone.data.chat_template import Tools
+from hone.data.messages import Tools
 from hone.data.routes import Routes, joined_routes
 from hone.deadline import Deadline
 from hone.envs.base import NOT_FOREIGN, Env, EnvFactory, StepResult, is_single_turn

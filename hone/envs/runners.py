@@ -50,8 +50,7 @@ def make_runner(config: EpisodeConfig, renderer: Any) -> Runner:
     make_env, shared = environments(config)
     count_as_read(config.env)  # an environment reads its settings when an episode begins: they count as read
     parser = getattr(config.env, "parser", "none")
-    codec = TextCodec(renderer, parser_of(parser, renderer.template), config.special_tokens == "keep")
-    return _Runner(config, make_env, codec, shared)
+    return _Runner(config, make_env, TextCodec(renderer, parser_of(parser, renderer.template)), shared)
 
 
 def environments(config: EpisodeConfig) -> tuple[EnvFactory, Shared | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import field_validator, model_validator
 
@@ -303,9 +303,6 @@ class EpisodeConfig(Config):
     max_turns: int = setting(8, "maximum number of completions in one episode", unit="turns", ge=1)
     timeout_s: float = setting(
         600.0, "deadline of one episode, without the time that its requests wait for a free server", unit="s", gt=0
-    )
-    special_tokens: Literal["keep", "drop"] = setting(
-        "keep", "special tokens in the response that rewards read: keep all but the end of an answer, or drop them"
     )
 
     @property

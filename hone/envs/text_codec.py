@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from hone.config import ConfigError
-from hone.data.chat_template import Tools
-from hone.data.messages import normal_message
+from hone.data.chat_template import is_plain
+from hone.data.messages import Tools, normal_message
 from hone.envs.base import Language, Start
 from hone.envs.tool_calls import ParseFn, Said, split_thought
 from hone.types import Completion, Message, Prompt
@@ -18,9 +17,8 @@ _REMEMBERED = 1024  # rendered starts
 class TextCodec:
     """Messages to tokens, completions to what was said, for the episodes of a run."""
 
-    def __init__(self, language: Language, parse: ParseFn, keep_special: bool = True) -> None:
-        """`keep_special`: see `Renderer.answer`."""
-        self.answer = partial(language.answer, keep_special=keep_special)
+    def __init__(self, language: Language, parse: ParseFn) -> None:
+        self.answer = language.answer
         self._language = language
         self._parse = parse
         self._rendered: dict[str, tuple[int, ...]] = {}  # the samples of a prompt start with the same messages
@@ -46,7 +44,7 @@ class TextCodec:
     def _render(self, start: Start) -> tuple[int, ...]:
         if start.tools and not self._language.renders_tools(start.messages, start.tools):
             raise ConfigError(
-                "episode.env: the chat template does not show tools to the model; set data.chat_template to one that "
+                "episode.env: the chat template does not show tools to the model; set data.chat.template to one that "
                 "renders `tools`"
             )
         return self._language.render_prompt(start.messages, start.tools)
@@ -56,7 +54,7 @@ class TextCodec:
     ) -> tuple[int, ...]:
         """The tokens to append after an answer; texts are cut to `max_tokens` together."""
         share = max(1, max_tokens // len(messages))
-        normal = [normal_message(one, lenient=True) for one in messages]
+        normal = [one if is_plain(one) else normal_message(one, lenient=True) for one in messages]
         short = [
             Message(**{**one, "content": self._language.shorten(one["content"], share)})
             if isinstance(one.get("content"), str)
@@ -70,7 +68,10 @@ class TextCodec:
         if not tools:
             thought, content = split_thought(text)
             return Said(content, thought)
-        thought, rest = split_thought(self._language.answer(completion.token_ids))
+        ids, ends = list(completion.token_ids), self._language.end_token_ids
+        while ids and ids[-1] in ends:
+            ids.pop()
+        thought, rest = split_thought(self._language.decode(ids, keep_special=True))
         content, calls = self._parse(rest)
         return Said(content.strip(), thought, calls)
 

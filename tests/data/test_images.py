@@ -14,8 +14,8 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 from transformers import Qwen2_5_VLProcessor, Qwen3VLProcessor
 
-from hone.data.chat_template import RenderingError
 from hone.data.images import encoded
+from hone.data.messages import RenderingError
 from hone.data.packed_images import ImagePlaceError, places
 from hone.data.packing import Sample, balanced, pack, pack_samples, select, sequence_costs
 from hone.data.preference_readers import PairMaker

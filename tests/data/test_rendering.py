@@ -4,8 +4,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hone.data.chat_template import RenderingError
+from hone.data.messages import RenderingError
 from hone.data.rendering import Renderer
+from hone.data.templates.guard import ESCAPED_GUARD, GUARD
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -302,7 +303,7 @@ def test_a_template_given_as_text_or_file_replaces_the_tokenizers(make_tokenizer
     assert by_file == Renderer(tokenizer, LLAMA).render_prompt(CONVERSATION[:1])
     assert by_file == Renderer(make_tokenizer(LLAMA)).render_prompt(CONVERSATION[:1])
     assert tokenizer.chat_template == CHATML
-    with pytest.raises(RenderingError, match=r"chat_template: no file chat\.jinja"):
+    with pytest.raises(RenderingError, match=r"data\.chat\.template: no file chat\.jinja"):
         Renderer(tokenizer, "chat.jinja")
 
 
@@ -351,7 +352,7 @@ def test_messages_that_cannot_be_rendered_are_a_clear_error(make_tokenizer, mess
 def test_a_sample_without_an_answer_is_a_clear_error(make_tokenizer):
     with pytest.raises(RenderingError, match="no answer of the assistant"):
         Renderer(make_tokenizer(CHATML)).render_sample([user("hi")])
-    with pytest.raises(RenderingError, match=r"chat_options .* no chat template"):
+    with pytest.raises(RenderingError, match=r"data\.chat\.options .* no chat template"):
         Renderer(make_tokenizer(), chat_options={"enable_thinking": False})
     with pytest.raises(RenderingError, match="a part of a message's content should be"):
         Renderer(make_tokenizer()).render_prompt([{"role": "user", "content": [{"type": "text"}]}])
@@ -405,8 +406,8 @@ def test_no_field_of_a_message_or_tool_holds_a_control_token(make_tokenizer, tem
     for name, verb in verbs.items():
         assert control(FORGED, verb) == control("plain", verb), name
     shown = renderer.decode(renderer.render_prompt(*with_texts(FORGED)), keep_special=True)
-    assert "\ue0f2" not in shown
-    assert "\\ue0f2" not in shown
+    assert GUARD not in shown
+    assert ESCAPED_GUARD not in shown
     assert shown.count("obey") == renderer.decode(renderer.render_prompt(*with_texts("obey"))).count("obey")
 
 
@@ -458,7 +459,7 @@ def test_thoughts_go_where_the_template_shows_them(make_tokenizer):
     answer = {**assistant("4"), "reasoning": "2 and 2. "}
     renderer = Renderer(make_tokenizer(thinking))
     assert learnt(renderer, *renderer.render_sample([user("?"), answer])) == ["2 and 2. 4<|im_end|>"]
-    with pytest.raises(RenderingError, match=r"has reasoning_content, which .* set data\.unrendered=drop"):
+    with pytest.raises(RenderingError, match=r"has reasoning_content, which .* set data\.chat\.unrendered=drop"):
         Renderer(make_tokenizer(CHATML)).render_sample([user("?"), answer])
     dropping = Renderer(make_tokenizer(CHATML), unrendered="drop")
     assert dropping.render_sample([user("?"), answer]) == dropping.render_sample([user("?"), assistant("4")])
@@ -533,5 +534,5 @@ def test_an_answer_keeps_its_special_tokens_but_not_its_end(make_tokenizer):
     opened = Renderer(make_tokenizer(CHATML.replace("{{ '<|im_start|>assistant\\n' }}", opening)))
     ids = plain.tokenizer("a<|eot_id|>b<|im_end|>", add_special_tokens=False)["input_ids"]
     assert plain.answer(ids) == plain.answer(ids[:-1]) == "a<|eot_id|>b"
-    assert plain.answer(ids, keep_special=False) == "ab"
+    assert Renderer(plain.tokenizer, special_tokens_in_answers=False).answer(ids) == "ab"
     assert opened.answer(ids) == "<think>\na<|eot_id|>b"

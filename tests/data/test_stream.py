@@ -34,7 +34,7 @@ CHATML = (
 
 @pytest.fixture(scope="session")
 def renderer(make_tokenizer):
-    return make_renderer(build(DataConfig, {"train": {}, "chat_template": CHATML}, "run.yaml"), make_tokenizer())
+    return make_renderer(build(DataConfig, {"train": {}, "chat": {"template": CHATML}}, "run.yaml"), make_tokenizer())
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_no_tools_render_as_nothing(tmp_path, write_jsonl, data, make_tokenizer)
         ([ADD], TOOLS.replace("tools", "functions"), "has 1 tools in column 'tools', but the chat template does not"),
         ("add", TOOLS, "tools is text, but no JSON"),
         ({"name": "add"}, TOOLS, r"tools should be a list of JSON schemas, found \{'name'"),
-        (["add"], TOOLS, "each of tools should be a JSON schema, found 'add'"),
+        (["add"], TOOLS, "tools: a tool should be a JSON schema, found 'add'"),
     ],
 )
 def test_tools_that_cannot_be_rendered_are_an_error(tools, template, said, tmp_path, write_jsonl, data, make_tokenizer):

@@ -14,7 +14,7 @@ class Language:
     def render_prompt(self, messages, tools=()):
         return (1,)
 
-    def answer(self, ids, *, keep_special=True):
+    def answer(self, ids):
         return self.decode(ids)
 
     def render_continuation(self, ids, messages, tools=()):

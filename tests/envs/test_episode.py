@@ -32,7 +32,7 @@ class Letters:
     def render_prompt(self, messages, tools=()):
         return (80, *(90 + len(message["content"]) for message in messages))
 
-    def answer(self, ids, *, keep_special=True):
+    def answer(self, ids):
         return self.decode(ids)
 
     def render_continuation(self, ids, messages, tools=()):
@@ -461,17 +461,14 @@ def test_settings_reach_the_environment_and_a_factory_of_another_signature_is_re
         make_runner(build(EpisodeConfig, {"env": "old_form"}, "recipe.yaml"), Letters())
 
 
-def test_rewards_read_the_answer_with_its_special_tokens_unless_they_are_dropped():
+def test_rewards_read_the_answer_as_the_language_says_it():
     """Tags such as <think> are special tokens of some tokenizers, and a reward for the format looks for them."""
 
     class Tags(Letters):
-        def answer(self, ids, *, keep_special=True):
-            return f"{ids[0]} {keep_special}"
+        def answer(self, ids):
+            return f"<think>{self.decode(ids)}"
 
-    def response(keep_special):
-        runner = EpisodeRunner(EpisodeConfig(), ChatEnv, TextCodec(Tags(), no_calls, keep_special))
-        play = Play(Engine().generate, SamplingParams(max_tokens=6), seed=1, step=4, samples=1)
-        (group,) = asyncio.run(runner.run([prompt()], play, unscored))
-        return group.trajectories[0].response.partition(" ")[2]
-
-    assert (response(True), response(False)) == ("True", "False")
+    runner = EpisodeRunner(EpisodeConfig(), ChatEnv, TextCodec(Tags(), no_calls))
+    play = Play(Engine().generate, SamplingParams(max_tokens=6), seed=1, step=4, samples=1)
+    (group,) = asyncio.run(runner.run([prompt()], play, unscored))
+    assert group.trajectories[0].response.startswith("<think>")

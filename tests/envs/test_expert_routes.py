@@ -35,7 +35,7 @@ class Pairs:
     def decode(self, ids, *, keep_special=False):
         return "x"
 
-    def answer(self, ids, *, keep_special=True):
+    def answer(self, ids):
         return self.decode(ids)
 
     def render_continuation(self, ids, messages, tools=()):

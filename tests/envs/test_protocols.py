@@ -44,7 +44,7 @@ def talk(tokenizer, finish):
 
     def run(story, *texts, parse=hermes, **task):
         async def all_of_it():
-            language, asked = Renderer(tokenizer), []
+            language, asked = Renderer(tokenizer, unrendered="drop"), []  # its template shows no calls
             sampling = SamplingParams(400, stop_token_ids=tuple(language.end_token_ids))
             async with Endpoint(language, parse) as endpoint:
                 generate = saying(language, asked, *texts)

@@ -3,7 +3,7 @@
 import pytest
 
 from hone.envs import PARSERS
-from hone.envs.agents.sessions import _for_template
+from hone.envs.agents.sessions import normal
 from hone.envs.tool_calls import Call, Said, hermes, llama3, mistral, pythonic, qwen3_coder, split_thought
 from hone.processes.untrusted_json import DEEPEST, parse_json
 from hone.weights.transports.wire import BrokenMessage, decode
@@ -134,5 +134,5 @@ def test_nesting_is_refused_before_it_is_parsed():
     with pytest.raises(BrokenMessage, match="not JSON"):
         decode(DEEP.encode())
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}
-    assert _for_template(message)["tool_calls"][0]["function"]["arguments"] == DEEP
+    assert normal(message)["tool_calls"][0]["function"]["arguments"] == DEEP
     assert Call("f").arguments == {}

@@ -55,7 +55,7 @@ def test_the_recipe_runs_on_any_model_of_the_hugging_face_format(rollouts):
 
 @pytest.mark.slow
 def test_a_chat_template_may_think(gsm8k):
-    change = ["data.chat_options={enable_thinking: true}", "run.steps=1"]
+    change = ["data.chat.options={enable_thinking: true}", "run.steps=1"]
     assert main(["train", "recipes/gsm8k/grpo.yaml", *overrides(gsm8k, *change)]) == 0
     line = next(rollout_lines(gsm8k / "run" / "rollouts.jsonl.gz"))
     assert json.loads(line)["prompt"].endswith("<|im_start|>assistant\n")

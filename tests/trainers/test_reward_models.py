@@ -210,7 +210,7 @@ TEMPLATE = (  # an answer ends with <tool>, which is not the tokenizer's end of 
 def test_a_reward_model_is_spoken_to_as_in_its_training(tmp_path, in_the_root):
     """Chat template, options and system prompt of its run, none of which its base tokenizer knows of."""
     (tmp_path / "template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    spoken_to = [f"data.chat_template={tmp_path}/template.jinja", "data.chat_options={mark: q}",
+    spoken_to = [f"data.chat.template={tmp_path}/template.jinja", "data.chat.options={mark: q}",
                  "data.train.system_prompt=be good", "evaluation.sets.held_out.system_prompt=be good"]  # fmt: skip
     figures, folder = exported(tmp_path, "bradley_terry", *spoken_to)
     tokenizer = load_tokenizer(ModelConfig(path=str(folder.parent / "model")))
@@ -227,11 +227,13 @@ def test_a_reward_model_is_spoken_to_as_in_its_training(tmp_path, in_the_root):
         assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-@pytest.mark.parametrize("said", ["{", "[]", '{"chat_options": {}, "system_prompt": 3}'])
+@pytest.mark.parametrize(
+    "said", ["{", "[]", '{"chat": {}, "system_prompt": 3}', '{"chat": {"option": 1}, "system_prompt": ""}']
+)
 def test_a_folder_that_says_wrongly_how_it_was_spoken_to_is_refused(tmp_path, said):
     folder = export(tmp_path / "broken")
     (folder / "rendering.json").write_text(said, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"rendering\.json (cannot be read|should hold chat_options)"):
+    with pytest.raises(ConfigError, match=r"rendering\.json (cannot be read|should hold chat|: unknown key)"):
         scorer(folder)
 
 

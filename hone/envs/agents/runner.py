@@ -49,7 +49,6 @@ class AgentRunner:
         self._reads_prompts = isinstance(settings, AgentSettings)  # else it takes its task from the row
         self._timeout_s = config.timeout_s
         self._max_turns = config.max_turns
-        self._keep_special = config.special_tokens == "keep"
         self._renderer = renderer
         self._parse_tools = _parser(settings.parser, renderer.template)
         self._endpoint: Endpoint | None = None
@@ -111,7 +110,6 @@ class AgentRunner:
             adapters=self._adapters,
             roles=self._roles,
             max_turns=self._max_turns,
-            keep_special=self._keep_special,
         )
         key = endpoint.open_session(task)
         session = endpoint.session(key)

@@ -43,7 +43,6 @@ class AgentTask:
     adapters: tuple[str, ...] = ()  # names that a request may give as its model
     roles: tuple[str, ...] = ()  # of the policy, one of which each request gives as its model; (): there is one
     max_turns: int | None = None  # requests that the policy answers; None: any number
-    keep_special: bool = True  # special tokens in the response that rewards read, see `Renderer.answer`
 
 
 @dataclass(eq=False)
@@ -279,7 +278,7 @@ class AgentSession:
 
     def _response_to(self, placed: PlacedRequest, completion: Completion, chat: bool) -> str:
         """The text of an answer as rewards read it."""
-        text = self.language.answer(completion.token_ids, keep_special=self.task.keep_special)
+        text = self.language.answer(completion.token_ids)
         if not chat:  # the client rendered the prompt: the template of the model has opened nothing
             return text.removeprefix(self.language.opened_thought)
         return placed.opening + (text.removeprefix(self.language.opened_thought) if placed.opening else text)

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from hone.data.chat_template import Tools
+from hone.data.messages import Tools
 from hone.envs.base import Env, EnvFactory, Language, Shared, Start, StepResult, is_single_turn
 from hone.envs.checking.policies import POLICIES, Policy
 from hone.envs.settings import EpisodeConfig
@@ -217,7 +217,7 @@ class Checker:
         if self._language is None or not start.messages or not start.tools:
             return
         if not self._language.renders_tools(start.messages, start.tools):
-            self.found.note("problem", "the chat template does not show the tools to the model; set data.chat_template")
+            self.found.note("problem", "the chat template does not show the tools to the model; set data.chat.template")
 
     def _check_messages(self, messages: Sequence[Message], where: str, roles: Sequence[str] = ROLES) -> None:
         for role in sorted({str(one.get("role")) for one in messages} - set(roles)):

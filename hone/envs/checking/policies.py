@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hone.data.chat_template import Tools
+from hone.data.messages import Tools
 from hone.envs.tool_calls import Call, Said
 from hone.types import Prompt
 

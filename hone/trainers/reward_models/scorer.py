@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 from hone.config import ConfigError
-from hone.data.chat_template import RenderingError
+from hone.data.messages import RenderingError
 from hone.data.packing import Sample, pack_samples
 from hone.engines.settings import EngineConfig
 from hone.models.loading import check_model_source, folder_of, has_value_head

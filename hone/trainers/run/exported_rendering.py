@@ -1,7 +1,7 @@
 """Chat template and rendering options of an exported model.
 
-run: data.chat_template --> export/: the tokenizer's chat template      (every kind of run)
-     data.chat_options, data.train.system_prompt --> rendering.json     (reward models, which render by themselves)
+run: data.chat.template --> export/: the tokenizer's chat template      (every kind of run)
+     data.chat, data.train.system_prompt --> rendering.json     (reward models, which render by themselves)
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.config import Config, ConfigError
+from hone.config import Config, ConfigError, build
 from hone.data.rendering import Renderer
-from hone.data.settings import DataConfig
+from hone.data.settings import ChatConfig, DataConfig
 from hone.trainers.supervised.settings import RewardModelRunConfig
 from hone.types import Message
 
@@ -25,7 +25,8 @@ def write_rendering(folder: Path, config: Config, data: DataConfig, renderer: Re
     """Write the template and rendering options of a run into its export."""
     renderer.save_template(folder)
     if isinstance(config, RewardModelRunConfig):
-        said = {"chat_options": data.chat_options, "system_prompt": data.train.system_prompt}
+        chat = (data.chat or ChatConfig()).model_dump(mode="json", exclude={"template"})
+        said = {"chat": chat, "system_prompt": data.train.system_prompt}
         (folder / FILE).write_text(json.dumps(said, indent=1), encoding="utf-8")
 
 
@@ -56,7 +57,14 @@ def read_rendering(folder: Path, tokenizer: Any) -> ExportedRendering:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     match said:
-        case {"chat_options": dict(options), "system_prompt": str(system_prompt)}:
-            return ExportedRendering(Renderer(tokenizer, chat_options=options), system_prompt)
+        case {"chat": dict(settings), "system_prompt": str(system_prompt)}:
+            chat = build(ChatConfig, settings, str(path))
+            renderer = Renderer(
+                tokenizer,
+                chat_options=chat.options,
+                unrendered=chat.unrendered,
+                special_tokens_in_rows=chat.special_tokens_in_rows,
+            )
+            return ExportedRendering(renderer, system_prompt)
         case _:
-            raise ConfigError(f"{path} should hold chat_options, an object, and system_prompt, a text; found {said!r}")
+            raise ConfigError(f"{path} should hold chat, an object, and system_prompt, a text; found {said!r}")

@@ -1,0 +1,210 @@
+"""The form in which a chat template takes messages, found by rendering examples before the first step.
+
+A template ignores what it does not know. So a field that no example shows is one that the model would never see.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from hone.data.messages import RenderingError, Tools
+from hone.types import Message
+
+RenderFn = Callable[[Sequence[Message]], str | None]
+"""Messages in the form of the template -> its text; None if it refuses them."""
+
+Unrendered = Literal["error", "drop"]
+"""Treatment of a field of a message that the chat template does not render."""
+
+QUESTION = Message(role="user", content="question")
+EXAMPLE_TOOLS: Tools = (
+    {
+        "type": "function",
+        "function": {"name": "tool", "description": "", "parameters": {"type": "object", "properties": {}}},
+    },
+)
+THOUGHT = re.compile(r"[<\[◁]\|?(?P<end>/?)(?:seed:)?(?:think|thinking|thought|reasoning)\|?[>\]▷]", re.IGNORECASE)
+"""A mark around a thought."""
+
+_PROBE = "answer-1b60f4"
+_THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class Rendering(Protocol):
+    """The rendering of conversations by one template; `ChatTemplate` satisfies it."""
+
+    text: str | None
+    special: dict[str, int]  # text -> id of the special tokens
+    specials: re.Pattern[str]  # any of them
+
+    @property
+    def ends(self) -> frozenset[int]: ...
+
+    def render(self, messages: Sequence[Message], *, opening: bool, tools: Tools = (), template: str = "") -> str: ...
+
+    def continuation(self, messages: Sequence[Message], tools: Tools) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallsForm:
+    """The form of an answer with tool calls."""
+
+    as_text: bool  # arguments as JSON text
+    empty: str | None  # content of an answer that only calls
+
+
+class TemplateForm:
+    """The form in which one template takes messages.
+
+    Most templates take text and calls with an object as arguments, some only parts, or arguments as JSON text.
+    """
+
+    def __init__(self, render: RenderFn, unrendered: Unrendered) -> None:
+        self._render = render
+        self._unrendered = unrendered
+
+    def fitted(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in the template's form. Raises RenderingError for a field that the template does not show."""
+        found = []
+        for index, message in enumerate(messages):
+            shown, hidden = self.shown(message)
+            self._check(index, hidden)
+            found.append(shown)
+        return found
+
+    def check_plain(self, messages: Sequence[Message]) -> None:
+        """Raises RenderingError for a field that is not shown where contents are joined without a template."""
+        for index, message in enumerate(messages):
+            self._check(index, [name for name in ("tool_calls", "reasoning_content") if message.get(name)])
+
+    def _check(self, index: int, hidden: Sequence[str]) -> None:
+        if hidden and self._unrendered == "error":
+            raise RenderingError(
+                f"message {index} has {' and '.join(hidden)}, which the chat template does not render; set "
+                "data.chat.template to one that does, remove the field from the data, or set data.chat.unrendered=drop"
+            )
+
+    def shown(self, message: Message) -> tuple[Message, list[str]]:
+        """A message in the template's form, and the names of its fields that the template does not show."""
+        found: dict[str, Any] = {key: value for key, value in message.items() if key != "trainable"}
+        hidden = []
+        if "reasoning_content" in found:
+            thought = found.pop("reasoning_content")
+            if self._thought is None:
+                hidden.append("reasoning_content")
+            else:
+                found[self._thought] = thought
+        if calls := found.pop("tool_calls", None):
+            if self._calls is None:
+                hidden.append("tool_calls")
+            else:
+                found["tool_calls"] = [_with_arguments(call, self._calls.as_text) for call in calls]
+                found["content"] = found.get("content") or self._calls.empty
+        if isinstance(found.get("content"), str) and self.takes_parts_only:
+            found["content"] = [{"type": "text", "text": found["content"]}]
+        return Message(**found), hidden  # type: ignore[typeddict-item]
+
+    @cached_property
+    def takes_parts_only(self) -> bool:
+        """True if a text is lost unless it is a part."""
+        parts = [{"type": "text", "text": _PROBE}]
+        return not self._shows(Message(role="user", content=_PROBE)) and self._shows(
+            Message(role="user", content=parts)
+        )
+
+    def _shows(self, message: Message) -> bool:
+        return _PROBE in (self._render([message]) or "")
+
+    @cached_property
+    def _thought(self) -> str | None:
+        """The name of the field of thoughts; None if the template shows none."""
+        content: Any = [{"type": "text", "text": "said"}] if self.takes_parts_only else "said"
+        for name in _THOUGHT_FIELDS:
+            answer: Any = {"role": "assistant", "content": content, name: _PROBE}
+            if _PROBE in (self._render([QUESTION, answer]) or ""):
+                return name
+        return None
+
+    @cached_property
+    def _calls(self) -> CallsForm | None:
+        """The form of calls; None if the template shows none."""
+        forms = [CallsForm(as_text, empty) for as_text in (False, True) for empty in ("", None)]
+        shown = [(form, text) for form in forms if _PROBE in (text := self._called(form)) and "hone_value" in text]
+        exact = [form for form, text in shown if "'hone_key'" not in text and '\\"hone_key' not in text]
+        return next(iter(exact or [form for form, _ in shown]), None)
+
+    def _called(self, form: CallsForm) -> str:
+        """An example of a call in this form."""
+        function = {"name": _PROBE, "arguments": {"hone_key": "hone_value"}}
+        call = _with_arguments({"id": "call00000", "type": "function", "function": function}, form.as_text)
+        return self._render([QUESTION, Message(role="assistant", content=form.empty, tool_calls=[call])]) or ""
+
+
+def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def calling(messages: Sequence[Message], value: str) -> Message:
+    """An answer that calls the tools that `messages` answer for, with `value` as its argument."""
+    calls = [
+        {
+            "id": message.get("tool_call_id", "call00000"),
+            "type": "function",
+            "function": {"name": message.get("name", "tool"), "arguments": {"value": value}},
+        }
+        for message in messages
+        if message.get("role") == "tool"
+    ]
+    return Message(role="assistant", content="", tool_calls=calls)
+
+
+def template_texts(tokenizer: Any, chosen: str) -> tuple[str | None, str | None]:
+    """The templates without and with tools: the chosen text or file, else the tokenizer's own.
+
+    A tokenizer may have several: its `default`, and `tool_use` for conversations with tools. Raises RenderingError if
+    there is no such file or no default.
+    """
+    if chosen and ("{%" in chosen or "{{" in chosen):
+        return chosen, chosen
+    if chosen:
+        if not Path(chosen).is_file():
+            raise RenderingError(
+                f"data.chat.template: no file {chosen} (a template itself would contain '{{%' or '{{{{')"
+            )
+        text = Path(chosen).read_text(encoding="utf-8")
+        return text, text
+    if not tokenizer.chat_template:
+        return None, None
+    try:
+        return str(tokenizer.get_chat_template()), str(tokenizer.get_chat_template(tools=list(EXAMPLE_TOOLS)))
+    except ValueError as error:
+        raise RenderingError(f"set data.chat.template: {error}") from error
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Text -> id of every token that ordinary text cannot give."""
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+
+
+def marks_only_the_first_word(tokenizer: Any) -> bool:
+    """Return whether the tokenizer adds a word-boundary mark to the beginning of a text, and nowhere else.
+
+    That is SentencePiece's `prepend_scheme: first`: a text tokenised in pieces would get a mark for each piece.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return False
+    step = json.loads(backend.to_str())["pre_tokenizer"] or {}
+    steps = step.get("pretokenizers", [step])
+    return any(one.get("type") == "Metaspace" and one.get("prepend_scheme") == "first" for one in steps)

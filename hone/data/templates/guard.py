@@ -1,0 +1,98 @@
+"""`Guard`: text that is not the template's never becomes a control token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any, cast
+
+from hone.data.messages import RenderingError, Tools
+from hone.data.templates.forms import EXAMPLE_TOOLS, QUESTION, THOUGHT, Rendering
+from hone.types import Message
+
+GUARD = "\ufdd0"  # stands within text that must not become a special token
+ESCAPED_GUARD = "\\ufdd0"  # as Python prints it, and JSON of ASCII
+_RESERVED = re.compile("[\ufdd0-\ufdef]")  # characters that no text has: Unicode keeps them for a program's own use
+_FRAMES = re.compile(  # names of special tokens with which models begin and end messages and texts
+    r"(?:begin|start|end)[_▁ ]?(?:of)?[_▁ ]?(?:text|sentence|sequence|turn|message|header)"
+    r"|(?<![a-z])(?:bos|eos|eot|eom|pad)(?![a-z])|im_(?:start|end|sep)",
+    re.IGNORECASE,
+)
+
+
+class Guard:
+    """Marks text that is not the template's wherever it looks like a token of the tokenizer, so that it stays text.
+
+    In what others say every special token is marked. In results of tools, in tools themselves, in the names and
+    arguments of calls and in what an environment says after an answer, it is every token that the tokenizer adds. The
+    policy's own words may hold such tokens (`<think>`), but none that frames a message: what begins or ends one, and
+    those of the tokenizer itself.
+    """
+
+    def __init__(self, template: Rendering, tokenizer: Any) -> None:
+        added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+        self._added = _any_of(added)
+        frame = _framing(template, tokenizer, self._added)
+        self._framing = _any_of(frame)
+        self._special = _any_of(frame | set(template.special))
+        self.anything = re.compile("|".join([_RESERVED.pattern, *([self._added.pattern] if self._added else [])]))
+        """Texts that may have to be marked: a message without them stays as it is."""
+
+    def message(self, message: Message, *, strict: bool = False) -> Message:
+        """The message with a mark in everything that looks like a token; `strict`: an environment says it."""
+        role = message.get("role")
+        others = self._added if strict or role in ("tool", "assistant") else self._special
+        guarded: dict[str, Any] = {}
+        for key, value in message.items():
+            own = role == "assistant" and key in ("content", "reasoning_content")
+            guarded[key] = _marked(value, self._framing if own else others)
+        return cast(Message, guarded)
+
+    def tools(self, tools: Tools) -> Tools:
+        """JSON schemas with the same marks in their names, keys and descriptions."""
+        return [_marked(tool, self._added) for tool in tools]
+
+    def said(self, text: str) -> str:
+        """A text of the policy."""
+        return str(_marked(text, self._framing))
+
+    def told(self, text: str) -> str:
+        """A text of a tool."""
+        return str(_marked(text, self._added))
+
+
+def _framing(template: Rendering, tokenizer: Any, added: re.Pattern[str] | None) -> set[str]:
+    """The tokens that frame a message, and the tokenizer's own."""
+    own = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token} - {None}
+    if template.text is None or added is None:
+        return own
+    try:
+        example = template.render([QUESTION], opening=True)
+        ends = {text for text, number in template.special.items() if number in template.ends}
+    except RenderingError:  # it takes other conversations only
+        example, ends = "".join(template.special), set()
+    with suppress(RenderingError):  # it knows no tools
+        result = Message(role="tool", content="result", name="tool", tool_call_id="call00000")
+        example += template.continuation([result], EXAMPLE_TOOLS)
+    named = {text for text in template.special if _FRAMES.search(text)}
+    frame = {found for found in {*added.findall(example), *named} if not THOUGHT.search(found)}
+    return own | ends | frame
+
+
+def _marked(value: Any, pattern: re.Pattern[str] | None) -> Any:
+    """The value with a mark after the first character of each match in its texts and keys."""
+    if isinstance(value, str):
+        text = _RESERVED.sub("", value)
+        return text if pattern is None else pattern.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
+    if isinstance(value, Mapping):
+        return {_marked(key, pattern): _marked(one, pattern) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_marked(one, pattern) for one in value]
+    return value
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern of any of these texts of two characters or more, the longest first."""
+    longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

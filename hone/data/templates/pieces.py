@@ -1,0 +1,142 @@
+"""Beginnings and ends of answers in the rendered text of a conversation to learn from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import cast
+
+from hone.data.messages import RenderingError, Tools
+from hone.data.templates.forms import Rendering
+from hone.types import Message
+
+Pieces = list[tuple[str, int | None]]
+"""(text, number of the message whose answer it is; None: no answer)."""
+
+_OPEN, _CLOSE = "\ufdd1", "\ufdd2"  # around what `{% generation %}` marks; `Guard` removes them from messages
+_DIGITS = "".join(map(chr, range(0xFDE0, 0xFDEA)))  # of the number of a message
+_NUMBERED = re.compile(f"[{_DIGITS}]+")
+_GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
+_END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
+_MARKED = (
+    rf'{{%\1 filter replace("", "{_OPEN}", 1) | reverse | replace("", "{_CLOSE}", 1) | reverse \2%}}',
+    r"{%\1 endfilter \2%}",
+)
+
+
+def conversation_pieces(
+    template: Rendering, text: str | None, messages: Sequence[Message], tools: Tools = ()
+) -> Pieces:
+    """A conversation in pieces; nothing is rendered after the last answer. `text` is the template's text for it.
+
+    The template's `{% generation %}` marks say what an answer is, if it has them. Otherwise an answer is what the
+    template adds to the opening of that answer. Raises RenderingError if the answers cannot be found.
+    """
+    if text is not None and _GENERATION.search(text):
+        return _marked_pieces(template, text, messages, tools)
+    return _grown_pieces(template, messages, tools)
+
+
+def _grown_pieces(template: Rendering, messages: Sequence[Message], tools: Tools) -> Pieces:
+    """Pieces from renderings of the conversation as it grows.
+
+    For each answer the template renders everything before it with the opening of an answer, and everything up to it.
+    The second must begin with the first, and the rest of it is the answer.
+    """
+    pieces: Pieces = []
+    grown, previous = "", -1
+    for index, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        opened = template.render(messages[:index], opening=True, tools=tools)
+        answered = template.render(messages[: index + 1], opening=False, tools=tools)
+        if not answered.startswith(opened):
+            raise RenderingError(_differs(index, opened, answered))
+        if opened.startswith(grown):
+            between = opened[len(grown) :]
+        else:  # the template rewrites earlier turns: keep them, and render what is new
+            between = template.continuation(messages[previous + 1 : index], tools)
+        answer = _cut_after_end(template, answered[len(opened) :], index)
+        pieces += [(between, None), (answer, index)]
+        grown, previous = opened + answer, index
+    return pieces
+
+
+def _marked_pieces(template: Rendering, text: str, messages: Sequence[Message], tools: Tools) -> Pieces:
+    """Pieces of the whole rendered conversation, cut at the template's generation marks.
+
+    A template may mark some answers only, so each answer carries the number of its message.
+    """
+    marked = _END_GENERATION.sub(_MARKED[1], _GENERATION.sub(_MARKED[0], text))
+    answers = [index for index, one in enumerate(messages) if one.get("role") == "assistant"]
+    numbered = [_numbered(one, index) if index in answers else one for index, one in enumerate(messages)]
+    whole = template.render(numbered, opening=False, tools=tools, template=marked)
+    pieces: Pieces = []
+    before, *rest = whole.split(_OPEN)
+    number = answers[0] if answers else 0
+    for part in rest:
+        answer, _, after = part.partition(_CLOSE)
+        end = template.specials.match(after, len(after) - len(after.lstrip()))
+        left_out = end is not None and template.special[end.group()] in template.ends
+        if end is not None and left_out and not _ended(template, answer):  # the marks leave the end token out
+            answer, after = answer + after[: end.end()], after[end.end() :]
+        if found := _NUMBERED.search(answer):
+            number = int("".join(str(_DIGITS.index(digit)) for digit in found[0]))
+        length = _ended(template, answer) or len(answer)
+        pieces += [(before, None), (answer[:length], number)]
+        before = answer[length:] + after
+    if not pieces:
+        raise RenderingError("the chat template has generation marks, but marks nothing in these messages")
+    return [(_NUMBERED.sub("", piece), of) for piece, of in pieces]
+
+
+def _numbered(message: Message, index: int) -> Message:
+    """An answer whose texts end with its number."""
+    number, changed = "".join(_DIGITS[int(digit)] for digit in str(index)), dict(message)
+    for key in ("content", "reasoning_content"):
+        said = message.get(key)
+        if isinstance(said, str) and said.strip():
+            changed[key] = said.rstrip() + number + said[len(said.rstrip()) :]
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": call["function"]["name"] + number}}
+            for call in message["tool_calls"]
+        ]
+    return cast(Message, changed)
+
+
+def _ended(template: Rendering, answer: str) -> int | None:
+    """The length of a rendered answer with the token that ends it, None without one.
+
+    Templates such as Phi-3's render another token after the end of the last answer, which no rollout has.
+    """
+    length, bound = None, len(answer)
+    for found in reversed(list(template.specials.finditer(answer)) if template.special else []):
+        if answer[found.end() : bound].strip():
+            break
+        bound = found.start()
+        if template.special[found.group()] in template.ends:
+            length = found.end()
+    return length
+
+
+def _cut_after_end(template: Rendering, answer: str, index: int) -> str:
+    """A rendered answer up to the token that ends it: the first end token, or else the last special token."""
+    if template.text is None:
+        return answer
+    length = _ended(template, answer)
+    if length is not None:
+        return answer[:length]
+    ends = list(template.specials.finditer(answer))
+    if not ends or answer[ends[-1].end() :].strip():
+        raise RenderingError(f"message {index}: the chat template renders no end token after {answer[-60:]!r}")
+    return answer[: ends[-1].end()]
+
+
+def _differs(index: int, opened: str, answered: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(opened, answered, strict=False)) if a != b), len(answered))
+    return (
+        f"message {index}: the chat template does not render the answer after its own opening (it opens with "
+        f"{opened[at : at + 40]!r} where the answer has {answered[at : at + 40]!r}), so the tokens to learn cannot be "
+        "found; use a template with {% generation %} marks, or other data.chat.options"
+    )
