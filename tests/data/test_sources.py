@@ -138,14 +138,14 @@ def test_a_malformed_jsonl_file_names_the_line(tmp_path, text, said, dataset):
 
 def test_what_is_not_there_is_a_clear_error(tmp_path, dataset, write_jsonl):
     write_jsonl(tmp_path / "train.jsonl", ROWS)
-    (tmp_path / "table.csv").write_text("a,b\n")
+    (tmp_path / "table.xlsx").write_text("a,b\n")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
     (tmp_path / "folder.jsonl").mkdir()
     cases = [
         ({"path": tmp_path / "trian.jsonl"}, r"no file .*trian\.jsonl; did you mean .*train\.jsonl\?"),
         ({"path": tmp_path / "*.parquet5", "source": "parquet"}, r"no file .*\*\.parquet5"),
         ({"path": "openai/gsm8k"}, r"data\.train\.path: no file or folder openai/gsm8k; .*source=hf"),
-        ({"path": tmp_path / "table.csv"}, r"table\.csv should end in \.jsonl or \.ndjson or \.parquet"),
+        ({"path": tmp_path / "table.xlsx"}, r"table\.xlsx should end in \.jsonl or \.ndjson or \.parquet"),
         ({"path": tmp_path / "broken.parquet"}, r"broken\.parquet is not a readable Parquet file"),
         ({"path": tmp_path / "folder.jsonl", "source": "jsonl"}, "should be a file, but is a folder"),
         ({}, "data.train: set path to a file, or source to one of hf, jsonl, parquet, python, reasoning_gym"),
@@ -231,6 +231,13 @@ def test_hugging_face_folders(tmp_path, dataset, write_jsonl, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"datasets cannot load .*empty"):
         open_rows(dataset(path=tmp_path / "empty"))
+    for name, text in (("one.csv", "a,b\nx,y\n"), ("one.tsv", "a\tb\nx\ty\n"), ("one.json", '[{"a": "x", "b": "y"}]')):
+        (tmp_path / name).write_text(text)
+        (row,) = list_of(dataset(path=tmp_path / name))  # nor does a single file
+        assert row == {"a": "x", "b": "y"}
+    (tmp_path / "one.bin").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"one\.bin .*: a file should end in \.csv"):
+        open_rows(dataset(path=tmp_path / "one.bin", source="hf"))
     with pytest.raises(DataError, match="source hf needs path"):
         open_rows(dataset(source="hf"))
     monkeypatch.chdir(tmp_path)

@@ -17,6 +17,13 @@ from hone.registry import resolve
 
 Row = Mapping[str, Any]
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+FILES_OF_DATASETS: dict[str, tuple[str, dict[str, Any]]] = {  # files that source hf reads: loader, and its options
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".json": ("json", {}),
+    ".txt": ("text", {}),
+    ".arrow": ("arrow", {}),
+}
 
 
 class DataError(ConfigError):
@@ -80,13 +87,14 @@ def suffix_of(path: str | Path) -> str:
 def _by_suffix(path: str, key: str) -> str:
     if not path:
         raise DataError(f"{key}: set path to a file, or source to one of {', '.join(SOURCES)}")
-    if Path(path).is_dir():
+    if Path(path).is_dir() or (Path(path).is_file() and Path(path).suffix in FILES_OF_DATASETS):
         return "hf"
     suffix = suffix_of(path)
     if suffix in SUFFIXES:
         return SUFFIXES[suffix]
     if Path(path).is_file():
-        raise DataError(f"{key}.path: {path} should end in {' or '.join(SUFFIXES)}; for other files set {key}.source")
+        known = " or ".join([*SUFFIXES, *FILES_OF_DATASETS])
+        raise DataError(f"{key}.path: {path} should end in {known}; for other files set {key}.source")
     raise DataError(
         f"{key}.path: no file or folder {path}{nearest(Path(path))}; for a data set on the hub set {key}.source=hf"
     )

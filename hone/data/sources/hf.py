@@ -1,4 +1,4 @@
-"""The Hugging Face `datasets` library as a source: local folders, saved data sets, and names on the hub."""
+"""The Hugging Face `datasets` library as a source: folders, single files, saved data sets, and names on the hub."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.data.settings import HfSettings, RowsConfig
-from hone.data.sources.base import DataError, ListRows
+from hone.data.sources.base import FILES_OF_DATASETS, DataError, ListRows
 
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # files that `save_to_disk` writes
 
@@ -37,6 +37,11 @@ def _load(datasets: Any, path: str, settings: HfSettings) -> Any:
         if settings.split not in loaded:
             raise ValueError(f"no split {settings.split!r} (there is: {', '.join(loaded)})")
         return loaded[settings.split]
+    if folder.is_file():
+        if folder.suffix not in FILES_OF_DATASETS:
+            raise ValueError(f"a file should end in {' or '.join(FILES_OF_DATASETS)}")
+        name, options = FILES_OF_DATASETS[folder.suffix]
+        return datasets.load_dataset(name, data_files=str(folder.resolve()), split=settings.split, **options)
     if folder.is_dir():
         path = str(folder.resolve())  # `json` or `csv` alone would be the library's own loader of such files
     return datasets.load_dataset(path, settings.subset, split=settings.split, revision=settings.revision)
