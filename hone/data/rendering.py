@@ -75,7 +75,7 @@ class Renderer:
         self._guard = Guard(self._template, tokenizer)
         self._guards_rows = not special_tokens_in_rows
         self._keeps_special = special_tokens_in_answers
-        self._first = self._first_ids()
+        self._first = [] if self._template.text is not None else _first_ids(tokenizer)
         marks = marks_only_the_first_word(tokenizer) and self._template.special
         self._before = next(iter(self._template.special)) if marks else ""
 
@@ -289,12 +289,11 @@ class Renderer:
         ids = list(self.tokenizer(before + encodable(text), add_special_tokens=False, verbose=False)["input_ids"])
         return ids[1:] if before else ids
 
-    def _first_ids(self) -> list[int]:
-        """The tokenizer's own first token; none with a template, because a template renders it."""
-        if self._template.text is not None:
-            return []
-        first = list(self.tokenizer("", verbose=False)["input_ids"])
-        return first[:1] if first and first[0] == self.tokenizer.bos_token_id else []
+
+def _first_ids(tokenizer: Any) -> list[int]:
+    """The tokenizer's own first token, which a template would render."""
+    first = list(tokenizer("", verbose=False)["input_ids"])
+    return first[:1] if first and first[0] == tokenizer.bos_token_id else []
 
 
 class Expansion:
