@@ -1,6 +1,6 @@
 """End of a failed command: one line on stderr, and an exit code.
 
-    0 done   1 a run failed (its folder is named)   2 bad input   130 interrupted
+    0 done   1 a run failed (its folder is named)   2 bad input   3 done, with decisions left   130 interrupted
 
 The traceback is printed with `HONE_TRACEBACK=1`, and always for an unexpected error outside a run. A failed run writes
 it to its folder.
@@ -21,7 +21,7 @@ from hone.tracking.base import FAILURE_FILE, printable
 
 TRACEBACK_VARIABLE = "HONE_TRACEBACK"
 
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_DECISIONS, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 BAD_INPUT: tuple[type[Exception], ...] = (ConfigError, UnknownName, CannotLoad, ModelError)
 """Errors that the user can fix: a run file, a name, a data set, a model, a missing package."""

@@ -70,6 +70,7 @@ LAZY = {  # function-level imports: file -> what it imports there, and why
     "plugins/ascend/hone_ascend/__init__.py": {"hone_megatron": "optional"},
     "hone/data/sources/hf.py": {"datasets": "optional"},
     "hone/engines/kernels/choice.py": {"hone": "the kernels, which import triton"},
+    "hone/migration/shell/script.py": {"tree_sitter": "optional", "tree_sitter_bash": "optional"},
     "hone/models/source.py": {"modelscope": "optional", "modelscope_hub": "its errors"},
 }
 

@@ -162,6 +162,7 @@ OF_THE_USER: dict[str, str] = {  # file -> whose text its expressions read
     "hone/data/chat_template.py": "special tokens of chat templates",
     "hone/data/templates/": "chat templates, and marks made of their special tokens",
     "hone/envs/functions.py": "docstrings of the user's tools",
+    "hone/migration/": "scripts of another framework, which their owner migrates",
     "hone/models/source.py": "run files",
     "hone/platforms/": "versions of drivers",
     "hone/rollout/adapters.py": "names of modules",

@@ -1,0 +1,1 @@
+"""Reading of bash scripts without running them."""

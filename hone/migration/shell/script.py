@@ -1,0 +1,293 @@
+"""Commands that a bash script would start, with their arguments. Nothing is run.
+
+    text --> tree-sitter's syntax tree --> statements in order: assignments, if, case, for, functions --> commands
+
+Understood: arrays, defaults, `case`, `if` and `&&` over variables, arithmetic, quotes, functions, loops over constants.
+What depends on running something (a command's output, a file that exists, an unset variable) becomes a hole with the
+script's own text, or a note.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.migration.shell.arithmetic import Unknown, evaluated
+from hone.migration.shell.holes import holes, shown
+from hone.migration.shell.words import Scope, TooLong, Value, Words
+from hone.registry import CannotLoad
+
+MAX_STATEMENTS = 20_000
+MAX_DEPTH = 200
+"""Functions within functions, and blocks within blocks."""
+
+
+@dataclass(slots=True)
+class Commands:
+    """Commands of a script in the order in which it starts them, and notes about what was not read."""
+
+    commands: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_script(text: str, variables: Mapping[str, str], arguments: Sequence[str]) -> Commands:
+    """Return the commands of a script that is started with these variables and arguments.
+
+    Raises:
+        CannotLoad: the parser is not installed.
+    """
+    try:
+        import tree_sitter
+        import tree_sitter_bash
+    except ImportError as error:
+        raise CannotLoad('shell scripts are read with tree-sitter: pip install "hone-rl[migrate]"') from error
+    source = shown(text).encode()  # a script that holds the marks of holes loses them
+    parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
+    script = _Script(Scope(dict(variables), list(arguments)), source)
+    try:
+        script.block(parser.parse(source).root_node.children)
+    except TooLong as error:
+        script.found.notes.append(f"reading ended early: {error}")
+    return script.found
+
+
+class _Script:
+    def __init__(self, scope: Scope, source: bytes) -> None:
+        self.scope = scope
+        self.words = Words(scope, source)
+        self.found = Commands()
+        self.functions: dict[str, Any] = {}
+        self.statements = 0
+        self.depth = 0
+
+    def block(self, nodes: Sequence[Any]) -> bool | None:
+        """Read statements in order; returns whether the last one succeeded, or None if that cannot be told."""
+        result: bool | None = True
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise TooLong(f"blocks are nested more than {MAX_DEPTH} deep")
+        for node in nodes:
+            if node.is_named:
+                result = self.statement(node)
+        self.depth -= 1
+        return result
+
+    def statement(self, node: Any) -> bool | None:
+        """Read one statement; returns whether it succeeds, or None if that cannot be told."""
+        self.statements += 1
+        if self.statements > MAX_STATEMENTS:
+            raise TooLong(f"more than {MAX_STATEMENTS:,} statements")
+        reader = getattr(self, f"_{node.type}", None) if node.type in _READ else None
+        if reader is not None:
+            result: bool | None = reader(node)
+            return result
+        if node.type not in ("comment", "unset_command", "heredoc_body"):
+            self._note(node, "is not read")
+        return None
+
+    # ---------------------------------------------------------------------------------------- names and commands
+
+    def _variable_assignment(self, node: Any) -> bool:
+        name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
+        new: Value = ""
+        if value is not None and value.type == "array":
+            new = [word for child in value.children if child.is_named for word in self.words.fields(child)]
+        elif value is not None:
+            new = self.words.text(value)
+        key = name.text.decode()
+        if name.type == "subscript":
+            self._note(node, "sets an element of an array, which is not read")
+            return True
+        if any(child.type == "+=" for child in node.children):
+            new = _appended(self.scope.get(key), new)
+        self.scope.put(key, new)
+        return True
+
+    def _declaration_command(self, node: Any) -> bool:
+        return bool(self._only(node, "variable_assignment"))
+
+    def _variable_assignments(self, node: Any) -> bool:
+        return bool(self._only(node, "variable_assignment"))
+
+    def _only(self, node: Any, kind: str) -> bool | None:
+        return self.block([child for child in node.children if child.type == kind])
+
+    def _command(self, node: Any) -> bool | None:
+        words = []
+        for child in node.children:
+            if child.type == "command_name":
+                words += self.words.fields(child.children[0])
+            elif child.is_named and child.type not in ("variable_assignment", "file_redirect", "herestring_redirect"):
+                words += self.words.fields(child)
+        if not words or words[0] in (":", "set", "echo", "true", "printf", "cd", "mkdir"):
+            return True
+        if words[0] == "false":
+            return False
+        if words[0] in self.functions:
+            return self._called(words)
+        if words[0] == "shift":
+            del self.scope.arguments[:1]
+            return True
+        self.found.commands.append(words)
+        return None
+
+    def _called(self, words: Sequence[str]) -> bool | None:
+        own = self.scope.arguments
+        self.scope.arguments = list(words[1:])
+        result = self.block(self.functions[words[0]].children)
+        self.scope.arguments = own
+        return result
+
+    def _function_definition(self, node: Any) -> bool:
+        self.functions[node.child_by_field_name("name").text.decode()] = node.child_by_field_name("body")
+        return True
+
+    def _redirected_statement(self, node: Any) -> bool | None:
+        body = node.child_by_field_name("body")
+        here = next((child for child in node.children if child.type == "heredoc_redirect"), None)
+        if body is not None and here is not None and body.type == "command" and body.text.split()[:1] == [b"read"]:
+            text = next((child for child in here.children if child.type == "heredoc_body"), None)
+            if text is not None:  # `read -r -d '' NAME <<EOF` gives the text to a variable
+                self.scope.put(body.text.split()[-1].decode(), self.words.text(text))
+            return True
+        return None if body is None else self.statement(body)
+
+    def _pipeline(self, node: Any) -> bool | None:
+        self.block(node.children)
+        return None
+
+    def _compound_statement(self, node: Any) -> bool | None:
+        if node.children and node.children[0].type == "((":
+            return self._test_command(node)
+        return self.block(node.children)
+
+    def _subshell(self, node: Any) -> bool | None:
+        return self.block(node.children)
+
+    def _negated_command(self, node: Any) -> bool | None:
+        result = self.block(node.children)
+        return None if result is None else not result
+
+    # ------------------------------------------------------------------------------------------ choices and loops
+
+    def _list(self, node: Any) -> bool | None:
+        left, right = (child for child in node.children if child.is_named)
+        first = self.statement(left)
+        either = any(child.type == "||" for child in node.children)
+        if first is None:  # a command that is run: it is taken to succeed
+            return None if either else self.statement(right)
+        return self.statement(right) if first != either else first
+
+    def _if_statement(self, node: Any) -> bool | None:
+        branches: list[tuple[Any, list[Any]]] = []  # (the node that holds the condition, what follows `then`)
+        for holder in [node, *[child for child in node.children if child.type == "elif_clause"]]:
+            then = next(child for child in holder.children if child.type == "then")
+            body = [one for one in holder.children if one.start_byte >= then.end_byte]
+            branches.append((holder, [one for one in body if one.type not in ("elif_clause", "else_clause", "fi")]))
+        for holder, body in branches:
+            then = next(child for child in holder.children if child.type == "then")
+            condition = [one for one in holder.children if one.is_named and one.end_byte <= then.start_byte]
+            chosen = self.block(condition)
+            if chosen is None:
+                self._note(holder, "depends on a condition that only running tells; none of its branches is taken")
+                return None
+            if chosen:
+                return self.block(body)
+        last = next((child for child in node.children if child.type == "else_clause"), None)
+        return True if last is None else self.block(last.children)
+
+    def _case_statement(self, node: Any) -> bool | None:
+        value = self.words.text(node.child_by_field_name("value"))
+        if holes(value):
+            self._note(node, f"chooses by {shown(value)}, which only running tells; no branch is taken")
+            return None
+        for item in (child for child in node.children if child.type == "case_item"):
+            end = next(child for child in item.children if child.type == ")")
+            patterns = [one for one in item.children if one.is_named and one.end_byte <= end.start_byte]
+            if any(fnmatch.fnmatchcase(value, self.words.text(one)) for one in patterns):
+                return self.block([one for one in item.children if one.start_byte >= end.end_byte])
+        return True
+
+    def _for_statement(self, node: Any) -> bool | None:
+        name = node.child_by_field_name("variable").text.decode()
+        body = node.child_by_field_name("body")
+        given = [child for child in node.children if child.is_named and child.end_byte <= body.start_byte][1:]
+        words = [word for child in given for word in self.words.fields(child)]
+        if any(holes(word) for word in words):
+            self._note(node, "loops over values that only running tells; it is left out")
+            return None
+        result: bool | None = True
+        for word in words:
+            self.scope.put(name, word)
+            result = self.block(body.children)
+        return result
+
+    # --------------------------------------------------------------------------------------------------- conditions
+
+    def _test_command(self, node: Any) -> bool | None:
+        if node.children and node.children[0].type == "((":
+            try:
+                return bool(evaluated(node, self.words.number))
+            except Unknown:
+                return None
+        return self._condition(next(child for child in node.children if child.is_named))
+
+    def _condition(self, node: Any) -> bool | None:
+        """Truth of the inside of `[ ]` or `[[ ]]`; None if only running tells."""
+        named = [child for child in node.children if child.is_named]
+        if node.type == "parenthesized_expression":
+            return self._condition(named[0])
+        if node.type == "unary_expression":
+            sign = node.children[0].text.decode()
+            if sign == "!":
+                inner = self._condition(node.children[-1])
+                return None if inner is None else not inner
+            text = self.words.text(node.children[-1])
+            unset = text == "" or holes(text) == [node.children[-1].text.decode().strip('"')]
+            return {"-z": unset, "-n": not unset}.get(sign)
+        if node.type == "binary_expression":
+            return self._compared(node)
+        text = self.words.text(node)
+        return None if holes(text) else text != ""
+
+    def _compared(self, node: Any) -> bool | None:
+        left, right = node.child_by_field_name("left"), node.child_by_field_name("right")
+        sign = node.child_by_field_name("operator").text.decode()
+        if sign in ("&&", "-a", "||", "-o"):
+            both, either = (self._condition(left), self._condition(right)), sign in ("||", "-o")
+            return either if either in both else None if None in both else not either
+        a, b = self.words.text(left), self.words.text(right)
+        if holes(a) or holes(b):
+            return None
+        if sign in ("=", "=="):
+            return fnmatch.fnmatchcase(a, b)
+        if sign == "!=":
+            return not fnmatch.fnmatchcase(a, b)
+        numbers = a.strip().lstrip("-").isdigit() and b.strip().lstrip("-").isdigit()
+        return _ORDER[sign](int(a), int(b)) if numbers and sign in _ORDER else None
+
+    def _note(self, node: Any, problem: str) -> None:
+        line = node.text.decode().strip().partition("\n")[0]
+        self.found.notes.append(f"line {node.start_point[0] + 1}: `{line[:80]}` {problem}")
+
+
+def _appended(old: Value | None, new: Value) -> Value:
+    if isinstance(old, list) or isinstance(new, list):
+        first = old if isinstance(old, list) else [old] if old else []
+        return [*first, *([new] if isinstance(new, str) else new)]
+    return (old or "") + new
+
+
+_ORDER = {
+    "-eq": int.__eq__,
+    "-ne": int.__ne__,
+    "-lt": int.__lt__,
+    "-le": int.__le__,
+    "-gt": int.__gt__,
+    "-ge": int.__ge__,
+}
+
+_READ = frozenset(name.removeprefix("_") for name in vars(_Script) if name.startswith("_") and name[1] != "_")
+"""Kinds of nodes that a method reads."""

@@ -1,0 +1,59 @@
+"""Options of TRL's command line, and of its YAML files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+from hone.composition import ConfigError, from_yaml
+from hone.migration.flags import flags_of
+from hone.migration.shell.script import read_script
+
+COMMANDS = ("grpo", "rloo", "sft", "dpo", "kto", "orpo", "reward")
+"""Kinds of training of the `trl` command and of TRL's example scripts."""
+
+
+def options_of_yaml(text: str) -> dict[str, Any]:
+    """Return the options of a YAML file of the `trl` command. Raises ConfigError."""
+    try:
+        data = from_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"this is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError("this should contain a mapping of options to values")
+    return data
+
+
+def options_of_shell(text: str, variables: Mapping[str, str]) -> tuple[str, dict[str, Any], list[str]]:
+    """Return kind, options and notes of a shell script that starts a training of TRL. Raises ConfigError."""
+    found = read_script(text, variables, [])
+    for words in found.commands:
+        kind = _kind(words)
+        if kind:
+            return kind, flags_of(words), found.notes
+    known = ", trl ".join(COMMANDS)
+    raise ConfigError(f"the script starts no training of TRL (trl {known}, or TRL's scripts/NAME.py)")
+
+
+def _kind(words: Sequence[str]) -> str:
+    for before, word in zip(["", *words], words, strict=False):
+        stem = PurePath(word).stem
+        if PurePath(before).name == "trl" and word in COMMANDS:
+            return word
+        if word.endswith(".py") and (
+            kind := next((kind for kind in COMMANDS if stem == kind or stem.startswith(f"{kind}_")), "")
+        ):
+            return kind
+    return ""
+
+
+def kind_of(options: Mapping[str, Any]) -> str:
+    """Return the kind of training that a file's options belong to. Raises ConfigError if several would fit."""
+    if "reward_funcs" in options or "num_generations" in options or "max_completion_length" in options:
+        return "grpo"
+    if "center_rewards_coefficient" in options:
+        return "reward"
+    raise ConfigError("the file does not say what it trains; give --kind grpo, sft, dpo or reward")

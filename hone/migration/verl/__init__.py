@@ -1,0 +1,6 @@
+"""Run files from scripts and settings of verl.
+
+    bash script or composed YAML --> entry point and options --> a reader for each subject --> Migration
+
+Checked against verl at commit 1dda039 (2026-08-22, after 0.9.0) and its default settings.
+"""

@@ -1,0 +1,88 @@
+"""The reader of bash scripts gives a command the arguments that bash itself gives it."""
+
+import subprocess
+
+import pytest
+
+pytest.importorskip("tree_sitter_bash", reason='reading scripts needs pip install "hone-rl[migrate]"')
+
+from hone.migration.shell.holes import hole, holes, shown
+from hone.migration.shell.script import MAX_STATEMENTS, read_script
+
+SCRIPTS = {
+    "defaults": 'A=${A:-1}; B=${B-two}; C=${C:=3}; E=""; start "$A" $B "$C" "${E:-4}" "${E-5}" "${A:+6}" "${NONE+7}"',
+    "arrays": 'A=(x "b c" k=$((1 + 2 * 3))); A+=(z); start "${A[@]}" "${A[1]}" ${#A[@]} "n=${#A[1]}"',
+    "empty array": 'A=(); start first "${A[@]}" "" last',
+    "words are split": 'L="a  b"; start $L "$L" pre$L "pre $L"',
+    "arithmetic": "P=1024 R=8192; start $(((P + R) * 2)) $((R / 3)) $((-7 / 2)) $((7 % 4 ** 2)) $((P > R ? 1 : 2))",
+    "trims": 'F=/a/b/c.tar.gz; start "${F##*/}" "${F#*/}" "${F%.*}" "${F%%.*}" "${F//\\//_}" "${F/a/X}" "${F:3:4}"',
+    "case of letters": 'N=True; start "${N,,}" "${N^^}" "${N,}"',
+    "case": 'for D in npu gpu other; do case "$D" in npu|gpu) E=chip;; *) E=none;; esac; start "$D" $E; done',
+    "if": 'V=1; if [ "${V:-0}" != 0 ] && [ "${D:-gpu}" = gpu ]; then start yes; elif [[ $V == 2* ]]; then start a; fi',
+    "else": 'V=vllm; if [[ $V == sg* ]]; then start sglang; elif [ -z "$V" ]; then start empty; else start "$V"; fi',
+    "numbers": "N=8; if (( N % 3 != 0 && N > 4 )); then start odd; fi; [ $N -ge 8 ] && start big || start small",
+    "functions": 'run() { start "$1" "$#" "${2:-none}"; }; run a b; run c',
+    "quotes": """start 'a $b' "c \\"d\\" \\$e" f\\ g $'h\\ti' "['x','y']" +k='["a","b"]'""",
+    "continued lines": 'start a \\\n  b=1 \\\n  "c"',
+    "text of a here-document": 'N=5; read -r -d "" T <<EOF\nmodule --lr $N \\\n  --name x\nEOF\nstart $T',
+    "arguments": 'start "$@" "$1" ${2}',
+}
+
+
+def of_bash(script, arguments):
+    """Arguments of each call of `start`, from bash."""
+    said = "start() { printf '%s\\0' \"$@\"; printf '\\1\\0'; }\n"
+    command = ["bash", "--norc", "-c", said + script, "bash", *arguments]
+    output = subprocess.run(command, capture_output=True, check=False, timeout=30).stdout.decode()
+    calls = output.split("\1\0")[:-1]
+    return [call.split("\0")[:-1] for call in calls]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_command_gets_the_arguments_that_bash_gives_it(name):
+    arguments = ["one", "two words"]
+    found = read_script(SCRIPTS[name], {}, arguments)
+    assert [words[1:] for words in found.commands if words[0] == "start"] == of_bash(SCRIPTS[name], arguments)
+    assert found.notes == []
+
+
+def test_what_only_running_tells_is_a_hole_with_the_text_of_the_script():
+    found = read_script('F="$HOME/data"; start "$F/a" n=$(date +%s) "$((N + $(nproc)))"', {}, [])
+    words = found.commands[0][1:]
+    assert [holes(word) for word in words] == [["$HOME"], ["$(date +%s)"], ["$((N + $(nproc)))"]]
+    assert [shown(word) for word in words] == ["$HOME/data/a", "n=$(date +%s)", "$((N + $(nproc)))"]
+    known = read_script('start "$HOME/a"', {"HOME": "/home/me"}, [])
+    assert known.commands == [["start", "/home/me/a"]]
+
+
+def test_a_branch_that_only_running_chooses_is_left_out_with_a_note():
+    found = read_script('if python -c "import x"; then A=1; else A=2; fi\nstart "${A:-none}"', {}, [])
+    assert ["start", "none"] in found.commands
+    assert len(found.notes) == 1
+    assert "line 1" in found.notes[0]
+    found = read_script("case $(uname) in Linux) A=1;; esac; start ${A:-none}", {}, [])
+    assert found.commands[-1] == ["start", "none"]
+    assert "$(uname)" in found.notes[0]
+
+
+def test_nothing_is_run(tmp_path):
+    mark = tmp_path / "mark"
+    read_script(f"touch {mark}; A=$(touch {mark}); cat > {mark} <<EOF\nx\nEOF\n`touch {mark}`", {}, [])
+    assert not mark.exists()
+
+
+def test_scripts_without_bound_end_with_a_note():
+    assert (
+        "characters"
+        in read_script("A=" + "x" * 1000 + "; for i in " + "1 " * 40 + '; do A="$A$A"; done', {}, []).notes[-1]
+    )
+    loop = "f() { f; f; }; f"
+    assert read_script(loop, {}, []).notes[-1].startswith("reading ended early")
+    many = "A=1\n" * (MAX_STATEMENTS + 1)
+    assert "statements" in read_script(many, {}, []).notes[-1]
+
+
+def test_marks_of_holes_in_a_script_are_removed():
+    assert read_script(f"start {hole('$X')}", {}, []).commands == [["start", "$X"]] or holes(
+        read_script(f"start {hole('$X')}", {}, []).commands[0][1]
+    ) == ["$X"]
