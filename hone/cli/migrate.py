@@ -90,7 +90,7 @@ def _variables(given: list[str]) -> dict[str, str]:
     for one in given:
         name, separator, value = one.partition("=")
         if not separator or not name.isidentifier():
-            raise ConfigError(f"--set {one!r} should be NAME=VALUE, such as HOME=/home/me")
+            raise ConfigError(f"--set {one!r} should be NAME=VALUE, such as HOME=/data")
         found[name] = value
     return found
 

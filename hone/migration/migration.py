@@ -21,7 +21,7 @@ class Line:
 
 @dataclass(slots=True)
 class Migration:
-    """What is known of a migration so far. Readers of one subject take options and put settings."""
+    """State of a migration. Readers of one subject take options and put settings."""
 
     options: Mapping[str, Any]
     framework: str = "verl"

@@ -10,7 +10,7 @@ NAMES_OF_ONE_DEVICE = re.compile(r"cuda|nccl", re.I)
 EXCEPTIONS = {  # file -> (what it may say, why)
     **{
         f"hone/migration/{name}.py": (None, "names of options and values of another framework")
-        for name in ("verl/dropped", "verl/engine", "verl/rollout", "openrlhf/reader")
+        for name in ("verl/dropped", "verl/engine", "verl/rollout")
     },
     "plugins/megatron/hone_megatron/cpu_patches.py": (
         None,

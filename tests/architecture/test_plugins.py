@@ -61,7 +61,7 @@ def test_hone_names_plug_ins_in_the_table_only(package):
     wrong = [
         f"{module.path}:{number}: {found[0]}"
         for module in package
-        if str(module.path) != TABLE
+        if str(module.path) != TABLE and module.part != "migration"  # values of other frameworks' options
         for number, line in enumerate(module.text.splitlines(), 1)
         if (found := named.search(line)) and found[0] != "AutoModel"  # transformers' class
     ]

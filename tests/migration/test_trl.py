@@ -82,7 +82,7 @@ def test_the_script_is_not_run_and_its_environment_is_given(tmp_path):
 
 
 def test_a_command_with_dpo():
-    pytest.importorskip("tree_sitter_bash", reason='reading scripts needs pip install "hone-rl[migrate]"')
+    pytest.importorskip("tree_sitter_bash", reason="comes with hone-rl[migrate]")
     text = (
         "accelerate launch --num_processes 4 trl/scripts/dpo.py --model_name_or_path m --dataset_name org/pairs "
         "--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --beta 0.3 --loss_type sigmoid "

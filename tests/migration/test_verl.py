@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("tree_sitter_bash", reason='reading scripts needs pip install "hone-rl[migrate]"')
+pytest.importorskip("tree_sitter_bash", reason="comes with hone-rl[migrate]")
 
 from hone.cli.main import main
 from hone.composition import ConfigError, from_yaml

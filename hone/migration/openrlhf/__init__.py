@@ -1,4 +1,6 @@
 """Run files from commands of OpenRLHF: `train_ppo_ray`, `train_sft`, `train_dpo`, `train_rm`.
 
+`reader` maps the options of its trainers.
+
 Checked against OpenRLHF at commit 3c3be62 (2026-08-13, after 0.11.0).
 """

@@ -42,7 +42,7 @@ def read_script(text: str, variables: Mapping[str, str], arguments: Sequence[str
         import tree_sitter
         import tree_sitter_bash
     except ImportError as error:
-        raise CannotLoad('shell scripts are read with tree-sitter: pip install "hone-rl[migrate]"') from error
+        raise CannotLoad("shell scripts are read with tree-sitter: pip install tree-sitter tree-sitter-bash") from error
     source = shown(text).encode()  # a script that holds the marks of holes loses them
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
     script = _Script(Scope(dict(variables), list(arguments)), source)

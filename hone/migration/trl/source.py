@@ -57,7 +57,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a script trains, its options, and what was not read."""
+    """Kind of training of a script, its options, and notes about what was not read."""
 
     kind: str
     options: Mapping[str, Any]
