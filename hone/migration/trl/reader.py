@@ -156,11 +156,11 @@ def _data(migration: Migration, kind: str) -> None:
         migration.put("data.train.max_sample_tokens", int(length), f"max_length={length}")
         migration.put("data.train.too_long", "truncate" if kind == "sft" else "drop", "TRL cuts longer samples")
     migration.copy("max_prompt_length", "data.train.max_prompt_tokens", int)
-    migration.copy("chat_template_path", "data.chat_template")
+    migration.copy("chat_template_path", "data.chat.template")
     extra = migration.options.get("chat_template_kwargs")
     if isinstance(extra, Mapping):
         migration.value("chat_template_kwargs")
-        migration.put("data.chat_options", dict(extra), "chat_template_kwargs")
+        migration.put("data.chat.options", dict(extra), "chat_template_kwargs")
     shuffles = migration.truth("shuffle_dataset", default=True)
     if not shuffles:
         migration.put("data.shuffle", False, "shuffle_dataset=False")

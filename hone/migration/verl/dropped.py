@@ -106,7 +106,7 @@ PATTERNS: Mapping[str, str] = {
     "data.validation_shuffle": "held-out sets keep their order",
     "data.use_shm": "hone reads files where they are",
     "data.ignore_input_ids_mismatch": "hone renders conversations as a whole",
-    "data.enable_thinking_default": "data.chat_options has the template's variables",
+    "data.enable_thinking_default": "data.chat.options has the template's variables",
     "reward.num_workers": "reward.workers",
     "reward.reward_kwargs.*": "an option of the reward manager that is off here",
     "reward_model.*": "the reward model is off",
