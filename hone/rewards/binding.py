@@ -5,6 +5,7 @@
     def compute_score(data_source, solution_str, ground_truth, extra_info=None)     verl, by name
     def reward(responses, ground_truth, row)            the whole group: all answers to one prompt, by name
     def reward(response, ground_truth, row, role)       also the role that the policy played; a group: `roles`
+    def reward(completions, prompts, answer, **columns) TRL, by name: a group, and every argument is a list
 
 The worker processes import this file, so it imports neither torch, transformers nor pydantic, directly or indirectly.
 """
@@ -19,6 +20,8 @@ from typing import Any
 HONE = ("response", "ground_truth", "row")
 GROUP = "responses"
 """The parameter that makes a function score whole groups: it gets the list of all answers to a prompt."""
+TRL = "completions"
+"""The parameter of TRL's functions: the list of all answers. Their other arguments are columns, as lists of as many."""
 _ONE = ("response", "solution_str", "role")
 _ALL = (GROUP, "roles")
 
@@ -44,7 +47,7 @@ _MEANINGS: Mapping[str, Callable[[Case], Any]] = {
     "role": lambda case: case.role,
     "roles": lambda case: case.role,
 }
-_LISTS = ("completions", "prompts", "samples", "solution_strs", "reward_inputs")
+_LISTS = ("completion_ids", "prompts", "samples", "solution_strs", "reward_inputs")
 _SHOWN = "def reward(response, ground_truth, row, **options)"
 _SHOWN_GROUP = "def reward(responses, ground_truth, row, **options)"
 
@@ -61,9 +64,13 @@ class Binding:
     by_position: bool = False  # before these, the answer, the ground truth and the row go by position
     needs_ground_truth: bool = False  # it names `ground_truth`, without a default
     whole_group: bool = False  # it names `responses`: one call scores all answers to a prompt
+    in_lists: bool = False  # it is TRL's: a whole group, and every argument is a list with one entry for each answer
+    every_column: bool = False  # ... and it takes all columns
 
     def call(self, function: Callable[..., Any], case: Case, options: Mapping[str, Any]) -> Any:
-        """Call it with what it takes of `case`."""
+        """Call it with what it takes of `case`. Raises CannotBind for a column that the row does not have."""
+        if self.in_lists:
+            return function(**_in_lists(case, self.names, self.every_column, options), **options)
         first = (case.response, case.ground_truth, case.row) if self.by_position else ()
         return function(*first, **{name: _MEANINGS[name](case) for name in self.names}, **options)
 
@@ -76,6 +83,8 @@ def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Binding:
         return Binding((), by_position=True)  # a C function without a signature; the first call checks it
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     required = [one.name for one in named if one.default is one.empty and one.name not in options]
+    if TRL in required and GROUP not in required:
+        return _bind_lists(function, named, options, any(one.kind is one.VAR_KEYWORD for one in parameters))
     lists = [name for name in required if name in _LISTS]
     if lists:
         raise CannotBind(
@@ -103,6 +112,41 @@ def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Binding:
         filled += [name for name in HONE[1:] if name not in filled]
     _check_options(function, filled, options)
     return Binding(tuple(filled), needs_ground_truth=needs, whole_group=group)
+
+
+def _bind_lists(
+    function: Callable[..., Any], named: list[inspect.Parameter], options: Mapping[str, Any], takes_all: bool
+) -> Binding:
+    """Binding of a function of TRL. Raises CannotBind for what only TRL's trainer has."""
+    required = [one.name for one in named if one.default is one.empty and one.name not in options]
+    missing = [name for name in required if name in ("completion_ids", "trainer_state", "log_extra", "log_metric")]
+    if missing:
+        raise CannotBind(f"its parameter {missing[0]!r} comes from TRL's trainer; give it a default, or remove it")
+    if any(one.kind is one.POSITIONAL_ONLY for one in named):
+        raise CannotBind(f"its parameters go by name, as TRL gives them: {TRL}, prompts, and columns of the data")
+    return Binding(
+        tuple(required),
+        needs_ground_truth="ground_truth" in required,
+        whole_group=True,
+        in_lists=True,
+        every_column=takes_all,
+    )
+
+
+def _in_lists(case: Case, names: Sequence[str], every_column: bool, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a function of TRL: texts, or messages if the prompt is messages, as in its own data formats."""
+    count = len(case.response)
+    prompt = case.row.get("prompt", case.row.get("messages", ""))
+    texts = isinstance(prompt, str)
+    answers = [text if texts else [{"role": "assistant", "content": text}] for text in case.response]
+    columns = {**case.row, "ground_truth": case.ground_truth}
+    others = [name for name in columns if every_column and name not in options]
+    wanted = dict.fromkeys([*names, *others])
+    values: dict[str, Any] = {TRL: answers, "prompts": [prompt] * count}
+    for name in wanted:
+        if name not in values and name not in columns:
+            raise CannotBind(f"hone cannot fill its parameter {name!r}: the row has the columns {', '.join(columns)}")
+    return {name: values[name] if name in values else [columns[name]] * count for name in wanted}
 
 
 def _is_by_name(required: list[str]) -> bool:

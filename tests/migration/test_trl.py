@@ -62,7 +62,7 @@ def test_a_script_with_grpo():
     assert run["actor"]["schedule"] == {"name": "linear", "warmup_fraction": 0.1}
     assert run["data"]["train"]["source"] == {"name": "hf", "split": "train", "subset": "easy"}
     decisions = " ".join(migration.undecided())
-    assert "write right as a function" in decisions
+    assert "copy the function right to a file" in decisions
     assert "org/reward-model" in decisions
     assert "changes the rows of data.train" in decisions
     assert migration.unknown == {}

@@ -91,12 +91,54 @@ def test_arguments_are_found_by_name_or_position(function, options, returned, ne
         assert binding.call(function, CASE, options) == returned
 
 
-def trl_s(completions, **kwargs):
-    return [0.0 for _ in completions]
+def trl_s(completions, **columns):
+    return completions, columns
 
 
-def trl_with_prompts(prompts, completions, answer):
-    return [0.0 for _ in completions]
+def trl_with_columns(prompts, completions, answer, scale=1.0):
+    return prompts, completions, answer, scale
+
+
+TEXTS = Case(["a", "b"], "", 42, {"prompt": "q", "answer": 7, "level": [1]})
+MESSAGES = Case(["a"], "", 42, {"messages": [{"role": "user", "content": "q"}], "answer": 7})
+
+
+@pytest.mark.parametrize(
+    ("function", "case", "options", "returned"),
+    [
+        (trl_with_columns, TEXTS, {}, (["q", "q"], ["a", "b"], [7, 7], 1.0)),
+        (trl_with_columns, TEXTS, {"scale": 2.0, "answer": 8}, (["q", "q"], ["a", "b"], 8, 2.0)),
+        (
+            trl_s,
+            TEXTS,
+            {},
+            (["a", "b"], {"prompt": ["q"] * 2, "answer": [7, 7], "level": [[1]] * 2, "ground_truth": [42] * 2}),
+        ),
+        (
+            trl_with_columns,
+            MESSAGES,
+            {},
+            ([MESSAGES.row["messages"]], [[{"role": "assistant", "content": "a"}]], [7], 1.0),
+        ),
+    ],
+)
+def test_a_function_of_trl_gets_lists_for_a_group_in_the_format_of_the_prompt(function, case, options, returned):
+    binding = bind(function, options)
+    assert binding.whole_group
+    assert binding.call(function, case, options) == returned
+
+
+def test_a_column_that_a_function_of_trl_wants_and_the_row_lacks_is_named():
+    with pytest.raises(CannotBind, match="cannot fill its parameter 'answer': the row has the columns prompt, ground"):
+        bind(trl_with_columns, {}).call(trl_with_columns, Case(["a"], "", None, {"prompt": "q"}), {})
+
+
+def trl_with_ids(completions, completion_ids):
+    return []
+
+
+def batched(samples):
+    return []
 
 
 def one_more(data_source, solution_str, ground_truth, extra_info, tokenizer):
@@ -118,8 +160,8 @@ def role_of_all(responses, role):
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        (trl_s, {}, "'completions' is a list of answers, as TRL's.*: def reward\\(response, ground_truth, row"),
-        (trl_with_prompts, {}, "'prompts' is a list of answers"),
+        (trl_with_ids, {}, "'completion_ids' comes from TRL's trainer; give it a default"),
+        (batched, {}, "'samples' is a list of answers"),
         (one_more, {}, "cannot fill its parameter 'tokenizer' \\(it can: response, solution_str, ground_truth"),
         (roles_of_one, {}, "cannot fill its parameter 'roles' \\(it can: response, .*, role\\)"),
         (role_of_all, {}, "names 'responses', .* and 'role', which is of one; name 'roles', the list of all"),

@@ -351,9 +351,8 @@ def _rewards(migration: Migration) -> None:
         if names and name.isidentifier():
             target = f"FILE.py:{name}"
             migration.decide(
-                f"reward.components.{key}: write {name} as a function (response, ground_truth, row) in a file, "
-                "and name it there. A function over a list of completions is refused, because failures are counted "
-                "answer by answer"
+                f"reward.components.{key}: copy the function {name} to a file that trains nothing, and name it here; "
+                "its signature may stay as it is"
             )
         else:
             target = "FILE.py:FUNCTION"
