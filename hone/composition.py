@@ -10,6 +10,7 @@ key is an error.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 COMMAND_LINE = "command line"
+_FILE = re.compile(r"(?P<file>[^:\n]+\.(py(?=:)|jinja))(?P<rest>(:[\w.]+)?)")  # file.py:name, or a chat template
 
 
 class ConfigError(ValueError):
@@ -129,7 +131,23 @@ def _read_yaml(path: Path, named_by: str = "") -> dict[str, Any]:
     if not isinstance(data, dict):
         found = "nothing" if data is None else type(data).__name__
         raise ConfigError(f"{path} should contain a mapping (key: value), found {found}")
-    return data
+    placed: dict[str, Any] = _placed(data, path.parent)
+    return placed
+
+
+def _placed(value: Any, folder: Path) -> Any:
+    """The settings of a run file in `folder`, in which a Python file or template that lies there has its path.
+
+    So a run file runs from every folder. A file that is not beside it is looked for in the current folder later.
+    """
+    if isinstance(value, dict):
+        return {key: _placed(inner, folder) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_placed(inner, folder) for inner in value]
+    found = _FILE.fullmatch(value) if isinstance(value, str) else None
+    if found is None or not (folder / found["file"]).is_file():
+        return value
+    return os.path.normpath(folder / found["file"]) + found["rest"]
 
 
 def _near_file(path: Path) -> str:

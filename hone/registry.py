@@ -13,11 +13,14 @@ import importlib.util
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hone.plugins import elsewhere, how_to_get, load_plugins
+
+_FILE_MODULE = "hone_file_"  # the names of modules that were loaded by path begin with it
 
 
 class UnknownName(ValueError):
@@ -180,7 +183,7 @@ def _import(name: str) -> Any:
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise ImportError(f"no file {path} (current folder: {Path.cwd()})")
-    name = f"hone_file_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
+    name = f"{_FILE_MODULE}{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -189,8 +192,24 @@ def _load_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _neighbours(path.resolve().parent):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+@contextmanager
+def _neighbours(folder: Path) -> Iterator[None]:
+    """Let a file import the files beside it. They are forgotten afterwards, because other folders have namesakes."""
+    before = set(sys.modules)
+    sys.path.append(str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and Path(file).parent == folder and not name.startswith(_FILE_MODULE):
+                del sys.modules[name]

@@ -176,6 +176,29 @@ def test_defaults_are_named_relative_to_the_file(tmp_path):
     assert load(Run, path).config.title == "from above"
 
 
+def test_python_files_and_templates_beside_a_run_file_are_found_from_every_folder(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("inner/task.py", "elsewhere/task.py", "elsewhere/own.py", "inner/chat.jinja", "base.py"):
+        (tmp_path / name).touch()
+    write(tmp_path, "extra: {base: 'base.py:rows'}", "base.yaml")
+    text = (
+        "defaults: ../base.yaml\nextra: {a: ['task.py:rows', 'own.py:x'], b: chat.jinja, c: task.py, d: 'no task.py:x'}"
+    )
+    path = write(tmp_path / "inner", text)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    inner = tmp_path / "inner"
+    found = {
+        "a": [f"{inner}/task.py:rows", "own.py:x"],
+        "b": f"{inner}/chat.jinja",
+        "c": "task.py",
+        "d": "no task.py:x",
+    }
+    assert load(Run, path).config.extra == {"base": f"{tmp_path}/base.py:rows", **found}
+    given = load(Run, Path("../inner/run.yaml"), ["extra.a=task.py:rows"]).config.extra
+    assert (given["a"], given["b"]) == ("task.py:rows", "../inner/chat.jinja")  # the command line is in this folder
+
+
 def test_defaults_go_one_level_deep(tmp_path):
     write(tmp_path, "defaults: other.yaml", "base.yaml")
     assert error_of(tmp_path, "defaults: base.yaml") == (

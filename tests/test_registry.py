@@ -147,6 +147,16 @@ def test_a_file_that_fails_is_not_remembered_as_loaded(tmp_path):
     assert resolve(f"{path}:x") == 4
 
 
+def test_a_file_imports_its_neighbours_and_no_namesake_of_them(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "neighbour_of_task.py").write_text(f"NAME = {name!r}")
+        (tmp_path / name / "task.py").write_text("from neighbour_of_task import NAME")
+    found = [resolve(f"{tmp_path}/{name}/task.py:NAME") for name in ("one", "two")]
+    assert found == ["one", "two"]
+    assert not [path for path in sys.path if str(tmp_path) in path]
+
+
 def test_a_missing_file_says_where_it_was_sought(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ImportError, match=r"no file gone\.py \(current folder: .*"):
