@@ -1,7 +1,7 @@
 """Hugging Face models: load or build them, their tokenizers, and attention over packed sequences.
 
-Read `settings`, `source` (find the files), `loading` (read the weights), `tokenizer`; then as needed: `building`
-(random weights), `value_head`, `checkpoint_names` (the names in the files), `parts/` (boxes of weights), `attention/`,
-`rotary` (positions), `vision/`, `routing` (experts of a token), `precision` (what stays in float32), `dropout`,
-`fused_norm`, `quantised` (checkpoints) and `four_bit` (QLoRA), `transformers_patches`, `errors`.
+Read `settings`, `source` (find the files), `files/` (folders of GGUF files), `loading` (read the weights), `tokenizer`;
+then as needed: `building` (random weights), `value_head`, `checkpoint_names` (the names in the files), `parts/` (boxes
+of weights), `attention/`, `rotary` (positions), `vision/`, `routing` (experts of a token), `precision` (what stays in
+float32), `dropout`, `fused_norm`, `quantised` (checkpoints) and `four_bit` (QLoRA), `transformers_patches`, `errors`.
 """

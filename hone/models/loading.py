@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
 
 from hone.models.attention.packed import PACKED
 from hone.models.building import build_model
 from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
+from hone.models.files.progress_bars import without_progress_bars
 from hone.models.four_bit import finish, quantise, reading_options
 from hone.models.quantised import loading_options, method_of, refuse_leftovers
 from hone.models.rotary import fix_rotary
@@ -253,15 +253,3 @@ def _empty(cls: Any, model: ModelConfig) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder_of(model, weights=False), trust_remote_code=trusted)
     with torch.device("meta"):
         return cls.from_config(config, trust_remote_code=trusted)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Turn off transformers' progress bars, which would overwrite the run's display."""
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()

@@ -101,7 +101,7 @@ class UseConfig(Config):
 class ModelConfig(Config):
     """A causal language model in the Hugging Face format: exactly one of `path` and `build`."""
 
-    path: str | None = setting(None, "folder, or name on the Hugging Face hub")
+    path: str | None = setting(None, "folder, GGUF file, or name on the Hugging Face hub")
     build: BuildConfig | None = setting(None, "make a model with random weights instead")
     revision: str | None = setting(None, "branch, tag or commit on the hub; null: its main branch")
     tokenizer: str | None = setting(None, "folder or hub name of the tokenizer; null: the model's own")

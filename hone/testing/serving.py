@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hone.models.loading import without_progress_bars
+from hone.models.files.progress_bars import without_progress_bars
 from hone.models.settings import BuildConfig
 from hone.platforms.base import current_platform
 from hone.rollout.base import Generating

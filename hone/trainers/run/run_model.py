@@ -2,6 +2,7 @@
 
 model.build           made once, written to <run.dir>/model
 model.path, quantised dequantised once, written to <run.dir>/model
+model.path, GGUF      converted once (`hone.models.files.gguf`), written to <run.dir>/model
 model.path, on a hub  its commit is written to <run.dir>/model_source.json, and every later start is from that commit
 model.path, a folder  as it is
 """
@@ -14,10 +15,12 @@ from pathlib import Path
 from hone.config import count_as_read
 from hone.models.building import into_place, save_model
 from hone.models.errors import ModelError
-from hone.models.loading import check_model_source, load_language_model, without_progress_bars
+from hone.models.files.gguf import copy_model
+from hone.models.files.progress_bars import without_progress_bars
+from hone.models.loading import check_model_source, folder_of, load_language_model
 from hone.models.quantised import method_of
 from hone.models.settings import ModelConfig
-from hone.models.source import locate
+from hone.models.source import is_converted, locate
 from hone.models.vision.image_processor import save_language
 
 SOURCE_FILE = "model_source.json"
@@ -29,13 +32,17 @@ def local_model(model: ModelConfig, folder: Path) -> ModelConfig:
 
     Raises ModelError for a model that cannot be used.
     """
-    if model.build is None:
+    converted = model.path is not None and is_converted(model.path)
+    if model.build is None and not converted:
         model = pinned(model, folder.parent)
         if not method_of(check_model_source(model)):
             return model
     if not (folder / "config.json").is_file():
         with without_progress_bars(), into_place(folder) as partial:
-            save_model(load_language_model(model), partial)
+            if converted:
+                copy_model(folder_of(model), partial)
+            else:
+                save_model(load_language_model(model), partial)
             save_language(model, partial)
     elif model.build is not None:
         count_as_read(model.build)
