@@ -6,17 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from hone.cli.errors import BAD_INPUT, EXIT_FAILED, RunFailed, keep_traceback, one_line, say
 from hone.composition import ConfigError
 from hone.runtime import ranks
 from hone.runtime.base import RankLost
-from hone.tracking.base import Interrupted, TrackingError
+from hone.tracking.base import Interrupted, TrackingError, printable
 from hone.tracking.hub import RUN_FILE
+from hone.tracking.report.answers import Answer, read_beside, reward_of, shown, titles
 from hone.tracking.report.build import build_report
 from hone.tracking.terminal import LastingConsole
 from hone.trainers.run.folder import set_aside
 
+ON_SCREEN = 4  # prompts
 BAD_INPUT_OR_STOP: tuple[type[BaseException], ...] = (*BAD_INPUT, KeyboardInterrupt)
 
 
@@ -51,6 +55,8 @@ def report_run(folder: Path, run: Callable[[], Path], restart: bool = False) -> 
         _try_page(folder)
         raise RunFailed(folder, error, kept) from error
     page = _build_page(folder)
+    if ranks.is_first():
+        _show_beside(folder, console)
     console.print(f"run:    {escape(str(folder))}", soft_wrap=True)
     console.print(f"model:  {escape(str(folder / 'export'))}", soft_wrap=True)
     console.print(f"report: {escape(str(page))}", soft_wrap=True)
@@ -59,6 +65,19 @@ def report_run(folder: Path, run: Callable[[], Path], restart: bool = False) -> 
 def _build_page(folder: Path) -> Path | None:
     """Build the report on the rank that writes the run folder."""
     return build_report(folder) if ranks.is_first() else None
+
+
+def _show_beside(folder: Path, console: LastingConsole) -> None:
+    """Print the first answers to held-out prompts before and after the run."""
+    for one in read_beside(folder, ON_SCREEN)[:1]:
+        table = Table(f"prompt of {one.set}", *titles(one), expand=True, show_lines=True)
+        for prompt, before, after in one.rows:
+            table.add_row(Text(printable(prompt)), _cell(before), _cell(after))
+        console.print(table)
+
+
+def _cell(answer: Answer) -> Text:
+    return Text.assemble(printable(shown(answer)), (f"  {reward_of(answer)}", "dim"))
 
 
 def _try_page(folder: Path) -> None:

@@ -117,7 +117,10 @@ class Tracking:
         self._write_rollouts(step, None, groups, trainer_logprobs or {})
 
     def evaluated(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
-        """Write `rollouts_per_step` of an evaluation set's trajectories. Called before `log`."""
+        """Write `rollouts_per_step` of an evaluation set's trajectories, of the same prompts at every evaluation.
+
+        Called before `log`.
+        """
         self._write_rollouts(step, name, groups, {})
 
     def message(self, text: str) -> None:
@@ -197,7 +200,7 @@ class Tracking:
         keep = self._config.rollouts_per_step  # read here: a run without rollouts has no use for it
         records = [
             {"step": step, "set": set_name, **rollout_record(groups[i], j, self._texts, logprobs.get((i, j)))}
-            for i, j in places_to_keep(groups, None if keep == "all" else keep, step)
+            for i, j in places_to_keep(groups, None if keep == "all" else keep, step if set_name is None else 0)
         ]
         for name in list(self._trackers):
             self._try(name, lambda tracker: tracker.rollouts(step, records))

@@ -100,6 +100,7 @@ def rollout_record(
         "reward": trajectory.reward if trajectory.status.trainable else None,
         "components": dict(trajectory.components),
         "error": trajectory.error,
+        "question": _question(group),
         "prompt": texts.joined(prompt_ids),
         "response": trajectory.response,
         "ground_truth": group.prompt.ground_truth,
@@ -113,6 +114,15 @@ def rollout_record(
         "rollout_logprobs": _where(sampled, trajectory.rollout_logprobs[start:]),
         "logprob_gap": _gap(trajectory, sampled, trainer_logprobs),
     }
+
+
+def _question(group: TrajectoryGroup) -> str:
+    """The text of the last user message, without chat template and system prompt."""
+    asked = next((one for one in reversed(group.prompt.messages) if one["role"] == "user"), None)
+    content = asked["content"] if asked is not None else ""
+    if isinstance(content, str):
+        return content
+    return " ".join(str(part["text"]) for part in content if part.get("type") == "text")
 
 
 def _conversation(one: Trajectory, texts: TokenTexts) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from hone.config import ConfigError
 from hone.tracking.base import RunInfo
 from hone.tracking.hub import RUN_FILE, Tracking
 from hone.tracking.report import rundata
+from hone.tracking.report.answers import read_beside
 from hone.tracking.report.build import REPORT_FILE, build_report
 from hone.tracking.report.charts import charts, step_phases
 from hone.tracking.report.rundata import curves, read_run
@@ -91,6 +92,39 @@ def test_a_folder_with_little_in_it_has_a_page(tmp_path, present):
     missing = [name for name in (*content, "rollouts.jsonl.gz") if name != present]
     assert all(f"There is no {name}" in page for name in missing)
     assert ("<dt>Seed</dt><dd>5</dd>" in page) is (present == "config.yaml")
+
+
+def evaluated(step, number, response, reward, **changes):
+    prompt = {"prompt_id": f"held_out/{number}", "question": f"Sort {number}", "prompt": f"<|im_start|>Sort {number}"}
+    return rollout(step, set="held_out", response=response, reward=reward, **{**prompt, **changes})
+
+
+def test_answers_to_the_same_prompts_are_beside_each_other(tmp_path):
+    write_metrics(tmp_path, [{"step": 0}])
+    first = [evaluated(0, 1, EVIL, 0.0), evaluated(0, 2, "  ", None), evaluated(0, 3, "3", 0.5)]
+    middle = [evaluated(4, 1, "never shown", 0.0), rollout(5, response="of training")]
+    last = [evaluated(9, 2, "2 4", 0.25), evaluated(9, 1, "1 3", 1.0), evaluated(9, 1, "second sample", 1.0, sample=1)]
+    write_rollouts(tmp_path, first + middle + last)
+    (found,) = read_beside(tmp_path, most=5)
+    assert (found.set, found.steps, [prompt for prompt, _, _ in found.rows]) == (
+        "held_out",
+        (0, 9),
+        ["Sort 1", "Sort 2"],
+    )
+    page = build(tmp_path)
+    section = page[page.index('id="beside"') : page.index('<section id="rollouts"')]
+    assert "<th>before training</th><th>after step 9</th>" in section
+    assert '<td class="asked">Sort 2</td><td>(empty) <span class="badge">not scored</span></td><td>2 4 ' in section
+    assert "never shown" not in section
+    assert "second sample" not in section
+    assert "<script>" not in section
+
+
+def test_a_run_with_one_evaluation_has_nothing_beside_it(tmp_path):
+    write_metrics(tmp_path, [{"step": 0}])
+    write_rollouts(tmp_path, [evaluated(0, 1, "1", 0.0)])
+    assert read_beside(tmp_path, most=5) == []
+    assert 'id="beside"' not in build(tmp_path)
 
 
 def test_a_failed_run_shows_cause_traceback_and_next_command_first(tmp_path):

@@ -22,6 +22,7 @@ def test_a_record_tells_the_answer_token_by_token(group):
         "reward": 0.25,
         "components": {"exact_match": 1.0},
         "error": "",
+        "question": "Sort:",
         "prompt": "Sort:",
         "response": " 3 1<|end|>",
         "ground_truth": [1, 3],

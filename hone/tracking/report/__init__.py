@@ -1,4 +1,5 @@
 """The report page of a run.
 
-`rundata` reads the run folder, `charts` chooses the charts, `build` writes the page from the files in `page/`.
+`rundata` reads the run folder, `charts` chooses the charts, `answers` are those before and after training, `build`
+writes the page from the files in `page/`.
 """

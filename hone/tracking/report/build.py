@@ -28,6 +28,7 @@ import yaml
 from hone import __version__
 from hone.tracking.base import FINISHED, INTERRUPTED, TrackingError
 from hone.tracking.names import Headline, held_out_headlines, training_headlines
+from hone.tracking.report.answers import beside_section
 from hone.tracking.report.charts import charts
 from hone.tracking.report.rundata import RunData, curves, read_run, time_by_phase
 
@@ -57,7 +58,7 @@ def build_report(run_dir: Path | str) -> Path:
     written.
     """
     folder = Path(run_dir)
-    page = render(read_run(folder), folder.resolve().name)
+    page = render(read_run(folder), folder.resolve().name, beside_section(folder))
     path = folder / REPORT_FILE
     temporary = folder / f"{REPORT_FILE}.tmp"
     try:
@@ -68,8 +69,8 @@ def build_report(run_dir: Path | str) -> Path:
     return path
 
 
-def render(data: RunData, name: str) -> str:
-    """The page's HTML."""
+def render(data: RunData, name: str, beside: str = "") -> str:
+    """The page's HTML; `beside`: its section of answers before and after."""
     axes, series = curves(data)
     embedded = {
         "axes": axes,
@@ -87,6 +88,7 @@ def render(data: RunData, name: str) -> str:
         "TILES": "".join(_tiles(data)),
         "FAILURE": _failure(data),
         "NOTES": _notes(data),
+        "BESIDE": beside,
         "FACTS": _facts(data),
         "CONFIG": _config(data),
         "FOOTER": escape(f"Written by hone {__version__} on {now}. The horizontal axis of every chart is the step."),

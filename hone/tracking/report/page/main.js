@@ -40,6 +40,7 @@ function buildCharts() {
     }
     document.getElementById(specs === first ? "first" : "others").append(section);
     link(id, name, () => { section.open = true; });
+    if (specs === first && document.getElementById("beside")) link("beside", "Before and after");
     if (specs === first && data.rollouts.length) link("rollouts", "Rollouts");
   }
   const sizes = new ResizeObserver((entries) => {
