@@ -1,4 +1,4 @@
-# `make quickstart` trains a small language model; `make help` lists the other targets.
+# `make quickstart` trains a pretrained language model; `make help` lists the other targets.
 # Uses the first Python 3.11 to 3.13 that it finds. To choose another: make PYTHON=python3.12 ...
 # ARGS are passed to the command: make quickstart ARGS="run.steps=10", make test ARGS="tests/data -x".
 
@@ -27,10 +27,11 @@ SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
 QUICK := not slow and not vllm and not sglang and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-oldest test-plugins test-ascend test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(LIGHT:%=test-%) $(APART:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
+.PHONY: help quickstart quickstart-tiny test test-all test-oldest test-plugins test-ascend test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(LIGHT:%=test-%) $(APART:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
 
 help:
-	@echo "make quickstart   install pinned versions into $(VENV), train a small model with RL, show the result"
+	@echo "make quickstart   install pinned versions into $(VENV), train a pretrained model with RL (93 MB, fetched once)"
+	@echo "make quickstart-tiny  the same with a model of 0.6 M parameters that hone builds: two minutes, no download"
 	@echo "make test         run all tests except the slow ones, and those of the architecture (make check)"
 	@echo "make test-all     run every test: clusters of processes, faults and learning too"
 	@echo "make test-veomni  run every test of that training engine, in .venv-veomni; so too for: $(ENGINES)."
@@ -43,7 +44,7 @@ help:
 	@echo "make test-triton  run the Triton kernels' tests in its interpreter, and compile them for GPUs (300 MB, once)"
 	@echo "make check        check style, types and architecture"
 	@echo "make oracle       compare formulas and training steps with TRL and verl, in a separate environment"
-	@echo "make wheel        build dist/hone_rl-*.whl, which also has the recipe of hone quickstart"
+	@echo "make wheel        build dist/hone_rl-*.whl, which also has the recipes of hone quickstart"
 	@echo "make docs         build the documentation into site/"
 	@echo "make bench        run the benchmarks, in a separate environment"
 	@echo "make gpu-kit      download what a GPU machine without network needs into .gpu-kit/ (20 MB)"
@@ -51,7 +52,10 @@ help:
 	@echo "make clean        remove everything that make created, except runs/"
 
 quickstart: $(VENV)/.base
-	$(VENV)/bin/hone train recipes/quickstart/grpo.yaml $(ARGS)
+	$(VENV)/bin/hone quickstart $(ARGS)
+
+quickstart-tiny: $(VENV)/.base
+	$(VENV)/bin/hone quickstart --tiny $(ARGS)
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" --ignore=tests/architecture $(ARGS)

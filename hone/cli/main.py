@@ -32,7 +32,7 @@ class Command:
 
 
 COMMANDS = {
-    "quickstart": Command("hone.cli.quickstart:quickstart", "Train a small model in two minutes, on a CPU."),
+    "quickstart": Command("hone.cli.quickstart:quickstart", "Train a pretrained model in minutes, on a CPU."),
     "migrate": Command("hone.cli.migrate:migrate", "Write a run file from a script of verl, TRL or OpenRLHF."),
     "init": Command("hone.cli.init:init", "Write a run file for your own model, data and reward."),
     **{

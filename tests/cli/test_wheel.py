@@ -27,7 +27,7 @@ def run(*command, cwd):
 def test_the_quickstart_of_an_installed_wheel_trains_outside_the_repository(tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     source = tmp_path / "source"
-    for name in ("hone", "recipes/quickstart"):
+    for name in ("hone", "recipes/quickstart", "recipes/smollm2"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, source / name)
@@ -42,8 +42,9 @@ def test_the_quickstart_of_an_installed_wheel_trains_outside_the_repository(tmp_
 
     outside = tmp_path / "elsewhere"
     outside.mkdir()
-    said = run(str(tmp_path / "venv/bin/hone"), "quickstart", *SHORT, cwd=outside)
+    said = run(str(tmp_path / "venv/bin/hone"), "quickstart", "--tiny", *SHORT, cwd=outside)
     assert (outside / "runs/quickstart/export/config.json").is_file()
     assert "report: runs/quickstart/report.html" in said
     text = (outside / "runs/quickstart/config.yaml").read_text()
     assert f"function: {site}/hone/recipes/quickstart/task.py:rows" in text
+    assert (site / "hone/recipes/smollm2/grpo.yaml").is_file()
