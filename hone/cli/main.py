@@ -48,6 +48,7 @@ COMMANDS = {
     "export": Command("hone.cli.export:export", "Write a checkpoint as a Hugging Face folder."),
     "rollout": Command("hone.cli.rollout:rollout", "Let a server join or leave a run that trains asynchronously."),
     "report": Command("hone.cli.report:report", "Rebuild the report page of a run."),
+    "diagnose": Command("hone.cli.diagnose:diagnose", "Say what is wrong with a run, and what to try."),
     "simulate": Command("hone.cli.simulate:simulate_run", "Predict how fast an asynchronous run is, and how stale."),
     "list": Command("hone.cli.listing:listing", "List the names that a run file may use, by kind."),
 }

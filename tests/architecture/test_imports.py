@@ -30,12 +30,13 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "explain": frozenset({"composition", "config", "registry"}),
     **dict.fromkeys(LEVEL_1, LEVEL_0),
     "migration": frozenset({"composition", "registry"}),
+    "diagnosis": frozenset({"composition", "tracking"}),
     "sandboxes": LEVEL_0 | {"processes"},  # a sandbox is a child process with less rights
     **dict.fromkeys(LEVEL_2, NOT_THE_MATHEMATICS),
     "workers": LEVEL_0 | LEVEL_1 | {"engines", "rollout", "weights", "runtime"},
     "trainers": LEVEL_0 | LEVEL_1 | {"workers", "runtime", "envs", "rewards", "planner"},
     "testing": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers"},
-    "cli": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers", "testing", "migration"},
+    "cli": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers", "testing", "migration", "diagnosis"},
     "api": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers", "cli"},
     "__main__": frozenset({"cli"}),
     "": frozenset(),  # hone/__init__.py; it holds the version, which anybody may read

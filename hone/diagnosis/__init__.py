@@ -1,0 +1,6 @@
+"""Diagnosis of a run from the files in its folder (`hone diagnose`).
+
+    metrics.jsonl, config.yaml, run.json, failure.txt --`evidence`--> Evidence --`rules`--> Findings, worst first
+
+`trends` has the statistics of a curve. `learning`, `machine` and `rollouts` have the rules by subject.
+"""

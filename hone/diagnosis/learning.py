@@ -1,0 +1,179 @@
+"""Rules about learning: entropy, KL, gradients, the gap between rollout and trainer, rewards against evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hone.diagnosis.evidence import Evidence, Finding
+from hone.diagnosis.trends import Curve, correlation
+
+
+def _from_to(curve: Curve) -> str:
+    return f"{curve.beginning():.3g} -> {curve.end():.3g} (steps {curve[0].step} to {curve[-1].step})"
+
+
+def entropy_collapse(run: Evidence) -> Iterator[Finding]:
+    """The policy's entropy fell to a small share of its beginning."""
+    entropy = run.curve("train/entropy")
+    if entropy.long and entropy.beginning() > 0.05 and entropy.end() < 0.15 * entropy.beginning():
+        tries = (
+            "a higher algorithm.loss.clip_high (DAPO: 0.28)",
+            "a lower actor.optimizer.lr",
+            "algorithm.kl.coef above 0",
+            "algorithm.entropy_coef=0.001",
+        )
+        meaning = "Answers of a group become the same, so groups lose their variance and learning stops."
+        yield Finding(
+            "hurts", "entropy collapse", f"train/entropy {_from_to(entropy)}", meaning, tries, ("train/entropy",)
+        )
+
+
+def entropy_explosion(run: Evidence) -> Iterator[Finding]:
+    """The policy's entropy grew several times."""
+    entropy = run.curve("train/entropy")
+    if entropy.long and entropy.end() > max(1.0, 4 * entropy.beginning()):
+        tries = ("a lower actor.optimizer.lr", "algorithm.entropy_coef=0", "algorithm.kl.coef above 0")
+        meaning = "The policy drifts to noise: too large steps, or an entropy bonus that wins over the reward."
+        yield Finding(
+            "hurts", "entropy explosion", f"train/entropy {_from_to(entropy)}", meaning, tries, ("train/entropy",)
+        )
+
+
+def kl_blow_up(run: Evidence) -> Iterator[Finding]:
+    """The KL to the reference grew far beyond its beginning."""
+    for name in ("train/reference_kl", "train/kl_loss"):
+        kl = run.curve(name)
+        if kl.long and kl.end() > max(0.5, 10 * abs(kl.beginning())):
+            tries = (
+                "a lower actor.optimizer.lr",
+                "a higher algorithm.kl.coef",
+                "the last checkpoint before the growth",
+            )
+            meaning = "The policy left the reference; it often writes text that only the reward likes."
+            yield Finding("hurts", "the KL to the reference blew up", f"{name} {_from_to(kl)}", meaning, tries, (name,))
+            return
+
+
+def gradient_spikes(run: Evidence) -> Iterator[Finding]:
+    """The gradient norm jumps, or steps were skipped."""
+    skipped = sum(point.value for point in run.curve("train/skipped_steps"))
+    spikes = run.curve("train/grad_norm").spikes(10.0)
+    if skipped or len(spikes) >= 3:
+        steps = ", ".join(str(point.step) for point in spikes[:5])
+        parts = [f"{skipped:.0f} optimizer steps skipped for a gradient that is not finite"] if skipped else []
+        parts += [f"train/grad_norm above 10 times its usual value in steps {steps}"] if spikes else []
+        tries = ("read the rollouts of these steps", "a lower actor.optimizer.lr", "actor.schedule.warmup_steps=10")
+        meaning = "Single batches pull hard: very long or strange answers, a ratio far from 1, or too large a step."
+        yield Finding("hurts", "gradient spikes", "; ".join(parts), meaning, tries, ("train/grad_norm", "train/ratio"))
+
+
+def rollout_gap(run: Evidence) -> Iterator[Finding]:
+    """Rollout and trainer disagree about log-probs, from the start or more and more."""
+    gap = run.curve("correction/mean_abs_difference")
+    if not gap.long:
+        return
+    grows = gap.end() > max(0.02, 3 * gap.beginning())
+    if not (grows or gap.end() > 0.1):
+        return
+    probe = run.curve("correction/probe_max_abs_difference")
+    routed = run.curve("train/routes_replaced")
+    tries = []
+    if probe and probe.end() > 0.05:
+        tries.append("the probe text differs after a weight sync: weights.verify=probe names the tensors")
+    if routed or run.curve("train/router_entropy"):
+        tries.append("routers choose other experts: actor.moe.routing_replay=rollout")
+    if run.setting("rollout.sampling.top_p", 1.0) < 1 or run.setting("rollout.sampling.top_k", 0) > 0:
+        tries.append("sampling cuts the vocabulary: rollout.sampling.top_p=1 rollout.sampling.top_k=0")
+    if run.setting("asynchrony.staleness", 0):
+        tries.append("old weights sampled the tokens: compare with asynchrony.staleness=0")
+    tries += ["actor.head_dtype=float32", "algorithm.correction.weights=token algorithm.correction.truncate=2"]
+    meaning = (
+        "Both sides should give the same log-probs. A gap from the start is precision, sampling or tokens; a growing one "
+        "is weights or routing."
+    )
+    seen = f"correction/mean_abs_difference {_from_to(gap)} nats"
+    title = "the gap between rollout and trainer grows" if grows else "rollout and trainer disagree"
+    yield Finding(
+        "hurts", title, seen, meaning, tuple(tries), ("correction/mean_abs_difference", "correction/outside_band")
+    )
+
+
+def rewards_at_odds(run: Evidence) -> Iterator[Finding]:
+    """The reward rises while one of its parts falls."""
+    total = run.curve("reward/mean")
+    if not total.long or total.end() <= total.beginning():
+        return
+    others = {"reward/mean", "reward/max", "reward/min", "reward/scored", "reward/failed", "reward/timeouts"}
+    for name in run.names("reward/"):
+        part = run.curve(name)
+        if name in others or name.startswith("reward/worker") or not part.long:
+            continue
+        fell = part.beginning() - part.end()
+        if fell > 0.1 * max(abs(part.beginning()), 0.1) and correlation(total, part) < -0.5:
+            tries = (
+                "read answers with a high reward in the report",
+                "a higher weight of the falling part",
+                "algorithm.kl.coef above 0",
+            )
+            seen = f"reward/mean {_from_to(total)}, {name} {_from_to(part)}"
+            meaning = "The policy may have found a way to the reward that the task does not want (reward hacking)."
+            yield Finding(
+                "hurts",
+                "a part of the reward falls while the reward rises",
+                seen,
+                meaning,
+                tries,
+                ("reward/mean", name),
+            )
+
+
+def evaluation_falls(run: Evidence) -> Iterator[Finding]:
+    """Held-out scores fall while the training reward rises."""
+    total = run.curve("reward/mean")
+    if not total.long or total.end() <= total.beginning():
+        return
+    score = str(run.setting("evaluation.score", "") or "")
+    names = [score] if score else [name for name in run.names("eval/") if name.endswith("/reward")]
+    for name in names:
+        held_out = run.curve(name)
+        if len(held_out) < 3:
+            continue
+        best = max(held_out, key=lambda point: point.value)
+        last = held_out[-1]
+        if best.step < last.step and last.value < best.value - 0.1 * max(abs(best.value), 0.1):
+            tries = (
+                f"the checkpoint near step {best.step} is the best one (checkpoint.keep_best)",
+                "fewer passes over the data",
+                "algorithm.kl.coef above 0",
+                "read held-out answers: the reward may be hacked",
+            )
+            seen = (
+                f"{name} {best.value:.3g} at step {best.step}, {last.value:.3g} at step {last.step}; "
+                f"reward/mean {_from_to(total)}"
+            )
+            meaning = "The policy overfits the training prompts, or the reward."
+            yield Finding(
+                "hurts", "held-out scores fall while the reward rises", seen, meaning, tries, (name, "reward/mean")
+            )
+
+
+def stale_at_the_bound(run: Evidence) -> Iterator[Finding]:
+    """Nearly every step trains tokens as old as allowed."""
+    bound, oldest = run.setting("asynchrony.staleness", 0), run.curve("schedule/staleness")
+    if bound and oldest.long and oldest.end() > 0.9 * bound and bound > 1:
+        tries = ("asynchrony.new_weights=recompute", "fewer prompts open: a lower asynchrony.staleness is as fast here")
+        seen = f"schedule/staleness {oldest.end():.2f} of at most {bound}"
+        meaning = "Generation is far ahead of training, so all tokens are as old as allowed."
+        yield Finding("note", "tokens are as old as allowed", seen, meaning, tries, ("schedule/staleness",))
+
+
+RULES = (
+    entropy_collapse,
+    entropy_explosion,
+    kl_blow_up,
+    gradient_spikes,
+    rollout_gap,
+    rewards_at_odds,
+    evaluation_falls,
+    stale_at_the_bound,
+)

@@ -1,0 +1,165 @@
+"""Rules about the machine: memory, speed, servers, disk, and how the run ended."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from statistics import median
+
+from hone.diagnosis.evidence import Evidence, Finding
+
+MEMORY_WORDS = ("out of memory", "outofmemory", "memoryerror", "cannot allocate memory", "defaultcpuallocator")
+PHASES = ("generate", "reward", "forward", "backward", "weight_sync", "trainer_wait")
+FULL_DISK = 0.03
+
+
+def out_of_memory(run: Evidence) -> Iterator[Finding]:
+    """The run ended because memory was short."""
+    text = run.failure.lower()
+    if not any(words in text for words in MEMORY_WORDS):
+        return
+    where = next((phase for phase in ("generate", "backward", "forward", "weight") if f"in {phase}" in text), "")
+    tokens = run.setting("actor.max_tokens_per_microbatch")
+    tries = [f"actor.max_tokens_per_microbatch={tokens // 2}"] if isinstance(tokens, int) else []
+    if not run.setting("actor.activation_checkpointing", False):
+        tries.append("actor.activation_checkpointing=true")
+    if not run.setting("actor.backend.offload", False):
+        tries.append("actor.backend.offload=true")
+    if run.setting("rollout.backend") == "builtin":
+        kept = run.setting("rollout.builtin.kv_cache_tokens", 262_144)
+        tries.append(f"rollout.builtin.kv_cache_tokens={kept // 2}")
+    else:
+        tries.append("a lower rollout.engine.gpu_memory_utilization")
+    last = run.failure.strip().splitlines()[-1][:200]
+    yield Finding(
+        "stops",
+        f"out of memory{f' in {where}' if where else ''}",
+        last,
+        "Weights, optimizer state, activations of one micro-batch and the KV cache share the memory; "
+        "`hone doctor --model` computes them.",
+        tuple(tries),
+    )
+
+
+def ended_in_an_error(run: Evidence) -> Iterator[Finding]:
+    """The run failed for another reason than memory."""
+    if run.failure and not any(words in run.failure.lower() for words in MEMORY_WORDS):
+        last = run.failure.strip().splitlines()[-1][:300]
+        tries = (
+            f"read {run.folder / 'failure.txt'}",
+            "run the same command again: it continues from the last checkpoint",
+        )
+        yield Finding("stops", "the run ended in an error", last, "The traceback names the part that failed.", tries)
+
+
+def throughput_fell(run: Evidence) -> Iterator[Finding]:
+    """Tokens per second dropped and stayed down; the phase that grew is named."""
+    speed = run.curve("perf/tokens_per_s")
+    start = speed.shifted_below(0.6)
+    if start is None:
+        return
+    before = median(point.value for point in speed if point.step < start) if speed[0].step < start else 0.0
+    after = median(point.value for point in speed if point.step >= start)
+    grown = []
+    for phase in PHASES:
+        curve = run.curve(f"perf/{phase}_s")
+        old = [point.value for point in curve if point.step < start]
+        new = [point.value for point in curve if point.step >= start]
+        if old and new and median(new) > 1.3 * median(old):
+            grown.append((median(new) - median(old), phase, median(old), median(new)))
+    slow = max(grown, default=None)
+    cause = f"; perf/{slow[1]}_s grew from {slow[2]:.3g} to {slow[3]:.3g} s" if slow else ""
+    tries = {
+        "generate": (
+            "longer answers take longer: see rollout/response_length",
+            "look for a slow replica in servers/*.log",
+        ),
+        "reward": ("see perf/reward_call_max_seconds; raise reward.workers",),
+        "weight_sync": ("see weights/bytes and the network between trainer and servers",),
+        "trainer_wait": ("more rollout servers, or a higher asynchrony.staleness",),
+    }
+    yield Finding(
+        "hurts",
+        "throughput fell",
+        f"perf/tokens_per_s {before:,.0f} before step {start}, {after:,.0f} since{cause}",
+        "One phase became slower: longer answers, a slow server or reward, or other work on the machine.",
+        tries.get(slow[1] if slow else "", ("compare the phases in the report; look for other work on the machine",)),
+        ("perf/tokens_per_s", *(f"perf/{phase}_s" for phase in PHASES)),
+    )
+
+
+def servers_restarted(run: Evidence) -> Iterator[Finding]:
+    """Rollout servers died or stopped serving."""
+    restarts = [point for point in run.curve("rollout/replica_restarts") if point.value > 0]
+    serving = run.curve("rollout/replicas_serving")
+    fewer = [point for point in serving if point.value < max(other.value for other in serving)] if serving else []
+    if restarts:
+        total, first = sum(point.value for point in restarts), restarts[0].step
+        seen = f"{total:.0f} restarts, the first in step {first}"
+    elif fewer:
+        seen = f"{fewer[0].value:.0f} of {max(p.value for p in serving):.0f} replicas served from step {fewer[0].step}"
+    else:
+        return
+    tries = (
+        "read the end of servers/<name>.log",
+        "see `dmesg` for killed processes",
+        "lower the engine's memory share",
+    )
+    meaning = "A server crashed, hung, or was killed for its memory. The run went on with the others."
+    yield Finding("hurts", "a rollout server failed", seen, meaning, tries, ("rollout/replica_restarts",))
+
+
+def trainer_waits(run: Evidence) -> Iterator[Finding]:
+    """An asynchronous trainer spends most of its time waiting for answers."""
+    waits, steps = run.curve("perf/trainer_wait_s"), run.curve("perf/step_s")
+    if not (waits.long and steps.long) or steps.end() <= 0:
+        return
+    share = waits.end() / steps.end()
+    if share > 0.5:
+        tries = ("more replicas: rollout.replicas", "fewer devices for the trainer", "a higher asynchrony.staleness")
+        seen = f"the trainer waits {share:.0%} of a step for answers (perf/trainer_wait_s {waits.end():.3g} s)"
+        meaning = "Generation is the bottleneck; the trainer's devices idle."
+        yield Finding("hurts", "the trainer waits for answers", seen, meaning, tries, ("perf/trainer_wait_s",))
+
+
+def servers_idle(run: Evidence) -> Iterator[Finding]:
+    """Rollout servers have no request most of the time in an asynchronous run."""
+    busy = run.curve("perf/rollout_utilisation")
+    if run.setting("asynchrony.staleness", 0) and busy.long and busy.end() < 0.4:
+        tries = ("fewer replicas", "a higher asynchrony.staleness", "more prompts per step")
+        seen = f"a replica has a request {busy.end():.0%} of the time"
+        meaning = "Training is the bottleneck, or too few prompts are open at a time."
+        yield Finding("note", "rollout servers idle", seen, meaning, tries, ("perf/rollout_utilisation",))
+
+
+def driver_is_slow(run: Evidence) -> Iterator[Finding]:
+    """The part of a step that is neither generation nor training is large."""
+    share, seconds = run.curve("perf/driver_fraction"), run.curve("perf/driver_s")
+    if share.long and share.end() > 0.15 and seconds.long and seconds.end() > 0.2:
+        tries = ("tracking.rollouts_per_step=0 shows whether writing rollouts costs it", "py-spy dump --pid PID")
+        seen = f"perf/driver_fraction {share.end():.0%} of a step ({seconds.end():.3g} s)"
+        meaning = "The driver packs, scores or writes for long; usually a slow reward in the driver, or a slow disk."
+        yield Finding("note", "the driver takes a large share of a step", seen, meaning, tries, ("perf/driver_s",))
+
+
+def disk_nearly_full(run: Evidence) -> Iterator[Finding]:
+    """The disk of the run folder is almost full."""
+    usage = shutil.disk_usage(run.folder)
+    free = usage.free / usage.total
+    if free < FULL_DISK:
+        kept = run.setting("checkpoint.keep", 2)
+        tries = (f"checkpoint.keep={max(1, kept - 1)}", "tracking.rollouts_per_step=0", "another disk for run.dir")
+        seen = f"{usage.free / 2**30:.1f} GiB free, {free:.1%} of the disk of {run.folder}"
+        yield Finding("hurts", "the disk is nearly full", seen, "A checkpoint that does not fit ends a run.", tries)
+
+
+RULES = (
+    out_of_memory,
+    ended_in_an_error,
+    throughput_fell,
+    servers_restarted,
+    trainer_waits,
+    servers_idle,
+    driver_is_slow,
+    disk_nearly_full,
+)

@@ -1,0 +1,33 @@
+"""A real run with three faults of its settings and its reward: the command finds them in what the run left behind."""
+
+from hone.config import load
+from hone.diagnosis.evidence import read_evidence
+from hone.diagnosis.rules import findings
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy
+from tests.trainers.tiny import recipe
+
+JUDGE = """
+def judge(response, ground_truth, row):
+    if len(response) % 2:
+        raise RuntimeError("odd")
+    return 0.0
+"""
+
+
+def test_faults_of_a_real_run_are_found(tmp_path):
+    (tmp_path / "judge.py").write_text(JUDGE)
+    path = recipe(
+        tmp_path,
+        {
+            "run": {"steps": 4},
+            "reward": {"components": {"x": {"reward": f"{tmp_path}/judge.py:judge"}}, "max_failed_fraction": 1.0},
+            "rollout": {"sampling": {"max_response_tokens": 3}},
+            "evaluation": {},
+            "tracking": {"trackers": ["jsonl"]},
+        },
+    )
+    run_policy(load(PolicyRunConfig, path, []))
+    found = {one.title: one for one in findings(read_evidence(tmp_path / "run"))}
+    assert {"rewards fail", "every reward is 0", "answers are cut at the limit"} <= set(found)
+    assert "reach 3 tokens" in found["answers are cut at the limit"].seen
