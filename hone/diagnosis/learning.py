@@ -88,8 +88,8 @@ def rollout_gap(run: Evidence) -> Iterator[Finding]:
         tries.append("old weights sampled the tokens: compare with asynchrony.staleness=0")
     tries += ["actor.head_dtype=float32", "algorithm.correction.weights=token algorithm.correction.truncate=2"]
     meaning = (
-        "Both sides should give the same log-probs. A gap from the start is precision, sampling or tokens; a growing one "
-        "is weights or routing."
+        "Both sides should give the same log-probs. A gap from the start is precision, sampling or tokens; a growing "
+        "one is weights or routing."
     )
     seen = f"correction/mean_abs_difference {_from_to(gap)} nats"
     title = "the gap between rollout and trainer grows" if grows else "rollout and trainer disagree"

@@ -33,7 +33,7 @@ class Curve(tuple[Point, ...]):
 
     @property
     def long(self) -> bool:
-        """Whether there are enough steps for a trend."""
+        """True if there are enough steps for a trend."""
         return len(self) >= LEAST
 
     def last(self, count: int) -> Curve:
