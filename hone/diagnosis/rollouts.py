@@ -16,12 +16,12 @@ def rewards_fail(run: Evidence) -> Iterator[Finding]:
     bad, good = (sum(point.value for point in curve.last(RECENT)) for curve in (failed, scored))
     if bad and bad > 0.02 * (bad + good):
         late = sum(point.value for point in run.curve("reward/timeouts").last(RECENT))
-        tries = ("read rewards/functions-*.log", "hone score on the answers in rollouts.jsonl.gz")
-        tries = (("raise reward.components.<name>.timeout_s, or reward.workers", *tries)) if late else tries
+        tries = ["raise reward.components.<name>.timeout_s, or reward.workers"] if late else []
+        tries += ["read rewards/functions-*.log", "hone score on the answers in rollouts.jsonl.gz"]
         steps = min(RECENT, len(failed))
         seen = f"{bad:.0f} of {bad + good:.0f} answers of the last {steps} steps, {late:.0f} calls were late"
         meaning = "Failed answers are not trained on, so the policy learns from the others only."
-        yield Finding("hurts", "rewards fail", seen, meaning, tries, ("reward/failed", "reward/timeouts"))
+        yield Finding("hurts", "rewards fail", seen, meaning, tuple(tries), ("reward/failed", "reward/timeouts"))
 
 
 def every_reward_is_zero(run: Evidence) -> Iterator[Finding]:
