@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig
 
+from hone.models.attention.stateful import state_layers
 from hone.models.errors import ModelError
 from hone.models.loading import check_model_source, folder_of
 from hone.models.quantised import method_of
@@ -61,7 +62,8 @@ class Anatomy:
     experts: int  # per layer; 0: dense
     experts_per_token: int
     tied: bool
-    stateful: bool  # layers carry a state along, which would leak between packed sequences
+    stateful: bool  # layers carry a state from token to token
+    states: tuple[str, ...]  # their classes, if hone can let them see one sequence at a time
     replaceable: bool  # transformers can replace its attention function
     chunked: bool  # attention within chunks
     tensor_plan: bool  # transformers has a tensor-parallel plan
@@ -94,11 +96,6 @@ def examine(model: ModelConfig) -> Anatomy:
             empty = auto_class(config.model_type).from_config(config, trust_remote_code=model.trust_remote_code)
     except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         raise ModelError(f"model.path {model.path!r}: transformers cannot build this model: {_line(error)}") from error
-    if not getattr(config.get_text_config(), "num_attention_heads", None):
-        raise ModelError(
-            f"model.path {model.path!r} is a {config.model_type!r} without attention: its layers carry a state from "
-            "token to token, which would leak between packed sequences"
-        )
     empty.tie_weights()
     return _measured(empty, _files(folder, stored, config))
 
@@ -111,7 +108,8 @@ def _measured(model: Any, files: Files) -> Anatomy:
     fused = [name for name, weight in model.named_parameters() if ".experts." in name and weight.dim() == 3]
     idle = sum(sizes[name] for name in fused) * (1 - chosen / experts) if experts else 0
     key, value = _head_sizes(text)
-    heads = text.num_attention_heads
+    states = tuple(sorted({type(layer).__name__ for layer in state_layers(model).values()}))
+    heads = getattr(text, "num_attention_heads", None) or 0
     return Anatomy(
         family=model.config.model_type,
         architecture=type(model).__name__,
@@ -132,7 +130,8 @@ def _measured(model: Any, files: Files) -> Anatomy:
         experts=experts,
         experts_per_token=chosen,
         tied=len(embedding) == 1,
-        stateful=bool(getattr(model, "_is_stateful", False)),
+        stateful=bool(states or getattr(model, "_is_stateful", False)),
+        states=states,
         replaceable=bool(getattr(model, "_supports_attention_backend", False)),
         chunked="chunked_attention" in (getattr(text, "layer_types", None) or []),
         tensor_plan=any(".layers." in f".{key}" for key in model.tp_plan or {}),
@@ -160,7 +159,8 @@ def _head_sizes(text: Any) -> tuple[int, int]:
     parts = [int(getattr(text, name, None) or 0) for name in _SHARED_SIZES]
     if all(parts):
         return sum(parts), int(text.v_head_dim)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None)
+    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
     return size, size
 
 

@@ -20,6 +20,7 @@ from hone.rollout import ROLLOUT_ENGINES
 
 LARGEST_DEGREE = 64
 DEVICES = (1, 2, 4, 8)
+_STATES = "its layers carry a state from token to token; use vllm, if it supports the model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ def fitting(anatomy: Anatomy, dimension: str) -> list[int]:
     """Values of `parallel.<dimension>` above 1 that divide the model; see `hone.engines.fsdp2.sharding`."""
     sizes = range(2, LARGEST_DEGREE + 1)
     queries, pairs = anatomy.heads, anatomy.kv_heads
+    if anatomy.stateful and dimension != "expert":
+        return []
     if dimension == "tensor":
         return [n for n in sizes if queries % n == 0 and pairs % n == 0] if anatomy.tensor_plan else []
     if dimension == "sequence":
@@ -80,9 +83,8 @@ def _what(anatomy: Anatomy) -> Iterator[Finding]:
     )
     yield fact("layers", f"{anatomy.layers}, {anatomy.hidden} wide; MLP {anatomy.mlp}")
     sizes = f"{anatomy.key_size}" + (f" (values {anatomy.value_size})" * (anatomy.key_size != anatomy.value_size))
-    yield fact(
-        "attention", f"{anatomy.heads} query heads, {anatomy.kv_heads} key-value heads of {sizes}{_window(anatomy)}"
-    )
+    heads = f"{anatomy.heads} query heads, {anatomy.kv_heads} key-value heads of {sizes}{_window(anatomy)}"
+    yield fact("attention", heads if anatomy.heads else "none")
     if anatomy.experts:
         yield fact("experts", f"{anatomy.experts} per layer, {anatomy.experts_per_token} per token")
     yield fact("vocabulary", f"{anatomy.vocabulary:,}; head {'tied to the embeddings' if anatomy.tied else 'not tied'}")
@@ -103,10 +105,14 @@ def _features(anatomy: Anatomy, degrees: dict[str, list[int]]) -> Iterator[Findi
         return Finding("features", name, ok, detail)
 
     obstacle = _unpackable(anatomy)
-    yield fact("packed attention", not obstacle, obstacle or "checked on 11 tokens at the start of a run")
+    yield fact("packed attention", not obstacle, obstacle or "checked at the start of a run")
+    if anatomy.states:
+        with_state = ", ".join(anatomy.states)
+        yield fact("layers with a state", True, f"{with_state}: they see one sequence of a packed row at a time")
+    heads = "layers that carry a state do not support it" if anatomy.stateful else "no number divides its heads"
     reasons = {
-        "tensor": "no number divides its heads" if anatomy.tensor_plan else "transformers has no tensor-parallel plan",
-        "sequence": "no number divides its heads",
+        "tensor": heads if anatomy.tensor_plan or anatomy.stateful else "transformers has no tensor-parallel plan",
+        "sequence": heads,
         "expert": "the model has no experts" if not anatomy.experts else "transformers has no expert-parallel plan",
     }
     for name, found in degrees.items():
@@ -116,7 +122,8 @@ def _features(anatomy: Anatomy, degrees: dict[str, list[int]]) -> Iterator[Findi
     yield fact("LoRA targets", bool(kinds), ", ".join(kinds) + experts)
     for name in ROLLOUT_ENGINES:
         if name == "builtin":
-            yield fact("rollout builtin", not obstacle, obstacle or "uses the same attention as training")
+            reason = obstacle or _STATES * anatomy.stateful
+            yield fact("rollout builtin", not reason, reason or "uses the same attention as training")
         else:
             detail = f"{name} checks at its start whether it supports {anatomy.architecture}"
             yield Finding("features", f"rollout {name}", None, detail)
@@ -125,8 +132,10 @@ def _features(anatomy: Anatomy, degrees: dict[str, list[int]]) -> Iterator[Findi
 
 
 def _unpackable(anatomy: Anatomy) -> str:
-    if anatomy.stateful:
+    if anatomy.stateful and not anatomy.states:
         return "its layers carry a state from token to token, which would leak between packed sequences"
+    if anatomy.states:
+        return ""
     if not anatomy.replaceable:
         return "transformers cannot replace its attention function"
     return "chunked attention is not supported" if anatomy.chunked else ""

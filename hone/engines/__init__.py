@@ -4,8 +4,8 @@ In reading order: `base` is the contract; `engine`, the step that all backends s
 the model, with `layout` (its packed row), `logprobs` (scores of its tokens; by Triton: `kernels/`) and `vocabulary` (a
 head cut over ranks);
 `optimizers`, the update, with `decay` (the weights that decay); `parts`, which part of a tensor a rank holds;
-`checkpoint/` and `export`, the files; `moe`, experts; `memory`, of activations and of an idle engine; `probe`, checks
-of a model; `settings`; `registry`, which class serves a backend; `unsupported`, errors for settings that a
-backend does not have.
+`checkpoint/` and `export`, the files; `moe`, experts; `memory`, of activations and of an idle engine; `checks/`, of a
+model at the start; `settings`; `registry`, which class serves a backend; `unsupported`, errors for settings
+that a backend does not have.
 The backend `fsdp2/` has a folder; those of other projects are plug-ins, which share `lora/` and `rebuilt/`.
 """

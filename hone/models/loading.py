@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hone.models.attention.packed import PACKED
+from hone.models.attention.stateful import separate_sequences
 from hone.models.building import build_model
 from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
@@ -165,6 +166,7 @@ def _as_used(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
     """Apply `model.use` to a loaded model."""
     fix_rotary(loaded, model.used.context, model.path or f"architecture {loaded.config.model_type!r}")
     set_dropout(loaded, model.used.dropout)
+    separate_sequences(loaded)
     if model.used.vision is not None and model.used.vision.freeze_tower:
         freeze_tower(loaded)
     return loaded

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import MambaConfig
+from transformers import MambaConfig, RecurrentGemmaConfig
 
 from hone.cli.main import main
 from tests.families.families import FAMILIES, save
@@ -40,12 +40,24 @@ def test_to_people(tmp_path, capsys, monkeypatch):
     assert any(line.startswith("QLoRA, rank 16, 1 device ") for line in lines)
 
 
-def test_layers_that_carry_a_state_are_no_good(tmp_path, capsys):
-    MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, architectures=["MambaForCausalLM"]).save_pretrained(
-        tmp_path
-    )
-    assert main(["doctor", "--model", str(tmp_path)]) == 2
-    assert "is a 'mamba' without attention" in capsys.readouterr().err
+def test_layers_that_carry_a_state_train_and_have_no_ranks_for_heads(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, architectures=["MambaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    lines = [" ".join(line.split()) for line in said(tmp_path, capsys).splitlines()]
+    assert "attention none" in lines
+    assert "layers with a state yes MambaMixer: they see one sequence of a packed row at a time" in lines
+    assert "parallel.sequence no layers that carry a state do not support it" in lines
+    assert any(line.startswith("rollout builtin no its layers carry a state") for line in lines)
+
+
+def test_states_that_hone_cannot_separate_are_no_good(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    RecurrentGemmaConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16
+    ).save_pretrained(tmp_path)
+    lines = [" ".join(line.split()) for line in said(tmp_path, capsys).splitlines()]
+    assert any(line.startswith("packed attention no its layers carry a state") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,17 @@ TRAINED = {
     "granite": {"logits_scaling": 4.0},
     "gpt2": {},
     "deepseek_v3": LATENT,
+    "qwen3_next": EXPERTS
+    | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    "jamba": {"num_experts": 2, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
 }
 REFUSED = {
-    "mamba": ({"hidden_size": 32, "layers": 2}, {}, "a token's hidden state changes"),
     "recurrent_gemma": (
         {"hidden_size": 32, "layers": 3, "heads": 4, "mlp_size": 48},
         {"lru_width": 32},
         "packed sequences",
     ),
-    "qwen3_next": (SIZES | {"layers": 4}, EXPERTS, "packed sequences"),
     "llama4_text": (SIZES, {"num_local_experts": 2}, "chunked attention"),
     "bert": (SIZES, {}, "packed sequences"),
 }

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hone.data.packing import Sample, pack_samples
-from hone.engines.probe import check_training
+from hone.engines.checks.probe import check_training
 from hone.engines.settings import EngineConfig, LoraConfig, OptimizerConfig
 from hone.models.errors import ModelError
 from hone.models.loading import load_language_model

@@ -2,7 +2,7 @@
 
 In one process the model is loaded whole; on a mesh (see `mesh`) it is sharded while it is empty, and each rank reads
 its parts. Either way a forward takes packed tokens, and a trial of the loaded model refuses architectures that break
-the engine's assumptions (see `hone.engines.probe`).
+the engine's assumptions (see `hone.engines.checks.probe`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hone.engines.base import EngineSpec, MemoryNeeds, OneProcess
+from hone.engines.checks.isolation import check_isolation, refuse_for_states
+from hone.engines.checks.probe import check_body, check_head, check_images, check_training, try_body
 from hone.engines.forward import Forward, head_of_reference, language_forward, value_forward
 from hone.engines.fsdp2.compiled import compile_layers
 from hone.engines.fsdp2.mesh import Mesh, open_mesh
@@ -26,7 +28,6 @@ from hone.engines.fsdp2.weights import ProcessWeights, ShardedWeights, cast_work
 from hone.engines.logprobs import Head
 from hone.engines.memory import OffloadingEngine, kept_in_cpu_memory, recompute_layers
 from hone.engines.moe import open_experts
-from hone.engines.probe import check_body, check_head, check_images, check_training, try_body
 from hone.models.errors import ModelError
 from hone.models.fused_norm import fuse_norms
 from hone.models.loading import DTYPES, ClassOf, load_language_model, load_value_model
@@ -136,7 +137,18 @@ class Fsdp2Engine(OffloadingEngine):
     def _checked_forward(self) -> Forward:
         """The forward of the loaded model. Raises ModelError if the model does not behave as the engine assumes."""
         spec, name = self.spec, self._name(self._body)
+        sizes, parallel = None if self.mesh is None else self.mesh.sizes, self._parallel
+        refuse_for_states(
+            self._body,
+            name,
+            {
+                parallel.key_of("sequence"): sizes is not None and sizes.sequence > 1,
+                parallel.key_of("tensor"): sizes is not None and sizes.tensor > 1,
+                self._backend.key_of("compile"): bool(self._compiler),
+            },
+        )
         self.model.eval()
+        check_isolation(self._body, name, self.trained)
         hidden = check_body(self._body, name)
         check_images(self._body, name)
         if self.trained and not spec.model.used.dropout:

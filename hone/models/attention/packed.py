@@ -72,8 +72,10 @@ class Packing:
     lengths: tuple[int, ...]
     runs: tuple[Run, ...]
     cu_keys: Tensor  # [N+1] int32: the same where each segment is preceded by its prefix; `cu_seqlens` if none has one
+    parents: tuple[int | None, ...]  # of each segment: the segment that is its prefix
     ranks: SequenceRanks | None = None  # who shares the row; each has a slice of its tokens
     masks: dict[int | None, BlockMask] = field(init=False, repr=False, compare=False, default_factory=dict)  # by window
+    layouts: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)  # that layers share
 
     @classmethod
     def of(
@@ -95,7 +97,7 @@ class Packing:
         if any(run.prefix for run in runs):  # once for all layers: each copy to a device waits for it
             seen = (run.prefix + run.length for run in runs for _ in range(run.count))
             cu_keys = torch.tensor([*itertools.accumulate(seen, initial=0)], dtype=torch.int32, device=device)
-        return cls(placed, lengths, runs, cu_keys, current_ranks())
+        return cls(placed, lengths, runs, cu_keys, tuple(parents), current_ranks())
 
     @property
     def num_tokens(self) -> int:
@@ -149,6 +151,11 @@ def longest_sequence() -> int:
     """Tokens of the longest sequence of the current forward; 0 outside of `packed`."""
     packing = _CURRENT.get()
     return 0 if packing is None else max(run.prefix + run.length for run in packing.runs)
+
+
+def current_packing() -> Packing | None:
+    """The packing of the current forward; None outside of `packed`."""
+    return _CURRENT.get()
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

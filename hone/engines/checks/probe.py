@@ -25,7 +25,7 @@ _SHARED, _OWN = 3, (2, 3)  # two sequences with 3 tokens in common, then 2 and 3
 def check_body(body: Any, name: str) -> Tensor:
     """Raise ModelError if packed sequences see each other or later tokens. Returns the hidden states of the probe.
 
-    State-space and linear-attention layers, for example, carry their state across packed sequences.
+    This runs the loaded weights in the run's precision, so it sees large differences; `isolation` finds small ones.
     """
     tokens, positions = _probe(body)
     first = _states(body, tokens, positions, _whole(tokens.device), name)
