@@ -20,7 +20,6 @@ from hone.rollout import ROLLOUT_ENGINES
 
 LARGEST_DEGREE = 64
 DEVICES = (1, 2, 4, 8)
-_STATES = "its layers carry a state from token to token; use vllm, if it supports the model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +121,8 @@ def _features(anatomy: Anatomy, degrees: dict[str, list[int]]) -> Iterator[Findi
     yield fact("LoRA targets", bool(kinds), ", ".join(kinds) + experts)
     for name in ROLLOUT_ENGINES:
         if name == "builtin":
-            reason = obstacle or _STATES * anatomy.stateful
-            yield fact("rollout builtin", not reason, reason or "uses the same attention as training")
+            kept = ", and keeps the states beside the KV cache" * anatomy.stateful
+            yield fact("rollout builtin", not obstacle, obstacle or f"uses the same attention as training{kept}")
         else:
             detail = f"{name} checks at its start whether it supports {anatomy.architecture}"
             yield Finding("features", f"rollout {name}", None, detail)

@@ -73,6 +73,8 @@ def _sizes(build: BuildConfig, fields: set[str]) -> dict[str, Any]:
         theirs = next((word for word in _FIELDS[name] if word in fields), None)
         if theirs is not None:
             values[theirs] = value
+        elif name == "layers" and any(isinstance(one, list) and len(one) == value for one in build.options.values()):
+            continue  # a list of the kinds of layers says how many there are (Nemotron-H)
         elif name in build.model_fields_set:
             raise ModelError(
                 f"model.build.{name}={getattr(build, name)} does not exist in architecture {build.architecture!r}; "

@@ -48,7 +48,7 @@ def test_layers_that_carry_a_state_train_and_have_no_ranks_for_heads(tmp_path, c
     assert "attention none" in lines
     assert "layers with a state yes MambaMixer: they see one sequence of a packed row at a time" in lines
     assert "parallel.sequence no layers that carry a state do not support it" in lines
-    assert any(line.startswith("rollout builtin no its layers carry a state") for line in lines)
+    assert any(line.startswith("rollout builtin yes uses the same attention as training, and keeps") for line in lines)
 
 
 def test_states_that_hone_cannot_separate_are_no_good(tmp_path, capsys, monkeypatch):

@@ -15,6 +15,13 @@ from hone.types import LossOutput
 from tests.engines.contract.cases import policy, values
 
 OPTIONS = {
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "qwen3": {},
     "llama": {},
     "gpt2": {},

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModel
 
 from hone.data.packing import select
 from hone.engines.checks import isolation
-from hone.engines.checks.isolation import check_isolation
+from hone.engines.checks.isolation import check_isolation, refuse_for_states
 from hone.engines.layout import lay_out
 from hone.models import loading
 from hone.models.attention import packed
@@ -151,6 +151,13 @@ def test_a_published_model_is_checked_on_a_small_one_with_every_kind_of_layer(ar
     assert isolation._kinds(small) == isolation._kinds(body)
     assert sum(weight.numel() for weight in small.parameters()) < 3e7
     assert {weight.dtype for weight in small.parameters()} == {torch.float32}
+
+
+def test_ranks_that_split_a_sequence_are_refused_for_layers_with_a_state(make_engine):
+    body = make_engine(model=model_of("lfm2", HYBRIDS["lfm2"])).model.base_model
+    refuse_for_states(body, "LFM2", {"actor.backend.parallel.sequence": False})
+    with pytest.raises(ModelError, match=r"^actor.backend.parallel.sequence: LFM2 .*Lfm2ShortConv.*; remove it"):
+        refuse_for_states(body, "LFM2", {"actor.backend.compile": False, "actor.backend.parallel.sequence": True})
 
 
 def test_the_check_does_not_touch_the_random_generator():

@@ -47,6 +47,7 @@ TWO = [
     *(Case(parallel=one, engine={"activation_checkpointing": True}) for one in ({}, {"tensor": 2}, {"sequence": 2})),
     Case(**MOE, parallel={"expert": 2}, engine={"activation_checkpointing": True}),
     Case("llama", **RL, offload=True),
+    Case("qwen3_5_text", **RL),
 ]
 FOUR = [
     Case(**RL),

@@ -76,12 +76,12 @@ def test_auto_takes_the_fused_path_where_it_is_exact(tiny):
 
 
 def test_what_cannot_be_run_exactly_is_refused(tiny):
-    from transformers import BloomConfig, LlamaConfig, MambaConfig
+    from transformers import BloomConfig, LlamaConfig, RwkvConfig
 
     with pytest.raises(ValueError, match=r"'fused' cannot run this model.*qwen3_moe"):
         BuiltinEngine(BuiltinSettings(execution="fused"), tiny.config("qwen3_moe"))
-    with pytest.raises(ValueError, match="cannot run MambaForCausalLM"):
-        BuiltinEngine(BuiltinSettings(), MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="cannot run RwkvForCausalLM"):
+        BuiltinEngine(BuiltinSettings(), RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(ValueError, match="cannot run BloomForCausalLM"):
         BuiltinEngine(BuiltinSettings(), BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}

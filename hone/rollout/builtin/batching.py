@@ -124,7 +124,7 @@ class RunningBatch:
             sequence = request.sequence
             request.kv_version = self.weight_version
             same = [one for one in self._sharers.get(sequence, []) if one.kv_version == self.weight_version]
-            donors = [one for one in same if one.can_share_with(request)] if share else []
+            donors = [one for one in same if one.can_share_with(request)] if share and self.cache.copies_running else []
             if len(sequence) > 1 and donors:
                 copies.append((donors[0], [request]))
             elif len(sequence) > 1:

@@ -43,6 +43,7 @@ class CacheShape:
     kv_heads: int
     key_size: int
     value_size: int
+    carries_state: bool = False  # layers have states besides, which have no columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,8 @@ def _runs(prompts: Sequence[tuple[int, int, bool, int]], device: torch.device) -
 
 class KVCache:
     """Keys and values of every layer; sized by `reserve`."""
+
+    copies_running = True  # `copy_row` may copy the first columns of a row that has more
 
     def __init__(self, shape: CacheShape, limits: CacheLimits, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape

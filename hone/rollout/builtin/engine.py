@@ -27,6 +27,7 @@ from hone.rollout.builtin.model_facts import eos_ids, longest_sequence, run_conf
 from hone.rollout.builtin.requests import Request, StopStrings
 from hone.rollout.builtin.scheduler import Scheduler
 from hone.rollout.builtin.scoring import Following, score_in_turns
+from hone.rollout.builtin.states import StateCache
 from hone.rollout.prompt_scores import with_prompt_scores
 from hone.rollout.settings import BuiltinSettings
 from hone.types import Completion, GenerationRequest, Metrics, PauseMode, Scored
@@ -79,7 +80,8 @@ class BuiltinEngine:
 
     def _new_batch(self) -> RunningBatch:
         limits = CacheLimits(self._settings.slots, self._settings.kv_cache_tokens, self._settings.kept_kv_tokens)
-        cache = KVCache(self._decoder.cache_shape, limits, self._dtype, self._device)
+        shape = self._decoder.cache_shape
+        cache = (StateCache if shape.carries_state else KVCache)(shape, limits, self._dtype, self._device)
         prefill = PrefillLimits(self._settings.prefill_tokens, self._settings.share_prompts)
         return RunningBatch(self._decoder, cache, prefill)
 

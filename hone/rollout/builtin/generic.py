@@ -2,8 +2,8 @@
 
     engine --tokens of all rows as one row [1, T]--> model.forward --per layer--> `slot_attention` <--> KVCache
 
-Works for models that mix tokens in attention only. The constructor refuses models with other token mixing (state-space
-or convolution layers) and attention features that `slot_attention` does not have.
+Tokens mix in attention, and in layers that carry a state (`hone.rollout.builtin.states`). The constructor refuses
+models with other token mixing, and attention features that `slot_attention` does not have.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from hone.models.routing import Routers
 from hone.models.vision.model import attention_names, auto_class, hidden_states
 from hone.rollout.builtin.cache import CacheShape, KVCache, PackedPrompts, Step
 from hone.rollout.builtin.scoring import Following, following_logprobs
+from hone.rollout.builtin.states import StateCache, Work, keep_states
 
 MOST_LOGITS = 2**29  # 2 GiB in float32; of a model whose head cannot be run apart
+_WITH_ATTENTION = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")  # kinds of layers, beside a state
 SLOTS = "hone_slots"  # the name of `slot_attention` in transformers' registries
 
 
@@ -46,10 +48,20 @@ class _Forward:
     at: Tensor | None = None  # `cache.addresses` of the tokens
     step: Step | None = None  # None in prefill
     prompts: PackedPrompts | None = None  # of a prefill
+    places: Mapping[int, int] = field(default_factory=dict)  # layer of the model -> of the cache
     seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # layer -> KV heads, key and value size
 
 
 _CURRENT: ContextVar[_Forward] = ContextVar("hone_slots_forward")
+
+
+def _work() -> Work | None:
+    """The work of the current forward for layers with a state; None if it uses no cache."""
+    forward = _CURRENT.get(None)
+    if forward is None or forward.cache is None:
+        return None
+    assert isinstance(forward.cache, StateCache)
+    return Work(forward.cache, forward.prompts, forward.step)
 
 
 class _Body:
@@ -113,6 +125,7 @@ def slot_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     forward.seen[layer] = (key.shape[1], key.shape[3], value.shape[3])
     tokens = forward.tokens
+    layer = forward.places.get(layer, layer)
     if forward.cache is not None and forward.at is not None:
         written = (x[0, :, :tokens].transpose(0, 1) for x in (key, value))
         forward.cache.write(layer, forward.at, *written)
@@ -138,7 +151,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(SLOTS, packed_mask)
 
 
 class GenericDecoder:
-    """`Decoder` for a transformers model of any architecture that mixes tokens in attention only."""
+    """`Decoder` for a transformers model of any architecture."""
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         with no_init_weights(), torch.device(device):
@@ -149,8 +162,14 @@ class GenericDecoder:
         model.tie_weights()
         hold_in(model, dtype)
         fix_rotary(model, getattr(config, "run_context", None), type(model).__name__)
-        if getattr(model, "_is_stateful", False) or not getattr(model, "_supports_attention_backend", False):
+        self._states = bool(keep_states(model, _work))
+        if not self._states and not getattr(model, "_supports_attention_backend", False):
             raise ValueError(f"the built-in engine cannot run {type(model).__name__}: its attention is not replaceable")
+        if getattr(model, "_is_stateful", False) and not self._states:
+            raise ValueError(
+                f"the built-in engine cannot run {type(model).__name__}: its layers carry a state in a way that hone "
+                "does not know"
+            )
         self._model = model.eval().requires_grad_(False)
         self._weights: dict[str, Tensor] = model.state_dict()
         self._device = device
@@ -160,20 +179,26 @@ class GenericDecoder:
     def _find_shape(self) -> CacheShape:
         """Run one token through the model, with any weights, and record the shapes that its attention uses."""
         name = type(self._model).__name__
-        layers = self._model.config.get_text_config().num_hidden_layers
+        text = self._model.config.get_text_config()
+        layers = text.num_hidden_layers
         prompts = PackedPrompts.of([(0,)], [0], self._device)
         forward = _Forward(tokens=1)
         try:
             self._run(prompts, forward)
         except NotImplementedError as error:
             raise ValueError(f"the built-in engine cannot run {name}: {error}") from error
+        self._places = {layer: place for place, layer in enumerate(sorted(forward.seen))}
+        if self._states:
+            layers = sum(kind in _WITH_ATTENTION for kind in getattr(text, "layer_types", None) or [])
+        if self._states and not forward.seen and not layers:
+            return CacheShape(0, 1, 1, 1, carries_state=True)
         if len(forward.seen) != layers or len(set(forward.seen.values())) != 1:
             raise ValueError(
-                f"the built-in engine cannot run {name}: of its {layers} layers, {len(forward.seen)} have plain "
-                f"attention, with (KV heads, key size, value size) {sorted(set(forward.seen.values()))}; expected one "
-                "attention per layer, all of one shape"
+                f"the built-in engine cannot run {name}: of its {layers} layers with attention, {len(forward.seen)} "
+                "have it in plain form, with (KV heads, key size, value size) "
+                f"{sorted(set(forward.seen.values()))}; expected one attention per layer, all of one shape"
             )
-        return CacheShape(layers, *forward.seen[0])
+        return CacheShape(layers, *next(iter(forward.seen.values())), carries_state=self._states)
 
     def _find_routers(self) -> Routers | None:
         """Return the routers of a mixture of experts, if their choices can be recorded."""
@@ -192,7 +217,7 @@ class GenericDecoder:
     def prefill(self, prompts: PackedPrompts, cache: KVCache) -> None:
         tokens = prompts.rows.shape[0]
         at = cache.addresses(prompts.rows, prompts.positions[:tokens])
-        self._run(prompts, _Forward(tokens, cache, at, prompts=prompts))
+        self._run(prompts, _Forward(tokens, cache, at, prompts=prompts, places=self._places))
 
     def _run(self, prompts: PackedPrompts, forward: _Forward) -> None:
         with torch.inference_mode(), _during(forward), packed(prompts.packing):
@@ -235,7 +260,7 @@ class GenericDecoder:
 
     def decode(self, step: Step, cache: KVCache) -> Tensor:
         at = cache.addresses(torch.arange(step.rows, device=self._device), step.positions[: step.rows])
-        with _during(_Forward(step.rows, cache, at, step)):
+        with _during(_Forward(step.rows, cache, at, step, places=self._places)):
             output = self._model(input_ids=step.token_ids[None], position_ids=step.turned[None], use_cache=False)
         logits: Tensor = output.logits[0, : step.rows]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

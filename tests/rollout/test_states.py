@@ -1,0 +1,152 @@
+"""Models with convolution and recurrent layers in the built-in engine: their states follow the rows."""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hone.rollout.builtin.engine import BuiltinEngine
+from hone.rollout.settings import BuiltinSettings
+from hone.types import GenerationRequest, SamplingParams, StopReason
+from tests.rollout.conftest import SIZES
+
+LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+MAMBA2 = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16}
+DELTA = dict.fromkeys(("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"), 4)
+CONFIGS = {
+    "qwen3_5_text": LAYERS | DELTA | {"linear_num_key_heads": 2},  # gated DeltaNet
+    "nemotron_h": MAMBA2 | {"layers_block_type": [*LAYERS["layer_types"], "mlp"], "ssm_state_size": 8},  # Mamba 2
+    "jamba": {  # Mamba 1
+        "num_hidden_layers": 3,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},  # a convolution alone
+    "minimax": LAYERS | {"num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 16},  # lightning attention
+    "falcon_h1": {  # Mamba 2 and attention in one layer
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 2,
+        "mamba_chunk_size": 16,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16},  # no attention
+}
+CLOSE = 5e-5  # in log-probs; a state that is stale or of another row shows as 0.1 and more
+PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 3, 12, 30, 12)]
+
+
+def hybrid(kind, dtype=torch.float32):
+    torch.manual_seed(0)
+    fields = AutoConfig.for_model(kind).to_dict().keys()
+    sizes = {
+        key: size for key, size in SIZES.items() if key in fields and not (kind == "nemotron_h" and "layers" in key)
+    }
+    config = AutoConfig.for_model(kind, **{**sizes, **CONFIGS[kind]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for weight in model.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)
+    return model.to(dtype)
+
+
+def engine_of(model, **settings):
+    return BuiltinEngine(BuiltinSettings(**settings), model)
+
+
+async def generate(engine, prompts, start=0, **sampling):
+    wanted = {"max_tokens": 10, "ignore_eos": True, **sampling}
+    return await asyncio.gather(
+        *(
+            engine.generate(GenerationRequest(str(start + i), prompt, SamplingParams(**{"seed": start + i, **wanted})))
+            for i, prompt in enumerate(prompts)
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_logprobs_equal_the_plain_forward(kind, finish, gap):
+    """Prompts of several lengths, two of them equal, one of a single token, and fewer slots than requests."""
+    model = hybrid(kind)
+    engine = engine_of(model, slots=3)
+    completions = finish(generate(engine, PROMPTS))
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        assert gap(model, prompt, completion) < CLOSE
+    if kind in ("qwen3_5_text", "nemotron_h"):
+        alone = [finish(generate(engine, [prompt], start=i))[0] for i, prompt in enumerate(PROMPTS)]
+        assert [one.token_ids for one in alone] == [one.token_ids for one in completions]
+
+
+async def _interrupted(engine, model):
+    """Requests whose states have to be made anew: after a sleep, new weights, and in the middle of others."""
+    first = [asyncio.create_task(generate(engine, [prompt], start=i)) for i, prompt in enumerate(PROMPTS[1:4])]
+    for _ in range(6):
+        await asyncio.sleep(0)
+    late = asyncio.create_task(generate(engine, PROMPTS[2:4], start=10))  # prompts of rows that run
+    for _ in range(4):
+        await asyncio.sleep(0)
+    await engine.sleep(1)
+    await engine.wake_up()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await engine.update_weights(model.state_dict().items(), 1)
+    found = [one for task in first for one in await task]
+    return found + await late
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "nemotron_h"])
+def test_states_are_made_anew_where_they_were_lost(kind, finish, gap):
+    model = hybrid(kind)
+    engine = engine_of(model, slots=4)
+    found = finish(_interrupted(engine, model))
+    for prompt, completion in zip([*PROMPTS[1:4], *PROMPTS[2:4]], found, strict=True):
+        assert gap(model, prompt, completion) < CLOSE
+    assert engine.metrics()["rollout/recomputed_tokens"].value > 0
+
+
+async def _aborted(engine):
+    running = [asyncio.create_task(generate(engine, [prompt], start=i)) for i, prompt in enumerate(PROMPTS[1:4])]
+    for _ in range(6):
+        await asyncio.sleep(0)
+    await engine.abort_all()
+    parts = [(await task)[0] for task in running]
+    longer = [(*prompt, *part.token_ids) for prompt, part in zip(PROMPTS[1:4], parts, strict=True)]
+    return (
+        parts,
+        longer,
+        await generate(engine, longer, start=20, keep_kv=True),
+        await generate(engine, longer, start=30),
+    )
+
+
+def test_an_aborted_answer_goes_on_from_its_tokens(finish, gap):
+    model = hybrid("qwen3_5_text")
+    engine = engine_of(model, slots=4)
+    parts, longer, kept, again = finish(_aborted(engine))
+    assert {part.stop_reason for part in parts} == {StopReason.ABORTED}
+    assert all(part.token_ids for part in parts)
+    for prompt, part in zip(PROMPTS[1:4], parts, strict=True):
+        assert gap(model, prompt, part) < CLOSE
+    for prompt, *answers in zip(longer, kept, again, strict=True):
+        assert all(gap(model, prompt, answer) < CLOSE for answer in answers)
+
+
+def test_memory_of_states_is_counted_and_given_back(finish):
+    engine = engine_of(hybrid("mamba2"), slots=4)
+    finish(generate(engine, PROMPTS[:2]))
+    conv, recurrent = (64 + 2 * 2 * 8) * 4, 4 * 16 * 8  # of each layer: channels x kernel, heads x head x state
+    cache = engine._scheduler.batch.cache
+    assert cache.bytes == 16 * 2 * (conv + recurrent) * 4  # rows, layers, values of float32
+    finish(engine.sleep(1))
+    assert cache.bytes == 0
+
+
+def test_states_that_are_not_in_a_cache_are_refused():
+    config = AutoConfig.for_model("recurrent_gemma", vocab_size=32, hidden_size=16, num_hidden_layers=3)
+    with pytest.raises(ValueError, match="carry a state in a way that hone does not know"):
+        BuiltinEngine(BuiltinSettings(), config)
