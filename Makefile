@@ -13,7 +13,7 @@ TRITON := .venv-triton
 # Training engines of other packages (plugins/), each in an environment of its own: make test-veomni, make .venv-veomni ...
 ENGINES := automodel megatron torchtitan veomni
 # Plug-ins that need little or nothing, and are tested in $(VENV).
-LIGHT := hosted-sandboxes nixl
+LIGHT := environments hosted-sandboxes nixl
 PLUGINS := $(patsubst plugins/%/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 APART := $(filter-out sglang $(LIGHT),$(PLUGINS))  # sglang: .venv-sglang is the server's environment
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -162,9 +162,9 @@ $(VENV)/.plugins: $(VENV)/.base $(PLUGINS:%=plugins/%/pyproject.toml)
 	@touch $@
 
 # Megatron-Core too, which is light: `make test` and `make test-vllm` train with it.
-$(VENV)/.test: $(VENV)/.plugins requirements/test.lock plugins/megatron/requirements.lock plugins/nixl/requirements.lock
+$(VENV)/.test: $(VENV)/.plugins requirements/test.lock $(LIGHT:%=plugins/%/requirements.lock) plugins/megatron/requirements.lock
 	@echo "installing requirements/test.lock"
-	@$(PIP) install --no-deps --requirement requirements/test.lock --requirement plugins/megatron/requirements.lock --requirement plugins/nixl/requirements.lock
+	@$(PIP) install --no-deps --requirement requirements/test.lock $(LIGHT:%=--requirement plugins/%/requirements.lock) --requirement plugins/megatron/requirements.lock
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test requirements/check.lock

@@ -22,6 +22,10 @@ VARIABLE = "HONE_USE_EXTERNAL_MODULES"
 OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ascend": {"platform": ("ascend",)},
     "automodel": {"training engine": ("automodel",)},
+    "environments": {
+        "environment": ("gymnasium", "nemo_gym", "openenv", "textworld", "verifiers"),
+        "data source": ("verifiers",),
+    },
     "hosted-sandboxes": {"sandbox": ("daytona", "e2b", "modal", "sandbox_fusion")},
     "megatron": {"training engine": ("megatron",)},
     "nixl": {"weight transport": ("nixl",)},

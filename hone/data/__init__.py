@@ -6,8 +6,7 @@ In reading order: `settings`, `sources/` (rows), `columns` (prompt and answer of
 others write in several), `rendering` with `chat_template` and `templates/` (messages to tokens), `stream` (the order of
 prompts) with `counting`, `packing` with `turns`, `routes` and `packed_images` (fields of a batch); `images` (in
 messages); `answers` (in responses); `preferences` and `preference_readers` (pairs and judged answers). This file
-imports none of the sources; it only names where each is. Tasks of `verifiers` come from the folder of its environments,
-because another Python reads them.
+imports none of the sources; it only names where each is.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ SOURCES = Registry(
             "hone.data.settings:ReasoningGymSettings",
             requires=("reasoning_gym",),
         ),
-        "verifiers": Entry("hone.envs.verifiers.tasks:open_tasks", "hone.data.settings:VerifiersTasksSettings"),
         "shapes": Entry("hone.data.sources.shapes:open_shapes", "hone.data.settings:ShapesSettings"),
         "python": Entry("hone.data.sources.base:open_function", "hone.data.settings:PythonSettings"),
     },

@@ -34,17 +34,6 @@ class ReasoningGymSettings(Choice):
     options: dict[str, Any] = setting(factory=dict, meaning="the task's own options, such as max_numbers")
 
 
-class VerifiersTasksSettings(Choice):
-    """The tasks of a taskset of the package verifiers, for `episode.env=verifiers`."""
-
-    name: str = "verifiers"
-    taskset: str = setting(meaning="its installed name, or a module in the working folder")
-    python: str = setting("", "Python that has verifiers and the taskset; default: the one that runs hone")
-    options: dict[str, Any] = setting(factory=dict, meaning="further keys of the taskset's own settings")
-    size: int | None = setting(None, "largest number of tasks; null: all, if the taskset has an end", unit="rows", ge=1)
-    timeout_s: float = setting(300.0, "deadline of reading the tasks", unit="s", gt=0)
-
-
 class ShapesSettings(Choice):
     """Pictures of coloured squares with questions about them, for models that see images."""
 

@@ -3,9 +3,9 @@
 In reading order: `base` (the contract), `chat` (one question, one answer), `episode` (runs episodes), `runners` (which
 runner a run file names), `settings`, `text_codec` (messages to tokens, completions to text), `tool_calls` (parsers),
 `tools` (episodes with tools), `functions` (Python functions as tools), `mcp/` (tools of MCP servers), `sandboxed` (code
-in a sandbox), `search` (a corpus of passages), `games/` (Gymnasium, OpenEnv, TextWorld, attempts at problems).
-`agents/` turns the roles round: a program calls the policy, as `nemo_gym` (resources servers) and the agents of
-`verifiers/` do. `checking/` plays an environment without a model.
+in a sandbox), `search` (a corpus of passages), `puzzles` (attempts at problems, scored by `puzzle_program`).
+`agents/` turns the roles round: a program calls the policy. `checking/` plays an environment without a model. Plug-ins
+add environments of other projects.
 """
 
 from hone.registry import Entry, Registry
@@ -15,18 +15,13 @@ ENVS = Registry(
     "environment",
     {
         "chat": Entry("hone.envs.chat:ChatEnv", "hone.config:Choice"),
-        "gymnasium": Entry(
-            "hone.envs.games.gymnasium:GymnasiumEnv", "hone.envs.settings:GymnasiumSettings", requires=("gymnasium",)
-        ),
         "mcp": Entry("hone.envs.mcp.environment:McpEnv", "hone.envs.settings:McpSettings"),
-        "openenv": Entry("hone.envs.games.openenv:OpenEnv", "hone.envs.settings:OpenEnvSettings"),
         "python": Entry("hone.envs.sandboxed:SandboxEnv", "hone.envs.settings:PythonSettings"),
         "reasoning_gym": Entry(
-            "hone.envs.games.puzzles:PuzzleEnv", "hone.envs.settings:PuzzleSettings", requires=("reasoning_gym",)
+            "hone.envs.puzzles:PuzzleEnv", "hone.envs.settings:PuzzleSettings", requires=("reasoning_gym",)
         ),
         "search": Entry("hone.envs.search:SearchEnv", "hone.envs.settings:SearchSettings", requires=("bm25s",)),
         "shell": Entry("hone.envs.sandboxed:SandboxEnv", "hone.envs.settings:ShellSettings"),
-        "textworld": Entry("hone.envs.games.textworld:TextWorldEnv", "hone.envs.settings:TextWorldSettings"),
         "tools": Entry("hone.envs.tools:ToolEnv", "hone.envs.settings:ToolsSettings"),
     },
     settings=_SETTINGS,
@@ -37,8 +32,6 @@ EPISODES = Registry(
     "environment",
     {
         "agent": Entry("hone.envs.agents.runner:AgentRunner", "hone.envs.settings:AgentSettings"),
-        "nemo_gym": Entry("hone.envs.nemo_gym:NemoGymRunner", "hone.envs.settings:NemoGymSettings"),
-        "verifiers": Entry("hone.envs.verifiers.episodes:VerifiersRunner", "hone.envs.settings:VerifiersSettings"),
     },
     base=ENVS,
     settings=_SETTINGS,

@@ -18,8 +18,6 @@ import pytest
 from hone.data.answers import between_tags, fenced_blocks
 from hone.data.images import _DATA_URL, _REMOTE
 from hone.envs import PARSERS
-from hone.envs.games import textworld_program
-from hone.envs.games.openenv import action_in
 from hone.envs.search import WORD
 from hone.envs.tool_calls import split_thought
 from hone.processes.frames import _decode, _deepest
@@ -45,6 +43,8 @@ from hone.rewards.judge import preference_in
 from hone.rollout.servers.connection import CONSEQUENCE, first_error
 from hone.tracking.trackers.console import _one_line
 from hone.tracking.trackers.jsonl import STEP
+from hone_environments import textworld_program
+from hone_environments.openenv import action_in
 
 SIZES = (500, 4_000, 32_000)  # characters: a cubic reader fails at the first, so that the others are never tried
 MOST_S = 0.4  # of processor time for one text; linear ones take less than 0.05 s for the longest
@@ -119,11 +119,13 @@ READERS: dict[str, Reader] = {
 }
 
 # file -> the expressions in it that read what strangers wrote, and the reader that tries each
+OF_ENVIRONMENTS = "plugins/environments/"  # the plug-in whose expressions read what programs of others write
+
 TRIED: dict[str, dict[str, str]] = {
     "hone/data/answers.py": {"_FENCE": "fenced blocks", "_LANGUAGE": "fenced blocks"},
     "hone/data/images.py": {"_DATA_URL": "data URLs", "_REMOTE": "addresses of images"},
-    "hone/envs/games/gymnasium.py": {"COLOURS": "renderings", "found": "actions of Gymnasium"},
-    "hone/envs/games/textworld_program.py": {
+    "plugins/environments/hone_environments/gymnasium.py": {"COLOURS": "renderings", "found": "actions of Gymnasium"},
+    "plugins/environments/hone_environments/textworld_program.py": {
         "STATUS": "feedback of TextWorld",
         "LETTERS": "feedback of TextWorld",
         "return": "feedback of TextWorld",
@@ -198,9 +200,9 @@ def _expressions(module) -> Iterator[str]:
                 yield ast.unparse(statement.targets[0]) if assigned else type(statement).__name__.lower()
 
 
-def test_every_expression_is_tried_or_reads_the_users_own_text(package):
+def test_every_expression_is_tried_or_reads_the_users_own_text(package, plugins):
     unknown, seen = [], set()
-    for module in package:
+    for module in (*package, *(one for one in plugins if str(one.path).startswith(OF_ENVIRONMENTS))):
         path = str(module.path)
         tried = TRIED.get(path, {})
         whose = [name for name in OF_THE_USER if path.startswith(name)]
@@ -222,8 +224,8 @@ def test_every_reader_of_the_table_exists():
 
 def _readers() -> dict[str, Reader]:
     gymnasium = pytest.importorskip("gymnasium")
-    from hone.envs.games.gymnasium import action_in as gymnasium_action
-    from hone.envs.games.gymnasium import in_brackets
+    from hone_environments.gymnasium import action_in as gymnasium_action
+    from hone_environments.gymnasium import in_brackets
 
     taken = partial(gymnasium_action, space=gymnasium.spaces.Discrete(20), names=[])
     colours = ("\x1b[1m", "\x1b[0m", "\x1b[", ";", "\x1b[1m\x1b[0m")

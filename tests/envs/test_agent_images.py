@@ -17,7 +17,7 @@ from hone.envs.agents.images import told_to_agents
 from hone.envs.agents.runner import AgentRunner
 from hone.envs.agents.sessions import AgentTask
 from hone.envs.episode import Play
-from hone.envs.settings import EpisodeConfig, NemoGymSettings
+from hone.envs.settings import EndpointSettings, EpisodeConfig
 from hone.models.building import build_model
 from hone.models.loading import DTYPES
 from hone.models.settings import BuildConfig, ModelConfig, VisionBuildConfig
@@ -280,7 +280,7 @@ def test_a_prompt_whose_images_the_endpoint_would_refuse_is_named(language, monk
 def test_images_that_an_environment_would_not_show_are_refused(language):
     (message,) = language.with_images([user({"type": "image", "image": FIRST})])
     prompt = Prompt("set/0", (1,), (message,), None, "set", images=(message["content"][1]["image"],))
-    settings = NemoGymSettings(name="nemo_gym", url="http://127.0.0.1:1")
+    settings = EndpointSettings(name="another")
     runner = AgentRunner(EpisodeConfig(), settings, language, program=lambda *asked: None)
     with pytest.raises(ConfigError, match="set/0 has images, and this environment takes its task from the row"):
         asyncio.run(runner.run([prompt], Play(None, SamplingParams(4), seed=0, samples=1), None))

@@ -9,7 +9,6 @@ from hone.testing import EnvironmentContract
 from tests.sandboxes.available import skip_without
 
 HERE = Path(__file__).parent
-LAKE = {"id": "FrozenLake-v1", "options": {"render_mode": "ansi", "is_slippery": False}}
 WORD = {"task": "spell_backward", "entry": {"question": "Juan?", "answer": "nauJ", "metadata": {}}}
 
 
@@ -59,18 +58,6 @@ class TestPython(EnvironmentContract):
     def make(self):
         skip_without("landlock")
         return "python"
-
-
-class TestGymnasium(EnvironmentContract):
-    settings = {**LAKE, "actions": ["left", "down", "right", "up"]}  # noqa: RUF012
-    answers = ("right", "right", "down", "down", "down", "right")
-    rows = ({"prompt": "Walk to G.", "walkthrough": answers},)
-    max_turns = 30
-    rewards = (0.0,) * 5 + (1.0,)
-
-    def make(self):
-        pytest.importorskip("gymnasium", reason="comes with hone-rl[gymnasium]")
-        return "gymnasium"
 
 
 class TestPuzzles(EnvironmentContract):

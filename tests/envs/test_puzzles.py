@@ -12,7 +12,7 @@ from hone.config import ConfigError, build
 from hone.data.sources.reasoning_gym import score
 from hone.data.sources.reasoning_gym_patches import GRID_TASKS
 from hone.envs.base import ToolLost
-from hone.envs.games.puzzles import PuzzleEnv, VerifierFailed
+from hone.envs.puzzles import PuzzleEnv, VerifierFailed
 from hone.envs.settings import EpisodeConfig
 from hone.envs.tool_calls import Said
 from hone.processes.request_process import ChildSpec
@@ -119,7 +119,7 @@ def test_a_process_that_dies_fails_one_episode_and_one_that_hangs_none():
 @pytest.fixture
 def like(monkeypatch):
     """Verifiers that answers hang (`hang`) and kill (`die`), instead of Reasoning Gym's, which start slowly."""
-    monkeypatch.setattr("hone.envs.games.puzzles.CHILD", ChildSpec("verifiers", "tests.envs.verifiers_of_puzzles"))
+    monkeypatch.setattr("hone.envs.puzzles.CHILD", ChildSpec("verifiers", "tests.envs.verifiers_of_puzzles"))
     monkeypatch.setattr("hone.processes.restarts.FIRST_PAUSE_S", 0.001)
 
 

@@ -77,7 +77,7 @@ def open_task(config: RowsConfig) -> TaskRows:
 def score(answer: str | None, row: Mapping[str, Any]) -> float:
     """The score of an answer by the task's verifier, usually 0.0 or 1.0; some tasks give partial scores.
 
-    An answer that the verifier cannot read scores 0.0: some verifiers raise for it, such as that of
+    An answer that the verifier cannot read scores 0.0: some tasks raise for it, such as that of
     `prime_factorization` for words. If it raises for the row's own answer too, that error is raised.
 
     The row has `task` and `entry`, as this source writes them, or is an entry itself (`question`, `answer`, `metadata`

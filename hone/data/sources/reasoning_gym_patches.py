@@ -1,4 +1,4 @@
-"""Patches of reasoning-gym (0.1.x): its import without pycosat, and verifiers that compare tuples.
+"""Patches of reasoning-gym (0.1.x): its import without pycosat, and tasks that compare tuples.
 
 The package imports every task at once, and one family of logic puzzles needs pycosat, which is published as C source
 only: without a compiler and Python's headers, importing the whole package would fail.
@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 SAT_SOLVER = "pycosat"
-GRID_TASKS = ("arc_agi", "rearc")  # their verifiers compare an entry's grids as tuples, which are lists after JSON
+GRID_TASKS = ("arc_agi", "rearc")  # they compare an entry's grids as tuples, which are lists after JSON
 
 
 class _MissingSolver(ModuleType):

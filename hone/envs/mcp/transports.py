@@ -62,7 +62,7 @@ class Transport(Protocol):
 
 
 class PipeTransport:
-    """A server in a process of its own, with everything that it starts. `verifiers` and `textworld` use it too."""
+    """A server in a process of its own, with everything that it starts."""
 
     def __init__(self, name: str, command: list[str], environment: Mapping[str, str], kept: Sequence[str] = ()) -> None:
         """`environment` is added to hone's, or to the variables of it named by `kept`."""

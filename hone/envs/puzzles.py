@@ -25,8 +25,8 @@ from hone.processes.request_process import END_S, ChildLost, ChildSpec, RequestP
 from hone.processes.restarts import Restarts
 from hone.types import Completion, Message, Prompt
 
-CHILD = ChildSpec("process of Reasoning Gym's verifiers", "hone.envs.games.puzzle_program")
-PARTS = ("task", "entry", "question", "answer", "metadata")  # of a row, that verifiers read
+CHILD = ChildSpec("process that scores by Reasoning Gym", "hone.envs.puzzle_program")
+PARTS = ("task", "entry", "question", "answer", "metadata")  # of a row, that scoring reads
 PROCESSES = 4  # at most; an answer that hangs one does not hold up the others
 RESTARTS, RESTARTS_S = 5, 120.0
 
@@ -47,7 +47,7 @@ class PuzzleEnv:
 
     @classmethod
     def for_run(cls, settings: EpisodeConfig) -> Verifier:
-        """Start the first of the verifiers' processes. Raises ConfigError if it cannot run."""
+        """Start the first of the processes that score. Raises ConfigError if it cannot run."""
         assert isinstance(settings.env, PuzzleSettings)
         return Verifier(settings.env)
 
@@ -87,7 +87,7 @@ class Verifier:
 
     def __init__(self, settings: PuzzleSettings) -> None:
         self._settings = settings
-        self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="hone-verifiers")
+        self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="hone-puzzles")
         self._idle: SimpleQueue[RequestProcess] = SimpleQueue()
         self._processes: set[RequestProcess] = set()
         self._starting = Lock()
@@ -98,7 +98,7 @@ class Verifier:
             self._idle.put(self._threads.submit(self._start).result(settings.start_timeout_s + 2 * END_S))
         except (ChildLost, OSError) as error:
             self._threads.shutdown(wait=False)
-            raise ConfigError(f"episode.env: Reasoning Gym's verifiers do not start: {error}") from error
+            raise ConfigError(f"episode.env: Reasoning Gym does not start: {error}") from error
 
     def __call__(self, prompt: Prompt, sample: int, settings: EpisodeConfig) -> PuzzleEnv:
         return PuzzleEnv(self, prompt, self._settings)

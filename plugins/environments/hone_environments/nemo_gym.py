@@ -26,10 +26,11 @@ from hone.envs.agents.program import Verdict
 from hone.envs.agents.runner import AgentRunner
 from hone.envs.base import ToolLost
 from hone.envs.episode import Play, ScoreFn
-from hone.envs.settings import EpisodeConfig, NemoGymSettings
+from hone.envs.settings import EpisodeConfig
 from hone.processes.http_client import http_session
 from hone.processes.untrusted_json import parse_json, parse_json_apart
 from hone.types import Prompt, TrajectoryGroup
+from hone_environments.settings import NemoGymSettings
 
 LARGEST_ANSWER = 16 << 20  # bytes
 PING_S = 5.0

@@ -21,13 +21,13 @@ from hone.data.sources.base import DataError, open_rows
 from hone.envs.agents.program import Verdict
 from hone.envs.episode import Play
 from hone.envs.settings import EpisodeConfig
-from hone.envs.verifiers.episodes import EpisodeFailed, VerifiersRunner, verdict_of
 from hone.models.settings import BuildConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.types import Completion, Prompt, PromptTooLong, SamplingParams, Status, StopReason
+from hone_environments.verifiers.episodes import EpisodeFailed, VerifiersRunner, verdict_of
 from tests.docs.blocks import ROOT, read_blocks
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "stand_ins"
 REAL = os.environ.get("HONE_TEST_VERIFIERS_PYTHON", "")
 LANGUAGE = Renderer(build_tokenizer(BuildConfig()))
 KINDS = ("", "dies", "no setup", "no score", "slow score")

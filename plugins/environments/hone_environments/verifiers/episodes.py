@@ -28,9 +28,10 @@ from hone.envs.base import ToolLost
 from hone.envs.episode import Play, ScoreFn
 from hone.envs.mcp.restarted import RestartedProgram, loaded
 from hone.envs.mcp.transports import PipeTransport, Rpc
-from hone.envs.settings import EpisodeConfig, VerifiersSettings
+from hone.envs.settings import EpisodeConfig
 from hone.processes.child import END_S
 from hone.types import Prompt, TrajectoryGroup
+from hone_environments.settings import VerifiersSettings
 
 PROGRAM = Path(__file__).with_name("program.py")
 

@@ -1,4 +1,4 @@
-"""Score answers with the verifiers of Reasoning Gym, in a process of its own, because policies wrote them.
+"""Score answers with Reasoning Gym, in a process of its own, because policies wrote them.
 
 {"answer": "42", "row": {"task": ..., "entry": ...}}  -->  {"score": 1.0}  or  {"error": "..."}
 """

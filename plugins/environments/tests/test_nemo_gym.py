@@ -18,14 +18,14 @@ from hone.data.rendering import Renderer
 from hone.envs.agents.program import Verdict
 from hone.envs.base import ToolLost
 from hone.envs.episode import Play
-from hone.envs.nemo_gym import NemoGymRunner, verdict_of
 from hone.envs.settings import EpisodeConfig
 from hone.models.settings import BuildConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.types import Completion, Prompt, SamplingParams, Status, StopReason
+from hone_environments.nemo_gym import NemoGymRunner, verdict_of
 from tests.envs.listening import listening
 
-SERVER = str(Path(__file__).with_name("nemo_gym_server.py"))
+SERVER = str(Path(__file__).parent / "stand_ins" / "nemo_gym_server.py")
 PACKAGE = os.environ.get("HONE_TEST_NEMO_GYM_PYTHON", "")
 LETTERS = sorted(set("abcdefghijklmnopqrstuvwxyz_<>{}\":, -0123456789ATVN'()[].\n/"))
 TOOL = {

@@ -1,4 +1,4 @@
-"""Gymnasium environments of the tests: `tests.envs.gym_envs:Guess-v0` and others."""
+"""Gymnasium environments of the tests: `gym_envs:Guess-v0` and others."""
 
 import gymnasium
 import numpy

@@ -14,12 +14,12 @@ import pytest
 from hone.cli.main import main
 from hone.config import ConfigError, build
 from hone.envs.base import ToolLost
-from hone.envs.games.textworld import GameFailed, TextWorldEnv, command_in
 from hone.envs.settings import EpisodeConfig
 from hone.envs.tool_calls import Said
 from hone.types import Completion, Prompt, Status, StopReason
+from hone_environments.textworld import GameFailed, TextWorldEnv, command_in
 
-LIKE = Path(__file__).parent / "textworld_like"
+LIKE = Path(__file__).parent / "stand_ins" / "textworld_like"
 REAL = os.environ.get("HONE_TEST_TEXTWORLD_PYTHON", "")
 NOTHING = Completion("x", (), (), (), StopReason.STOP)
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Play."}

@@ -13,22 +13,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from openenv_server import A_LIST, BYTES, DIES, HANGS, HUGE, NO_DONE, NO_REWARD, PROSE, RAISES
 
 from hone.cli.main import main
 from hone.config import ConfigError, build
 from hone.envs.base import ToolLost
 from hone.envs.episode import EpisodeRunner, Play
-from hone.envs.games import openenv
-from hone.envs.games.openenv import OpenEnv, action_in, observed
 from hone.envs.settings import EpisodeConfig
 from hone.envs.text_codec import TextCodec
 from hone.envs.tool_calls import Said, no_calls
 from hone.types import Completion, Prompt, SamplingParams, Status, StopReason
+from hone_environments import openenv
+from hone_environments.openenv import OpenEnv, action_in, observed
 from tests.envs.language import Language
 from tests.envs.listening import listening
-from tests.envs.openenv_server import A_LIST, BYTES, DIES, HANGS, HUGE, NO_DONE, NO_REWARD, PROSE, RAISES
 
-SERVER = str(Path(__file__).with_name("openenv_server.py"))
+SERVER = str(Path(__file__).parent / "stand_ins" / "openenv_server.py")
 CORE = os.environ.get("HONE_TEST_OPENENV_PYTHON", "")
 NOTHING = Completion("x", (), (), (), StopReason.STOP)
 

@@ -11,12 +11,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from hone.data.settings import RowsConfig, VerifiersTasksSettings
+from hone.data.settings import RowsConfig
 from hone.data.sources.base import DataError, ListRows, Row
 from hone.processes.child import tail_of
 from hone.processes.supervisor import FOLDER
 from hone.processes.tree import ProcessTree
 from hone.processes.untrusted_json import parse_json
+from hone_environments.settings import VerifiersTasksSettings
 
 PROGRAM = Path(__file__).with_name("rows.py")
 GLANCE_S = 0.05

@@ -7,10 +7,10 @@ import pytest
 
 from hone.cli.main import main
 from hone.config import ConfigError, build
-from hone.envs.games.gymnasium import GymnasiumEnv, action_in
 from hone.envs.settings import EpisodeConfig
 from hone.envs.tool_calls import Said
 from hone.types import Completion, Prompt, Status, StopReason
+from hone_environments.gymnasium import GymnasiumEnv, action_in
 
 NOTHING = Completion("x", (), (), (), StopReason.STOP)
 WALK = {"id": "FrozenLake-v1", "options": {"render_mode": "ansi", "is_slippery": False}}
@@ -78,7 +78,7 @@ def test_numbers_begin_where_the_space_begins():
 
 def numbers(**prompt):
     """The guesses that are right, found by trying all: each prompt has one."""
-    env = made(id="tests.envs.gym_envs:Guess-v0", **prompt)
+    env = made(id="gym_envs:Guess-v0", **prompt)
     _, results = asyncio.run(play(env, *map(str, range(100))))
     return [number for number, one in enumerate(results) if one.done]
 
@@ -91,7 +91,7 @@ def test_the_prompt_decides_the_seed():
 
 
 def test_a_text_action_is_the_whole_answer():
-    _, (refused, wrong) = asyncio.run(play(made(id="tests.envs.gym_envs:Guess-v0"), "seven", "100"))
+    _, (refused, wrong) = asyncio.run(play(made(id="gym_envs:Guess-v0"), "seven", "100"))
     assert refused.messages[0]["content"] == "There is no action in 'seven'. Expected: a text of 1 to 5 characters."
     assert (wrong.messages[0]["content"], wrong.reward) == ("wrong", 0.0)
 
@@ -101,9 +101,9 @@ def test_a_text_action_is_the_whole_answer():
     [
         ({"id": "FrozenLak-v1"}, "FrozenLak-v1 cannot be made: .*FrozenLake"),
         ({"id": "FrozenLake-v1", "options": {"depth": 3}}, "FrozenLake-v1 cannot be made: .*depth"),
-        ({"id": "tests.envs.gym_envs:Steering-v0"}, "which no text names; expected a Discrete or a Text space"),
+        ({"id": "gym_envs:Steering-v0"}, "which no text names; expected a Discrete or a Text space"),
         ({"id": "FrozenLake-v1", "actions": ["left"]}, "actions has 1 names; the actions are Discrete"),
-        ({"id": "tests.envs.gym_envs:Guess-v0", "actions": ["a"]}, "has 1 names; the actions are Text"),
+        ({"id": "gym_envs:Guess-v0", "actions": ["a"]}, "has 1 names; the actions are Text"),
     ],
 )
 def test_what_cannot_be_played_is_an_error_before_the_run(env, error):
