@@ -166,7 +166,7 @@ def cosine(config: CosineConfig, warmup: int, total: int) -> Shape:
 
 def wsd(config: WsdConfig, warmup: int, total: int) -> Shape:
     """The learning rate stays at its peak, and falls on a line at the end of the run."""
-    return linear(config, total - 1 - config.decay(warmup, total), total)
+    return linear(config, max(total - 1 - config.decay(warmup, total), 0), total)
 
 
 def _progress(step: int, start: int, total: int) -> float:

@@ -71,6 +71,7 @@ _OPENINGS = {
 }
 _THINK, _END_THINK = "<think>", "</think>"
 _LONGEST_EXPRESSION = 20_000  # characters of a pythonic call
+_LARGEST_INTEGER = 10**1000  # Python's own limit, of 4,300 digits in a text, may be lifted for a process
 
 
 def split_thought(text: str) -> tuple[str, str]:
@@ -182,12 +183,29 @@ def _checked(call: Any, written: str, key: str = "arguments") -> Call:
 def _sendable(name: str, arguments: Mapping[str, Any], written: str) -> Call:
     """A call that protocols can carry: escapes of JSON may write half a character, and numbers beyond any float."""
     try:
+        _check_integers(arguments)
         json.dumps({name: arguments}, allow_nan=False, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return Call("", {}, written, "it has half a character, such as \\ud800 without its other half")
-    except ValueError:
-        return Call(name, {}, written, "arguments have a number that is not finite")
+    except ValueError as error:
+        large = isinstance(error, _LargeInteger)
+        return Call(name, {}, written, f"arguments have {error if large else 'a number that is not finite'}")
     return Call(name, arguments, written)
+
+
+class _LargeInteger(ValueError):
+    """An integer that takes long to write and read."""
+
+
+def _check_integers(value: Any) -> None:
+    """Raises _LargeInteger for an integer of more than 1,000 digits, at any depth."""
+    if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+        raise _LargeInteger("an integer of more than 1,000 digits")
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple | set):
+        for one in value:
+            _check_integers(one)
 
 
 def _tagged_call(body: str, written: str) -> Call:
@@ -251,8 +269,10 @@ def _python_calls(written: str) -> Iterator[Call]:
         assert node.end_col_offset is not None
         end = begins[node.end_lineno - 1] + node.end_col_offset
         source = text[begins[node.lineno - 1] + node.col_offset : end].decode()
+        arguments = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
+        _check_integers(arguments)
         # through JSON, so that arguments are what JSON can carry, whichever parser read them
-        arguments = parse_json(json.dumps({str(one.arg): ast.literal_eval(one.value) for one in node.keywords}))
+        arguments = parse_json(json.dumps(arguments))
         yield _sendable(ast.unparse(node.func), arguments, f"[{source}]")
 
 

@@ -33,6 +33,12 @@ _CLOCK = re.compile(r"(?<![\d:.])\d{1,2}(?::\d{2}){1,2}(?![\d:])")
 _RATIO = re.compile(r"\d+(?:\s*:\s*\d+)+")
 _MIXED = re.compile(r"(?<![\w./\\^{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w/.])")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}")
+_CASES = re.compile(  # a system of equations, row by row
+    r"(?:\\left\s?\\\{\s?)?\\begin\s?\{(?:cases|aligned|align\*?|gathered|array)\}(?:\{[lcr]{1,3}\})?"
+    r"((?:(?!\\(?:begin|end)\b)[^&]){1,2000})\\end\s?\{[a-z]{1,9}\*?\}(?:\s?\\right\s?\.)?"
+)
+_MONEY = re.compile(r"\\\$|[£€¥₹]|\b(?:dollars?|usd)\b", re.IGNORECASE)
+_CENTS = re.compile(r"(?<![\d.,])([\d,]++(?:\.\d++)?+)\s?(?:cents?\b|¢)", re.IGNORECASE)
 _TAG = re.compile(r"</?[A-Za-z][\w-]{0,30}>")
 _WITH_UNIT = re.compile(rf"([-+]?\s{{0,9}}(?=[.\d]){_NUMBER})\s{{0,9}}([A-Za-z][A-Za-z .'/-]*)(?:\^\{{?(\d)\}}?)?")
 _SPELLINGS = str.maketrans({
@@ -147,7 +153,8 @@ def plain(text: str) -> str:
     text = _TAG.sub(" ", text.replace("**", "").replace("`", " ")).strip()
     while (inner := _unwrapped(text)) != text:
         text = inner
-    text = re.sub(r"\\?[$£€¥₹]", "", text)
+    text = re.sub(r"\\?[$£€¥₹]", "", text).replace("¢", " cents")
+    text = _CASES.sub(_equations, text)
     text = _THOUSANDS.sub("", text)
     text = _fractions(text)
     text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
@@ -157,9 +164,37 @@ def plain(text: str) -> str:
     return text.strip().removesuffix(".").strip()
 
 
+def _equations(found: re.Match[str]) -> str:
+    """A system of equations as a list; other rows stay as they are."""
+    rows = [row.strip(" ,;\n") for row in found[1].split("\\\\")]
+    equations = [row for row in rows if row]
+    return ", ".join(equations) if all("=" in row for row in equations) else found[0]
+
+
 def _spelled_out(text: str) -> str:
     """Write numbers with powers of ten as digits."""
     return _SCIENTIFIC.sub(lambda found: format(Decimal(found[0]), "f"), text, count=_MOST_NUMBERS)
+
+
+def is_money(text: str) -> bool:
+    """Return whether a text is in dollars or another currency: a dollar that surrounds no formula is one.
+
+    >>> is_money(r"\\$5"), is_money("$5"), is_money("5 dollars"), is_money("$5$"), is_money("5 cents")
+    (True, True, True, False, False)
+    """
+    return _MONEY.search(text) is not None or text.replace("\\$", "").count("$") % 2 == 1
+
+
+def cents_at_the_end(text: str) -> Fraction | None:
+    """The number of cents, if the last number of a text is one of cents.
+
+    >>> cents_at_the_end("It costs 5 cents."), cents_at_the_end("5 cents is $0.05")
+    (Fraction(5, 1), None)
+    """
+    *_, last = (None, *_CENTS.finditer(text))
+    if last is None or any(character.isdigit() for character in text[last.end() :]):
+        return None
+    return number(last[1])
 
 
 def prose(text: str) -> str:
@@ -286,8 +321,10 @@ __all__ = [
     "after_final",
     "answer_part",
     "boxes",
+    "cents_at_the_end",
     "clock_or_ratio",
     "clocks",
+    "is_money",
     "is_words",
     "number",
     "plain",

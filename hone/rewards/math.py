@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,8 +25,10 @@ from hone.rewards.formulas import (
     after_final,
     answer_part,
     boxes,
+    cents_at_the_end,
     clock_or_ratio,
     clocks,
+    is_money,
     is_words,
     number,
     placed_boxes,
@@ -42,9 +43,6 @@ from hone.rewards.formulas import (
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
 logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 
-# Otherwise an answer of more than 4,300 digits would be a failure of the reward and no wrong answer.
-sys.set_int_max_str_digits(0)
-
 DELIMITERS = ("$", "\\(", "\\[")
 NEAR = Fraction(1, 10**6)  # numbers that are written as decimals may differ by this
 SAME_SIZE = 1e-3  # relative difference above which numbers differ, whatever math-verify says of small ones
@@ -56,6 +54,7 @@ class Truth:
 
     text: str
     parsed: tuple[Any, ...]  # (): compared as text only
+    money: bool = False  # in dollars or another currency, of which cents are hundredths
 
 
 def math(response: str, ground_truth: Any, row: Mapping[str, Any]) -> float:
@@ -73,7 +72,7 @@ def math(response: str, ground_truth: Any, row: Mapping[str, Any]) -> float:
     if boxed:
         contents = [content for content, _ in boxed]
         candidates = [contents[-1], *([", ".join(contents)] if len(contents) > 1 else [])]
-        return float(any(_equal(truth, plain(one)) for one in candidates))
+        return float(any(_equal(truth, plain(one), is_money(one)) for one in candidates))
     if "\\boxed{" in answer:
         return 0.0  # the answer breaks off within its box
     return float(_answers(truth, answer))
@@ -85,7 +84,7 @@ def _expected(text: str) -> Truth:
     boxed = boxes(text)
     whole = plain(", ".join(boxed) if boxed else text)
     if boxed or not any(mark in whole for mark in DELIMITERS):
-        truth = Truth(whole, () if _is_text(whole) else _formula(whole))
+        truth = Truth(whole, () if _is_text(whole) else _formula(whole), is_money(text))
     else:
         truth = Truth(text.strip(), _parse(prose(text)))
     if not truth.text or not (truth.parsed or _is_text(truth.text)):
@@ -98,14 +97,17 @@ def _is_text(text: str) -> bool:
     return clock_or_ratio(text) is not None or is_words(text)
 
 
-def _equal(truth: Truth, answer: str) -> bool:
-    """Return whether a plain answer, the content of a box, equals the truth."""
+def _equal(truth: Truth, answer: str, money: bool = False) -> bool:
+    """Return whether a plain answer, the content of a box, equals the truth; `money`: it was one of dollars."""
     if not answer:
         return False
     if words(truth.text) == words(answer):
         return True
     expected, found = quantity(truth.text), quantity(answer)
     if expected is not None and found is not None:
+        if truth.money != money and (found if truth.money else expected).unit == "cent":
+            cents, dollars = (found, expected) if truth.money else (expected, found)
+            return _near(dollars.value, cents.value / 100)
         same_unit = not found.unit or not expected.unit or found.unit == expected.unit
         return same_unit and _near(expected.value, found.value)
     if _is_text(truth.text):
@@ -119,8 +121,11 @@ def _equal(truth: Truth, answer: str) -> bool:
 def _answers(truth: Truth, response: str) -> bool:
     """Return whether a response without a box gives the truth."""
     whole = plain(response)
-    if len(whole) <= 4 * len(truth.text) + 40 and _equal(truth, whole):
+    if len(whole) <= 4 * len(truth.text) + 40 and _equal(truth, whole, is_money(response)):
         return True
+    if truth.money and (cents := cents_at_the_end(response)) is not None:
+        value = number(truth.text)
+        return value is not None and _near(value, cents / 100)
     if clock_or_ratio(truth.text) is not None and clocks(truth.text):
         found = clocks(response)
         return bool(found) and clock_or_ratio(found[-1]) == clock_or_ratio(truth.text)

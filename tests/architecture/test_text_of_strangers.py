@@ -30,8 +30,10 @@ from hone.rewards.formulas import (
     after_final,
     answer_part,
     boxes,
+    cents_at_the_end,
     clock_or_ratio,
     clocks,
+    is_money,
     is_words,
     plain,
     prose,
@@ -79,7 +81,18 @@ def _told(text: str) -> object:
 
 def _formulas(text: str) -> None:
     boxes(answer_part(text))
-    for read in (plain, prose, quantity, words, clock_or_ratio, clocks, is_words, after_final):
+    for read in (
+        plain,
+        prose,
+        quantity,
+        words,
+        clock_or_ratio,
+        clocks,
+        is_words,
+        after_final,
+        is_money,
+        cents_at_the_end,
+    ):
         read(text)
 
 
@@ -104,7 +117,10 @@ READERS: dict[str, Reader] = {
     "numbers alone": Reader(only_number, ("$1", "½", "1e9", "%", "a ", "1/", "2 1/2 ")),
     "formulas": Reader(
         _formulas,
-        ("\\boxed{", "\\boxed 1", "}", "\\text{", "√(", "½", "1 1/2 ", "1e99 ", "1:", "$", "</a>", "1,\\!", "¹"),
+        (
+            *("\\boxed{", "\\boxed 1", "}", "\\text{", "√(", "½", "1 1/2 ", "1e99 ", "1:", "$", "</a>", "1,\\!", "¹"),
+            *("1 cent ", "1,1", "\\begin{cases}", "\\begin{cases}a\\end{cases}"),
+        ),
     ),
     "reward exact_match": Reader(
         partial(exact_match, ground_truth="1", row={}, tag="answer", collapse_spaces=True), ("<answer>", "</answer>")
@@ -148,7 +164,21 @@ TRIED: dict[str, dict[str, str]] = {
     "hone/rewards/formulas.py": dict.fromkeys(
         (
             *("_MARKS", "_ONE_NUMBER", "_SCIENTIFIC", "_THOUSANDS", "_CLOCK", "_RATIO", "_MIXED", "_TEXT", "_TAG"),
-            *("_WITH_UNIT", "_ROOT", "_RAISED", "_FINAL", "if", "listed", "text", "words", "return", "parts"),
+            *(
+                "_CASES",
+                "_MONEY",
+                "_CENTS",
+                "_WITH_UNIT",
+                "_ROOT",
+                "_RAISED",
+                "_FINAL",
+                "if",
+                "listed",
+                "text",
+                "words",
+                "return",
+                "parts",
+            ),
         ),
         "formulas",
     ),

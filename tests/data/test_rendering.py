@@ -500,8 +500,9 @@ LAST = MARKED.replace("message.role == 'assistant' %}", "message.role == 'assist
         PHI,
         PHI.replace("<|im_end|>\\n", "<|im_end|>"),
         MARKED.replace("<|im_end|>' }}{%- end", "<|im_end|>\\n<eos>' }}{%- end"),
+        MARKED + "{% generation %}{{ '<eos>' }}{% endgeneration %}",
     ],
-    ids=["phi3", "phi4", "marked"],
+    ids=["phi3", "phi4", "marked", "marked twice"],
 )
 def test_an_answer_ends_with_the_token_that_a_rollout_stops_at(make_tokenizer, template):
     renderer = Renderer(make_tokenizer(template))

@@ -28,6 +28,7 @@ def factors(total, **settings):
         ({"name": "linear", "warmup_steps": 2, "min_ratio": 0.5}, 5, [0.5, 1, 1, 0.75, 0.5]),
         ({"name": "cosine"}, 5, [1, 0.853553, 0.5, 0.146447, 0]),
         ({"name": "cosine", "min_ratio": 0.2, "warmup_steps": 1}, 4, [1, 1, 0.6, 0.2]),
+        ({"name": "wsd"}, 1, [1]),
         ({"name": "wsd", "decay_fraction": 0.4}, 10, [1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
         (
             {"name": "wsd", "warmup_steps": 2, "decay_fraction": 0.5, "min_ratio": 0.5},

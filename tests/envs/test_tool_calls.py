@@ -89,6 +89,12 @@ def test_several_calls_keep_their_order_and_broken_ones_do_not_hide_others():
         (mistral, '[TOOL_CALLS]f[ARGS]{"a": 1e999}', "a number that is not finite"),
         (llama3, '<|python_tag|>{"name": "f", "parameters": {"a": NaN}}', "a number that is not finite"),
         (pythonic, "[f(a={(1, 2): 3})]", "keys must be str"),
+        (pythonic, "[f(a=0x" + "f" * 5000 + ")]", "an integer of more than 1,000 digits"),
+        (
+            hermes,
+            '<tool_call>{"name": "f", "arguments": {"a": [1' + "0" * 2000 + "]}}</tool_call>",
+            "an integer of more",
+        ),
         (pythonic, "[f(a={1, 2})]", "not JSON serializable"),
         (pythonic, "[f(a=b'x')]", "not JSON serializable"),
         (pythonic, "[f(1)]", "a call is written as name(argument=value, ...)"),

@@ -177,6 +177,18 @@ MATRIX = r"\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}"
         (r"\boxed{\$18.90}", "18.9", 1.0),
         (r"\boxed{18.91}", r"\$18.90", 0.0),
         (r"The total is $\boxed{32348}$.", r"\$32,\!348", 1.0),
+        ("5 cents", r"\$5", 0.0),
+        (r"\boxed{5\text{ cents}}", "5 dollars", 0.0),
+        ("So it costs 5¢.", r"\$5", 0.0),
+        ("So it costs 500 cents.", r"\$5", 1.0),
+        (r"\boxed{5\text{ cents}}", "$0.05", 1.0),
+        (r"\boxed{\$5}", "5 cents", 0.0),
+        ("5 cents", "5", 1.0),
+        # a system is a list of equations
+        ("$x=1,y=2$", r"\begin{cases}x=1\\y=2\end{cases}", 1.0),
+        (r"\boxed{\begin{cases} y=2, \\ x=\frac{2}{2} \end{cases}}", "x=1,y=2", 1.0),
+        (r"\boxed{\left\{\begin{array}{l}x=1\\y=2\end{array}\right.}", "x=1,y=2", 1.0),
+        (r"\boxed{\begin{cases}x=1\\y=3\end{cases}}", "x=1,y=2", 0.0),
         ("It costs $5 and then $10", "10", 1.0),
         ("It costs $5 and then $10", "5", 0.0),
         # quotes, tags, mixed numbers, times

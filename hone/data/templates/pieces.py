@@ -78,6 +78,9 @@ def _marked_pieces(template: Rendering, text: str, messages: Sequence[Message], 
         answer, _, after = part.partition(_CLOSE)
         end = template.specials.match(after, len(after) - len(after.lstrip()))
         left_out = end is not None and template.special[end.group()] in template.ends
+        if pieces and not before.strip() and not template.specials.sub("", _NUMBERED.sub("", answer)).strip():
+            before += answer + after  # marks around a token after the end of an answer, which no rollout has
+            continue
         if end is not None and left_out and not _ended(template, answer):  # the marks leave the end token out
             answer, after = answer + after[: end.end()], after[end.end() :]
         if found := _NUMBERED.search(answer):
