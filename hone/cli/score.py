@@ -34,7 +34,8 @@ from hone.data.sources.base import SUFFIXES, Row, Rows, suffix_of
 from hone.data.sources.files import open_jsonl, open_parquet
 from hone.processes.frames import as_text
 from hone.registry import unknown
-from hone.rewards.pool import Outcome, RewardPool, encode_case, functions
+from hone.rewards.hosting.processes import functions
+from hone.rewards.pool import Outcome, RewardPool, encode_case
 from hone.rewards.rubric import flatten
 from hone.rewards.settings import RewardComponent, RewardConfig
 

@@ -1,7 +1,8 @@
 """Rewards: score answers with functions in worker processes, or with reward models. Each call has a deadline.
 
 In reading order: `base` (what a reward function is), `settings`, `rubric` (weighs components, scores groups), `pool`
-and `worker` (the two sides of the worker processes), `binding` (the arguments of a function), `model` (reward models).
+and `worker` (the two sides of the worker processes), `hosting` (which processes), `binding` (the arguments of a
+function), `model` (reward models).
 The built-in functions, which `REWARDS` names: `exact_match`, `gsm8k`, `math`, `code`, `reasoning_gym`, `judge`
 (two of them, which ask by `judge_client`). `extraction` finds the number that is the answer of a response, `formulas`
 the formula.

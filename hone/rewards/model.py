@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hone.processes.frames import encode_value
-from hone.rewards.pool import Hosting, Outcome, RewardPool
+from hone.rewards.hosting.processes import Hosting
+from hone.rewards.pool import Outcome, RewardPool
 from hone.types import Message, Prompt, Trajectory
 
 START_TIMEOUT_S = 1800.0  # for reading the weights of a large model from a slow disk

@@ -13,26 +13,23 @@ dies with several of them, each is run again alone. A killed or dead process is 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from hone.config import ConfigError
 from hone.processes.frames import BrokenFrame, encode_value
-from hone.processes.request_process import ChildLost, ChildSpec, RequestProcess
+from hone.processes.request_process import ChildLost, RequestProcess
 from hone.processes.restarts import Restarts
-from hone.rewards.settings import RewardConfig
+from hone.rewards.hosting.lateness import LATE_IN_A_ROW, PROBES, tell, why_passed_over
+from hone.rewards.hosting.processes import START_TIMEOUT_S, Hosting
 from hone.types import Trajectory
 
 LOG = logging.getLogger("hone.rewards")
-START_TIMEOUT_S = 120.0  # importing the reward functions, on a busy machine
-MODULE = "hone.rewards.worker"
 FAILED_STARTS, WINDOW_S = 2, 600.0  # a process whose start fails more often is not replaced
 LARGEST_BATCH, LARGEST_BATCH_CHARACTERS = 64, 32 << 20
 GRACE_S = 2.0  # a process ends late coroutines itself; after this long its event loop counts as blocked
@@ -56,41 +53,6 @@ class Outcome:
     def of_each(self, answers: int) -> tuple[Outcome, ...]:
         """The outcome of each answer of a group; a call that failed has failed for all."""
         return self.answers or (self,) * answers
-
-
-@dataclass(frozen=True, slots=True)
-class Hosting:
-    """Workers of a pool's processes, and the number of processes."""
-
-    components: Mapping[str, Mapping[str, Any]]  # name -> what a process needs to load it, `timeout_s`, `most_calls`
-    workers: int
-    module: str = MODULE
-    environment: Mapping[str, str] = field(default_factory=dict)
-    start_timeout_s: float = START_TIMEOUT_S
-    budget: int | None = None  # largest cost of a batch; None: the processes share the queue evenly
-    log: Path | None = None  # process 0 writes what it prints to `<log>-0.log`
-
-    def child(self, index: int) -> ChildSpec:
-        """Process number `index`: one thread unless asked otherwise, and sets of strings in the same order in all."""
-        threads = os.environ.get("OMP_NUM_THREADS", "1")
-        log = self.log and self.log.with_name(f"{self.log.name}-{index}.log")
-        variables = {"OMP_NUM_THREADS": threads, "PYTHONHASHSEED": "0", **self.environment}
-        return ChildSpec("reward process", self.module, variables, log)
-
-
-def functions(config: RewardConfig, logs: Path | None = None) -> Hosting:
-    """The components that are functions, in processes that they share; `logs`: folder of what they print."""
-    components = {
-        name: {
-            "reward": part.reward,
-            "options": dict(part.options),
-            "timeout_s": part.timeout_s,
-            "most_calls": part.max_calls_per_step,
-        }
-        for name, part in config.components.items()
-        if part.model is None
-    }
-    return Hosting(components, config.workers if components else 0, log=logs and logs / "functions")
 
 
 Texts = str | Sequence[str]
@@ -130,6 +92,8 @@ class RewardPool:
         self._closing = threading.Event()
         self._submitted = 0
         self._calls: Counter[str] = Counter()  # of this step, by component
+        self._ended: Counter[bool] = Counter()  # calls that were in time, and that were late
+        self._late: Counter[str] = Counter()  # calls in a row that were late, by component
         self.restarts = 0
 
     def start(self) -> None:
@@ -143,6 +107,7 @@ class RewardPool:
             thread = threading.Thread(target=self._serve, args=(index, future), name=f"reward-{index}", daemon=True)
             self._threads.append(thread)
             thread.start()
+        threading.Thread(target=tell, args=(self._counts, self._closing), name="reward-progress", daemon=True).start()
         try:
             for future in ready:
                 future.result(self._hosting.start_timeout_s + GRACE_S)
@@ -181,6 +146,12 @@ class RewardPool:
         """Count the calls of a step from 0 again."""
         with self._changed:
             self._calls.clear()
+            self._late = Counter({name: min(late, LATE_IN_A_ROW - PROBES) for name, late in self._late.items()})
+
+    def _counts(self) -> tuple[int, int, int]:
+        """Calls so far, those that have ended, and those that were late."""
+        with self._changed:
+            return self._submitted, self._ended.total(), self._ended[True]
 
     def close(self) -> None:
         """End all processes; calls without a result raise PoolClosed."""
@@ -241,8 +212,7 @@ class RewardPool:
                 self._closing.wait(failed.pause_s)
 
     def _kill(self, index: int) -> None:
-        process = self._processes.pop(index, None)
-        if process is not None:
+        if (process := self._processes.pop(index, None)) is not None:
             process.kill()
 
     def _lost(self, error: Exception) -> None:
@@ -276,32 +246,19 @@ class RewardPool:
         with self._changed:
             while not self._closed:
                 jobs = min((j for j in self._waiting.values() if j), key=lambda j: j[0].order, default=None)
-                batch = self._cut(jobs) if jobs else []
-                if batch:
-                    return batch
                 if jobs is None:
                     self._changed.wait()
+                    continue
+                name, before = jobs[0].component, len(jobs)
+                if self._late[name] >= LATE_IN_A_ROW:
+                    batch = _pass_over(jobs, self.components[name]["timeout_s"])
+                else:
+                    shares = self._workers if name in self._concurrent else 2 * self._workers
+                    batch = _cut(jobs, shares, self._hosting.budget)
+                self._ended[False] += before - len(jobs) - len(batch)
+                if batch:
+                    return batch
         return []
-
-    def _cut(self, jobs: deque[_Job]) -> list[_Job]:
-        """A share of the queue, so that all processes end at about the same time; cancelled calls are dropped."""
-        shares = self._workers if jobs[0].component in self._concurrent else 2 * self._workers
-        budget = self._hosting.budget
-        size = max(1, min(LARGEST_BATCH, -(-len(jobs) // shares))) if budget is None else len(jobs)
-        size = 1 if jobs[0].alone else size
-        batch: list[_Job] = []
-        cost = characters = 0
-        while jobs and len(batch) < size and (not batch or not jobs[0].alone):
-            if batch and budget is not None and cost + jobs[0].cost > budget:
-                break
-            if batch and characters + len(jobs[0].item) > LARGEST_BATCH_CHARACTERS:
-                break
-            job = jobs.popleft()
-            if job.future.running() or job.future.set_running_or_notify_cancel():
-                batch.append(job)
-                cost += job.cost
-                characters += len(job.item)
-        return batch
 
     def _run(self, process: RequestProcess, batch: Sequence[_Job]) -> bool:
         """Give every job of the batch a result, or put it back. False: the process must be replaced."""
@@ -321,12 +278,12 @@ class RewardPool:
                 for reply in replies:
                     index, outcome = _outcome(reply, timeout_s)
                     if index in left:
-                        left.pop(index).future.set_result(outcome)
+                        self._settle(left.pop(index), outcome)
                 if not together:
                     deadline = time.monotonic() + timeout_s
         except BrokenFrame as error:  # the batch is one item that is too long
             for job in left.values():
-                job.future.set_result(Outcome(error=str(error)))
+                self._settle(job, Outcome(error=str(error)))
         except ChildLost as death:
             self._blame_death(left, str(death), together)
             return False
@@ -335,10 +292,15 @@ class RewardPool:
             raise
         return True
 
+    def _settle(self, job: _Job, outcome: Outcome) -> None:
+        with self._changed:
+            self._ended[outcome.late] += 1
+            self._late[job.component] = self._late[job.component] + 1 if outcome.late else 0
+        job.future.set_result(outcome)
+
     def _blame_late(self, left: dict[int, _Job], timeout_s: float, together: bool) -> None:
-        late = list(left) if together else [min(left)]
-        for index in late:
-            left.pop(index).future.set_result(_late(timeout_s))
+        for index in list(left) if together else [min(left)]:
+            self._settle(left.pop(index), _late(timeout_s))
         self._put_back(list(left.values()))
 
     def _blame_death(self, left: dict[int, _Job], reason: str, together: bool) -> None:
@@ -349,7 +311,7 @@ class RewardPool:
             for job in left.values():
                 job.alone = True
         elif left:
-            left.pop(min(left)).future.set_result(Outcome(error=reason))
+            self._settle(left.pop(min(left)), Outcome(error=reason))
         self._put_back(list(left.values()))
 
     def _put_back(self, jobs: Sequence[_Job]) -> None:
@@ -360,6 +322,35 @@ class RewardPool:
                 self._changed.notify_all()
                 return
         self._refuse(jobs)
+
+
+def _cut(jobs: deque[_Job], shares: int, budget: int | None) -> list[_Job]:
+    """A share of a queue, so that all processes end at about the same time; cancelled calls are dropped."""
+    size = max(1, min(LARGEST_BATCH, -(-len(jobs) // shares))) if budget is None else len(jobs)
+    size = 1 if jobs[0].alone else size
+    batch: list[_Job] = []
+    cost = characters = 0
+    while jobs and len(batch) < size and (not batch or not jobs[0].alone):
+        if batch and budget is not None and cost + jobs[0].cost > budget:
+            break
+        if batch and characters + len(jobs[0].item) > LARGEST_BATCH_CHARACTERS:
+            break
+        job = jobs.popleft()
+        if job.future.running() or job.future.set_running_or_notify_cancel():
+            batch.append(job)
+            cost += job.cost
+            characters += len(job.item)
+    return batch
+
+
+def _pass_over(jobs: deque[_Job], timeout_s: float) -> list[_Job]:
+    """Fail the calls of a component that is late again and again; returns the batch that is left to run: none."""
+    outcome = Outcome(error=why_passed_over(jobs[0].component, timeout_s))
+    while jobs:
+        job = jobs.popleft()
+        if job.future.running() or job.future.set_running_or_notify_cancel():
+            job.future.set_result(outcome)
+    return []
 
 
 def submit_all(pool: RewardPool, answers: Sequence[Trajectory], case: str) -> list[Call]:

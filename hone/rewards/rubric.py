@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from hone.config import ConfigError
+from hone.rewards.hosting.processes import functions
 from hone.rewards.model import Answer, RewardModels
-from hone.rewards.pool import Outcome, RewardPool, encode_case, functions, submit_all
+from hone.rewards.pool import Outcome, RewardPool, encode_case, submit_all
 from hone.rewards.settings import ENVIRONMENT, RewardConfig
 from hone.types import Metric, Metrics, Prompt, Status, Trajectory, TrajectoryGroup, merge_metrics
 

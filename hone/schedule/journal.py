@@ -20,6 +20,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from hone.full_disk import wait_for_room
 from hone.schedule.replay import Plan
 
 JOURNAL = "schedule.jsonl"
@@ -51,9 +52,13 @@ class Journal:
         if not self._is_cut:
             self._cut(record["step"])
             self._is_cut = True
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
+        rest, attempt = memoryview((json.dumps(record) + "\n").encode()), 0
+        with self._path.open("ab", buffering=0) as file:  # without a buffer, which would write its text again
+            while rest:
+                try:
+                    rest = rest[os.write(file.fileno(), rest) :]
+                except OSError as error:
+                    attempt = wait_for_room(error, attempt)
             os.fsync(file.fileno())
 
     def _cut(self, step: int) -> None:

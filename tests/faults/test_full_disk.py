@@ -1,12 +1,14 @@
-"""A disk that is full ends a run with an error that says so, and the run continues as if it had not been."""
+"""A disk that stays full ends a run with an error that says so, and the run continues as if it had not been."""
 
 import os
 import subprocess
 import tempfile
+import threading
 
 import pytest
 
 import hone
+from hone import full_disk
 from hone.tracking.base import TrackingError
 from hone.trainers.run.checkpoints import RunCheckpointError
 from hone.weights.base import WeightSyncError
@@ -42,8 +44,9 @@ def fill(file, spare):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spare", [0, 64 * 1024], ids=["nothing", "metrics"])
-def test_a_run_whose_disk_was_full_continues_to_the_same_bits(disk, tmp_path, spare):
+def test_a_run_whose_disk_was_full_continues_to_the_same_bits(disk, tmp_path, spare, monkeypatch):
     """`spare` bytes fit: nothing more, or the metrics of a few steps but no checkpoint."""
+    monkeypatch.setattr(full_disk, "PATIENCE_S", 0.5)
     whole, broken = recipe(tmp_path / "whole"), recipe(disk / "broken")
     hone.train(whole)
 
@@ -56,6 +59,23 @@ def test_a_run_whose_disk_was_full_continues_to_the_same_bits(disk, tmp_path, sp
     (disk / "zeros").unlink()
     hone.train(broken)
     assert_same_run(tmp_path / "whole" / "run", disk / "broken" / "run")
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_a_moment_costs_nothing(disk, tmp_path):
+    whole, waiting = recipe(tmp_path / "whole"), recipe(disk / "waiting")
+    hone.train(whole)
+    timers = []
+
+    def full_after_the_third(step, _):
+        if step == 3:
+            fill(disk / "zeros", 0)
+            timers.append(threading.Timer(0.6, (disk / "zeros").unlink))
+            timers[0].start()
+
+    hone.train(waiting, on_step=full_after_the_third)
+    timers[0].join()
+    assert_same_run(tmp_path / "whole" / "run", disk / "waiting" / "run")
 
 
 def test_a_bucket_of_weights_that_finds_no_memory_is_an_error_before_it_is_written(disk, monkeypatch):

@@ -5,12 +5,14 @@ import logging
 import os
 import re
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from hone.config import ConfigError
 from hone.processes.request_process import ChildLost
+from hone.rewards.hosting import lateness
 from hone.rewards.pool import PoolClosed
 from hone.rewards.rubric import Rubric
 from hone.rewards.settings import RewardConfig
@@ -137,6 +139,39 @@ def test_a_reward_that_forks_gives_no_other_item_its_value(score, group, user):
     components = {"a": {"reward": user("temper")}, "b": {"reward": user("temper")}}
     (scored,), _ = score(components, [group(["fork", "slow", "slow", "slow"])])
     assert [t.components for t in scored.trajectories] == [{"a": 1.0, "b": 1.0}] * 4
+
+
+def test_a_reward_that_is_late_again_and_again_is_passed_over_until_the_next_step(group, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(lateness, "TELL_S", 0.2)
+    (tmp_path / "away").touch()
+    (tmp_path / "judge.py").write_text(
+        "import asyncio, pathlib\n"
+        "async def f(response):\n"
+        f"    while pathlib.Path({str(tmp_path / 'away')!r}).exists():\n"
+        "        await asyncio.sleep(0.02)\n"
+        "    return 2.0\n"
+    )
+
+    async def play():
+        component = {"reward": f"{tmp_path / 'judge.py'}:f", "timeout_s": 1.0}
+        rubric = Rubric(RewardConfig(components={"a": component}, workers=1))
+        try:
+            await rubric.start()
+            first = await rubric.score(group(["x"] * 200))
+            late = rubric.metrics()["reward/timeouts"].value
+            (tmp_path / "away").unlink()
+            return first, late, await rubric.score(group(["x"] * 3))
+        finally:
+            await rubric.close()
+
+    first, late, second = asyncio.run(play())
+    errors = Counter(one.error for one in first.trajectories)
+    assert late == errors["a: no answer within 1 s"]
+    assert 32 <= late <= 31 + 64  # a batch has at most 64
+    passed_over = "a: not asked, because 32 calls in a row had no answer within reward.components.a.timeout_s = 1; "
+    assert errors[f"{passed_over}raise it, or try the function with hone score"] == 200 - late
+    assert [one.reward for one in second.trajectories] == [2.0] * 3
+    assert "rewards: 200 calls are open; 0 ended in the last 0.2 s, 0 of them without an answer in time" in caplog.text
 
 
 def test_a_late_rewards_child_in_a_session_of_its_own_ends_with_it(score, group, user, tmp_path):

@@ -1,7 +1,9 @@
 """The journal of a run, and the groups of open draws in a checkpoint."""
 
+import errno
 import json
 import math
+import os
 import tracemalloc
 from dataclasses import replace
 
@@ -26,6 +28,21 @@ def test_a_resumed_run_writes_its_steps_again_over_what_a_kill_left(tmp_path):
     assert [(one["step"], one["batch"]) for one in read_journal(path)] == [
         (1, "whole"), (2, "whole"), (3, "again"), (4, "again")
     ]  # fmt: skip
+
+
+def test_a_disk_that_is_full_for_a_moment_leaves_no_half_of_a_record(tmp_path, monkeypatch):
+    real, room = os.write, [9, 0, 0]
+
+    def write_what_fits(descriptor, data):
+        left = room.pop(0) if room else len(data)
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data[:left])
+
+    monkeypatch.setattr(os, "write", write_what_fits)
+    Journal(tmp_path / "schedule.jsonl").write({"step": 1, "batch": "whole"})
+    monkeypatch.undo()
+    assert list(read_journal(tmp_path / "schedule.jsonl")) == [{"step": 1, "batch": "whole"}]
 
 
 def test_a_long_journal_is_cut_without_holding_it(tmp_path):

@@ -1,5 +1,6 @@
 """The record of a run: exact numbers, whole lines, and a resumed file that equals the uninterrupted one."""
 
+import errno
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import sys
 
 import pytest
 
+from hone import full_disk
 from hone.config import Choice
 from hone.tracking.base import RunInfo, TrackingError
 from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE, JsonlTracker, read_metrics, rollout_lines
@@ -184,6 +186,31 @@ def test_a_full_disk_is_one_clear_error_and_leaves_whole_lines(tmp_path):
     assert said.startswith("2 cannot write ")
     assert f"{METRICS_FILE}: File too large; the run stops, because its record would have a gap" in said
     assert steps_of(tmp_path / METRICS_FILE) == [0, 1]
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_nothing(tmp_path, monkeypatch, caplog):
+    real, full = os.write, [errno.ENOSPC, errno.EDQUOT]
+
+    def write_a_little(descriptor, data):
+        if full:
+            raise OSError(full.pop(), "No space left on device")
+        return real(descriptor, data[:7])
+
+    monkeypatch.setattr(os, "write", write_a_little)
+    write(tmp_path, 1, 2)
+    monkeypatch.undo()
+    assert [steps_of(tmp_path / name) for name in (METRICS_FILE, ROLLOUTS_FILE)] == [[1, 2], [1, 1, 2, 2]]
+    assert caplog.text.count("hone tries again for 120 s") == 1
+
+
+def test_a_disk_that_stays_full_is_an_error(tmp_path, monkeypatch):
+    def write_nothing(descriptor, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(full_disk, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(os, "write", write_nothing)
+    with pytest.raises(TrackingError, match=r"No space left on device; the run stops"):
+        write(tmp_path, 1)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

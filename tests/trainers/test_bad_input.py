@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from hone import full_disk
 from hone.algorithms.algorithm import Algorithm
 from hone.cli.main import main
 from hone.cli.recipe import load_recipe
@@ -225,6 +226,7 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(tmp_path, capfd, mon
         return real(self, step, {**parts, "actor": full} if step >= 4 else parts, *rest)
 
     monkeypatch.setattr(CheckpointStore, "begin", begin)
+    monkeypatch.setattr(full_disk, "PATIENCE_S", 0.5)
     path = recipe(tmp_path)
     code, said = hone(capfd, path)
     assert code == 1, said

@@ -2,11 +2,13 @@
 
 import _thread
 import asyncio
+import sys
 import threading
 
 import pytest
 import torch
 
+from hone.runtime import foreign_tasks
 from hone.trainers.run.event_loop import EventLoop
 
 WAIT_S = 30.0  # for events that come at once
@@ -96,6 +98,39 @@ def test_an_interrupt_ends_the_coroutine_that_run_waits_for_and_no_other(loop):
     assert ended == [True]
     loop.run(release())
     assert future.result(WAIT_S) == "goes on"
+
+
+def test_sys_exit_of_foreign_code_is_an_error_and_ends_neither_loop_nor_process(loop):
+    async def leaves():
+        sys.exit(0)
+
+    async def lets_another_leave():
+        await asyncio.create_task(leaves())
+
+    for coroutine in (leaves, lets_another_leave):
+        with pytest.raises(RuntimeError, match=r"sys.exit\(0\) was called on the event loop"):
+            loop.run(coroutine())  # on the caller's thread
+    loop.start(asyncio.sleep(0)).result(WAIT_S)
+    for coroutine in (leaves, lets_another_leave):
+        with pytest.raises(RuntimeError, match=r"sys.exit\(0\) was called on the event loop"):
+            loop.run(coroutine())
+    assert loop.run(asyncio.sleep(0, "goes on")) == "goes on"
+
+
+def test_a_loop_that_foreign_code_blocks_does_not_respond(monkeypatch):
+    monkeypatch.setattr(foreign_tasks, "RESPONDS_S", 0.3)
+    loop, go_on = EventLoop(), threading.Event()
+    assert loop.responds
+
+    async def blocks():
+        go_on.wait(WAIT_S)
+
+    blocked = loop.start(blocks())
+    assert not loop.responds
+    go_on.set()
+    blocked.result(WAIT_S)
+    assert loop.responds
+    loop.close()
 
 
 def test_a_coroutine_that_would_wait_for_itself_is_an_error(loop):

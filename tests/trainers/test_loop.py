@@ -1,20 +1,23 @@
 """The training loop: which checkpoint is the best one, and when a run that cannot learn is ended."""
 
+import errno
 import json
 import math
 import os
 import signal
+import threading
 
 import pytest
 import torch
 
+from hone import full_disk
 from hone.config import ConfigError
 from hone.runtime.settings import PoolSettings, RaySettings, RuntimeConfig
 from hone.tracking.base import Interrupted, RunInfo
 from hone.tracking.hub import Tracking
 from hone.tracking.metrics import Timer
 from hone.tracking.settings import TrackingConfig
-from hone.trainers.run.checkpoints import CheckpointStore
+from hone.trainers.run.checkpoints import CheckpointStore, DiskFull
 from hone.trainers.run.context import RunContext
 from hone.trainers.run.loop import Trainer
 from hone.trainers.run.profiler import Profiler
@@ -106,6 +109,45 @@ def test_an_evaluation_without_a_finite_score_does_not_stand_in_the_way_of_the_b
     scores, store = saved(tmp_path)
     assert scores == {"step_00000003": 0.5, "step_00000007": None}
     assert store.best().name == "step_00000003"
+
+
+class OnASmallDisk(Counting):
+    """The disk is full when the checkpoints of the steps `full` are written."""
+
+    full = ()
+
+    def parts(self):
+        def write(folder):
+            if self.weights in self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            (folder / "weights.txt").write_text(str(self.weights))
+
+        return {"actor": write}
+
+
+def test_a_checkpoint_that_finds_the_disk_full_is_made_after_the_next_step(tmp_path, capfd):
+    trainer = OnASmallDisk(tmp_path, {}, every_steps=3, keep=9)
+    trainer.full = (3, 4)
+    trainer.run()
+    assert list(saved(tmp_path)[0]) == [f"step_{step:08d}" for step in (0, 5, 6, 7)]
+    said = capfd.readouterr().err
+    assert said.count("No space left on device; earlier ones stand. It is tried again after the next step") == 2
+
+
+def test_the_last_checkpoint_waits_for_room_and_a_disk_that_stays_full_ends_the_run_resumably(tmp_path, monkeypatch):
+    monkeypatch.setattr(full_disk, "PATIENCE_S", 0.5)
+    trainer = OnASmallDisk(tmp_path, {}, every_steps=3, keep=9)
+    trainer.full = (6, 7)
+    with pytest.raises(DiskFull, match=r"the checkpoint of step 7 .* earlier ones stand"):
+        trainer.run()
+    assert list(saved(tmp_path)[0]) == ["step_00000000", "step_00000003"]
+    again = OnASmallDisk(tmp_path, {}, every_steps=9, keep=9)
+    again.full = (7,)
+    timer = threading.Timer(0.2, lambda: setattr(again, "full", ()))
+    timer.start()
+    again.run()
+    timer.join()
+    assert list(saved(tmp_path)[0]) == ["step_00000000", "step_00000003", "step_00000007"]
 
 
 def test_a_run_that_is_continued_knows_its_best_score(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -156,10 +157,10 @@ class Writer:
         self._open: list[Future[None]] = []
 
     def start(self, jobs: Sequence[Job]) -> None:
-        """Write after the jobs that were started before."""
+        """Write after the jobs that were started before. Jobs of a checkpoint that was given up are forgotten."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="hone-checkpoint")
-        self._open += [self._pool.submit(job) for job in jobs]
+        self._open = [self._pool.submit(job) for job in jobs]
 
     def done(self, wait: bool) -> bool:
         """Return whether all jobs have ended; with `wait`, wait until they have. Raises the OSError of a failed job."""
@@ -169,8 +170,9 @@ class Writer:
         for job in jobs:
             try:
                 job.result(timeout=WRITE_S)
-            except SafetensorError as error:  # a full disk is an OSError everywhere else
-                raise OSError(f"safetensors: {error}") from error
+            except SafetensorError as error:  # it names an error of the system by its number only
+                number = str(error).rpartition("(os error ")[2].removesuffix(")")
+                raise OSError(int(number) if number.isdecimal() else errno.EIO, f"safetensors: {error}") from error
             except TimeoutError as error:
                 raise TimeoutError(f"a file was not written within {WRITE_S:.0f} s") from error
         return True

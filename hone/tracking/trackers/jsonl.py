@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hone.config import Choice
+from hone.full_disk import wait_for_room
 from hone.tracking.base import FINISHED, RolloutRecord, RunInfo, Tracker, TrackingError
 from hone.tracking.settings import JsonlSettings
 
@@ -155,10 +156,13 @@ class Appender:
             raise TrackingError(f"cannot open {path}: {error.strerror or error}") from error
 
     def write(self, part: bytes) -> None:
-        rest = memoryview(part)
+        rest, attempt = memoryview(part), 0
         try:
             while rest:
-                rest = rest[os.write(self._fd, rest) :]
+                try:
+                    rest = rest[os.write(self._fd, rest) :]
+                except OSError as error:
+                    attempt = wait_for_room(error, attempt)
         except BaseException as error:  # on Ctrl-C too: write all of it or nothing
             with suppress(OSError):  # if this fails, the next start removes the incomplete part
                 os.ftruncate(self._fd, self.size)

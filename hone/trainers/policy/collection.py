@@ -133,6 +133,11 @@ class Collector:
             groups = await self._runner.run([prompt], replace(play, generate=self._within(versions)), score)
         return groups[0]
 
+    @property
+    def responds(self) -> bool:
+        """Return whether started prompts can end: foreign code may block the event loop."""
+        return self._loop.responds
+
     def complete(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """The groups with the scores of reward models in this process."""
         return self._rubric.complete(groups)

@@ -230,7 +230,8 @@ class Feed:
         if left := _unended(draws):
             if not wait_until:
                 return False
-            wait(left, self._drain_timeout_s)  # a group that failed is left out, too: the trainer raises its failure
+            # a group that failed is left out, too: the trainer raises its failure
+            wait(left, self._drain_timeout_s if self._collector.responds else 0.0)
         ended = [one.group for one in draws.values() if one.group is not None and one.group.done()]
         write_groups(folder, [one.result(0) for one in ended if one.exception(0) is None])
         self._unwritten = None

@@ -9,8 +9,8 @@ from typing import Any
 
 from hone.config import ConfigError
 from hone.models.errors import ModelError
+from hone.rewards.hosting.processes import Hosting
 from hone.rewards.model import START_TIMEOUT_S, RewardModels, ServedRewardModel
-from hone.rewards.pool import Hosting
 from hone.rewards.settings import RewardComponent, RewardConfig, RewardModelConfig
 from hone.trainers.reward_models.scorer import AnswerScorer, reward_model_spec
 from hone.workers.train import TrainHandle, TrainSpec

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hone.full_disk import is_full
 from hone.runtime import ranks
 from hone.runtime.watchdog import progress
 
@@ -46,6 +47,10 @@ WrittenFn = Callable[[bool], bool]
 
 class RunCheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the folder and what to do."""
+
+
+class DiskFull(RunCheckpointError):
+    """The disk has no room for a checkpoint now; somebody may make some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ class CheckpointStore:
         Every rank calls this, and `publish`: each writes its own files, and the first seals what all have written. An
         earlier checkpoint that is still being written is waited for.
 
-        Raises RunCheckpointError if the disk has less room than the last checkpoint's size and a tenth more.
+        Raises DiskFull if the disk has less room than the last checkpoint's size and a tenth more.
         """
         self.publish(wait=True)
         pending = _Pending(step, self._folder / f".step_{step:08d}.partial", written)
@@ -137,8 +142,8 @@ class CheckpointStore:
     def publish(self, wait: bool) -> bool:
         """Make what was begun visible if all of it is on the disk, and remove those that are no longer kept.
 
-        Returns whether nothing is left to do; with `wait`, once that is so. Raises RunCheckpointError if the disk is
-        full: the checkpoint is given up, and earlier ones stay.
+        Returns whether nothing is left to do; with `wait`, once that is so. Raises RunCheckpointError if it cannot be
+        written, DiskFull if the disk is full: the checkpoint is given up, and earlier ones stay.
         """
         pending = self._pending
         if pending is None:
@@ -172,7 +177,8 @@ class CheckpointStore:
         except OSError as error:
             self._pending = None
             shutil.rmtree(pending.partial, ignore_errors=True)
-            raise RunCheckpointError(
+            kind = DiskFull if is_full(error) else RunCheckpointError
+            raise kind(
                 f"cannot write the checkpoint of step {pending.step} into {self._folder}: {error}; earlier ones stand"
             ) from error
 
@@ -248,7 +254,7 @@ class CheckpointStore:
         needed = int(1.1 * sum(f.stat().st_size for f in published[-1].rglob("*") if f.is_file()))
         free = shutil.disk_usage(self._folder).free
         if free < needed:
-            raise RunCheckpointError(
+            raise DiskFull(
                 f"no room for the checkpoint of step {step}: {self._folder} has {free / 2**20:,.1f} MiB free, "
                 f"it takes about {needed / 2**20:,.1f} MiB; {published[-1].name} stands"
             )

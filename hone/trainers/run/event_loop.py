@@ -4,7 +4,8 @@
     after `start`       trainer's thread   start  train   [ run: waits ]  train
                         loop's thread      [ the started coroutine, and coroutines of `run` ........ ]
 
-A coroutine may wait only within its own deadlines; `run` returns when it ends.
+A coroutine may wait only within its own deadlines; `run` returns when it ends. `sys.exit()` of foreign code on the loop
+is an error, and ends neither the loop nor the process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 from collections.abc import Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
+
+from hone.runtime.foreign_tasks import exited, responds, serve
 
 R = TypeVar("R")
 LOOK_S = 1.0  # between two looks at a coroutine that `run` waits for
@@ -36,6 +39,12 @@ class EventLoop:
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Run one coroutine to its end. An interrupt cancels it, and is raised when it has ended."""
+        try:
+            return self._run(coroutine)
+        except SystemExit as error:
+            raise exited(error) from error
+
+    def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         if self._thread is None:
             return self._runner.run(coroutine)
         if self._thread is threading.current_thread():
@@ -56,9 +65,14 @@ class EventLoop:
         """Run a coroutine while the caller goes on. Coroutines begin in the order of these calls."""
         loop = self._runner.get_loop()
         if self._thread is None:
-            self._thread = threading.Thread(target=loop.run_forever, name="event loop", daemon=True)
+            self._thread = threading.Thread(target=serve, args=(loop,), name="event loop", daemon=True)
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(coroutine, loop)
+
+    @property
+    def responds(self) -> bool:
+        """Return whether the loop runs what is given to it."""
+        return self._thread is None or responds(self._runner.get_loop())
 
     def close(self) -> None:
         """Cancel what was started, and close the loop. Raises TimeoutError if a coroutine blocks the loop."""

@@ -1,0 +1,1 @@
+"""Processes of a pool of rewards: `processes` (which ones, and what they load), `lateness` (words about slow calls)."""
