@@ -39,7 +39,7 @@ CONFIGS = {
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16},  # no attention
 }
 CLOSE = 5e-5  # in log-probs; a state that is stale or of another row shows as 0.1 and more
-PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 3, 12, 30, 12)]
+PROMPTS = [tuple(range(10, 10 + n)) for n in (12, 12, 1, 3, 30)]
 
 
 def hybrid(kind, dtype=torch.float32):
@@ -71,12 +71,13 @@ async def generate(engine, prompts, start=0, **sampling):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_logprobs_equal_the_plain_forward(kind, finish, gap):
-    """Prompts of several lengths, two of them equal, one of a single token, and fewer slots than requests."""
+    """Two equal prompts that share a prefill, others of several lengths and of a single token; slots for three."""
     model = hybrid(kind)
     engine = engine_of(model, slots=3)
     completions = finish(generate(engine, PROMPTS))
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert gap(model, prompt, completion) < CLOSE
+    assert engine.metrics()["rollout/shared_prompt_tokens"].value == 11
     if kind in ("qwen3_5_text", "nemotron_h"):
         alone = [finish(generate(engine, [prompt], start=i))[0] for i, prompt in enumerate(PROMPTS)]
         assert [one.token_ids for one in alone] == [one.token_ids for one in completions]
@@ -84,10 +85,10 @@ def test_logprobs_equal_the_plain_forward(kind, finish, gap):
 
 async def _interrupted(engine, model):
     """Requests whose states have to be made anew: after a sleep, new weights, and in the middle of others."""
-    first = [asyncio.create_task(generate(engine, [prompt], start=i)) for i, prompt in enumerate(PROMPTS[1:4])]
+    first = [asyncio.create_task(generate(engine, [prompt], start=i)) for i, prompt in enumerate(PROMPTS[2:])]
     for _ in range(6):
         await asyncio.sleep(0)
-    late = asyncio.create_task(generate(engine, PROMPTS[2:4], start=10))  # prompts of rows that run
+    late = asyncio.create_task(generate(engine, PROMPTS[3:], start=10))  # prompts of rows that run
     for _ in range(4):
         await asyncio.sleep(0)
     await engine.sleep(1)
@@ -104,18 +105,18 @@ def test_states_are_made_anew_where_they_were_lost(kind, finish, gap):
     model = hybrid(kind)
     engine = engine_of(model, slots=4)
     found = finish(_interrupted(engine, model))
-    for prompt, completion in zip([*PROMPTS[1:4], *PROMPTS[2:4]], found, strict=True):
+    for prompt, completion in zip([*PROMPTS[2:], *PROMPTS[3:]], found, strict=True):
         assert gap(model, prompt, completion) < CLOSE
     assert engine.metrics()["rollout/recomputed_tokens"].value > 0
 
 
 async def _aborted(engine):
-    running = [asyncio.create_task(generate(engine, [prompt], start=i)) for i, prompt in enumerate(PROMPTS[1:4])]
+    running = [asyncio.create_task(generate(engine, [prompt], start=i)) for i, prompt in enumerate(PROMPTS[2:])]
     for _ in range(6):
         await asyncio.sleep(0)
     await engine.abort_all()
     parts = [(await task)[0] for task in running]
-    longer = [(*prompt, *part.token_ids) for prompt, part in zip(PROMPTS[1:4], parts, strict=True)]
+    longer = [(*prompt, *part.token_ids) for prompt, part in zip(PROMPTS[2:], parts, strict=True)]
     return (
         parts,
         longer,
@@ -130,7 +131,7 @@ def test_an_aborted_answer_goes_on_from_its_tokens(finish, gap):
     parts, longer, kept, again = finish(_aborted(engine))
     assert {part.stop_reason for part in parts} == {StopReason.ABORTED}
     assert all(part.token_ids for part in parts)
-    for prompt, part in zip(PROMPTS[1:4], parts, strict=True):
+    for prompt, part in zip(PROMPTS[2:], parts, strict=True):
         assert gap(model, prompt, part) < CLOSE
     for prompt, *answers in zip(longer, kept, again, strict=True):
         assert all(gap(model, prompt, answer) < CLOSE for answer in answers)

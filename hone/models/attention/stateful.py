@@ -32,7 +32,7 @@ _PADDED = 1.25  # tokens of a batch with padding, at most, for each without
 
 def state_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Every module that writes a convolution or recurrent state into transformers' cache, by name."""
-    kinds = {cls for cls in map(type, model.modules()) if _writes_state(cls)}
+    kinds = {cls for cls in {type(module) for module in model.modules()} if _writes_state(cls)}
     return {name: module for name, module in model.named_modules() if type(module) in kinds}
 
 

@@ -115,7 +115,7 @@ class StateCache(KVCache):
     def copy_row(self, source: int, targets: Tensor, columns: int) -> None:
         super().copy_row(source, targets, columns)
         for one in self._tensors():
-            one[targets] = one[source]
+            one[targets] = one[source].clone()  # torch refuses to write a tensor from a view of itself
 
     def move_row(self, source: int, target: int, columns: int) -> None:
         super().move_row(source, target, columns)
