@@ -149,7 +149,7 @@ class ChatTemplate:
         if end is None:
             raise RenderingError(
                 "the chat template (or, without one, the tokenizer) ends an answer with no special token, so a model "
-                "could not learn to stop; set data.chat.template to one that renders it"
+                "could not learn to stop; set data.chat_template to one that renders it"
             )
         return end
 

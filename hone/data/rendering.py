@@ -334,5 +334,5 @@ class Expansion:
         if self._placed != len(self._images):
             raise RenderingError(
                 f"the chat template renders {self._placed} of the {len(self._images)} images; give a template of the "
-                "model's own processor as data.chat.template"
+                "model's own processor as data.chat_template"
             )

@@ -98,7 +98,6 @@ class DatasetConfig(PromptSetConfig):
 class ChatConfig(Config):
     """Rendering of messages to tokens, and of sampled tokens to text."""
 
-    template: str = setting("", "Jinja2 chat template, or a file of one; default: the tokenizer's own")
     options: dict[str, Any] = setting(
         factory=dict, meaning="variables for the chat template, such as {enable_thinking: false}"
     )
@@ -119,7 +118,8 @@ class DataConfig(Config):
     train: DatasetConfig = setting(meaning="the training set")
     mix: dict[str, DatasetConfig] = setting(factory=dict, meaning="more training sets by name, mixed in by weight")
     shuffle: bool = setting(True, "shuffle the rows anew in every epoch; false: keep the order of the file")
-    chat: ChatConfig | None = setting(None, "rendering of messages; null: by the tokenizer's own chat template")
+    chat_template: str = setting("", "Jinja2 chat template, or a file of one; default: the tokenizer's own")
+    chat: ChatConfig | None = setting(None, "how the chat template renders messages; null: the defaults")
 
     @model_validator(mode="after")
     def _names_differ(self) -> DataConfig:

@@ -178,7 +178,7 @@ def tools_of(reader: RowReader, row: Row, index: int, messages: Sequence[Message
     if tools and not renderer.renders_tools(messages, tools):
         raise DataError(
             f"{reader.rows.where(index)} has {len(tools)} tools in column {reader.column('tools')!r}, but the chat "
-            "template does not render them; set data.chat.template to one that does, or remove the column"
+            "template does not render them; set data.chat_template to one that does, or remove the column"
         )
     return tools
 
@@ -401,7 +401,7 @@ def make_renderer(config: DataConfig, tokenizer: Any, image_reader: ImageReader 
     chat = config.chat or ChatConfig()
     return Renderer(
         tokenizer,
-        chat.template,
+        config.chat_template,
         chat.options,
         image_reader,
         unrendered=chat.unrendered,

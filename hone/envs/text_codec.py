@@ -44,7 +44,7 @@ class TextCodec:
     def _render(self, start: Start) -> tuple[int, ...]:
         if start.tools and not self._language.renders_tools(start.messages, start.tools):
             raise ConfigError(
-                "episode.env: the chat template does not show tools to the model; set data.chat.template to one that "
+                "episode.env: the chat template does not show tools to the model; set data.chat_template to one that "
                 "renders `tools`"
             )
         return self._language.render_prompt(start.messages, start.tools)

@@ -303,7 +303,7 @@ def test_a_template_given_as_text_or_file_replaces_the_tokenizers(make_tokenizer
     assert by_file == Renderer(tokenizer, LLAMA).render_prompt(CONVERSATION[:1])
     assert by_file == Renderer(make_tokenizer(LLAMA)).render_prompt(CONVERSATION[:1])
     assert tokenizer.chat_template == CHATML
-    with pytest.raises(RenderingError, match=r"data\.chat\.template: no file chat\.jinja"):
+    with pytest.raises(RenderingError, match=r"data\.chat_template: no file chat\.jinja"):
         Renderer(tokenizer, "chat.jinja")
 
 

@@ -131,9 +131,9 @@ def test_a_run_file_is_played_with_its_prompts_and_its_tokenizer(run, monkeypatc
     assert any("the policy reads 12 tokens of it" in line for line in lines)
     blind = tmp_path / "blind.jinja"
     blind.write_text(Path("recipes/tools/template.jinja").read_text().replace("if tools", "if false"))
-    code, lines, _ = run("recipes/tools/calculator.yaml", f"data.chat.template={blind}", "--prompts", "1")
+    code, lines, _ = run("recipes/tools/calculator.yaml", f"data.chat_template={blind}", "--prompts", "1")
     assert code == 1
-    assert "problem: the chat template does not show the tools to the model; set data.chat.template" in lines
+    assert "problem: the chat template does not show the tools to the model; set data.chat_template" in lines
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_an_answer_that_nothing_ends_is_one_error(name, tokenizer):
 
 
 def test_the_template_of_the_models_folder_and_of_the_run_file(tokenizer, tmp_path):
-    """`chat_template.jinja` in the folder, as transformers writes it; `data.chat.template` goes before it."""
+    """`chat_template.jinja` in the folder, as transformers writes it; `data.chat_template` goes before it."""
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES["headers"][0])
     (tmp_path / "config.json").write_text("{}")

@@ -210,7 +210,7 @@ TEMPLATE = (  # an answer ends with <tool>, which is not the tokenizer's end of 
 def test_a_reward_model_is_spoken_to_as_in_its_training(tmp_path, in_the_root):
     """Chat template, options and system prompt of its run, none of which its base tokenizer knows of."""
     (tmp_path / "template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    spoken_to = [f"data.chat.template={tmp_path}/template.jinja", "data.chat.options={mark: q}",
+    spoken_to = [f"data.chat_template={tmp_path}/template.jinja", "data.chat.options={mark: q}",
                  "data.train.system_prompt=be good", "evaluation.sets.held_out.system_prompt=be good"]  # fmt: skip
     figures, folder = exported(tmp_path, "bradley_terry", *spoken_to)
     tokenizer = load_tokenizer(ModelConfig(path=str(folder.parent / "model")))

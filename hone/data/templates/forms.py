@@ -87,7 +87,7 @@ class TemplateForm:
         if hidden and self._unrendered == "error":
             raise RenderingError(
                 f"message {index} has {' and '.join(hidden)}, which the chat template does not render; set "
-                "data.chat.template to one that does, remove the field from the data, or set data.chat.unrendered=drop"
+                "data.chat_template to one that does, remove the field from the data, or set data.chat.unrendered=drop"
             )
 
     def shown(self, message: Message) -> tuple[Message, list[str]]:
@@ -179,7 +179,7 @@ def template_texts(tokenizer: Any, chosen: str) -> tuple[str | None, str | None]
     if chosen:
         if not Path(chosen).is_file():
             raise RenderingError(
-                f"data.chat.template: no file {chosen} (a template itself would contain '{{%' or '{{{{')"
+                f"data.chat_template: no file {chosen} (a template itself would contain '{{%' or '{{{{')"
             )
         text = Path(chosen).read_text(encoding="utf-8")
         return text, text
@@ -188,7 +188,7 @@ def template_texts(tokenizer: Any, chosen: str) -> tuple[str | None, str | None]
     try:
         return str(tokenizer.get_chat_template()), str(tokenizer.get_chat_template(tools=list(EXAMPLE_TOOLS)))
     except ValueError as error:
-        raise RenderingError(f"set data.chat.template: {error}") from error
+        raise RenderingError(f"set data.chat_template: {error}") from error
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:

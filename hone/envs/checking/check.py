@@ -217,7 +217,7 @@ class Checker:
         if self._language is None or not start.messages or not start.tools:
             return
         if not self._language.renders_tools(start.messages, start.tools):
-            self.found.note("problem", "the chat template does not show the tools to the model; set data.chat.template")
+            self.found.note("problem", "the chat template does not show the tools to the model; set data.chat_template")
 
     def _check_messages(self, messages: Sequence[Message], where: str, roles: Sequence[str] = ROLES) -> None:
         for role in sorted({str(one.get("role")) for one in messages} - set(roles)):

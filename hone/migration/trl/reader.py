@@ -156,7 +156,7 @@ def _data(migration: Migration, kind: str) -> None:
         migration.put("data.train.max_sample_tokens", int(length), f"max_length={length}")
         migration.put("data.train.too_long", "truncate" if kind == "sft" else "drop", "TRL cuts longer samples")
     migration.copy("max_prompt_length", "data.train.max_prompt_tokens", int)
-    migration.copy("chat_template_path", "data.chat.template")
+    migration.copy("chat_template_path", "data.chat_template")
     extra = migration.options.get("chat_template_kwargs")
     if isinstance(extra, Mapping):
         migration.value("chat_template_kwargs")

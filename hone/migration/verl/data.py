@@ -94,7 +94,7 @@ def _prompts(migration: Migration) -> None:
         migration.put("run.seed", int(seed), f"data.seed={seed}")
     for option in [name for name in migration.options if name.startswith("data.apply_chat_template_kwargs.")]:
         migration.copy(option, f"data.chat.options.{option.rpartition('.')[2]}")
-    migration.copy("actor_rollout_ref.model.custom_chat_template", "data.chat.template")
+    migration.copy("actor_rollout_ref.model.custom_chat_template", "data.chat_template")
     migration.copy("data.tokenizer", "model.tokenizer")
     _foreign_code(migration)
 

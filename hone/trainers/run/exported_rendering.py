@@ -1,6 +1,6 @@
 """Chat template and rendering options of an exported model.
 
-run: data.chat.template --> export/: the tokenizer's chat template      (every kind of run)
+run: data.chat_template --> export/: the tokenizer's chat template      (every kind of run)
      data.chat, data.train.system_prompt --> rendering.json     (reward models, which render by themselves)
 """
 
@@ -25,7 +25,7 @@ def write_rendering(folder: Path, config: Config, data: DataConfig, renderer: Re
     """Write the template and rendering options of a run into its export."""
     renderer.save_template(folder)
     if isinstance(config, RewardModelRunConfig):
-        chat = (data.chat or ChatConfig()).model_dump(mode="json", exclude={"template"})
+        chat = (data.chat or ChatConfig()).model_dump(mode="json")
         said = {"chat": chat, "system_prompt": data.train.system_prompt}
         (folder / FILE).write_text(json.dumps(said, indent=1), encoding="utf-8")
 
