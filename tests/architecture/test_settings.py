@@ -13,7 +13,7 @@ from hone.config import Choice, Config, build, dump, walk
 from hone.trainers.policy.settings import PolicyRunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMON_PATH_KEYS = 149
+COMMON_PATH_KEYS = 150
 
 BASES: set[str] = set()  # files under recipes/ that other files name in `defaults` and that are no runs by themselves
 

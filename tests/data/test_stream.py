@@ -34,7 +34,7 @@ CHATML = (
 
 @pytest.fixture(scope="session")
 def renderer(make_tokenizer):
-    return make_renderer(build(DataConfig, {"train": {}, "chat": {"template": CHATML}}, "run.yaml"), make_tokenizer())
+    return make_renderer(build(DataConfig, {"train": {}, "chat_template": CHATML}, "run.yaml"), make_tokenizer())
 
 
 @pytest.fixture

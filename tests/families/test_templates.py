@@ -157,7 +157,7 @@ def test_the_template_of_the_models_folder_and_of_the_run_file(tokenizer, tmp_pa
     rows = {"train": {"path": "rows.jsonl"}}
     own = make_renderer(build(DataConfig, rows, "run.yaml"), loaded)
     chosen = make_renderer(
-        build(DataConfig, {**rows, "chat": {"template": str(tmp_path / "own.jinja")}}, "run.yaml"), loaded
+        build(DataConfig, {**rows, "chat_template": str(tmp_path / "own.jinja")}, "run.yaml"), loaded
     )
     assert loaded.decode(own.render_prompt([user("a")])).startswith("<bos><|head|>user")
     assert loaded.decode(chosen.render_prompt([user("a")])).startswith("<bos><turn>user")
