@@ -93,6 +93,7 @@ def model_shape(
         deallocate_pipeline_outputs=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
+        cuda_graph_scope=[],  # the default, "full", is a deprecated name of this and warns
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,

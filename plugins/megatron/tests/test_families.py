@@ -67,7 +67,6 @@ def test_a_scaled_rotary_part_of_a_head_is_refused():
         Rows(body, ALONE, "m", "cpu")
 
 
-@pytest.mark.filterwarnings("ignore:full scope is deprecated")  # megatron-core, of its own default
 def test_dense_layers_come_first():
     """A model whose first layers are all dense has no mixture, and no setting of one."""
     config = CONFIG_MAPPING["glm4_moe"](num_hidden_layers=4, first_k_dense_replace=3, n_routed_experts=8)
