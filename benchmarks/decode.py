@@ -48,7 +48,7 @@ def bytes_of_a_step(engine: BuiltinEngine, rows: int, columns: float) -> float:
     weights = {one.data_ptr(): one.nbytes for one in engine.weights().values()}
     embedding, head = (engine.weights()[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
     looked_up = 0 if embedding.data_ptr() == head.data_ptr() else embedding.nbytes
-    shape = engine._decoder.cache_shape
+    (shape,) = engine._decoder.cache_shapes
     per_token = shape.layers * shape.kv_heads * (shape.key_size + shape.value_size) * embedding.itemsize
     return sum(weights.values()) - looked_up + rows * columns * per_token
 

@@ -17,15 +17,20 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig
 
+from hone.models.attention.indexed import indexers
 from hone.models.attention.stateful import state_layers
+from hone.models.attention.support import obstacle
 from hone.models.errors import ModelError
 from hone.models.loading import check_model_source, folder_of
 from hone.models.quantised import method_of
 from hone.models.settings import ModelConfig
 from hone.models.value_head import VALUE_HEAD_FILE, is_classifier
 from hone.models.vision.model import auto_class
+from hone.rollout.builtin.generic import AttentionShape, attention_shapes
 
 _SHARED_SIZES = ("qk_nope_head_dim", "qk_rope_head_dim")  # latent attention (DeepSeek): a key is both, concatenated
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +56,8 @@ class Anatomy:
     largest_layer: int
     layers: int
     hidden: int
-    heads: int
-    kv_heads: int
-    key_size: int
-    value_size: int
+    attention: tuple[AttentionShape, ...]  # of each attention, in the order of the layers
+    index_size: int  # numbers that the indexers of sparse attention cache for a token; 0: it has none
     mlp: int  # inner width for one token, summed over its experts
     vocabulary: int
     context: int  # 0: not in the config
@@ -64,8 +67,7 @@ class Anatomy:
     tied: bool
     stateful: bool  # layers carry a state from token to token
     states: tuple[str, ...]  # their classes, if hone can let them see one sequence at a time
-    replaceable: bool  # transformers can replace its attention function
-    chunked: bool  # attention within chunks
+    obstacle: str  # why packed attention cannot compute it; see `hone.models.attention.support`
     tensor_plan: bool  # transformers has a tensor-parallel plan
     expert_plan: bool
     linear: tuple[tuple[str, int, int, int], ...]  # (last name, count, inputs, outputs), without the head
@@ -83,19 +85,23 @@ class Anatomy:
 
     def kv_bytes_per_token(self, width: int = 2) -> int:
         """Size of the built-in engine's KV cache per token; it caches every layer, windowed or not."""
-        return self.layers * self.kv_heads * (self.key_size + self.value_size) * width
+        pairs = sum(one.kv_heads * (one.key_size + one.value_size) for one in self.attention if one.cached)
+        return (pairs + self.index_size) * width
 
 
 def examine(model: ModelConfig) -> Anatomy:
     """Describe a model. Raises ModelError for a model that hone would not load."""
     stored = check_model_source(model)
     folder = folder_of(model, weights=False)
+    config: Any = None
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
         with torch.device("meta"):
             empty = auto_class(config.model_type).from_config(config, trust_remote_code=model.trust_remote_code)
     except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        raise ModelError(f"model.path {model.path!r}: transformers cannot build this model: {_line(error)}") from error
+        reason = obstacle(config) if config is not None else ""
+        reason = f"cannot be trained: {reason}" if reason else f"cannot be built by transformers: {_line(error)}"
+        raise ModelError(f"model.path {model.path!r} {reason}") from error
     empty.tie_weights()
     return _measured(empty, _files(folder, stored, config))
 
@@ -107,9 +113,7 @@ def _measured(model: Any, files: Files) -> Anatomy:
     experts, chosen = _experts(text)
     fused = [name for name, weight in model.named_parameters() if ".experts." in name and weight.dim() == 3]
     idle = sum(sizes[name] for name in fused) * (1 - chosen / experts) if experts else 0
-    key, value = _head_sizes(text)
     states = tuple(sorted({type(layer).__name__ for layer in state_layers(model).values()}))
-    heads = getattr(text, "num_attention_heads", None) or 0
     return Anatomy(
         family=model.config.model_type,
         architecture=type(model).__name__,
@@ -119,10 +123,8 @@ def _measured(model: Any, files: Files) -> Anatomy:
         largest_layer=max(_layer_sizes(sizes).values(), default=0),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        key_size=key,
-        value_size=value,
+        attention=attention_shapes(model) or _from_config(text),
+        index_size=sum(one.head_dim for one in indexers(model)),
         mlp=_inner_width(text, chosen),
         vocabulary=text.vocab_size,
         context=getattr(text, "max_position_embeddings", 0) or 0,
@@ -132,8 +134,7 @@ def _measured(model: Any, files: Files) -> Anatomy:
         tied=len(embedding) == 1,
         stateful=bool(states or getattr(model, "_is_stateful", False)),
         states=states,
-        replaceable=bool(getattr(model, "_supports_attention_backend", False)),
-        chunked="chunked_attention" in (getattr(text, "layer_types", None) or []),
+        obstacle=obstacle(model.config, type(model)),
         tensor_plan=any(".layers." in f".{key}" for key in model.tp_plan or {}),
         expert_plan="ep_dispatch_experts" in (model.ep_plan or {}).values(),
         linear=tuple(_linear_layers(model)),
@@ -150,18 +151,20 @@ def _ends(model: Any) -> Iterator[Any]:
 
 def _experts(text: Any) -> tuple[int, int]:
     """Routed experts per layer, and experts per token."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    count = next((found for name in names if (found := getattr(text, name, 0))), 0)
-    return int(count), int(getattr(text, "num_experts_per_tok", 0) or 0) if count else 0
+    source = getattr(text, "ffn_config", None) or text  # DBRX has them in a config of their own
+    count = next((found for name in _EXPERTS if (found := getattr(source, name, 0))), 0)
+    chosen = next((found for name in _CHOSEN if (found := getattr(source, name, 0))), 0)
+    return int(count), int(chosen) if count else 0
 
 
-def _head_sizes(text: Any) -> tuple[int, int]:
+def _from_config(text: Any) -> tuple[AttentionShape, ...]:
+    """Shapes of attention where the model cannot be run without weights; all layers are alike in such models."""
+    heads = getattr(text, "num_attention_heads", None) or 0
     parts = [int(getattr(text, name, None) or 0) for name in _SHARED_SIZES]
-    if all(parts):
-        return sum(parts), int(text.v_head_dim)
-    heads = getattr(text, "num_attention_heads", None)
     size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    return size, size
+    key, value = (sum(parts), int(text.v_head_dim)) if all(parts) else (size, size)
+    one = AttentionShape(heads, getattr(text, "num_key_value_heads", None) or heads, key, value, cached=True)
+    return (one,) * (text.num_hidden_layers if heads else 0)
 
 
 def _window(text: Any) -> int:
@@ -172,6 +175,8 @@ def _window(text: Any) -> int:
 
 def _inner_width(text: Any, chosen: int) -> int:
     width = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
+    if not isinstance(width, int):  # of each layer (Gemma 3n)
+        width = sum(width) // len(width)
     if not chosen:
         return int(width)
     each = getattr(text, "moe_intermediate_size", None) or width
@@ -308,12 +313,16 @@ def activation_bytes_per_token(anatomy: Anatomy, checkpointing: bool) -> int:
     queries, keys and values before and after rotation, attention's output, and gate, up, activation and product of the
     MLP. With checkpointing: the input of each layer, and one whole layer at a time.
     """
-    queries = anatomy.heads * anatomy.key_size
-    pairs = anatomy.kv_heads * (anatomy.key_size + anatomy.value_size)
-    layer = 12 * anatomy.hidden + 8 * queries + 6 * pairs + 2 * anatomy.heads * anatomy.value_size + 8 * anatomy.mlp
+    plain = 12 * anatomy.hidden + 8 * anatomy.mlp
+    attentions = [_attention_bytes(one) for one in anatomy.attention]
     if checkpointing:
-        return 2 * anatomy.hidden * anatomy.layers + layer
-    return layer * anatomy.layers
+        return 2 * anatomy.hidden * anatomy.layers + plain + max(attentions, default=0)
+    return plain * anatomy.layers + sum(attentions)
+
+
+def _attention_bytes(one: AttentionShape) -> int:
+    pairs = one.kv_heads * (one.key_size + one.value_size) * one.cached  # keys of another layer are kept there
+    return 8 * one.heads * one.key_size + 6 * pairs + 2 * one.heads * one.value_size
 
 
 def logits_bytes(anatomy: Anatomy, chunk_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -59,13 +60,16 @@ def model_report(path: str, revision: str | None, devices: int | None, lora_rank
 def fitting(anatomy: Anatomy, dimension: str) -> list[int]:
     """Values of `parallel.<dimension>` above 1 that divide the model; see `hone.engines.fsdp2.sharding`."""
     sizes = range(2, LARGEST_DEGREE + 1)
-    queries, pairs = anatomy.heads, anatomy.kv_heads
+    heads = {(one.heads, one.kv_heads) for one in anatomy.attention}
     if anatomy.stateful and dimension != "expert":
         return []
     if dimension == "tensor":
-        return [n for n in sizes if queries % n == 0 and pairs % n == 0] if anatomy.tensor_plan else []
+        fit = [n for n in sizes if all(queries % n == 0 and pairs % n == 0 for queries, pairs in heads)]
+        return fit if anatomy.tensor_plan else []
+    if dimension == "sequence" and anatomy.index_size:
+        return []
     if dimension == "sequence":
-        return [n for n in sizes if queries % n == 0 and (pairs % n == 0 or n % pairs == 0)]
+        return [n for n in sizes if all(q % n == 0 and (pairs % n == 0 or n % pairs == 0) for q, pairs in heads)]
     return [n for n in sizes if anatomy.experts % n == 0] if anatomy.experts and anatomy.expert_plan else []
 
 
@@ -81,9 +85,8 @@ def _what(anatomy: Anatomy) -> Iterator[Finding]:
         "parameters", f"{_count(anatomy.parameters)}{active}; {_count(anatomy.embedding)} in embeddings and head"
     )
     yield fact("layers", f"{anatomy.layers}, {anatomy.hidden} wide; MLP {anatomy.mlp}")
-    sizes = f"{anatomy.key_size}" + (f" (values {anatomy.value_size})" * (anatomy.key_size != anatomy.value_size))
-    heads = f"{anatomy.heads} query heads, {anatomy.kv_heads} key-value heads of {sizes}{_window(anatomy)}"
-    yield fact("attention", heads if anatomy.heads else "none")
+    shapes = "; ".join(_shapes(anatomy)) + _window(anatomy)
+    yield fact("attention", shapes if anatomy.attention else "none")
     if anatomy.experts:
         yield fact("experts", f"{anatomy.experts} per layer, {anatomy.experts_per_token} per token")
     yield fact("vocabulary", f"{anatomy.vocabulary:,}; head {'tied to the embeddings' if anatomy.tied else 'not tied'}")
@@ -93,6 +96,18 @@ def _what(anatomy: Anatomy) -> Iterator[Finding]:
         "weights",
         f"{count}{files.dtype or 'dtype unknown'}" + (f", quantised: {files.quantised}" * bool(files.quantised)),
     )
+
+
+def _shapes(anatomy: Anatomy) -> Iterator[str]:
+    """Each shape of attention; with the number of layers that have it, if there are several."""
+    counts = Counter(anatomy.attention)
+    for one, count in counts.items():
+        sizes = f"{one.key_size}" + (f" (values {one.value_size})" * (one.key_size != one.value_size))
+        layers = f"in {count} layers " * (len(counts) > 1)
+        if one.cached:
+            yield f"{layers}{one.heads} query heads, {one.kv_heads} key-value heads of {sizes}"
+        else:
+            yield f"{layers}{one.heads} query heads over the keys of an earlier layer, of {sizes}"
 
 
 def _window(anatomy: Anatomy) -> str:
@@ -111,7 +126,7 @@ def _features(anatomy: Anatomy, degrees: dict[str, list[int]]) -> Iterator[Findi
     heads = "layers that carry a state do not support it" if anatomy.stateful else "no number divides its heads"
     reasons = {
         "tensor": heads if anatomy.tensor_plan or anatomy.stateful else "transformers has no tensor-parallel plan",
-        "sequence": heads,
+        "sequence": "its indexers need whole sequences" if anatomy.index_size else heads,
         "expert": "the model has no experts" if not anatomy.experts else "transformers has no expert-parallel plan",
     }
     for name, found in degrees.items():
@@ -131,13 +146,9 @@ def _features(anatomy: Anatomy, degrees: dict[str, list[int]]) -> Iterator[Findi
 
 
 def _unpackable(anatomy: Anatomy) -> str:
-    if anatomy.stateful and not anatomy.states:
+    if anatomy.stateful and not anatomy.states and not anatomy.obstacle:
         return "its layers carry a state from token to token, which would leak between packed sequences"
-    if anatomy.states:
-        return ""
-    if not anatomy.replaceable:
-        return "transformers cannot replace its attention function"
-    return "chunked attention is not supported" if anatomy.chunked else ""
+    return anatomy.obstacle
 
 
 def _memory(rows: Sequence[dict[str, Any]], numbers: dict[str, Any], chunk: int) -> Iterator[Finding]:

@@ -16,9 +16,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hone.models.attention.packed import PACKED
+from hone.models.attention.support import obstacle
 from hone.models.errors import ModelError
 from hone.models.settings import BuildConfig
 from hone.models.tokenizer import SPECIAL_TOKENS
+from hone.models.transformers_patches import name_body
 from hone.models.vision.building import BUILT, vision_language_config
 from hone.models.vision.model import attention_names, auto_class
 from hone.registry import unknown
@@ -84,14 +86,20 @@ def _sizes(build: BuildConfig, fields: set[str]) -> dict[str, Any]:
 
 
 def build_model(build: BuildConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model whose random weights depend only on sizes and seed. Does not use the caller's random generators."""
+    """A model whose random weights depend only on sizes and seed. Does not use the caller's random generators.
+
+    Raises ModelError for an architecture that hone cannot train.
+    """
     config = build_config(build)
+    if reason := obstacle(config):
+        raise ModelError(f"model.build.architecture={config.model_type!r} cannot be trained: {reason}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(build.seed)
         kind = config.model_type
         model: PreTrainedModel = auto_class(kind).from_config(
             config, dtype=dtype, attn_implementation=attention_names(kind, PACKED)
         )
+    name_body(model)
     return model
 
 

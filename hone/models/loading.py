@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hone.models.attention.adapting import adapt
 from hone.models.attention.packed import PACKED
 from hone.models.attention.stateful import separate_sequences
+from hone.models.attention.support import obstacle
 from hone.models.building import build_model
 from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
@@ -164,6 +166,7 @@ def _source(model: ModelConfig) -> str:
 
 def _as_used(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
     """Apply `model.use` to a loaded model."""
+    adapt(loaded)
     fix_rotary(loaded, model.used.context, model.path or f"architecture {loaded.config.model_type!r}")
     set_dropout(loaded, model.used.dropout)
     separate_sequences(loaded)
@@ -204,6 +207,7 @@ def _from_pretrained(
     narrow = {} if four_bit is None else reading_options(_empty(cls, model), four_bit, str(model.path))
     sharded: AbstractContextManager[dict[str, Any]] = nullcontext({}) if shard is None else shard_while_loading(shard)
     try:
+        _refuse_untrainable(model)
         with without_progress_bars(), sharded as options:
             loaded, report = cls.from_pretrained(
                 folder_of(model),
@@ -215,6 +219,8 @@ def _from_pretrained(
                 **options,
                 **(narrow or quantised),
             )
+    except ModelError:
+        raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{_source(model)} cannot be loaded: {reason}") from error
@@ -230,6 +236,13 @@ def _from_pretrained(
     if four_bit is not None:
         finish(result)
     return result
+
+
+def _refuse_untrainable(model: ModelConfig) -> None:
+    """Raise ModelError, before any weight is read, if packed attention cannot compute this model exactly."""
+    config = AutoConfig.from_pretrained(folder_of(model), trust_remote_code=model.trust_remote_code)
+    if reason := obstacle(config):
+        raise ModelError(f"{_source(model)} ({config.model_type}) cannot be trained: {reason}")
 
 
 def empty_model(model: ModelConfig, is_value_model: bool) -> PreTrainedModel | ValueModel:

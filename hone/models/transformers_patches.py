@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 
 ShardFn = Callable[[Any], None]
-SearchFn = Callable[[Tensor], Tensor | None]
 """Shards an empty model (on the meta device) in place."""
+
+SearchFn = Callable[[Tensor], Tensor | None]
 
 
 @contextmanager
@@ -56,3 +57,15 @@ def replace_search_for_packed_rows(replacement: Callable[[SearchFn], SearchFn]) 
     """
     searched: Any = masking_utils
     searched.find_packed_sequence_indices = replacement(masking_utils.find_packed_sequence_indices)
+
+
+def name_body(model: Any) -> None:
+    """Let `model.base_model` of a language model be its body where the class names a part that it does not have.
+
+    Llama 4's class names the part of the multimodal model that holds it (`language_model`), so that weights of such
+    checkpoints are found; `base_model` is then the whole model. Remove this when the class names its own part.
+    Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/llama4/modeling_llama4.py
+    """
+    if model.base_model is model and model.get_output_embeddings() is not None:
+        names = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
+        model.base_model_prefix = names[0] if names else model.base_model_prefix

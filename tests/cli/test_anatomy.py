@@ -17,6 +17,7 @@ from hone.models.settings import BuildConfig, ModelConfig
 from hone.rollout.builtin.decoder import build_decoder
 from hone.types import LossOutput
 from tests.families.families import FAMILIES, save
+from tests.families.types import save_tiny, tiny_config
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3-MoE", "DeepSeek-V3", "gpt-oss", "Mistral", "Gemma 3"])
@@ -32,14 +33,30 @@ def test_it_is_what_the_loaded_model_is(name, tmp_path):
     assert bool(found.experts) == family.experts
     assert (found.active < found.parameters) == family.experts
     assert found.window == family.options.get("sliding_window", 0)
-    cache = build_decoder("generic", model.config, torch.float32, torch.device("cpu"), longest=64).cache_shape
-    assert (found.layers, found.kv_heads, found.key_size, found.value_size) == (
-        cache.layers,
-        cache.kv_heads,
-        cache.key_size,
-        cache.value_size,
-    )
+    (cache,) = build_decoder("generic", model.config, torch.float32, torch.device("cpu"), longest=64).cache_shapes
+    assert {(one.kv_heads, one.key_size, one.value_size) for one in found.attention} == {
+        (cache.kv_heads, cache.key_size, cache.value_size)
+    }
+    assert len(found.attention) == found.layers == cache.layers
     assert found.kv_bytes_per_token() == cache.layers * cache.kv_heads * (cache.key_size + cache.value_size) * 2
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "diffllama", "gemma3n_text", "gemma4_text", "mimo_v2_flash"])
+def test_layers_that_differ_cache_what_is_said(kind, tmp_path):
+    """Indexers, two attentions in a layer, layers that share keys, and two shapes of layers."""
+    save_tiny(kind, tmp_path)
+    found = examine(ModelConfig(path=str(tmp_path)))
+    shapes = build_decoder("generic", tiny_config(kind), torch.float32, torch.device("cpu"), longest=64).cache_shapes
+    cached = sum(one.layers * one.kv_heads * (one.key_size + one.value_size) for one in shapes)
+    assert found.kv_bytes_per_token() == 2 * cached
+
+
+def test_shared_keys_are_cached_once(tmp_path):
+    """Gemma 4: layers 2 and 3 read the keys of layers 0 and 1, of 2 heads of 8 and of 16."""
+    save_tiny("gemma4_text", tmp_path)
+    found = examine(ModelConfig(path=str(tmp_path)))
+    assert [(one.key_size, one.cached) for one in found.attention] == [(8, True), (16, True), (8, False), (16, False)]
+    assert found.kv_bytes_per_token() == 2 * (2 * (8 + 8) + 2 * (16 + 16))
 
 
 def test_memory_by_hand(tmp_path):

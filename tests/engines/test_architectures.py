@@ -41,8 +41,9 @@ REFUSED = {
         {"lru_width": 32},
         "packed sequences",
     ),
-    "llama4_text": (SIZES, {"num_local_experts": 2}, "chunked attention"),
-    "bert": (SIZES, {}, "packed sequences"),
+    "bert": (SIZES, {}, "an encoder"),
+    "falcon": ({"hidden_size": 32, "layers": 2, "heads": 4}, {}, "its attention is its own"),
+    "inkling_text": ({"hidden_size": 32, "layers": 2, "heads": 4}, {"num_key_value_heads": 2}, "position bias"),
 }
 
 

@@ -4,6 +4,9 @@
     python -m tests.families.table --columns packed,lora            these columns
     python -m tests.families.table --families "Qwen3,GLM-4"         these families
     python -m tests.families.table --show                           run nothing: the table of what is known
+    python -m tests.families.table --all                            the other table: every causal model type, about ten
+                                                                    minutes; goes on where it was stopped
+    python -m tests.families.table --all --families "dbrx,doge"     these types again
 
 A cell is "yes", or what was said when it failed. Cells are kept in tests/families/results.json; the table is made from
 them alone. The column vllm needs .venv-vllm (make test-vllm).
@@ -15,16 +18,20 @@ import argparse
 import json
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from tests.families import checks
+import torch
+
+from tests.families import checks, every
 from tests.families.families import FAMILIES, Family, save
+from tests.families.types import TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- table of families: begin -->", "<!-- table of families: end -->"
+EVERY = "<!-- table of all types: begin -->", "<!-- table of all types: end -->"
 COLUMNS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "packed": ("packed", checks.packed),
     "path": ("SFT, GRPO, export", checks.whole_path),
@@ -95,20 +102,40 @@ def read() -> Cells:
 def keep(cells: Cells) -> None:
     """Write the cells, and the table into the page."""
     RESULTS.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
+    _put(table(cells), BEGIN, END)
+
+
+def _put(text: str, begin: str, end: str) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(cells)}\n{END}{after}", encoding="utf-8")
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def run_all(kinds: Iterable[str]) -> None:
+    """Run these model types, and write each row when it is known."""
+    torch.set_num_threads(1)  # such small models wait for each other's threads
+    for kind in kinds:
+        row = every.row(kind)
+        print(f"{kind:24} {row[every.RUN] or ', '.join(f'{name}: {cell}' for name, cell in row.items())}", flush=True)
+        rows = every.read() | {kind: row}
+        every.RESULTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n", encoding="utf-8")
+        _put(every.page(rows), *EVERY)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the columns of docs/families.md.")
     parser.add_argument("--columns", default=",".join(COLUMNS))
-    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--families", default="")
     parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--all", action="store_true", help="every causal model type; by default those without a row")
     asked = parser.parse_args()
+    if asked.all:
+        known = every.read()
+        run_all(asked.families.split(",") if asked.families else [kind for kind in TYPES if kind not in known])
+        return
     cells = read()
-    names = [name.strip() for name in asked.families.split(",")]
+    names = [name.strip() for name in (asked.families or ",".join(FAMILIES)).split(",")]
     for column in [] if asked.show else asked.columns.split(","):
         for name in (name for name in names if applies(FAMILIES[name], column)):
             cell = run_cell(FAMILIES[name], column)

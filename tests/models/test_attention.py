@@ -15,7 +15,6 @@ from hone.models.attention.packed import (
     packed,
     packed_attention_forward,
     packed_mask,
-    packed_sdpa,
 )
 
 LENGTHS = (5, 9, 9, 1, 12)
@@ -84,6 +83,10 @@ def test_a_packed_row_equals_its_sequences_one_at_a_time(name):
         alone = torch.cat([model(one[None], use_cache=False).logits[0] for one in tokens])
     assert together.std() > 0.1
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5 * float(alone.abs().max()))
+
+
+def packed_sdpa(q, k, v, cu_seqlens, scale=None, window=None):
+    return attend(q, k, v, Packing.of(cu_seqlens), Scoring(scale or q.shape[-1] ** -0.5, window))
 
 
 def reference(q, k, v, lengths, scale, window=None):
@@ -188,8 +191,7 @@ def test_what_packed_attention_cannot_do_is_refused():
     with pytest.raises(NotImplementedError, match="own attention mask"):
         packed_mask(4, 4, use_vmap=True)
     chunked = transformers.Llama4TextConfig(attention_chunk_size=16)
-    with pytest.raises(NotImplementedError, match="chunked attention"):
-        packed_mask(4, 4, local_size=16, config=chunked)
+    assert packed_mask(4, 4, local_size=16, config=chunked) == Window(16, chunks=True)
     assert packed_mask(4, 4) is None
     assert packed_mask(4, 4, local_size=2) == Window(2)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from hone.models.attention import flex, packed
+from hone.models.attention import flex
 from hone.models.attention.packed import Run, Scoring, attend, flex_rows
 from hone.platforms.base import current_platform
 from tests.models.dense_attention import (
@@ -152,7 +152,7 @@ def test_the_kernel_is_as_close_as_tiles(scoring, window):
 def test_a_process_may_have_many_kernels():
     """A process with several models may need more than eight, which is torch's limit; the ninth ended the run."""
     packing = packing_of(*PACKINGS[next(iter(PACKINGS))])
-    mask = flex.block_mask(*packed._ranges(packing, None, torch.device("cpu")))
+    mask = flex.block_mask(*flex.ranges(packing.runs, None, torch.device("cpu")))
     q, k = torch.randn(1, 4, packing.num_tokens, 32), torch.randn(1, 2, packing.num_tokens, 32)
     torch._dynamo.reset()
     for softcap in range(10, 22):
@@ -171,7 +171,7 @@ def test_the_soft_cap_is_a_number_in_what_is_compiled():
 
     packing = packing_of(*PACKINGS[next(iter(PACKINGS))])
     tokens = packing.num_tokens
-    mask = flex.block_mask(*packed._ranges(packing, None, torch.device("cpu")))
+    mask = flex.block_mask(*flex.ranges(packing.runs, None, torch.device("cpu")))
     q, k = torch.randn(1, 4, tokens, 32), torch.randn(1, 2, tokens, 32)
     flex._compiled(backend)(q, k, k, flex._capped(30.0), mask, 0.2, True)
     assert len(found) == 1

@@ -9,9 +9,13 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV32Config,
+    DiffLlamaConfig,
     Gemma2Config,
+    Gemma4TextConfig,
     GPT2Config,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -38,6 +42,26 @@ SIZES = {
     "eos_token_id": 2,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+PER_LAYER = {  # what tokens bring into each layer
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+    "index_topk": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
@@ -60,6 +84,24 @@ CONFIGS = {
         num_experts_per_tok=2,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
+    "llama4": lambda: Llama4TextConfig(  # chunks in one layer, and a temperature by position in the other
+        **SIZES,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        attention_chunk_size=24,
+        floor_scale=4,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+    ),
+    "gemma4": lambda: Gemma4TextConfig(  # layers of two shapes; the last two read the keys of the first two
+        **{**SIZES, **PER_LAYER, "num_hidden_layers": 4},
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        global_head_dim=16,
+        num_kv_shared_layers=2,
+    ),
+    "diffllama": lambda: DiffLlamaConfig(**SIZES),  # two attentions in a layer
+    "deepseek_v32": lambda: DeepseekV32Config(**{**SIZES, **LATENT}),  # an indexer chooses 8 keys
     "gpt2": lambda: GPT2Config(  # learned positions
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
     ),

@@ -87,18 +87,23 @@ def test_the_cache_stays_within_its_limit(tiny, finish):
 
 
 def test_the_cache_keeps_its_content_while_it_grows():
-    cache = KVCache(CacheShape(1, 1, 2, 2), CacheLimits(8, 512), torch.float32, torch.device("cpu"))
+    """With layers of two shapes: (KV heads, key size, value size) = (1, 2, 2) and (2, 4, 3)."""
+    shapes = (CacheShape(1, 1, 2, 2), CacheShape(1, 2, 4, 3))
+    cache = KVCache(shapes, CacheLimits(8, 512), torch.float32, torch.device("cpu"))
     cache.reserve(2, 32, live_rows=0)
-    cache.keys += 1
+    for one in (*cache.keys, *cache.values):
+        one += 1
     cache.reserve(3, 64, live_rows=2)
     assert (cache.rows, cache.columns) == (4, 64)  # rows double
-    assert cache.keys[0, :2, 0, :32].eq(1).all()
-    assert cache.keys.sum() == 2 * 32 * 2
+    assert cache.keys[0][0, :2, 0, :32].eq(1).all()
+    sums = [2 * 32 * numbers for numbers in (2, 8, 2, 6)]
+    assert [int(one.sum()) for one in (*cache.keys, *cache.values)] == sums
     cache.reserve(8, 64, live_rows=3)
     assert (cache.rows, cache.columns) == (8, 64)
     cache.reserve(2, 256, live_rows=2)  # 8 rows of 256 would be more than 512 tokens
     assert (cache.rows, cache.columns) == (2, 256)
-    assert cache.keys.sum() == 2 * 32 * 2
+    assert [int(one.sum()) for one in (*cache.keys, *cache.values)] == sums
+    assert cache.bytes == 2 * 256 * (2 + 8 + 2 + 6) * 4
 
 
 def test_settings_that_promise_too_much_are_refused(tiny):

@@ -49,7 +49,7 @@ def loaded(model, device, dtype=torch.float32, graphed=True):
 
 
 def new_cache(decoder, device, dtype=torch.float32):
-    return KVCache(decoder.cache_shape, CacheLimits(64, 1 << 13), dtype, torch.device(device))
+    return KVCache(decoder.cache_shapes, CacheLimits(64, 1 << 13), dtype, torch.device(device))
 
 
 def sizes(cache):
@@ -132,7 +132,7 @@ def test_a_cache_that_moved_is_recorded_anew(device, tiny):
     with torch.inference_mode():
         cache.reserve(16, 128, live_rows=0)
         decoded(decoder, cache, [([5, 6], [0, 0])])
-        old = cache.keys, cache.values
+        old = *cache.keys, *cache.values
         cache.reserve(16, 256, live_rows=16)
         for one in old:
             one.fill_(100.0)

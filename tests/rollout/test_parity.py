@@ -53,13 +53,13 @@ def test_both_paths_prefill_and_decode_alike(kind, tiny):
         for name, tensor in model.state_dict().items():
             decoder.weights()[name].copy_(tensor)
         assert decoder.weights().keys() == model.state_dict().keys()
-        cache = KVCache(decoder.cache_shape, CacheLimits(8, 1024), torch.float32, device)
+        cache = KVCache(decoder.cache_shapes, CacheLimits(8, 1024), torch.float32, device)
         with torch.inference_mode():
             cache.reserve(3, 64, live_rows=0)
             decoder.prefill(PackedPrompts.of([(5, 6, 7), tuple(range(10, 30))], [2, 0], device), cache)
             step = Step.of(np.array([40, 41, 42]), np.array([20, 0, 3]), np.zeros(3, np.int64), cache)
             logits = decoder.decode(step, cache)
-        found.append((cache.keys, cache.values, logits))
+        found.append((*cache.keys, *cache.values, logits))
     for one, two in zip(*found, strict=True):
         assert one.abs().max() > 0.1
         assert torch.allclose(one, two, atol=1e-5)

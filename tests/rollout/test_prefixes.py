@@ -41,7 +41,11 @@ def answers(turns):
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3", "llama_yarn", "qwen3_moe", "mistral_window", "gemma2", "gpt_oss", "gpt2", "generic", "bfloat16"]
+    "kind",
+    [
+        *("qwen3", "llama_yarn", "qwen3_moe", "mistral_window", "gemma2", "gpt_oss", "gpt2", "generic", "bfloat16"),
+        *("llama4", "gemma4"),
+    ],
 )
 def test_three_turns_prefill_each_block_once_and_answer_to_the_bit_as_without(kind, tiny, finish, gap):
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
@@ -55,7 +59,7 @@ def test_three_turns_prefill_each_block_once_and_answer_to_the_bit_as_without(ki
     assert max(gap(model, prompt, one) for prompt, one in found) < (1e-5 if dtype == torch.float32 else 0.1)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss", "llama4", "deepseek_v32"])
 def test_the_attention_of_accelerators(kind, tiny, finish, gap):
     """One call for all queries of a prompt, after the kept ones: run here on a CPU, where it rounds otherwise."""
     model = tiny(kind)
@@ -190,19 +194,19 @@ ROOT = ("", False)
 
 
 def kv(tokens, mark=0.0):
-    return torch.full((1, 1, tokens, 2), mark), torch.full((1, 1, tokens, 2), -mark)
+    return [torch.full((1, 1, tokens, 2), mark), torch.full((1, 1, tokens, 2), -mark)]
 
 
 def found(prefixes, tokens, root=ROOT):
-    return [float(block.keys.mean()) for block in prefixes.find(root, tokens)]
+    return [float(block.tensors[0].mean()) for block in prefixes.find(root, tokens)]
 
 
 def test_blocks_are_found_by_all_tokens_before_them():
     prefixes = Prefixes(10 * BLOCK)
     first, second = tuple(range(BLOCK)), tuple(range(100, 100 + BLOCK))
-    prefixes.keep(ROOT, (*first, *second, 5), *kv(65, 1.0), None)
-    prefixes.keep(ROOT, second, *kv(32, 2.0), None)
-    prefixes.keep(("other", False), (*first, *first), *kv(64, 3.0), None)
+    prefixes.keep(ROOT, (*first, *second, 5), kv(65, 1.0), None)
+    prefixes.keep(ROOT, second, kv(32, 2.0), None)
+    prefixes.keep(("other", False), (*first, *first), kv(64, 3.0), None)
     assert found(prefixes, (*first, *second, 5)) == [1.0, 1.0]
     assert found(prefixes, (*first, *second[:-1], 5)) == [1.0]
     assert found(prefixes, second) == [2.0]
@@ -218,6 +222,6 @@ def test_a_common_beginning_is_held_once_and_outlives_its_ends():
     start = tuple(range(BLOCK))
     ends = [tuple(range(n, n + BLOCK)) for n in (100, 200, 300)]
     for number, end in enumerate(ends):
-        prefixes.keep(ROOT, (*start, *end), *kv(64, 1.0 + number), None)
+        prefixes.keep(ROOT, (*start, *end), kv(64, 1.0 + number), None)
     assert len(prefixes) == 3
     assert [found(prefixes, (*start, *end)) for end in ends] == [[1.0], [1.0, 2.0], [1.0, 3.0]]

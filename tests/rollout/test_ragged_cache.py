@@ -50,12 +50,12 @@ def device(request, monkeypatch):
 def test_a_step_equals_one_with_a_mask(heads, window, device):
     """Rows with one column, and with many; garbage beyond."""
     positions = np.array([0, 5, 255, 256, 300])
-    ragged = KVCache(SHAPE, LIMITS, torch.bfloat16, torch.device(device))
-    masked = KVCache(SHAPE, LIMITS, torch.float32, torch.device("cpu"))
+    ragged = KVCache((SHAPE,), LIMITS, torch.bfloat16, torch.device(device))
+    masked = KVCache((SHAPE,), LIMITS, torch.float32, torch.device("cpu"))
     queries = torch.randn(len(positions), heads, 16).bfloat16()
     for cache in (ragged, masked):
         cache.reserve(7, 512, live_rows=0)
-    for stored, exact in ((ragged.keys, masked.keys), (ragged.values, masked.values)):
+    for stored, exact in zip((*ragged.keys, *ragged.values), (*masked.keys, *masked.values), strict=True):
         exact.copy_(torch.randn(exact.shape).bfloat16())
         stored.copy_(exact)
         for row, position in enumerate(positions):
@@ -63,7 +63,7 @@ def test_a_step_equals_one_with_a_mask(heads, window, device):
     found, expected = (
         cache.attend(
             1,
-            queries.to(cache.keys),
+            queries.to(cache.keys[0]),
             Step.of(np.zeros_like(positions), positions, np.zeros_like(positions), cache),
             Scoring(0.3, window),
         )
@@ -75,7 +75,7 @@ def test_a_step_equals_one_with_a_mask(heads, window, device):
 
 def test_repeatable_steps_do_not_split_keys(monkeypatch):
     with version_on_cpu(monkeypatch, "FA3") as activated:
-        cache = KVCache(SHAPE, LIMITS, torch.bfloat16, torch.device("cpu"))
+        cache = KVCache((SHAPE,), LIMITS, torch.bfloat16, torch.device("cpu"))
         cache.reserve(3, 64, live_rows=0)
         step = Step.of(np.zeros(3, int), np.array([4, 0, 9]), np.zeros(3, int), cache)
         for repeatable in (False, True):

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from hone.models.attention.adapting import adapt
+from hone.models.attention.indexed import indexers
 from hone.models.attention.packed import PACKED, Packing, packed
 from hone.models.attention.stateful import are_separate, separate_sequences, state_layers
 from hone.models.dropout import set_dropout
@@ -47,7 +49,10 @@ _HEADS = (
     *("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "n_groups", "mamba_n_groups", "mamba_ngroups"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
-_LENGTHS = ("sliding_window", "sliding_window_size", "chunk_size", "mamba_chunk_size", "block_size")
+_LENGTHS = (
+    *("sliding_window", "sliding_window_size", "chunk_size", "mamba_chunk_size", "block_size"),
+    *("attention_chunk_size", "floor_scale", "index_topk"),
+)
 _proven: set[tuple[Any, ...]] = set()  # what this process has checked: evaluation engines share their policy's config
 
 
@@ -185,7 +190,8 @@ class _Trial:
                 chosen = [tokens for number, tokens in enumerate(sequences) if number >> bit & 1 == value]
                 self._require_zero(states, torch.cat(chosen), "another sequence")
         self._require_zero(states, torch.cat([tokens[: -(-len(tokens) // 2)] for tokens in sequences]), "a later token")
-        self._require_mixing(states)
+        if not indexers(self._model):  # they may choose other keys than the one before
+            self._require_mixing(states)
 
     def _require_zero(self, states: Tensor, seen: Tensor, unseen: str) -> None:
         """Raise ModelError if the states of the tokens `seen` depend on tokens that are not among them."""
@@ -254,6 +260,7 @@ def _small_copy(text: Any, name: str) -> PreTrainedModel:
         except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             continue
+        adapt(small)
         fix_rotary(small, rotary_context(text), name)
         _scatter(small)
         small.eval()
@@ -289,9 +296,10 @@ def _needed_layers(text: Any) -> tuple[int, int]:
     if not lists:
         return count, count
     named = getattr(text.config, "layer_types", None) or [None] * count
+    shared = count - (getattr(text.config, "num_kv_shared_layers", None) or 0)  # the first that reads others' keys
     kinds = [
-        (kind, frozenset(_class_of(module).__name__ for module in layer.modules()))
-        for kind, layer in zip(named, lists[0], strict=False)
+        (kind, number >= shared, frozenset(_class_of(module).__name__ for module in layer.modules()))
+        for number, (kind, layer) in enumerate(zip(named, lists[0], strict=False))
     ]
     return max(kinds.index(kind) for kind in set(kinds)) + 1, count
 
@@ -304,6 +312,8 @@ def _cut_layers(config: Any, layers: int, count: int) -> None:
         elif isinstance(value, (list, tuple)) and field.endswith(("_ids", "_idxs", "_idx", "_indices", "_layers")):
             setattr(config, field, type(value)(one for one in value if one < layers))
     config.num_hidden_layers = layers
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        config.num_kv_shared_layers = max(layers - (count - shared), 0)
 
 
 def _shorten(config: Any) -> None:

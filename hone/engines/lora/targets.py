@@ -86,9 +86,14 @@ def _shortest(chosen: Sequence[str], there: Iterable[str], parts: int) -> list[s
 
 
 def _linears(model: Any) -> list[str]:
-    """All but the head, whose logits are computed from its weight (see `logprobs`)."""
+    """All but the head, whose logits are computed from its weight (see `logprobs`), routers and indexers.
+
+    Llama 4's router is a linear layer that returns two tensors; an indexer (`attention.indexed`) gets no gradient.
+    """
     head = model.get_output_embeddings()
-    return [path for path, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D) and one is not head]
+    linears = [path for path, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D) and one is not head]
+    routers = {path for path in linears if type(model.get_submodule(path)).__name__.endswith("Router")}
+    return [path for path in linears if path not in routers and ".indexer." not in path]
 
 
 def _experts(model: nn.Module) -> list[str]:

@@ -116,3 +116,23 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """[blocks, blocks] bool -> how many are True in each row, and the True ones first: [1, 1, blocks (, blocks)]."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+
+def ranges(runs: Sequence[Any], window: int | None, device: torch.device) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """For each token the first key that it sees of its own segment; the first of its prefix, and the end of these.
+
+    `runs` are those of a `Packing`.
+    """
+    window = window or sum(run.count * run.length for run in runs)
+    starts: list[int] = []
+    parts: list[Tensor] = []
+    for run in runs:
+        starts.append(starts[-1] + parts[-1].shape[1] if parts else 0)
+        position = torch.arange(run.length, device=device)
+        segment = starts[-1] + torch.arange(run.count, device=device)[:, None] * run.length
+        own = segment + (position - window + 1).clamp(min=0)
+        prefix = torch.zeros_like(segment) if run.rows is None else starts[run.source] + run.rows[:, None] * run.prefix
+        first = prefix + (run.prefix + position - window + 1).clamp(min=0)
+        parts.append(torch.stack([x.expand_as(own).flatten() for x in (own, first, prefix + run.prefix)]))
+    own, first, end = torch.cat(parts, 1).to(torch.int32)
+    return own, (first, end)

@@ -27,7 +27,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hone.models.attention import flex, varlen
+from hone.models.attention.chunks import chunks
+from hone.models.attention.explicit import attention_weights
+from hone.models.attention.indexed import AnyMask, attend_chosen
 from hone.models.attention.sequence_parallel import SequenceRanks, current_ranks
+from hone.models.attention.temperature import SCALES, scaled_by_position
 from hone.models.attention.tiled import band, causal_mask, speeds_up, tiled_attention
 from hone.models.transformers_patches import SearchFn, replace_search_for_packed_rows
 
@@ -44,9 +48,10 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Stands in for a mask tensor: this layer's tokens see themselves and `size - 1` tokens before."""
+    """Stands in for a mask tensor: tokens see themselves and `size - 1` tokens before, or with `chunks` their chunk."""
 
     size: int
+    chunks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,15 @@ class Packing:
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    def in_chunks(self, size: int) -> Packing:
+        """The same tokens with a segment for each chunk of `size` tokens of a sequence."""
+        if (key := f"chunks of {size}") not in self.layouts:
+            ends, parents = chunks(self.lengths, self.parents, size)
+            with torch.inference_mode(False):  # as for `masks`
+                self.layouts[key] = Packing.of(torch.tensor(ends), parents, self.cu_seqlens.device)
+        found: Packing = self.layouts[key]
+        return found
 
 
 def _runs(lengths: Sequence[int], parents: Sequence[int | None], device: torch.device) -> tuple[Run, ...]:
@@ -173,46 +187,46 @@ def _current() -> Packing:
 # --------------------------------------------------------------------------------------------- the attention itself
 
 
-def packed_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Packing, scale: float | None = None, window: int | None = None
-) -> Tensor:
-    """Causal attention within each packed sequence.
-
-    q [1, heads, T, d], k [1, kv_heads, T, d], v [1, kv_heads, T, dv] as transformers lays them out; cu_seqlens [N+1];
-    scale defaults to d**-0.5; with `window`, a token sees itself and `window - 1` tokens before. Returns
-    [1, heads, T, dv].
-    """
-    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing.of(cu_seqlens)
-    return attend(q, k, v, packing, Scoring(scale=scale if scale is not None else q.shape[-1] ** -0.5, window=window))
-
-
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """Changes that an architecture makes to its attention scores."""
 
     scale: float
     window: int | None = None
+    chunk: int | None = None
     dropout: float = 0.0
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap) (Gemma 2)
     sinks: Tensor | None = None  # [heads]: one more score per head that takes weight and gives nothing (gpt-oss)
+    chosen: Sequence[Tensor] | None = None  # the keys that an indexer chose, for each run; see `indexed`
 
     @property
     def plain(self) -> bool:
-        return self.softcap is None and self.sinks is None
+        return self.softcap is None and self.sinks is None and self.chosen is None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
-    """`packed_sdpa` with an architecture's scoring. Raises ValueError on shapes that do not fit."""
+    """Causal attention within each packed sequence, with an architecture's scoring.
+
+    q [1, heads, T, d], k [1, kv_heads, T, d], v [1, kv_heads, T, dv] as transformers has them -> [1, heads, T, dv].
+    Raises ValueError on shapes that do not fit.
+    """
     if q.shape[0] != 1 or q.shape[2] != packing.num_tokens or k.shape[2] != packing.num_tokens:
         raise ValueError(
             f"packed attention wants one row of {packing.num_tokens} tokens, found queries {tuple(q.shape)} and "
             f"keys {tuple(k.shape)} (KV caches are not supported here)"
         )
-    if not scoring.plain and scoring.dropout == 0.0 and flex.fits(q, v):
+    if scoring.chunk is not None:
+        return attend(q, k, v, packing.in_chunks(scoring.chunk), replace(scoring, chunk=None))
+    if not scoring.plain and scoring.chosen is None and scoring.dropout == 0.0 and flex.fits(q, v):
         return flex_rows(q, k, v, packing, scoring)
     if scoring.plain and scoring.dropout == 0.0 and varlen.fits(q.dtype, q.device, q.shape[-1], v.shape[-1]):
         return _flash_varlen(q, k, v, packing, scoring)
-    outputs = [attend_rows(*part, scoring) for part in _parts(q, k, v, packing)]
+    parts = _parts(q, k, v, packing)
+    if scoring.chosen is None:
+        outputs = [attend_rows(*part, scoring) for part in parts]
+    else:
+        rule = scoring.scale, scoring.dropout, scoring.sinks
+        outputs = [attend_chosen(*part, one, *rule) for part, one in zip(parts, scoring.chosen, strict=True)]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))[None]
 
 
@@ -273,44 +287,21 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """Attention written out, for dropout of weights that no kernel computes: [rows, heads, length, keys] at once."""
-    rows, heads, length, _ = q.shape
-    groups = heads // k.shape[1]
+    groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = (q @ k.transpose(-1, -2)) * scoring.scale
-    if scoring.softcap is not None:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    visible = band(length, k.shape[2], scoring.window or k.shape[2], q.device)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if scoring.sinks is not None:
-        sinks = scoring.sinks.to(scores.dtype).view(1, heads, 1, 1).expand(rows, heads, length, 1)
-        scores = torch.cat([scores, sinks], -1)
-    weights = F.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-    return F.dropout(weights[..., : k.shape[2]], scoring.dropout) @ v
+    visible = band(q.shape[2], k.shape[2], scoring.window or k.shape[2], q.device)
+    hidden = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, float("-inf"))
+    sinks = None if scoring.sinks is None else scoring.sinks.view(1, -1, 1, 1)
+    weights = attention_weights((q @ k.transpose(-1, -2)) * scoring.scale, hidden, scoring.softcap, sinks)
+    return F.dropout(weights.to(v.dtype), scoring.dropout) @ v
 
 
 def flex_rows(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
     """`attend` by torch's flex attention. All layers with one window share a block mask."""
     if scoring.window not in packing.masks:
         with torch.inference_mode(False):  # a training forward may use the mask after an inference forward made it
-            packing.masks[scoring.window] = flex.block_mask(*_ranges(packing, scoring.window, q.device))
+            packing.masks[scoring.window] = flex.block_mask(*flex.ranges(packing.runs, scoring.window, q.device))
     return flex.flex_packed(q, k, v, packing.masks[scoring.window], scoring.scale, scoring.softcap, scoring.sinks)
-
-
-def _ranges(packing: Packing, window: int | None, device: torch.device) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """For each token the first key that it sees of its own segment; the first of its prefix, and the end of these."""
-    window = window or packing.num_tokens
-    starts: list[int] = []
-    parts: list[Tensor] = []
-    for run in packing.runs:
-        starts.append(starts[-1] + parts[-1].shape[1] if parts else 0)
-        position = torch.arange(run.length, device=device)
-        segment = starts[-1] + torch.arange(run.count, device=device)[:, None] * run.length
-        own = segment + (position - window + 1).clamp(min=0)
-        prefix = torch.zeros_like(segment) if run.rows is None else starts[run.source] + run.rows[:, None] * run.prefix
-        first = prefix + (run.prefix + position - window + 1).clamp(min=0)
-        parts.append(torch.stack([x.expand_as(own).flatten() for x in (own, first, prefix + run.prefix)]))
-    own, first, end = torch.cat(parts, 1).to(torch.int32)
-    return own, (first, end)
 
 
 def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
@@ -332,7 +323,7 @@ def packed_attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Window | Tensor | None,
+    attention_mask: Window | AnyMask | Tensor | None,
     scaling: float | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
@@ -342,10 +333,12 @@ def packed_attention_forward(
     """
     scoring = Scoring(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        window=_window(attention_mask, asked.pop("sliding_window", None)),
+        window=window_of(attention_mask, asked.pop("sliding_window", None)),
+        chunk=chunk_of(attention_mask),
         dropout=asked.pop("dropout", 0.0),
         softcap=asked.pop("softcap", None),
         sinks=asked.pop("s_aux", None),
+        chosen=asked.pop("indices", None),
     )
     if asked.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} is not causal; packed attention is for causal models")
@@ -353,18 +346,30 @@ def packed_attention_forward(
     if strange:
         raise NotImplementedError(f"{type(module).__name__} asks for {strange} in its attention: not supported")
     packing = _current()
+    if getattr(module, SCALES, False):
+        query = scaled_by_position(module, query)
     if packing.ranks is None:
-        return attend(query, key, value, packing, scoring).transpose(1, 2), None
+        return attend(query, key, value, packing, scoring).transpose(1, 2).contiguous(), None  # some models view it
     if scoring.sinks is not None:  # one for each head: keep the heads that this rank has in attention
         scoring = replace(scoring, sinks=scoring.sinks.chunk(packing.ranks.size)[packing.ranks.rank])
     query, key, value = (packing.ranks.to_heads(x, packing.num_tokens) for x in (query, key, value))
-    return packing.ranks.to_tokens(attend(query, key, value, packing, scoring)).transpose(1, 2), None
+    out = packing.ranks.to_tokens(attend(query, key, value, packing, scoring))
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _window(mask: Window | Tensor | None, argument: int | None) -> int | None:
+def chunk_of(mask: Window | AnyMask | Tensor | None) -> int | None:
+    """The size of the layer's chunks, if it has any."""
+    return mask.size if isinstance(mask, Window) and mask.chunks else None
+
+
+def window_of(mask: Window | AnyMask | Tensor | None, argument: int | None) -> int | None:
     """The layer's window: some architectures say it by their mask, some by an argument, most by both."""
+    if isinstance(mask, AnyMask):
+        return None
     if isinstance(mask, Tensor):
         raise NotImplementedError("packed attention takes no mask tensor; sequences are marked off by `packed`")
+    if mask is not None and mask.chunks:
+        return None
     if mask is not None and argument is not None and mask.size != argument:
         raise ValueError(f"the mask's window of {mask.size} tokens is not the layer's of {argument}")
     return mask.size if mask is not None else argument
@@ -378,17 +383,17 @@ def packed_mask(
     config: Any = None,
     use_vmap: bool = False,
     **_: Any,
-) -> Window | None:
-    """The mask function that transformers calls: None for causal attention, `Window` for a sliding window."""
+) -> Window | AnyMask | None:
+    """The mask function that transformers calls: None for causal attention, `Window` for a window or chunks."""
     if attention_mask is not None or q_length != kv_length:
         raise NotImplementedError("packed attention has no padding mask and no KV cache: pass neither")
     if use_vmap:
         raise NotImplementedError("this architecture draws its own attention mask, which packed attention cannot")
+    if "indexed_attention" in (getattr(config, "layer_types", None) or ()):
+        return AnyMask()
     if local_size is None:
         return None
-    if getattr(config, "attention_chunk_size", None) == local_size:
-        raise NotImplementedError(f"chunked attention (attention_chunk_size={local_size}) is not supported")
-    return Window(local_size)
+    return Window(local_size, chunks=getattr(config, "attention_chunk_size", None) == local_size)
 
 
 def _without_search(search: SearchFn) -> SearchFn:

@@ -3,6 +3,7 @@
     keys   [layers, rows, kv_heads, columns, key_size]      column c of a row holds token c of its sequence
     values [layers, rows, kv_heads, columns, value_size]
 
+Layers of one shape share two such tensors; a model whose layers differ (Gemma 4) has two for each shape.
 Rows and columns are what the running requests need: the cache grows when they need more (its content is copied) and is
 kept between requests until `release`.
 """
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from hone.data.routes import Routes
 from hone.models.attention import varlen
+from hone.models.attention.chunks import pieces
+from hone.models.attention.explicit import attention_weights
 from hone.models.attention.packed import Packing, Scoring, attend, attend_rows
 from hone.models.vision.model import RowImages
 from hone.rollout.builtin.prefixes import BLOCK, Prefixes, Root, joined
@@ -34,10 +37,12 @@ from hone.rollout.images import PlacedImages, row_of
 COLUMN_STEP = 16  # attention looks at a multiple of this many columns
 MINIMUM_ROWS = 16  # matrix products have at least so many rows
 
+Addresses = tuple[Tensor, ...]  # of tokens in layers of each shape, as `KVCache.addresses` returns them
+
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Memory of one token in the cache."""
+    """Memory of one token in layers that are alike."""
 
     layers: int
     kv_heads: int
@@ -178,8 +183,12 @@ class KVCache:
 
     copies_running = True  # `copy_row` may copy the first columns of a row that has more
 
-    def __init__(self, shape: CacheShape, limits: CacheLimits, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape = shape
+    def __init__(
+        self, shapes: Sequence[CacheShape], limits: CacheLimits, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Layers are numbered through the shapes: first those of the first shape."""
+        self.shapes = tuple(shapes)
+        self._places = [(group, index) for group, one in enumerate(shapes) for index in range(one.layers)]
         self.limits = limits
         self.dtype = dtype
         self.device = device
@@ -187,8 +196,8 @@ class KVCache:
         self._head_by_head = device.type == "cpu" and dtype.itemsize == 2
         self._in_blocks = device.type == "cpu"
         # A kernel that reads each row as far as it is filled, and takes no mask.
-        fits = varlen.fits(dtype, device, shape.key_size, shape.value_size)
-        self._ragged = fits and varlen.reads_caches(device, dtype)
+        fits = [varlen.fits(dtype, device, one.key_size, one.value_size) for one in shapes]
+        self._ragged = [one and varlen.reads_caches(device, dtype) for one in fits]
         self.prefixes = Prefixes(limits.kept_tokens)
         self.bound: dict[Any, Any] = {}  # what has addresses of this memory, as recorded steps do; gone when it moves
         self.release()
@@ -200,15 +209,20 @@ class KVCache:
 
     @property
     def rows(self) -> int:
-        return self.keys.shape[1]
+        return self.keys[0].shape[1]
 
     @property
     def columns(self) -> int:
-        return self.keys.shape[3]
+        return self.keys[0].shape[3]
 
     @property
     def bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.prefixes.bytes
+        return sum(one.nbytes for one in (*self.keys, *self.values)) + self.prefixes.bytes
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [rows, kv_heads, columns, size]."""
+        group, index = self._places[layer]
+        return self.keys[group][index], self.values[group][index]
 
     def reserve(self, rows: int, columns: int, live_rows: int) -> None:
         """Make room for `rows` x `columns`; the content of the first `live_rows` rows is kept.
@@ -229,50 +243,55 @@ class KVCache:
             self.keys, self.values = self._empty(rows, columns)
             return
         self.keys, self.values = self._empty(rows, columns)
-        self.keys[:, :live_rows, :, :kept] = old_keys[:, :live_rows, :, :kept]
-        self.values[:, :live_rows, :, :kept] = old_values[:, :live_rows, :, :kept]
+        for new, old in zip((*self.keys, *self.values), (*old_keys, *old_values), strict=True):
+            new[:, :live_rows, :, :kept] = old[:, :live_rows, :, :kept]
 
-    def _empty(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    def _empty(self, rows: int, columns: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Zeros, not uninitialised memory: masked columns are multiplied by 0, and 0 x NaN is NaN."""
         self.bound.clear()
-        layers, heads = self.shape.layers, self.shape.kv_heads
-        return (
-            torch.zeros(layers, rows, heads, columns, self.shape.key_size, dtype=self.dtype, device=self.device),
-            torch.zeros(layers, rows, heads, columns, self.shape.value_size, dtype=self.dtype, device=self.device),
-        )
+        where: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        sizes = [((one.layers, rows, one.kv_heads, columns), one) for one in self.shapes]
+        keys = tuple(torch.zeros(*size, one.key_size, **where) for size, one in sizes)
+        return keys, tuple(torch.zeros(*size, one.value_size, **where) for size, one in sizes)
 
-    def addresses(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the addresses of n tokens by row and column: [n * kv_heads] for `write`, the same in every layer."""
-        heads = torch.arange(self.shape.kv_heads, device=self.device)
-        return ((rows[:, None] * self.shape.kv_heads + heads) * self.columns + columns[:, None]).flatten()
+    def addresses(self, rows: Tensor, columns: Tensor) -> Addresses:
+        """Return the addresses of n tokens by row and column, for `write`: [n * kv_heads] for each shape of layers."""
+        found = []
+        for one in self.shapes:
+            heads = torch.arange(one.kv_heads, device=self.device)
+            found.append(((rows[:, None] * one.kv_heads + heads) * self.columns + columns[:, None]).flatten())
+        return tuple(found)
 
-    def write(self, layer: int, addresses: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, addresses: Addresses, keys: Tensor, values: Tensor) -> None:
         """Write keys [n, kv_heads, d] and values of n tokens to `addresses`."""
-        for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            stored.view(-1, stored.shape[-1]).index_copy_(0, addresses, new.reshape(-1, stored.shape[-1]))
+        at = addresses[self._places[layer][0]]
+        for stored, new in zip(self.of_layer(layer), (keys, values), strict=True):
+            if new.numel():
+                stored.view(-1, stored.shape[-1]).index_copy_(0, at, new.reshape(-1, stored.shape[-1]))
 
     def recall(self, root: Root, tokens: tuple[int, ...], row: int) -> tuple[int, Routes | None]:
         """Copy the KV that is kept of the beginning of `tokens` to a row; how many tokens it is, and their experts."""
         found = self.prefixes.find(root, tokens) if len(self.prefixes) else []
         if not found:
             return 0, None
-        keys, values, routes = joined(found)
-        count = keys.shape[2]
-        self.keys[:, row, :, :count], self.values[:, row, :, :count] = keys, values
+        kept, routes = joined(found)
+        count = kept[0].shape[2]
+        for stored, one in zip((*self.keys, *self.values), kept, strict=True):
+            stored[:, row, :, :count] = one
         return count, routes
 
     def keep(self, root: Root, tokens: tuple[int, ...], row: int, routes: Routes | None) -> None:
         """Keep the KV of the first tokens of a row, which a prefill wrote, for requests that begin with them."""
-        self.prefixes.keep(root, tokens, self.keys[:, row], self.values[:, row], routes)
+        self.prefixes.keep(root, tokens, [one[:, row] for one in (*self.keys, *self.values)], routes)
 
     def copy_row(self, source: int, targets: Tensor, columns: int) -> None:
         """Copy the first `columns` columns of one row to the rows `targets` [n]."""
-        self.keys[:, targets, :, :columns] = self.keys[:, source : source + 1, :, :columns]
-        self.values[:, targets, :, :columns] = self.values[:, source : source + 1, :, :columns]
+        for one in (*self.keys, *self.values):
+            one[:, targets, :, :columns] = one[:, source : source + 1, :, :columns]
 
     def move_row(self, source: int, target: int, columns: int) -> None:
-        self.keys[:, target, :, :columns] = self.keys[:, source, :, :columns]
-        self.values[:, target, :, :columns] = self.values[:, source, :, :columns]
+        for one in (*self.keys, *self.values):
+            one[:, target, :, :columns] = one[:, source, :, :columns]
 
     def attend_prompts(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, prompts: PackedPrompts, scoring: Scoring
@@ -289,12 +308,12 @@ class KVCache:
         for run, part in zip(prompts.runs, q[0].split([*sizes, q.shape[2] - sum(sizes)], 1), strict=False):
             queries = part.unflatten(1, (-1, run.length)).transpose(0, 1)
             reach = slice(run.start + run.length)
-            keys, values = (x[layer, :, :, reach].index_select(0, run.rows) for x in (self.keys, self.values))
+            keys, values = (x[:, :, reach].index_select(0, run.rows) for x in self.of_layer(layer))
             most = BLOCK if run.in_blocks and self._in_blocks else run.length
             found = []
-            for start in range(0, run.length, most):
-                end = min(start + most, run.length)
-                seen = slice(run.start + end)
+            for start, end in pieces(run.start, run.length, most, scoring.chunk):
+                first = 0 if scoring.chunk is None else (run.start + start) // scoring.chunk * scoring.chunk
+                seen = slice(first, run.start + end)
                 out = attend_rows(queries[:, :, start:end], keys[:, :, seen], values[:, :, seen], scoring)
                 found.append(out.unflatten(1, (-1, end - start)))
             parts.append(torch.cat(found, 2).flatten(1, 2))
@@ -305,21 +324,22 @@ class KVCache:
 
         The query heads that share a KV head become its query length: no key or value is repeated in memory.
         """
-        if self._ragged and scoring.plain:
-            cached = self.keys[layer, : step.rows], self.values[layer, : step.rows]
-            out = varlen.attend_cached(queries, *cached, step.filled, scoring.scale, scoring.window)
+        cached = self.of_layer(layer)
+        if self._ragged[self._places[layer][0]] and scoring.plain and scoring.chunk is None:
+            rows = (x[: step.rows] for x in cached)
+            out = varlen.attend_cached(queries, *rows, step.filled, scoring.scale, scoring.window)
             return out.flatten(1)
-        keys = self.keys[layer, : step.rows, :, : step.columns]
-        values = self.values[layer, : step.rows, :, : step.columns]
-        hidden = step.hidden if scoring.window is None else _outside(step, scoring.window)
-        groups = queries.shape[1] // self.shape.kv_heads
+        keys, values = (x[: step.rows, :, : step.columns] for x in cached)
+        hidden = _hidden(step, scoring)
+        kv_heads = keys.shape[1]
+        groups = queries.shape[1] // kv_heads
         if scoring.plain and self._head_by_head and groups <= 4:
             query = queries[:, :, None]
             out = F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=hidden, scale=scoring.scale, enable_gqa=True
             )
             return out.reshape(step.rows, -1)
-        folded = queries.reshape(step.rows, self.shape.kv_heads, groups, -1)
+        folded = queries.reshape(step.rows, kv_heads, groups, -1)
         if scoring.plain:
             mask = hidden.expand(-1, 1, groups, -1)
             out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scoring.scale)
@@ -333,21 +353,22 @@ def rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _outside(step: Step, window: int) -> Tensor:
-    """The step's mask, with columns hidden that a sliding window has left behind."""
-    columns = torch.arange(step.columns, device=step.hidden.device)
-    behind = columns[None] <= step.positions[: step.rows, None] - window
+def _hidden(step: Step, scoring: Scoring) -> Tensor:
+    """The step's mask, without columns that a sliding window or a chunk has left behind, or that were not chosen."""
+    if scoring.chosen is not None:
+        return step.hidden.masked_fill(~scoring.chosen[0][:, None], float("-inf"))
+    if scoring.window is None and scoring.chunk is None:
+        return step.hidden
+    columns, positions = torch.arange(step.columns, device=step.hidden.device), step.positions[: step.rows, None]
+    if scoring.chunk is not None:
+        behind = columns[None] < positions // scoring.chunk * scoring.chunk
+    else:
+        behind = columns[None] <= positions - (scoring.window or 0)
     return step.hidden.masked_fill(behind[:, None, None, :], float("-inf"))
 
 
 def _explicit(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scoring: Scoring) -> Tensor:
     """Attention written out, for scores that no kernel computes (soft-capping, sinks)."""
-    scores = (queries @ keys.transpose(-1, -2)) * scoring.scale
-    if scoring.softcap is not None:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores + hidden
-    if scoring.sinks is not None:
-        sinks = scoring.sinks.to(scores.dtype).view(1, *queries.shape[1:3], 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sinks], -1)
-    weights = F.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
-    return weights[..., : keys.shape[2]] @ values
+    sinks = None if scoring.sinks is None else scoring.sinks.view(1, *queries.shape[1:3], 1)
+    weights = attention_weights((queries @ keys.transpose(-1, -2)) * scoring.scale, hidden, scoring.softcap, sinks)
+    return weights.to(values.dtype) @ values

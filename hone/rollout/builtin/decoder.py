@@ -21,7 +21,7 @@ from hone.rollout.builtin.scoring import Following
 class Decoder(Protocol):
     """A causal language model over a `KVCache`, with storage of its own for the weights."""
 
-    cache_shape: CacheShape
+    cache_shapes: tuple[CacheShape, ...]  # of its layers
     routers: Routers | None  # of a mixture of experts that can be watched; see `hone.models.routing`
 
     def weights(self) -> Mapping[str, Tensor]:

@@ -80,8 +80,8 @@ class BuiltinEngine:
 
     def _new_batch(self) -> RunningBatch:
         limits = CacheLimits(self._settings.slots, self._settings.kv_cache_tokens, self._settings.kept_kv_tokens)
-        shape = self._decoder.cache_shape
-        cache = (StateCache if shape.carries_state else KVCache)(shape, limits, self._dtype, self._device)
+        shapes = self._decoder.cache_shapes
+        cache = (StateCache if shapes[0].carries_state else KVCache)(shapes, limits, self._dtype, self._device)
         prefill = PrefillLimits(self._settings.prefill_tokens, self._settings.share_prompts)
         return RunningBatch(self._decoder, cache, prefill)
 

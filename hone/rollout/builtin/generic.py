@@ -9,10 +9,12 @@ models with other token mixing, and attention features that `slot_attention` doe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,13 +26,27 @@ from transformers.initialization import no_init_weights
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hone.models.attention.packed import Scoring, Window, packed, packed_attention_forward, packed_mask
+from hone.models.attention.adapting import adapt, choose_in_current_row
+from hone.models.attention.indexed import AnyMask, Queries, indexers
+from hone.models.attention.packed import (
+    Packing,
+    Scoring,
+    Window,
+    chunk_of,
+    packed,
+    packed_attention_forward,
+    packed_mask,
+    window_of,
+)
+from hone.models.attention.support import obstacle
+from hone.models.attention.temperature import SCALES, scaled_by_position
 from hone.models.errors import ModelError
 from hone.models.precision import hold_in
 from hone.models.rotary import fix_rotary
 from hone.models.routing import Routers
 from hone.models.vision.model import attention_names, auto_class, hidden_states
-from hone.rollout.builtin.cache import CacheShape, KVCache, PackedPrompts, Step
+from hone.rollout.builtin import indexed
+from hone.rollout.builtin.cache import Addresses, CacheShape, KVCache, PackedPrompts, Step
 from hone.rollout.builtin.scoring import Following, following_logprobs
 from hone.rollout.builtin.states import StateCache, Work, keep_states
 
@@ -39,17 +55,44 @@ _WITH_ATTENTION = ("full_attention", "sliding_attention", "hybrid", "hybrid_slid
 SLOTS = "hone_slots"  # the name of `slot_attention` in transformers' registries
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Sizes of one attention of a model."""
+
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    cached: bool  # False: it reads the keys and values of an earlier layer (Gemma 3n, Gemma 4)
+
+    @property
+    def cache_key(self) -> tuple[int, int, int]:
+        """What layers of one cached tensor have in common."""
+        return self.kv_heads, self.key_size, self.value_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What one call of attention reads from the cache, counted from the first call of a forward."""
+
+    layer: int  # of the cache
+    shape: AttentionShape
+
+
 @dataclass(slots=True)
 class _Forward:
     """State of the current forward, for the attention function."""
 
     tokens: int  # in this forward, without padding
-    cache: KVCache | None = None  # None in `_find_shape`
-    at: Tensor | None = None  # `cache.addresses` of the tokens
+    cache: KVCache | None = None  # None in `_find_places` and in scores
+    at: Addresses | None = None  # of the tokens in the cache
     step: Step | None = None  # None in prefill
     prompts: PackedPrompts | None = None  # of a prefill
-    places: Mapping[int, int] = field(default_factory=dict)  # layer of the model -> of the cache
-    seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # layer -> KV heads, key and value size
+    places: tuple[_Place, ...] = ()  # of each call, with a cache
+    calls: int = 0
+    choices: int = 0  # of indexers so far
+    index_layer: int = 0  # of the cache, for the first indexer
+    seen: list[tuple[Tensor, Tensor, Tensor]] | None = None  # queries, keys and values of each call: `_find_places`
 
 
 _CURRENT: ContextVar[_Forward] = ContextVar("hone_slots_forward")
@@ -116,38 +159,102 @@ def slot_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Window | None,
+    attention_mask: Window | AnyMask | None,
     scaling: float | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: [1, heads, T, d] and so on -> [1, T, heads, value_size]."""
     forward = _CURRENT.get()
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    forward.seen[layer] = (key.shape[1], key.shape[3], value.shape[3])
-    tokens = forward.tokens
-    layer = forward.places.get(layer, layer)
-    if forward.cache is not None and forward.at is not None:
-        written = (x[0, :, :tokens].transpose(0, 1) for x in (key, value))
-        forward.cache.write(layer, forward.at, *written)
+    if forward.seen is not None:
+        forward.seen.append((query, key, value))
     if forward.cache is None:
         return packed_attention_forward(module, query, key, value, attention_mask, scaling, **asked)
+    # The call, not `layer_idx`: a layer may call twice (DiffLlama), or run several times (HRM).
+    place, tokens = forward.places[forward.calls], forward.tokens
+    forward.calls += 1
+    if place.shape.cached:
+        assert forward.at is not None
+        written = (x[0, :, :tokens].transpose(0, 1) for x in (key, value))
+        forward.cache.write(place.layer, forward.at, *written)
+    if getattr(module, SCALES, False):
+        query = scaled_by_position(module, query)
     scoring = Scoring(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        window=attention_mask.size if attention_mask is not None else asked.get("sliding_window"),
+        window=window_of(attention_mask, asked.get("sliding_window")),
+        chunk=chunk_of(attention_mask),
         softcap=asked.get("softcap"),
         sinks=asked.get("s_aux"),
+        chosen=asked.get("indices"),
     )
+    if forward.prompts is not None and scoring.chosen is not None:
+        out = indexed.attend_prompts(forward.cache, place.layer, query, forward.prompts, scoring)
+        return out.transpose(1, 2).contiguous(), None
     if forward.prompts is not None:
-        out = forward.cache.attend_prompts(layer, query, key, value, forward.prompts, scoring)
-        return out.transpose(1, 2), None
+        out = forward.cache.attend_prompts(place.layer, query, key, value, forward.prompts, scoring)
+        return out.transpose(1, 2).contiguous(), None
     assert forward.step is not None
-    out = forward.cache.attend(layer, query[0, :, :tokens].transpose(0, 1), forward.step, scoring)
+    out = forward.cache.attend(place.layer, query[0, :, :tokens].transpose(0, 1), forward.step, scoring)
     out = F.pad(out, (0, 0, 0, query.shape[2] - tokens))
     return out.unflatten(1, (query.shape[1], -1))[None], None
 
 
+def _choose(queries: Queries) -> list[Tensor]:
+    """The keys that an indexer chooses in the current forward."""
+    forward = _CURRENT.get()
+    if forward.cache is None or forward.at is None:
+        return choose_in_current_row(queries)
+    layer = forward.index_layer + forward.choices
+    forward.choices += 1
+    if forward.step is not None:
+        return indexed.choose_in_step(queries, forward.cache, layer, forward.at, forward.step)
+    assert forward.prompts is not None
+    return indexed.choose_in_prompts(queries, forward.cache, layer, forward.at, forward.prompts)
+
+
 ALL_ATTENTION_FUNCTIONS.register(SLOTS, slot_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(SLOTS, packed_mask)
+
+
+def _places(forward: _Forward) -> Iterator[_Place]:
+    """What each call of a forward caches. Layers that share keys pass the same tensors on."""
+    calls = forward.seen or []
+    sources = [_first(calls, call) for call in calls]
+    shapes = [
+        AttentionShape(query.shape[1], key.shape[1], key.shape[3], value.shape[3], cached=sources[call] == call)
+        for call, (query, key, value) in enumerate(calls)
+    ]
+    groups: dict[tuple[int, int, int], list[int]] = {}  # the cache numbers layers of one shape consecutively
+    for call, shape in enumerate(shapes):
+        if shape.cached:
+            groups.setdefault(shape.cache_key, []).append(call)
+    layers = {call: layer for layer, call in enumerate(itertools.chain(*groups.values()))}
+    return (_Place(layers[source], shape) for source, shape in zip(sources, shapes, strict=True))
+
+
+def _first(calls: Sequence[tuple[Tensor, Tensor, Tensor]], call: tuple[Tensor, Tensor, Tensor]) -> int:
+    """Which call was the first with these keys and values."""
+    return next(i for i, one in enumerate(calls) if one[1] is call[1] and one[2] is call[2])
+
+
+def attention_shapes(model: PreTrainedModel) -> tuple[AttentionShape, ...]:
+    """Sizes of each attention of a model on the meta device, in the order of its calls.
+
+    Empty for a model whose forward needs values: whose attention is not replaceable, or depends on its weights.
+    """
+    adapt(model)
+    for name, module in model.named_modules():
+        if name.endswith("experts"):  # which tokens an expert gets depends on values; its output looks like its input
+            module.forward = lambda states, *_, **__: states
+    token = torch.zeros(1, dtype=torch.long, device="meta")
+    one = Packing.of(torch.tensor([0, 1]), device=token.device)
+    forward = _Forward(tokens=1, seen=[])
+    try:
+        model.set_attn_implementation(attention_names(model.config.model_type, SLOTS))
+        with torch.inference_mode(), _during(forward), packed(one):
+            model.base_model(input_ids=token[None], position_ids=token[None], use_cache=False)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError, ValueError):
+        return ()
+    return tuple(place.shape for place in _places(forward))
 
 
 class GenericDecoder:
@@ -161,44 +268,42 @@ class GenericDecoder:
             )
         model.tie_weights()
         hold_in(model, dtype)
+        adapt(model, _choose)
         fix_rotary(model, getattr(config, "run_context", None), type(model).__name__)
         self._states = bool(keep_states(model, _work))
-        if not self._states and not getattr(model, "_supports_attention_backend", False):
-            raise ValueError(f"the built-in engine cannot run {type(model).__name__}: its attention is not replaceable")
+        reason = obstacle(model.config, type(model))
         if getattr(model, "_is_stateful", False) and not self._states:
-            raise ValueError(
-                f"the built-in engine cannot run {type(model).__name__}: its layers carry a state in a way that hone "
-                "does not know"
-            )
+            reason = reason or "its layers carry a state in a way that hone does not know"
+        if reason:
+            raise ValueError(f"the built-in engine cannot run {type(model).__name__}: {reason}")
         self._model = model.eval().requires_grad_(False)
         self._weights: dict[str, Tensor] = model.state_dict()
         self._device = device
-        self.cache_shape = self._find_shape()
+        self._places, self.cache_shapes = self._find_places()
+        self._index_layer = sum(place.shape.cached for place in self._places)
         self.routers = self._find_routers()
 
-    def _find_shape(self) -> CacheShape:
-        """Run one token through the model, with any weights, and record the shapes that its attention uses."""
+    def _find_places(self) -> tuple[tuple[_Place, ...], tuple[CacheShape, ...]]:
+        """Run one token through the model, with any weights, and record what each call of its attention caches."""
         name = type(self._model).__name__
-        text = self._model.config.get_text_config()
-        layers = text.num_hidden_layers
         prompts = PackedPrompts.of([(0,)], [0], self._device)
-        forward = _Forward(tokens=1)
+        forward = _Forward(tokens=1, seen=[])
         try:
             self._run(prompts, forward)
         except NotImplementedError as error:
             raise ValueError(f"the built-in engine cannot run {name}: {error}") from error
-        self._places = {layer: place for place, layer in enumerate(sorted(forward.seen))}
-        if self._states:
-            layers = sum(kind in _WITH_ATTENTION for kind in getattr(text, "layer_types", None) or [])
-        if self._states and not forward.seen and not layers:
-            return CacheShape(0, 1, 1, 1, carries_state=True)
-        if len(forward.seen) != layers or len(set(forward.seen.values())) != 1:
+        places = tuple(_places(forward))
+        kinds = getattr(self._model.config.get_text_config(), "layer_types", None) or []
+        layers = sum(kind in _WITH_ATTENTION for kind in kinds) if self._states else max(len(places), 1)
+        if len(places) != layers:
             raise ValueError(
-                f"the built-in engine cannot run {name}: of its {layers} layers with attention, {len(forward.seen)} "
-                "have it in plain form, with (KV heads, key size, value size) "
-                f"{sorted(set(forward.seen.values()))}; expected one attention per layer, all of one shape"
+                f"the built-in engine cannot run {name}: of its layers with attention ({layers}), {len(places)} have "
+                "it in a form that hone can replace"
             )
-        return CacheShape(layers, *next(iter(forward.seen.values())), carries_state=self._states)
+        counts = Counter(one.shape.cache_key for one in places if one.shape.cached)
+        counts.update((1, one.head_dim, 0) for one in indexers(self._model))
+        shapes = [CacheShape(count, *sizes, carries_state=self._states) for sizes, count in counts.items()]
+        return places, tuple(shapes) or (CacheShape(0, 1, 1, 1, carries_state=True),)
 
     def _find_routers(self) -> Routers | None:
         """Return the routers of a mixture of experts, if their choices can be recorded."""
@@ -217,7 +322,8 @@ class GenericDecoder:
     def prefill(self, prompts: PackedPrompts, cache: KVCache) -> None:
         tokens = prompts.rows.shape[0]
         at = cache.addresses(prompts.rows, prompts.positions[:tokens])
-        self._run(prompts, _Forward(tokens, cache, at, prompts=prompts, places=self._places))
+        forward = _Forward(tokens, cache, at, prompts=prompts, places=self._places, index_layer=self._index_layer)
+        self._run(prompts, forward)
 
     def _run(self, prompts: PackedPrompts, forward: _Forward) -> None:
         with torch.inference_mode(), _during(forward), packed(prompts.packing):
@@ -260,7 +366,8 @@ class GenericDecoder:
 
     def decode(self, step: Step, cache: KVCache) -> Tensor:
         at = cache.addresses(torch.arange(step.rows, device=self._device), step.positions[: step.rows])
-        with _during(_Forward(step.rows, cache, at, step, places=self._places)):
+        forward = _Forward(step.rows, cache, at, step, places=self._places, index_layer=self._index_layer)
+        with _during(forward):
             output = self._model(input_ids=step.token_ids[None], position_ids=step.turned[None], use_cache=False)
         logits: Tensor = output.logits[0, : step.rows]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -48,7 +48,7 @@ class GraphedDecoder:
         """`record` is `PlatformBase.record` of the decoder's device."""
         self._decoder = decoder
         self._record = record
-        self.cache_shape: CacheShape = decoder.cache_shape
+        self.cache_shapes: tuple[CacheShape, ...] = decoder.cache_shapes
         self.routers = decoder.routers
 
     def weights(self) -> Mapping[str, Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +30,7 @@ class Block:
     """KV of BLOCK tokens."""
 
     number: int  # of this block among all; what follows it is found by it
-    keys: Tensor  # [layers, kv_heads, BLOCK, key_size]
-    values: Tensor  # [layers, kv_heads, BLOCK, value_size]
+    tensors: tuple[Tensor, ...]  # [layers, kv_heads, BLOCK, size] each: keys and values of layers of each shape
     routes: Routes | None  # [BLOCK, layers, top_k]
 
 
@@ -48,7 +48,7 @@ class Prefixes:
     @property
     def bytes(self) -> int:
         one = next(iter(self._blocks.values()), None)
-        return 0 if one is None else len(self._blocks) * (one.keys.nbytes + one.values.nbytes)
+        return 0 if one is None else len(self._blocks) * sum(kept.nbytes for kept in one.tensors)
 
     def clear(self) -> None:
         """Drop everything: the weights change, or the memory is needed."""
@@ -67,16 +67,16 @@ class Prefixes:
         self._used(root, tokens, found)
         return found
 
-    def keep(self, root: Root, tokens: tuple[int, ...], keys: Tensor, values: Tensor, routes: Routes | None) -> None:
+    def keep(self, root: Root, tokens: tuple[int, ...], tensors: Sequence[Tensor], routes: Routes | None) -> None:
         """Copy the whole blocks of `tokens` that are not there yet.
 
-        keys, values [layers, kv_heads, len(tokens) or more, size]; routes [len(tokens) or more, layers, top_k].
+        tensors [layers, kv_heads, len(tokens) or more, size] each; routes [len(tokens) or more, layers, top_k].
         """
         found = self.find(root, tokens)
         for start in range(len(found) * BLOCK, min(len(tokens) // BLOCK, self._most) * BLOCK, BLOCK):
             cut = slice(start, start + BLOCK)
-            copies = (keys[:, :, cut].clone(), values[:, :, cut].clone())
-            block = Block(next(self._numbers), *copies, None if routes is None else routes[cut].copy())
+            copies = tuple(one[:, :, cut].clone() for one in tensors)
+            block = Block(next(self._numbers), copies, None if routes is None else routes[cut].copy())
             self._blocks[found[-1].number if found else root, tokens[cut]] = block
             found.append(block)
         self._used(root, tokens, found)
@@ -90,11 +90,11 @@ class Prefixes:
             self._blocks.move_to_end((before, tokens[at * BLOCK : (at + 1) * BLOCK]))
 
 
-def joined(blocks: list[Block]) -> tuple[Tensor, Tensor, Routes | None]:
+def joined(blocks: list[Block]) -> tuple[list[Tensor], Routes | None]:
     """Join blocks of one prompt along their tokens; there is at least one."""
     routes = [block.routes for block in blocks if block.routes is not None]
-    keys, values = (torch.cat(parts, 2) for parts in zip(*((one.keys, one.values) for one in blocks), strict=True))
-    return keys, values, np.concatenate(routes) if routes else None
+    tensors = [torch.cat(parts, 2) for parts in zip(*(one.tensors for one in blocks), strict=True)]
+    return tensors, np.concatenate(routes) if routes else None
 
 
 __all__ = ["BLOCK", "Block", "Prefixes", "Root", "joined"]

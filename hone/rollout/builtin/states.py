@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,9 +89,11 @@ class StateCache(KVCache):
 
     copies_running = False  # a running row's state is beyond the prompt that it would share
 
-    def __init__(self, shape: CacheShape, limits: CacheLimits, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shapes: Sequence[CacheShape], limits: CacheLimits, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._states: dict[str, tuple[Tensor | None, Tensor | None]] = {}  # layer -> convolution, recurrent [rows, ...]
-        super().__init__(shape, replace(limits, kept_tokens=0), dtype, device)
+        super().__init__(shapes, replace(limits, kept_tokens=0), dtype, device)
 
     @property
     def bytes(self) -> int:
