@@ -331,15 +331,14 @@ class KVCache:
             return out.flatten(1)
         keys, values = (x[: step.rows, :, : step.columns] for x in cached)
         hidden = _hidden(step, scoring)
-        kv_heads = keys.shape[1]
-        groups = queries.shape[1] // kv_heads
+        groups = queries.shape[1] // keys.shape[1]
         if scoring.plain and self._head_by_head and groups <= 4:
             query = queries[:, :, None]
             out = F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=hidden, scale=scoring.scale, enable_gqa=True
             )
             return out.reshape(step.rows, -1)
-        folded = queries.reshape(step.rows, kv_heads, groups, -1)
+        folded = queries.reshape(step.rows, keys.shape[1], groups, -1)
         if scoring.plain:
             mask = hidden.expand(-1, 1, groups, -1)
             out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scoring.scale)
@@ -360,10 +359,10 @@ def _hidden(step: Step, scoring: Scoring) -> Tensor:
     if scoring.window is None and scoring.chunk is None:
         return step.hidden
     columns, positions = torch.arange(step.columns, device=step.hidden.device), step.positions[: step.rows, None]
-    if scoring.chunk is not None:
-        behind = columns[None] < positions // scoring.chunk * scoring.chunk
-    else:
-        behind = columns[None] <= positions - (scoring.window or 0)
+    first = (
+        positions - (scoring.window or 0) + 1 if scoring.chunk is None else positions // scoring.chunk * scoring.chunk
+    )
+    behind = columns[None] < first
     return step.hidden.masked_fill(behind[:, None, None, :], float("-inf"))
 
 
