@@ -37,6 +37,7 @@ from hone.rollout.images import PlacedImages, row_of
 COLUMN_STEP = 16  # attention looks at a multiple of this many columns
 MINIMUM_ROWS = 16  # matrix products have at least so many rows
 
+CacheShapes = tuple["CacheShape", ...]
 Addresses = tuple[Tensor, ...]  # of tokens in layers of each shape, as `KVCache.addresses` returns them
 
 
@@ -183,11 +184,9 @@ class KVCache:
 
     copies_running = True  # `copy_row` may copy the first columns of a row that has more
 
-    def __init__(
-        self, shapes: Sequence[CacheShape], limits: CacheLimits, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shapes: CacheShapes, limits: CacheLimits, dtype: torch.dtype, device: torch.device) -> None:
         """Layers are numbered through the shapes: first those of the first shape."""
-        self.shapes = tuple(shapes)
+        self.shapes = shapes
         self._places = [(group, index) for group, one in enumerate(shapes) for index in range(one.layers)]
         self.limits = limits
         self.dtype = dtype
@@ -359,11 +358,10 @@ def _hidden(step: Step, scoring: Scoring) -> Tensor:
     if scoring.window is None and scoring.chunk is None:
         return step.hidden
     columns, positions = torch.arange(step.columns, device=step.hidden.device), step.positions[: step.rows, None]
-    first = (
-        positions - (scoring.window or 0) + 1 if scoring.chunk is None else positions // scoring.chunk * scoring.chunk
-    )
-    behind = columns[None] < first
-    return step.hidden.masked_fill(behind[:, None, None, :], float("-inf"))
+    first = positions - (scoring.window or 0) + 1
+    if scoring.chunk is not None:
+        first = positions // scoring.chunk * scoring.chunk
+    return step.hidden.masked_fill((columns[None] < first)[:, None, None, :], float("-inf"))
 
 
 def _explicit(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scoring: Scoring) -> Tensor:

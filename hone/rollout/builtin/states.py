@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.attention.stateful import each_tensor, separate, state_layers
-from hone.rollout.builtin.cache import MINIMUM_ROWS, CacheLimits, CacheShape, KVCache, PackedPrompts, Step
+from hone.rollout.builtin.cache import MINIMUM_ROWS, CacheLimits, CacheShapes, KVCache, PackedPrompts, Step
 
 RunFn = Callable[["Rows", Callable[[Tensor], Tensor]], Any]
 """Runs a layer over rows; the function changes each tensor of its arguments."""
@@ -89,9 +89,7 @@ class StateCache(KVCache):
 
     copies_running = False  # a running row's state is beyond the prompt that it would share
 
-    def __init__(
-        self, shapes: Sequence[CacheShape], limits: CacheLimits, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shapes: CacheShapes, limits: CacheLimits, dtype: torch.dtype, device: torch.device) -> None:
         self._states: dict[str, tuple[Tensor | None, Tensor | None]] = {}  # layer -> convolution, recurrent [rows, ...]
         super().__init__(shapes, replace(limits, kept_tokens=0), dtype, device)
 
