@@ -14,7 +14,6 @@ Source: DeepSeek-V3.2 (arXiv:2512.02556), and the indexers of transformers 5.19.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,23 +77,29 @@ def indexers(model: nn.Module) -> list[Any]:
 def choose_by_sequence(model: nn.Module, choose: ChooseFn) -> None:
     """Let the indexers of a model choose among the keys of a token's own sequence."""
     for one in indexers(model):
-        one.forward = functools.partial(_choose, one, type(one).forward.__get__(one), choose)
+        one.forward = _Chooser(one, type(one).forward.__get__(one), choose)
 
 
-def _choose(
-    indexer: Any,
-    forward: Callable[..., Tensor],
-    choose: ChooseFn,
-    hidden: Tensor,
-    compressed: Tensor,
-    turns: tuple[Tensor, Tensor],
-    mask: AnyMask | Tensor,
-    positions: Tensor | None = None,
-    **named: Any,
-) -> Tensor | list[Tensor]:
-    if isinstance(mask, Tensor):  # another attention than hone's
-        return forward(hidden, compressed, turns, mask, positions, **named)
-    return choose(Queries(indexer, forward, (hidden, compressed, *turns)))
+@dataclass(frozen=True, slots=True)
+class _Chooser:
+    """Stands in for an indexer's forward."""
+
+    indexer: Any
+    forward: Callable[..., Tensor]
+    choose: ChooseFn
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        compressed: Tensor,
+        turns: tuple[Tensor, Tensor],
+        mask: AnyMask | Tensor,
+        *args: Any,
+        **named: Any,
+    ) -> Tensor | list[Tensor]:
+        if isinstance(mask, Tensor):  # another attention than hone's
+            return self.forward(hidden, compressed, turns, mask, *args, **named)
+        return self.choose(Queries(self.indexer, self.forward, (hidden, compressed, *turns)))
 
 
 def choose_in_row(queries: Queries, runs: Sequence[Any]) -> list[Tensor]:
