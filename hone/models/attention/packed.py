@@ -28,11 +28,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hone.models.attention import flex, varlen
 from hone.models.attention.chunks import chunks
-from hone.models.attention.explicit import attention_weights
+from hone.models.attention.explicit import attend_explicitly
 from hone.models.attention.indexed import AnyMask, attend_chosen
 from hone.models.attention.sequence_parallel import SequenceRanks, current_ranks
 from hone.models.attention.temperature import SCALES, scaled_by_position
-from hone.models.attention.tiled import band, causal_mask, speeds_up, tiled_attention
+from hone.models.attention.tiled import causal_mask, speeds_up, tiled_attention
 from hone.models.transformers_patches import SearchFn, replace_search_for_packed_rows
 
 PACKED = "hone_packed"
@@ -263,7 +263,7 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     if scoring.plain:
         out = _sdpa(q, k, v, scoring)
     elif scoring.dropout > 0.0:
-        out = _explicit(q, k, v, scoring)
+        out = attend_explicitly(q, k, v, scoring)
     else:
         out = tiled_attention(q, k, v, scoring.scale, scoring.window, scoring.softcap, scoring.sinks)
     return out.transpose(0, 1).flatten(1, 2)
@@ -283,17 +283,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         scale=scoring.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-
-
-def _explicit(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-    """Attention written out, for dropout of weights that no kernel computes: [rows, heads, length, keys] at once."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    visible = band(q.shape[2], k.shape[2], scoring.window or k.shape[2], q.device)
-    hidden = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, float("-inf"))
-    sinks = None if scoring.sinks is None else scoring.sinks.view(1, -1, 1, 1)
-    weights = attention_weights((q @ k.transpose(-1, -2)) * scoring.scale, hidden, scoring.softcap, sinks)
-    return F.dropout(weights.to(v.dtype), scoring.dropout) @ v
 
 
 def flex_rows(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:

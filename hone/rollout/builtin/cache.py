@@ -25,7 +25,7 @@ from torch import Tensor
 from hone.data.routes import Routes
 from hone.models.attention import varlen
 from hone.models.attention.chunks import pieces
-from hone.models.attention.explicit import attention_weights
+from hone.models.attention.explicit import attend_hidden
 from hone.models.attention.packed import Packing, Scoring, attend, attend_rows
 from hone.models.vision.model import RowImages
 from hone.rollout.builtin.prefixes import BLOCK, Prefixes, Root, joined
@@ -342,7 +342,7 @@ class KVCache:
             mask = hidden.expand(-1, 1, groups, -1)
             out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scoring.scale)
         else:
-            out = _explicit(folded, keys, values, hidden, scoring)
+            out = attend_hidden(folded, keys, values, hidden, scoring)
         return out.reshape(step.rows, -1)
 
 
@@ -362,10 +362,3 @@ def _hidden(step: Step, scoring: Scoring) -> Tensor:
     if scoring.chunk is not None:
         first = positions // scoring.chunk * scoring.chunk
     return step.hidden.masked_fill((columns[None] < first)[:, None, None, :], float("-inf"))
-
-
-def _explicit(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scoring: Scoring) -> Tensor:
-    """Attention written out, for scores that no kernel computes (soft-capping, sinks)."""
-    sinks = None if scoring.sinks is None else scoring.sinks.view(1, *queries.shape[1:3], 1)
-    weights = attention_weights((queries @ keys.transpose(-1, -2)) * scoring.scale, hidden, scoring.softcap, sinks)
-    return weights.to(values.dtype) @ values
