@@ -106,6 +106,13 @@ def examine(model: ModelConfig) -> Anatomy:
     return _measured(empty, _files(folder, stored, config))
 
 
+def _layers(text: Any) -> int:
+    """Number of layers of a decoder. Raises ModelError."""
+    if getattr(text, "num_hidden_layers", None) is None:
+        raise ModelError(f"{text.model_type} is made of several models: its config.json has no num_hidden_layers")
+    return int(text.num_hidden_layers)
+
+
 def _measured(model: Any, files: Files) -> Anatomy:
     text = model.config.get_text_config()
     sizes = {name: weight.numel() for name, weight in model.named_parameters()}
@@ -121,7 +128,7 @@ def _measured(model: Any, files: Files) -> Anatomy:
         active=round(sum(sizes.values()) - idle),
         embedding=sum(embedding.values()),
         largest_layer=max(_layer_sizes(sizes).values(), default=0),
-        layers=text.num_hidden_layers,
+        layers=_layers(text),
         hidden=text.hidden_size,
         attention=attention_shapes(model) or _from_config(text),
         index_size=sum(one.head_dim for one in indexers(model)),

@@ -116,7 +116,11 @@ def run_all(kinds: Iterable[str]) -> None:
     """Run these model types, and write each row when it is known."""
     torch.set_num_threads(1)  # such small models wait for each other's threads
     for kind in kinds:
-        row = every.row(kind)
+        try:
+            row = every.row(kind)
+        except Exception as error:  # noqa: BLE001  (the sweep goes on; the row says what has to be mended)
+            text = f"error: {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+            row = {every.DOCTOR: text, every.RUN: text}
         print(f"{kind:24} {row[every.RUN] or ', '.join(f'{name}: {cell}' for name, cell in row.items())}", flush=True)
         rows = every.read() | {kind: row}
         every.RESULTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n", encoding="utf-8")

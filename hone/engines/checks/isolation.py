@@ -30,7 +30,6 @@ from hone.models.attention.stateful import are_separate, separate_sequences, sta
 from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
 from hone.models.rotary import fix_rotary, longest_position, rotary_context
-from hone.models.vision.model import sees_images
 
 _LONGEST = 72  # tokens of a sequence
 _SHORT = 16  # a longer window or chunk is cut to this
@@ -72,7 +71,7 @@ def check_isolation(body: Any, name: str, training: bool) -> None:
 
     `body` is the model without its head; its weights are not used. Noise of its own config is turned off.
     """
-    text = body.language_model if sees_images(body.config) else body
+    text = getattr(body, "language_model", body)  # of a model with images, sound or several parts
     device = next(text.parameters()).device
     key = (_class_of(text), text.config.to_json_string(), str(device), are_separate(text), training)
     if key in _proven:
@@ -144,7 +143,7 @@ class _Trial:
 
     def _keep(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         self._embedded = output.detach().requires_grad_(torch.is_grad_enabled())
-        return self._embedded
+        return self._embedded.clone()  # some models scale it in place
 
     def _states(self, tokens: Tensor, packing: Packing) -> Tensor:
         """Hidden states [T, H] of the row's `tokens`."""
@@ -291,7 +290,9 @@ def _kinds(model: nn.Module) -> set[str]:
 
 def _needed_layers(text: Any) -> tuple[int, int]:
     """Number of the first layers that have every kind of layer, and of all layers."""
-    count = int(text.config.num_hidden_layers)
+    count = getattr(text.config, "num_hidden_layers", None)
+    if count is None:
+        raise ModelError(f"{_class_of(text).__name__} is made of several models: its config has no num_hidden_layers")
     lists = [one for one in text.modules() if isinstance(one, nn.ModuleList) and len(one) == count]
     if not lists:
         return count, count

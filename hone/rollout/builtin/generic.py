@@ -67,13 +67,13 @@ class AttentionShape:
 
     @property
     def cache_key(self) -> tuple[int, int, int]:
-        """What layers of one cached tensor have in common."""
+        """Key of the cached tensor that the layers of these sizes share."""
         return self.kv_heads, self.key_size, self.value_size
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What one call of attention reads from the cache, counted from the first call of a forward."""
+    """Place in the cache that one call of attention reads, counted from the first call of a forward."""
 
     layer: int  # of the cache
     shape: AttentionShape
@@ -216,7 +216,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(SLOTS, packed_mask)
 
 
 def _places(forward: _Forward) -> Iterator[_Place]:
-    """What each call of a forward caches. Layers that share keys pass the same tensors on."""
+    """Places in the cache, one for each call of a forward. Layers that share keys pass the same tensors on."""
     calls = forward.seen or []
     sources = [_first(calls, call) for call in calls]
     shapes = [
@@ -232,7 +232,7 @@ def _places(forward: _Forward) -> Iterator[_Place]:
 
 
 def _first(calls: Sequence[tuple[Tensor, Tensor, Tensor]], call: tuple[Tensor, Tensor, Tensor]) -> int:
-    """Which call was the first with these keys and values."""
+    """Number of the first call with these keys and values."""
     return next(i for i, one in enumerate(calls) if one[1] is call[1] and one[2] is call[2])
 
 
