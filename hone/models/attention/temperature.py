@@ -38,4 +38,5 @@ def scaled_by_position(module: Any, query: Tensor) -> Tensor:
     """Queries [1, heads, T, d] of a layer that has `SCALES`, scaled."""
     steps = torch.floor((module.query_positions.float() + 1.0) / module.floor_scale)
     scales = torch.log1p(steps) * module.attn_scale + 1.0  # [1, T]
-    return (query * scales[:, None, :, None]).to(query.dtype)
+    scaled: Tensor = (query * scales[:, None, :, None]).to(query.dtype)
+    return scaled

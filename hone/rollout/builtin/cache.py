@@ -325,8 +325,8 @@ class KVCache:
         """
         cached = self.of_layer(layer)
         if self._ragged[self._places[layer][0]] and scoring.plain and scoring.chunk is None:
-            rows = (x[: step.rows] for x in cached)
-            out = varlen.attend_cached(queries, *rows, step.filled, scoring.scale, scoring.window)
+            filled_keys, filled_values = (x[: step.rows] for x in cached)
+            out = varlen.attend_cached(queries, filled_keys, filled_values, step.filled, scoring.scale, scoring.window)
             return out.flatten(1)
         keys, values = (x[: step.rows, :, : step.columns] for x in cached)
         hidden = _hidden(step, scoring)

@@ -98,7 +98,8 @@ class FusedDecoder:
         self._head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._eps = config.rms_norm_eps
         self._scoring = Scoring(scale=self._head_size**-0.5)
-        self.cache_shapes = (CacheShape(config.num_hidden_layers, self._kv_heads, self._head_size, self._head_size),)
+        shape = CacheShape(config.num_hidden_layers, self._kv_heads, self._head_size, self._head_size)
+        self.cache_shapes: tuple[CacheShape, ...] = (shape,)
         self._rotary = type(skeleton.model.rotary_emb)(config=config).to(device)
         fix_rotary(self._rotary, getattr(config, "run_context", None), config.model_type)
         self.rope = torch.zeros(2, 0, self._head_size, dtype=dtype, device=device)
