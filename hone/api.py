@@ -20,7 +20,7 @@ import ast
 import asyncio
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +46,8 @@ from hone.types import Message
 
 R = TypeVar("R")
 LOOK_S = 1.0  # between two looks at a call in another thread
-RunFile = str | Path | Mapping[str, Any]
-"""Path of a run file, or its content as a mapping."""
+RunFile = str | Path | Mapping[str, Any] | Loaded[Any]
+"""Path of a run file, its content as a mapping, or what `load` returned."""
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number and its metrics."""
 
@@ -76,6 +76,8 @@ def load(run_file: RunFile, *overrides: str, kind: str | None = None) -> Loaded[
 
     `overrides` are `key=value` texts. Give `kind` if the file or mapping has no key `kind`. Raises ConfigError.
     """
+    if isinstance(run_file, Loaded):
+        return _of_kind(run_file, overrides, kind)
     if isinstance(run_file, Mapping):
         layers = [Layer(MAPPING, _plain(run_file, run_file))]
         if overrides:
@@ -141,8 +143,10 @@ def generate(
 ) -> list[list[str]]:
     """Generate `samples` answers to each prompt (a text or a conversation) with the built-in engine.
 
-    `model` is a folder or hub name. `temperature` 0 is greedy.
+    `model` is a folder, GGUF file or hub name. `temperature` 0 is greedy.
     """
+    if isinstance(prompts, str):
+        raise ConfigError(f"hone.generate takes a list of prompts, found one text; write [{prompts!r:.60}]")
     asked: list[Sequence[Message]] = [
         [Message(role="user", content=one)] if isinstance(one, str) else one for one in prompts
     ]
@@ -175,6 +179,14 @@ def score(
 
 
 # ------------------------------------------------------------------------------------------------------------ inside
+
+
+def _of_kind(loaded: Loaded[Any], overrides: Sequence[str], kind: str | None) -> Loaded[Any]:
+    if overrides:
+        raise ConfigError(f"these settings are loaded already; give {overrides[0]} to hone.load")
+    if kind not in (None, loaded.config.kind):
+        raise ConfigError(f"these settings have kind: {loaded.config.kind}, expected {kind}")
+    return loaded
 
 
 def _run(kind: str, run_file: RunFile, overrides: Sequence[str], on_step: OnStep | None) -> Result:
@@ -250,12 +262,31 @@ def _definitions(script: str) -> str:
     """The imports, functions, classes and constants of a script, without what it does."""
     tree = ast.parse(script)
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    tree.body = [node for node in tree.body if isinstance(node, kinds) or _is_constant(node)]
+    changed = {name for node in tree.body for name in _changed(node)}
+    tree.body = [node for node in tree.body if isinstance(node, kinds) or _is_constant(node, changed)]
     return ast.unparse(tree)
 
 
-def _is_constant(node: ast.stmt) -> bool:
+def _targets(node: ast.stmt) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", ast.Constant(None))]
+
+
+def _changed(node: ast.stmt) -> Iterator[str]:
+    """The names whose value a statement changes: `settings["run"] = ...`, `count += 1`."""
+    for target in _targets(node):
+        inner: Any = target
+        while isinstance(inner, ast.Subscript | ast.Attribute):
+            inner = inner.value
+        if isinstance(inner, ast.Name) and (inner is not target or isinstance(node, ast.AugAssign)):
+            yield inner.id
+
+
+def _is_constant(node: ast.stmt, changed: Set[str]) -> bool:
+    """A plain value under a name, which the script does not change afterwards: without the change it would be wrong."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+        return False
+    names = [one.id for one in _targets(node) if isinstance(one, ast.Name)]
+    if not names or changed & set(names):
         return False
     try:
         ast.literal_eval(node.value)

@@ -39,6 +39,7 @@ from pydantic.fields import FieldInfo
 
 from hone.composition import COMMAND_LINE, PRESET, ConfigError, Layer, read_layers, to_yaml
 from hone.other_frameworks import KEYS as OTHER_KEYS
+from hone.other_frameworks import VALUES as OTHER_VALUES
 from hone.registry import CannotLoad, Registry, UnknownName
 
 DEFAULT = "default"
@@ -247,7 +248,7 @@ class _Builder:
             self.sources[path] = source
             return {}
         if last is None:
-            if annotation not in (Any, None) and type(None) not in get_args(annotation):
+            if not _takes_none(annotation):
                 raise ConfigError(f"{source}: {path} is null, but needs a value; remove the key to get its default")
             arms = []
         for arm in arms:
@@ -287,20 +288,27 @@ class _Builder:
             cls: type[Choice] = registry.settings(name) or Choice
         except (UnknownName, CannotLoad) as error:
             named = [layer for layer in kept if "name" in layer.data] or kept
-            raise ConfigError(f"{named[-1].source}: {path}: {error}") from error
+            theirs = OTHER_VALUES.get((path.rpartition(".")[2], name))
+            meant = f"{name!r} is no {registry.kind} here: {theirs}" if theirs else str(error)
+            raise ConfigError(f"{named[-1].source}: {path}: {meant}") from error
         if all("name" not in layer.data for layer in kept):
             kept.insert(0, Layer(DEFAULT, {"name": name}))
         same = isinstance(default, Choice) and default.__dict__["name"] == name
         return self.section(cls, kept, path, default if same else None)
 
     def mapping(self, inner: Any, metadata: list[Any], layers: list[Layer], path: str) -> dict[Any, Any]:
-        """Build a mapping with free keys; layers are merged key by key."""
-        layers = _since(layers, lambda data: isinstance(data, Mapping))
+        """Build a mapping with free keys; layers are merged key by key.
+
+        An empty mapping clears what earlier layers have, and a null removes their entry, if entries cannot be null.
+        """
+        last = layers[-1]
+        layers = _since(layers, lambda data: isinstance(data, Mapping) and bool(data)) or [last]
         given: dict[Any, list[Layer]] = {}
         for source, data in layers:
             for key, value in data.items():
                 given.setdefault(key, []).append(Layer(source, value))
-        built = {k: self.value(inner, metadata, values, _join(path, str(k))) for k, values in given.items()}
+        kept = {k: v for k, v in given.items() if v[-1].data is not None or len(v) == 1 or _takes_none(inner)}
+        built = {k: self.value(inner, metadata, values, _join(path, str(k))) for k, values in kept.items()}
         self.sources[path] = _joined(layers)
         return built
 
@@ -331,6 +339,10 @@ def _since(layers: list[Layer], holds: Callable[[Any], bool]) -> list[Layer]:
     """The layers after the last one that does not fulfil `holds`: earlier layers are replaced, not merged."""
     others = [position for position, layer in enumerate(layers) if not holds(layer.data)]
     return layers[others[-1] + 1 :] if others else layers
+
+
+def _takes_none(annotation: Any) -> bool:
+    return annotation in (Any, None) or type(None) in get_args(annotation)
 
 
 def _joined(layers: Sequence[Layer]) -> str:

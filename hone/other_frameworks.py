@@ -39,6 +39,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "epsilon_high": ("algorithm.loss.clip_high",),
     "eval_steps": ("evaluation.every_steps",),
     "experiment_name": _FOLDER,
+    "filter_overlong_prompts": ("data.train.too_long",),
     "fp16": ("actor.compute_dtype",),
     "fsdp_size": ("actor.backend.parallel",),
     "gamma": ("algorithm.advantage.gamma",),
@@ -53,6 +54,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "kl_penalty": ("algorithm.kl.kind",),
     "lam": ("algorithm.advantage.lam",),
     "learning_rate": _LR,
+    "load_in_4bit": ("actor.lora.quantise",),
     "log_prob_micro_batch_size_per_gpu": _TOKENS,
     "lora_alpha": ("actor.lora.alpha",),
     "lora_r": ("actor.lora.rank",),
@@ -75,6 +77,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "model_name": _MODEL,
     "model_name_or_path": _MODEL,
     "n": _GROUP,
+    "n_gpus_per_node": ("runtime.backend",),
     "n_samples_per_prompt": _GROUP,
     "nnodes": ("runtime.backend",),
     "num_epochs": _EPOCHS,
@@ -94,6 +97,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "ref_model": ("reference.model",),
     "report_to": ("tracking.trackers",),
     "logger": ("tracking.trackers",),
+    "resume_mode": _FOLDER,
     "reward_funcs": ("reward.components",),
     "reward_function": ("reward.components",),
     "reward_model": ("reward.components",),
@@ -112,6 +116,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "train_batch_size": _PROMPTS,
     "train_files": ("data.train.path",),
     "ulysses_sequence_parallel_size": ("actor.backend.parallel",),
+    "use_kl_loss": _KL,
     "use_vllm": ("rollout.backend",),
     "val_files": ("evaluation.sets",),
     "vllm_gpu_memory_utilization": ("rollout.engine",),
@@ -119,6 +124,15 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "weight_decay": ("actor.optimizer.weight_decay",),
 }
 """Last part of a key -> keys of hone that mean the same or take its place. A kind of run has some of them."""
+
+VALUES: Mapping[tuple[str, str], str] = {
+    ("loss", "grpo"): "GRPO is algorithm.advantage=grpo with algorithm.loss=ppo, or algorithm.preset=grpo",
+    ("loss", "rloo"): "RLOO is algorithm.advantage=rloo with algorithm.loss=ppo",
+    ("advantage", "ppo"): "PPO is algorithm.advantage=gae with algorithm.loss=ppo and a critic",
+    ("advantage", "dapo"): "DAPO is algorithm.preset=dapo",
+    ("loss", "dapo"): "DAPO is algorithm.preset=dapo",
+}
+"""(last part of a key, value that others give it) -> what it is here."""
 
 COMMANDS: Mapping[str, str] = {
     "chat": "generate",

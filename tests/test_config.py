@@ -314,6 +314,16 @@ def test_free_mappings_add_up_key_by_key_and_say_who_set_them(tmp_path):
     assert loaded.provenance["extra"] == f"{tmp_path / 'base.yaml'} and {tmp_path / 'run.yaml'} and command line"
 
 
+def test_a_null_removes_an_entry_and_an_empty_mapping_all_of_them(tmp_path):
+    text = "by_name: {a: square, b: circle}\nsets: {x: {lr: 0.2}}\nextra: {k: 1}"
+    loaded = load(Run, write(tmp_path, text), ["by_name.a=null", "sets={}", "extra.k=null"])
+    assert list(loaded.config.by_name) == ["b"]
+    assert (loaded.config.sets, loaded.provenance["sets"]) == ({}, "command line")
+    assert loaded.config.extra == {"k": None}  # here null is a value
+    assert list(run_of(tmp_path, text, "sets={}", "sets.y.lr=0.5").sets) == ["x", "y"]
+    assert "by_name.a is null, but needs a value" in error_of(tmp_path, "by_name: {a: null}")
+
+
 def test_lists_are_replaced_whole_or_changed_by_number(tmp_path):
     write(tmp_path, "tools: [{name: saw, limit: 5}, {name: axe}]", "base.yaml")
     path = write(tmp_path, "defaults: base.yaml")

@@ -37,6 +37,7 @@ Value = float | Mapping[str, float]
 RewardFn = Callable[..., Value | Awaitable[Value]]
 
 VALUE = "reward"  # key of the component's own value in a returned dict
+THEIRS = "score"  # the same in verl\'s functions
 LONGEST_ERROR = 2000  # characters of an error text that are kept
 
 
@@ -127,19 +128,21 @@ def _check_option(name: str, key: str, value: Any, hint: Any) -> None:
 def judge(returned: Any) -> tuple[float, dict[str, float]]:
     """Convert a function's return value to (value, sub-components).
 
-    Raises TypeError or ValueError if it is not a finite number, or a dict of them with the key "reward".
+    Raises TypeError or ValueError if it is not a finite number, or a dict of them with the key "reward", or "score" as
+    in verl.
 
     >>> judge(True), judge({"reward": 0.5, "format": 1})
     ((1.0, {}), (0.5, {'format': 1.0}))
     """
     if not isinstance(returned, Mapping):
         return _number(returned, "the reward"), {}
-    if VALUE not in returned:
+    key = VALUE if VALUE in returned else THEIRS
+    if key not in returned:
         raise TypeError(
             f"the reward returned a dict without the key {VALUE!r} (it has: {', '.join(map(str, returned))})"
         )
     parts = {str(key): _number(value, f"the reward's {key!r}") for key, value in returned.items()}
-    return parts.pop(VALUE), parts
+    return parts.pop(key), parts
 
 
 def judge_group(returned: Any, answers: int) -> list[tuple[float, dict[str, float]] | Exception]:

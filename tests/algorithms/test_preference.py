@@ -255,6 +255,8 @@ def test_bradley_terry_scores_the_last_loss_token(packed, close):
     first, second = -math.log(sigmoid(2.0)) + 1.6, -math.log(sigmoid(-1.5)) + 0.625
     close(result.values[[4, 6, 9, 12]], [first, second, first, second])
     close(result.metrics["train/preference_accuracy"][[4, 6]], [1, 0])
+    values[[4, 9]] = torch.tensor([1.0, 1.0 + 1e-7]).double()  # rounding, as in a pair that nothing has trained on
+    close(objective(ModelOutput(values=values), packed).metrics["train/preference_accuracy"][[4, 6]], [0.5, 0])
     margin = REWARD_MODEL_LOSSES.get("bradley_terry")(
         torch.tensor([3.0]), torch.tensor([1.0]), BradleyTerrySettings(), margin=torch.tensor([2.0])
     )

@@ -196,8 +196,31 @@ def test_a_function_without_a_file_is_stored_with_the_run(done, tmp_path):
     assert "len(set(response))" in (tmp_path / "d" / "functions" / "mine.py").read_text()
 
 
+def test_a_stored_function_has_the_constants_of_its_script_but_nothing_that_the_script_changes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json\nLIMIT = 3\nsettings = json.loads('{}')\nsettings['run'] = {'dir': 'd'}\ntable = {'b': {}}\n"
+        "table['b']['c'] = 2\ncount = 0\ncount += 1\ndef mine(response):\n    return float(len(response) < LIMIT)\n"
+        "if __name__ == '__main__':\n    from hone.api import _reference\n    from pathlib import Path\n"
+        f"    print(_reference(mine, Path({str(tmp_path)!r})))\n"
+    )
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert found.stdout.strip() == f"{tmp_path}/functions/mine.py:mine", found.stderr
+    assert (tmp_path / "functions" / "mine.py").read_text() == (
+        "import json\nLIMIT = 3\n\ndef mine(response):\n    return float(len(response) < LIMIT)\n"
+    )
+
+
 def test_what_cannot_be_used_is_one_error(done):
     settings = done[0]
+    with pytest.raises(hone.ConfigError, match=r"takes a list of prompts, found one text; write \['abc'\]"):
+        hone.generate("no model", "abc")
+    loaded = hone.load(settings)
+    assert hone.load(loaded, kind="rl") is loaded
+    with pytest.raises(hone.ConfigError, match="these settings have kind: rl, expected sft"):
+        hone.sft(loaded)
+    with pytest.raises(hone.ConfigError, match=r"loaded already; give run\.steps=3 to hone\.load"):
+        hone.train(loaded, "run.steps=3")
     with pytest.raises(hone.ConfigError, match="<lambda> cannot be found by other processes"):
         hone.load({**settings, "reward": {"components": {"a": {"reward": lambda response: 0.0}}}})
     with pytest.raises(

@@ -163,6 +163,9 @@ def test_the_schema_lists_what_the_registries_hold(rl):
         ("reverse/grpo.yaml", "actor_rollout_ref.rollout.n=8", "update.samples_per_prompt"),  # verl
         ("reverse/grpo.yaml", "trainer.total_epochs=3", "run.epochs"),
         ("reverse/grpo.yaml", "max_response_tokens=3", "rollout.sampling.max_response_tokens"),  # ours, elsewhere
+        ("reverse/grpo.yaml", "trainer.n_gpus_per_node=8", "runtime.backend"),
+        ("reverse/grpo.yaml", "algorithm.use_kl_loss=true", "algorithm.kl.coef"),
+        ("reverse/grpo.yaml", "model.load_in_4bit=true", "actor.lora.quantise"),
         ("reverse/grpo.yaml", "runn.steps=3", "run"),  # misspelt
         ("preference/dpo.yaml", "beta=0.2", "loss.beta"),
         (
@@ -176,6 +179,15 @@ def test_an_unknown_key_is_answered_with_the_key_that_was_meant(capsys, recipe, 
     assert main(["config", f"recipes/{recipe}", override]) == 2
     hint = re.search("did you mean (.*?)[?]", capsys.readouterr().err)[1]
     assert repr(meant) in hint.split(" or ")
+
+
+def test_an_algorithm_that_is_no_loss_here_is_explained(capsys):
+    assert main(["config", "recipes/reverse/grpo.yaml", "algorithm.loss=grpo"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "algorithm.loss: 'grpo' is no policy loss here: GRPO is algorithm.advantage=grpo with algorithm.loss=ppo"
+        in said
+    )
 
 
 def test_names_of_other_frameworks_lead_to_keys_and_commands_that_exist(capsys):

@@ -26,6 +26,7 @@ from hone.rewards.settings import RewardConfig
         (torch.tensor(0.5), 0.5, {}),
         ({"reward": 0.5, "format": True}, 0.5, {"format": 1.0}),
         ({"reward": -2}, -2.0, {}),
+        ({"score": 0.5, "acc": True}, 0.5, {"acc": 1.0}),  # as verl's functions return
     ],
 )
 def test_a_number_or_a_dict_of_numbers_is_a_value(returned, value, parts):
@@ -44,7 +45,7 @@ def test_a_number_or_a_dict_of_numbers_is_a_value(returned, value, parts):
         (float("-inf"), "expected a finite number"),
         (torch.tensor(float("nan")), "expected a finite number"),
         (torch.tensor([1.0]), "expected a number"),
-        ({"score": 1.0}, r"without the key 'reward' \(it has: score\)"),
+        ({"points": 1.0}, r"without the key 'reward' \(it has: points\)"),
         ({"reward": 1.0, "part": None}, "'part' is None"),
         ({}, "without the key 'reward'"),
     ],

@@ -277,6 +277,14 @@ def test_the_budget_of_a_reward_model_is_held_against_the_longest_sequence(tmp_p
         TokenBudgets(config).check(2, "it")
 
 
+def test_a_limit_that_fills_the_context_of_the_model_is_refused(tmp_path, capfd):
+    path = recipe(tmp_path, {"rollout": {"sampling": {"max_response_tokens": 32}}})
+    code, said = hone(capfd, path)
+    assert code == 2, said
+    wanted = "rollout.sampling.max_response_tokens=32 leaves no room for a prompt: the model's context is 32 tokens"
+    assert wanted in errors(said)[0]
+
+
 def test_limits_of_prompt_and_answer_are_held_against_every_budget(tmp_path):
     long = {"data": {"train": {"path": "never/read.jsonl", "max_prompt_tokens": 62}}}
     critic = {**PPO, "critic": {"engine": {"max_tokens_per_microbatch": 64}}}

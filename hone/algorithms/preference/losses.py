@@ -32,6 +32,7 @@ from hone.algorithms.preference.settings import (
 from hone.algorithms.segments import loss_token_counts, on_last_loss_token, sequence_sum, spread
 from hone.types import Axis, Batch, Extra, LossOutput, ModelOutput
 
+TIE = 1e-5  # a smaller margin is rounding
 LARGEST_EXPONENT = 80.0  # exp(80) is 5e34, well within float32
 KTO_BASELINE = Extra("kto_baseline", Axis.SEQUENCE)  # [N] float32: estimate of KL that KTO compares log-ratios with
 LABELS = Extra("labels")  # [T] float32: 1 for a right step and 0 for a wrong one, where the loss mask is 1
@@ -285,9 +286,15 @@ def _rows(answers: Answers, rows: Tensor) -> Answers:
 
 
 def _compared(chosen: dict[str, Tensor], rejected: dict[str, Tensor], by: str) -> dict[str, Tensor]:
-    """Metrics of pairs, [P]: both answers' figures, and accuracy and margin in the figure `by`."""
+    """Metrics of pairs, [P]: both answers' figures, and accuracy and margin in the figure `by`.
+
+    A tie counts a half: before training all pairs of DPO are ties, up to rounding.
+    """
     margin = chosen[by] - rejected[by]
-    shown = {"train/preference_accuracy": (margin > 0).to(margin.dtype), "train/preference_margin": margin}
+    size = chosen[by].abs() + rejected[by].abs()
+    tie = margin.abs() <= TIE * size.clamp(min=1.0)
+    right = torch.where(tie, 0.5, (margin > 0).to(margin.dtype))
+    shown = {"train/preference_accuracy": right, "train/preference_margin": margin}
     for word, side in (("chosen", chosen), ("rejected", rejected)):
         shown |= {f"train/{word}_{name}": values for name, values in side.items()}
     return shown

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import AutoConfig
+
 from hone.algorithms import ADVANTAGES
 from hone.algorithms.algorithm import Algorithm, check_takes_token_rewards
 from hone.algorithms.distillation.losses import Distillation
@@ -17,6 +19,9 @@ from hone.data.sources.base import check_path
 from hone.envs import ENVS
 from hone.envs.base import is_single_turn
 from hone.envs.settings import AgentSettings, EndpointSettings
+from hone.models.loading import folder_of
+from hone.models.rotary import longest_position
+from hone.models.settings import ModelConfig
 from hone.registry import unknown
 from hone.runtime.settings import RaySettings
 from hone.schedule.journal import JOURNAL
@@ -51,6 +56,17 @@ def check_settings(config: PolicyRunConfig) -> None:
             schedule.warmup(total)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+
+def check_room(config: PolicyRunConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if the longest response alone fills the context of `model`, which would cut every answer."""
+    read = AutoConfig.from_pretrained(folder_of(model, weights=False), trust_remote_code=model.trust_remote_code)
+    context, asked = longest_position(read, model.used.context), config.rollout.sampling.max_response_tokens
+    if context is not None and asked >= context:
+        raise ConfigError(
+            f"rollout.sampling.max_response_tokens={asked} leaves no room for a prompt: the model's context is "
+            f"{context} tokens; set it below {context}"
+        )
 
 
 def algorithm_of(config: PolicyRunConfig) -> Algorithm:

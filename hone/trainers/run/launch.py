@@ -29,7 +29,7 @@ from hone.tracking.hub import Tracking
 from hone.tracking.metrics import Timer
 from hone.tracking.muted import MutedTracking
 from hone.trainers.policy.assembly import PolicyAssembly
-from hone.trainers.policy.checks import check_replay, check_settings
+from hone.trainers.policy.checks import check_replay, check_room, check_settings
 from hone.trainers.policy.generation import Generation, has_servers
 from hone.trainers.policy.settings import DistillRunConfig, PolicyRunConfig, WarmStartConfig
 from hone.trainers.run.context import RunContext, RunControl, untracked_context
@@ -75,6 +75,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
     with claim(folder), ExitStack() as started:
         _check(config, loaded)
         changes, model, renderer = _begin(config, folder)
+        check_room(config, model)
         if config.run.epochs is not None:
             config = _with_steps(config, renderer)
             _check(config, loaded)
