@@ -21,6 +21,7 @@ from hone.cli.errors import say
 from hone.cli.recipe import KINDS, load_run
 from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, read_overrides, to_yaml
 from hone.config import Loaded, build
+from hone.data.columns import nested_columns
 from hone.data.settings import DatasetConfig
 from hone.data.sources.base import SUFFIXES, open_rows, suffix_of
 
@@ -46,6 +47,9 @@ OTHER_NAMES = {  # column of hone -> what data sets often call it
     "rejected": ("refused", "dispreferred"),
 }
 PER_STEP = 32  # samples, pairs or prompts
+ALPACA = {"instruction", "input"}  # together they are the prompt; in many rows `input` is empty
+ALPACA_PROMPT = "{{ instruction }}{% if input is defined and input %}\n\n{{ input }}{% endif %}"
+NESTED = {"ground_truth": "reward_model.ground_truth"}  # of verl's files
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +111,20 @@ def run_file(kind: str, flags: Flags, steps: bool = False) -> dict[str, Any]:
     return settings
 
 
-def guessed_columns(kind: str, columns: Sequence[str]) -> dict[str, str]:
-    """The columns of a data set that stand for hone's under another name, such as {prompt: question}."""
+def guessed_columns(kind: str, row: Mapping[str, Any]) -> dict[str, str]:
+    """The columns of a data set that stand for hone's under another name, such as {prompt: question}, by its first row.
+
+    Columns that are a prompt only together have none here: `guessed_prompt`.
+    """
     found: dict[str, str] = {}
+    columns = nested_columns(row, list(NESTED.values())) | dict(row)
     for meaning in KINDS[kind].columns:
         if meaning in columns or (meaning in ("prompt", "completion") and "messages" in columns):
+            continue
+        if NESTED.get(meaning) in columns:
+            found[meaning] = NESTED[meaning]
+            continue
+        if meaning == "prompt" and guessed_prompt(row):
             continue
         free = [name for name in OTHER_NAMES[meaning] if name in columns and name not in found.values()]
         if free:
@@ -119,10 +132,14 @@ def guessed_columns(kind: str, columns: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def first_columns(data: str) -> list[str]:
-    """The columns of a data set's first row. Raises DataError for a data set that cannot be read."""
-    rows = open_rows(build(DatasetConfig, source_of(data), "--data"), "--data")
-    return list(rows[0])
+def guessed_prompt(row: Mapping[str, Any]) -> str:
+    """The template of a prompt that several columns are together; empty if one column is the prompt."""
+    return ALPACA_PROMPT if row.keys() >= ALPACA and not row.keys() & {"prompt", "messages"} else ""
+
+
+def first_row(data: str) -> Mapping[str, Any]:
+    """A data set's first row. Raises DataError for a data set that cannot be read."""
+    return open_rows(build(DatasetConfig, source_of(data), "--data"), "--data")[0]
 
 
 def source_of(data: str) -> dict[str, Any]:
@@ -142,12 +159,16 @@ def write_run_file(path: Path, kind: str, settings: Mapping[str, Any]) -> None:
 
 
 def _training_set(kind: str, flags: Flags) -> dict[str, Any]:
-    columns = dict(flags.columns)
+    columns, row = dict(flags.columns), first_row(flags.data)
+    template = "" if "prompt" in columns else guessed_prompt(row)
     if not columns:
-        columns = guessed_columns(kind, first_columns(flags.data))
-        if columns and _is_first():
-            say("columns: " + ", ".join(f"{meaning} is {own!r}" for meaning, own in columns.items()))
-    return {**source_of(flags.data), **({"columns": columns} if columns else {})}
+        columns = guessed_columns(kind, row)
+        facts = [f"{meaning} is {own!r}" for meaning, own in columns.items()]
+        facts += ["prompt is 'instruction' and, where there is one, 'input'"] * bool(template)
+        if facts and _is_first():
+            say("columns: " + ", ".join(facts))
+    how = {"columns": columns} if columns else {}
+    return {**source_of(flags.data), **how, **({"prompt_template": template} if template else {})}
 
 
 def _component(reward: str) -> str:

@@ -15,21 +15,29 @@ import typer
 from hone.cli.errors import say
 from hone.cli.flags import (
     FLAGS,
+    PER_STEP,
     Flags,
-    first_columns,
+    first_row,
     guessed_columns,
+    guessed_prompt,
     missing_flags,
     run_file,
+    source_of,
     write_run_file,
 )
 from hone.cli.recipe import DEFAULT_KIND, KINDS, load_run
 from hone.composition import Layer
-from hone.config import ConfigError
+from hone.config import ConfigError, build
 from hone.data.columns import PromptReader, SampleReader
 from hone.data.preference_readers import PairReader
+from hone.data.settings import DatasetConfig
+from hone.data.sources.base import open_rows
 from hone.registry import unknown
 from hone.rewards.base import BadReward, load_reward
 
+HELD_OUT = 64  # rows
+SAMPLES = {"rl": 8}  # answers to each prompt of a step
+RESPONSE_TOKENS = 512
 READERS = {"sft": SampleReader, "prefer": PairReader, "reward_model": PairReader}
 
 
@@ -58,11 +66,31 @@ def init(
     if missing:
         flags = _asked(kind, flags)
     settings = run_file(kind, flags)
+    if kind != "distill":  # without a reward, its answers have no figure
+        _hold_out(settings, flags.data)
+    if kind in SAMPLES:
+        settings["update"]["samples_per_prompt"] = SAMPLES[kind]
+        settings["rollout"] = {"sampling": {"max_response_tokens": RESPONSE_TOKENS}}
     loaded = load_run([Layer(FLAGS, settings)], str(target), kind)
     for fact in checked(loaded.config):
         say(fact)
     write_run_file(target, kind, settings)
+    if kind in SAMPLES:
+        answers = f"{PER_STEP} prompts x {SAMPLES[kind]} answers of at most {RESPONSE_TOKENS} tokens"
+        say(f"one step: {answers}; on a CPU, lower all three")
     say(f"to run it: {KINDS[kind].command} {target}")
+
+
+def _hold_out(settings: dict[str, Any], data: str) -> None:
+    """Keep the last tenth of the rows, at most `HELD_OUT`, for evaluation; none of a few rows."""
+    train = settings["data"]["train"]
+    size = len(open_rows(build(DatasetConfig, source_of(data), "--data"), "--data"))
+    held_out = min(HELD_OUT, size // 10)
+    if held_out < 2:
+        say(f"no held-out set, because {data} has {size} rows: set evaluation.sets")
+        return
+    settings["evaluation"] = {"every_steps": 10, "sets": {"held_out": {**train, "skip_rows": size - held_out}}}
+    train["max_rows"] = size - held_out
 
 
 def checked(config: Any) -> list[str]:
@@ -73,7 +101,7 @@ def checked(config: Any) -> list[str]:
     model = Path(config.model.path)
     if model.is_dir() and not (model / "config.json").is_file():
         raise ConfigError(f"model.path: {model} has no config.json, so it is not a Hugging Face model folder")
-    facts.append(f"model: {config.model.path}{'' if model.is_dir() else ' (on the hub: not looked up here)'}")
+    facts.append(f"model: {config.model.path}{'' if model.exists() else ' (not looked up here)'}")
     for name, component in (config.reward.components if hasattr(config, "reward") else {}).items():
         try:
             loaded = load_reward(name, component.reward, component.options)
@@ -108,10 +136,11 @@ def _short(value: Any) -> str:
 def _asked(kind: str, flags: Flags) -> Flags:
     """The flags with the answers to what they do not say."""
     model = flags.model or _ask("model folder or hub name")
-    data, known = (flags.data, first_columns(flags.data)) if flags.data else _ask_data()
+    data, row = (flags.data, first_row(flags.data)) if flags.data else _ask_data()
     columns = dict(flags.columns)
-    typer.echo(f"its columns: {', '.join(known)}")
-    guessed = guessed_columns(kind, known)
+    typer.echo(f"its columns: {', '.join(row)}")
+    guessed = guessed_columns(kind, row)
+    known = {*row, "prompt"} if guessed_prompt(row) else {*row}
     for meaning in [one for one in KINDS[kind].columns if one not in known and "messages" not in known]:
         columns[meaning] = columns.get(meaning) or _ask(f"column of the {meaning}", guessed.get(meaning))
     reward, teacher = flags.reward, flags.teacher
@@ -127,12 +156,12 @@ def _ask(question: str, default: str | None = None) -> str:
     return answer.strip()
 
 
-def _ask_data() -> tuple[str, list[str]]:
-    """Ask for the data until they can be read; returns them with their columns."""
+def _ask_data() -> tuple[str, Mapping[str, Any]]:
+    """Ask for the data until they can be read; returns them with their first row."""
     while True:
         data = _ask("file of training rows (.jsonl, .parquet)")
         try:
-            return data, first_columns(data)
+            return data, first_row(data)
         except ConfigError as error:
             say(str(error))
 

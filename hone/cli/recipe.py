@@ -99,6 +99,7 @@ def run_file_of(place: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]
 def load_run(layers: Sequence[Layer], place: str, kind: str | None = None) -> Loaded[Any]:
     """Build the settings of a run of any kind; `place` names them in an error. Otherwise as `load_recipe`."""
     named = stated_kind(layers)
+    layers = _one_length(layers)
     found = named or kind or DEFAULT_KIND
     if kind is not None and found != kind:
         command = KINDS[found].command
@@ -108,6 +109,20 @@ def load_run(layers: Sequence[Layer], place: str, kind: str | None = None) -> Lo
     loaded = load_layers(KINDS[found].load(), layers)
     _ = loaded.config.kind  # counts as read: it chose the settings class
     return loaded
+
+
+def _one_length(layers: Sequence[Layer]) -> list[Layer]:
+    """The layers, in which `run.steps` of the last one replaces `run.epochs` of the others, and the other way round."""
+    *below, last = layers
+    given = last.data.get("run") if isinstance(last.data, dict) else None
+    lengths = [key for key in ("steps", "epochs") if isinstance(given, dict) and given.get(key) is not None]
+    if not below or len(lengths) != 1:
+        return list(layers)
+    (other,) = {"steps", "epochs"} - {*lengths}
+    others = [one.data.get("run") for one in below if isinstance(one.data, dict)]
+    if not any(isinstance(run, dict) and run.get(other) is not None for run in others):
+        return list(layers)
+    return [*below, Layer(last.source, {**last.data, "run": {other: None, **given}})]
 
 
 def stated_kind(layers: Sequence[Layer]) -> str | None:

@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +13,10 @@ import yaml
 from hone.cli.flags import Flags, guessed_columns, load_command, run_file
 from hone.cli.keys import keys_of
 from hone.cli.main import main
-from hone.composition import ConfigError
+from hone.composition import ConfigError, to_yaml
+from hone.config import build
+from hone.data.columns import SampleReader
+from hone.data.settings import DatasetConfig
 from hone.tracking.trackers.jsonl import read_metrics
 from tests.recipes.conftest import gsm8k_rows, save_tiny_qwen3, write_rows
 
@@ -50,11 +54,39 @@ def test_every_key_is_a_flag_and_other_flags_stay():
 
 
 def test_columns_are_found_under_the_names_that_data_sets_use():
-    assert guessed_columns("rl", ["question", "answer", "id"]) == {"prompt": "question", "ground_truth": "answer"}
-    assert guessed_columns("sft", ["instruction", "output"]) == {"prompt": "instruction", "completion": "output"}
-    assert guessed_columns("sft", ["messages"]) == {}
-    assert guessed_columns("rl", ["prompt", "question", "ground_truth"]) == {}
-    assert guessed_columns("prefer", ["question", "chosen", "rejected"]) == {"prompt": "question"}
+    def guessed(kind, *columns):
+        return guessed_columns(kind, dict.fromkeys(columns, "x"))
+
+    assert guessed("rl", "question", "answer", "id") == {"prompt": "question", "ground_truth": "answer"}
+    assert guessed("sft", "instruction", "output") == {"prompt": "instruction", "completion": "output"}
+    assert guessed("sft", "messages") == {}
+    assert guessed("rl", "prompt", "question", "ground_truth") == {}
+    assert guessed("prefer", "question", "chosen", "rejected") == {"prompt": "question"}
+    verl = {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user"}],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+    }
+    assert guessed_columns("rl", verl) == {"ground_truth": "reward_model.ground_truth"}
+
+
+def test_the_input_of_an_instruction_is_a_part_of_the_prompt(here, capsys):
+    rows = [{"instruction": "Translate to French", "input": "cat", "output": "chat"}]
+    rows += [{"instruction": "Say hi", "input": "", "output": "hi"}, {"instruction": "Say ho", "output": "ho"}]
+    write_rows(here / "alpaca.jsonl", rows)
+    settings = run_file("sft", Flags("m", "alpaca.jsonl"))
+    assert said(capsys) == ["columns: completion is 'output', prompt is 'instruction' and, where there is one, 'input'"]
+    reader = SampleReader("train", build(DatasetConfig, settings["data"]["train"], "test"), "data.train")
+    told = [[one["content"] for one in reader.conversation(reader.row(i), i)] for i in range(3)]
+    assert told == [["Translate to French\n\ncat", "chat"], ["Say hi", "hi"], ["Say ho", "ho"]]
+
+
+def test_a_typed_length_replaces_the_one_of_the_run_file(here):
+    (here / "length.yaml").write_text(to_yaml(run_file("sft", Flags("m", "rows.jsonl"))))
+    assert load_command("sft", Path("length.yaml"), ["run.steps=2"], Flags()).config.run.epochs is None
+    assert load_command("sft", Path("length.yaml"), ["run.epochs=3"], Flags()).config.run.epochs == 3
+    with pytest.raises(ConfigError, match="found steps 2 and epochs 3"):
+        load_command("sft", Path("length.yaml"), ["run.steps=2", "run.epochs=3"], Flags())
 
 
 def test_the_smallest_run_file(here):
@@ -151,9 +183,14 @@ def test_init_writes_and_checks_a_run_file(here, capsys):
     given = ["init", "mine.yaml", "--model", "model", "--data", "rows.jsonl", "--reward", "my.py:longer"]
     assert main(given) == 0
     lines = said(capsys)
-    assert lines[1].startswith("data: 40 rows; the first prompt is 'Mia has 700 red apples")
-    assert lines[-1] == "to run it: hone train mine.yaml"
+    assert lines[1].startswith("data: 36 rows; the first prompt is 'Mia has 700 red apples")
+    assert lines[-2:] == [
+        "one step: 32 prompts x 8 answers of at most 512 tokens; on a CPU, lower all three",
+        "to run it: hone train mine.yaml",
+    ]
     assert main(["config", "mine.yaml"]) == 0
+    written = yaml.safe_load((here / "mine.yaml").read_text())
+    assert written["data"]["train"]["max_rows"] == written["evaluation"]["sets"]["held_out"]["skip_rows"] == 36
     text = (here / "mine.yaml").read_text()
     assert main(given) == 2  # what is there stays
     assert (here / "mine.yaml").read_text() == text
