@@ -77,7 +77,7 @@ def _show_beside(folder: Path, console: LastingConsole) -> None:
 
 
 def _cell(answer: Answer) -> Text:
-    return Text.assemble(printable(shown(answer)), (f"  {reward_of(answer)}", "dim"))
+    return Text.assemble(printable(shown(answer)), (f"  reward {reward_of(answer)}", "dim"))
 
 
 def _try_page(folder: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Better = Literal["higher", "lower", ""]
 """Which direction of a metric is an improvement; empty: neither, as with a policy loss."""
@@ -58,22 +58,41 @@ def training_headlines(metrics: Iterable[str]) -> list[Headline]:
     return [headline for headline in HEADLINES if headline.metric in names - hidden]
 
 
-def held_out_headlines(metrics: Iterable[str]) -> list[Headline]:
+def held_out_headlines(metrics: Iterable[str], score: str = "") -> list[Headline]:
     """One headline for each held-out set of a run, or for each role in it.
+
+    A set shows the metric that `evaluation.score` names, if it is one of its own; else the first of the usual ones.
 
     >>> [one.title for one in held_out_headlines(["eval/test/reward", "eval/test/exact_match"])]
     ['test exact match']
+    >>> [one.title for one in held_out_headlines(["eval/test/reward", "eval/test/solved"], "eval/test/solved")]
+    ['test solved']
     """
     names = set(metrics)
     sets = sorted({name.split("/")[1] for name in names if name.startswith("eval/") and name.count("/") >= 2})
     roles = sorted(match[1] for name in names if (match := _OF_ROLE.fullmatch(name)))
     found: list[Headline] = []
     for one in (*sets, *roles):
-        figure = next((figure for figure in _OF_SETS if f"eval/{one}/{figure.metric}" in names), None)
+        own = score.removeprefix(f"eval/{one}/")
+        elsewhere = (
+            own == score or f"{one}/{own.partition('/')[0]}" in roles
+        )  # of another set, or of a role in this one
+        usual = _OF_SETS if elsewhere else (*(figure for figure in _OF_SETS if figure.metric == own), _named(own))
+        figure = next((figure for figure in (*usual, *_OF_SETS) if f"eval/{one}/{figure.metric}" in names), None)
         if figure is not None:
             name = f"eval/{one}/{figure.metric}"
             found.append(Headline(f"{one.replace('/', ' ')} {figure.title}", name, figure.form, figure.better))
     return found
+
+
+def score_of(config: Mapping[str, Any]) -> str:
+    """`evaluation.score` of a run's settings as plain data; empty if it is not set."""
+    evaluation = config.get("evaluation")
+    return str(evaluation.get("score") or "") if isinstance(evaluation, Mapping) else ""
+
+
+def _named(metric: str) -> Headline:
+    return Headline(metric.replace("_", " "), metric, better="higher")
 
 
 def headlines(values: Mapping[str, float]) -> dict[str, str]:

@@ -153,8 +153,9 @@ def _failure(data: RunData) -> str:
 
 def _tiles(data: RunData) -> list[str]:
     tiles = [_tile("Steps", *_progress(data))]
+    score = str(_settings(data.config).get("evaluation.score") or "")
     shown = [one for one in training_headlines(data.names) if not one.metric.startswith("perf/")]
-    tiles += [_headline_tile(data, one) for one in (*held_out_headlines(data.names)[:_MOST_SETS], *shown)]
+    tiles += [_headline_tile(data, one) for one in (*held_out_headlines(data.names, score)[:_MOST_SETS], *shown)]
     seconds = sum(_sum(data, name) for name in ("perf/step_s", "perf/evaluate_s", "perf/save_checkpoint_s"))
     if seconds > 0:
         tiles.append(_tile("Time", _duration(seconds), "with evaluations"))

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from hone.config import Choice
 from hone.tracking.base import FINISHED, RolloutRecord, RunInfo, Tracker, printable
-from hone.tracking.names import Headline, held_out_headlines, training_headlines
+from hone.tracking.names import Headline, held_out_headlines, score_of, training_headlines
 from hone.tracking.terminal import LastingConsole
 from hone.types import FAILED
 
@@ -43,6 +43,7 @@ class ConsoleTracker(Tracker):
 
     def __init__(self, settings: Choice, run: RunInfo, console: Console | None = None) -> None:
         self._run = run
+        self._score = score_of(run.config)
         self._console = console or LastingConsole()
         self._step = run.resumed_from or 0
         self._phase = ""
@@ -64,10 +65,10 @@ class ConsoleTracker(Tracker):
         self._step = step
         self._values.update(values)
         self._ends.append(time.monotonic())
-        for headline in [*training_headlines(values), *held_out_headlines(values)]:
+        for headline in [*training_headlines(values), *held_out_headlines(values, self._score)]:
             if math.isfinite(values[headline.metric]):
                 self._history[headline.metric].append(values[headline.metric])
-        for headline in held_out_headlines(values):
+        for headline in held_out_headlines(values, self._score):
             self._held_out[headline.title] = headline.show(values[headline.metric]), step
         self._failure = _failure(values, self._causes)
         self._causes = {}
@@ -105,7 +106,7 @@ class ConsoleTracker(Tracker):
         figures.add_column(style="cyan", no_wrap=True, overflow="crop")
         for headline in training_headlines(self._values):
             figures.add_row(Text(headline.title), headline.show(self._values[headline.metric]), self._line_of(headline))
-        for headline in held_out_headlines(self._values):
+        for headline in held_out_headlines(self._values, self._score):
             value, step = self._held_out[headline.title]
             figures.add_row(Text(headline.title), f"{value} (step {step})", self._line_of(headline))
         parts: list[Table | Text] = [self._progress(), figures]
