@@ -34,6 +34,25 @@ def rows(seed: int, size: int, split: Literal["train", "held_out"] = "train") ->
         yield {"prompt": prompt, "ground_truth": f"{first} {second}"}
 
 
+SENTENCES = (
+    "The {a} was so old that nobody could see the {b}.",
+    "My sister found a {a} right next to a big {b}.",
+    "Everybody in our town knows the {a} and the {b}.",
+    "After a long day the {a} came back without its {b}.",
+)
+
+
+def pairs(seed: int, size: int, split: Literal["train", "held_out"] = "train") -> Iterator[dict[str, Any]]:
+    """Yield preferences: a sentence with both words, and the same one with a third word in place of the second."""
+    chance = random.Random(f"{seed}-{split}-pairs")
+    for row in rows(seed, size, split):
+        first, second = row["ground_truth"].split()
+        other = chance.choice([word for word in WORDS if word not in (first, second)])
+        sentence = chance.choice(SENTENCES)
+        chosen, rejected = (sentence.format(a=first, b=word) for word in (second, other))
+        yield {"prompt": row["prompt"], "chosen": chosen, "rejected": rejected}
+
+
 def words(response: str, ground_truth: str) -> float:
     """The share of the two words that the answer contains, in singular or plural."""
     text = response.lower()
