@@ -42,6 +42,7 @@ COMMANDS = {
     "eval": Command("hone.cli.eval:eval", "Evaluate a model on the held-out sets of a run file."),
     "generate": Command("hone.cli.generate:generate", "Generate answers to prompts."),
     "score": Command("hone.cli.score:score", "Score the answers in a file with a reward function."),
+    "check": Command("hone.cli.check:check", "Try a run file without training: data, rewards, model, memory."),
     "env": Command("hone.cli.env:env", "Check an environment before training: play it without a model."),
     "config": Command("hone.cli.config:config", "Show all settings of a run file, explain a key, print a JSON schema."),
     "doctor": Command("hone.cli.doctor:doctor", "Show what this machine can run, and why it cannot run the rest."),
@@ -53,8 +54,20 @@ COMMANDS = {
     "list": Command("hone.cli.listing:listing", "List the names that a run file may use, by kind."),
 }
 
+PANELS = {  # of `hone --help`; the others train
+    "Look": ("check", "config", "env", "report", "score"),
+    "Models": ("eval", "export", "generate"),
+    "Machine": ("doctor", "list", "rollout", "simulate"),
+}
 EXIT_S = 60.0  # for the exit handlers of libraries, and for threads of tools that still run
-TAKES_KEYS = {"quickstart", "eval", "env", "config", *(kind.command.removeprefix("hone ") for kind in KINDS.values())}
+TAKES_KEYS = {
+    "quickstart",
+    "eval",
+    "check",
+    "env",
+    "config",
+    *(kind.command.removeprefix("hone ") for kind in KINDS.values()),
+}
 
 
 def run() -> None:
@@ -94,7 +107,8 @@ def _app(chosen: str, asks_help: bool) -> typer.Typer:
     app.callback(help="Train language models with reinforcement learning.")(_options)
     for name, command in COMMANDS.items():
         function = _load(name, with_plugins=not asks_help) if name == chosen else _placeholder
-        app.command(name, help=None if name == chosen else command.summary)(function)
+        panel = next((title for title, names in PANELS.items() if name in names), "Train")
+        app.command(name, help=None if name == chosen else command.summary, rich_help_panel=panel)(function)
     return app
 
 

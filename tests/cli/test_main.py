@@ -31,6 +31,7 @@ def test_help_names_every_command():
     for name, command in COMMANDS.items():
         assert f" {name} " in done.stdout
         assert command.summary in done.stdout
+    assert re.findall(r"─ (Train|Look|Models|Machine) ─", done.stdout) == ["Train", "Models", "Look", "Machine"]
 
 
 def test_without_arguments_the_help_is_shown(capsys):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,15 +21,18 @@ from hone.platforms.base import compute_dtype, current_platform
 from hone.rollout.settings import RolloutConfig
 from hone.runtime import ranks
 from hone.runtime.settings import RuntimeConfig
+from hone.tracking.base import RunInfo
 from hone.tracking.metrics import Timer
+from hone.tracking.muted import MutedTracking
+from hone.tracking.settings import TrackingConfig
 from hone.trainers.policy.generation import Generation, agents_adapters, rollout_spec, sampling_params
-from hone.trainers.policy.settings import PolicyRunConfig
-from hone.trainers.run.context import untracked_context
+from hone.trainers.policy.settings import EvaluationSamplingConfig, PolicyEvaluationConfig, PolicyRunConfig
+from hone.trainers.run.context import RunContext, untracked_context
 from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
 from hone.trainers.run.roles import frozen_engine, place_role, prepare_process
 from hone.trainers.run.run_model import FOLDER, local_model
-from hone.types import GenerationRequest, Message
+from hone.types import GenerationRequest, Message, TrajectoryGroup
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.publication import RolloutHandle
 from hone.workers.rollout import RolloutSpec, serve_rollout, start_rollout
@@ -43,10 +47,52 @@ def evaluate_model(
     `adapters`: LoRA adapters of that model (name -> folder), evaluated too, as `eval/<name>/<set>/...`.
     """
     ranks.require_one("hone eval")
+    with _answering(config, model, adapters or {}) as (generation, context):
+        figures = generation.evaluator(context.tracking).run(step=0)
+        for name in adapters or {}:
+            found = generation.evaluator(context.tracking, name).run(step=0)
+            figures |= {figure.replace("eval/", f"eval/{name}/", 1): value for figure, value in found.items()}
+        return figures
+
+
+def baseline_answers(
+    config: PolicyRunConfig, model: ModelConfig, prompts: int
+) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
+    """The greedy answer to each of the first training prompts, and a group of answers sampled as in training."""
+    rows = {"train": config.data.train.model_copy(update={"max_rows": prompts})}
+    sampling, samples = config.rollout.sampling, config.update.samples_per_prompt
+    chosen = EvaluationSamplingConfig(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    passes = [PolicyEvaluationConfig(sets=rows)]
+    passes.append(PolicyEvaluationConfig(sets=rows, samples=samples, sampling=chosen))
+    with _answering(config, model, {}) as (generation, context):
+        kept = _Kept(TrackingConfig(trackers=()), RunInfo(run_dir=context.folder))
+        for one in passes:
+            generation.evaluator(kept, instead=one).run(step=0)
+    greedy, sampled = kept.groups
+    return greedy, sampled
+
+
+class _Kept(MutedTracking):
+    """Keeps the answers of each evaluation."""
+
+    def __init__(self, config: TrackingConfig, run: RunInfo) -> None:
+        super().__init__(config, run)
+        self.groups: list[list[TrajectoryGroup]] = []
+
+    def evaluated(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
+        """Keep the answers of one set."""
+        self.groups.append(list(groups))
+
+
+@contextmanager
+def _answering(
+    config: PolicyRunConfig, model: ModelConfig, adapters: Mapping[str, str]
+) -> Iterator[tuple[Generation, RunContext]]:
+    """The generation of a run file with the weights of a model, and a context that writes nothing."""
     prepare_process(config.runtime)
     renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
     context = untracked_context(Path(config.run.dir), renderer)
-    generation = Generation(config, model, renderer, context.recorder, adapters=adapters or {})
+    generation = Generation(config, model, renderer, context.recorder, adapters=adapters)
     try:
         generation.begin()
         generation.start()
@@ -54,11 +100,7 @@ def evaluate_model(
             "policy", TrainSpec(model, frozen_engine(config.actor.alone())), config.runtime, context.recorder
         )
         generation.rollout.sync_from(policy, version=0)
-        figures = generation.evaluator(context.tracking).run(step=0)
-        for name in adapters or {}:
-            found = generation.evaluator(context.tracking, name).run(step=0)
-            figures |= {figure.replace("eval/", f"eval/{name}/", 1): value for figure, value in found.items()}
-        return figures
+        yield generation, context
     finally:
         generation.close()
 

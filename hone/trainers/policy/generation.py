@@ -28,7 +28,12 @@ from hone.rollout.settings import CONTROLS, RolloutConfig, SamplingConfig
 from hone.tracking.hub import Tracking
 from hone.trainers.policy.collection import Collector
 from hone.trainers.policy.evaluation import EvaluationSet, Evaluator
-from hone.trainers.policy.settings import EvaluationSamplingConfig, PolicyRunConfig, learns_from_teachers
+from hone.trainers.policy.settings import (
+    EvaluationSamplingConfig,
+    PolicyEvaluationConfig,
+    PolicyRunConfig,
+    learns_from_teachers,
+)
 from hone.trainers.reward_models.placement import place_reward_models
 from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
@@ -221,9 +226,14 @@ class Generation:
             if one.source is None:
                 PromptReader(name, one, f"evaluation.sets.{name}")
 
-    def evaluator(self, tracking: Tracking, adapter: str = "") -> Evaluator:
-        """The held-out sets of the run file, read and rendered; `adapter` names a LoRA adapter that answers."""
-        config = self._config.evaluation
+    def evaluator(
+        self, tracking: Tracking, adapter: str = "", instead: PolicyEvaluationConfig | None = None
+    ) -> Evaluator:
+        """The held-out sets of the run file, or those `instead` of them, read and rendered.
+
+        `adapter` names a LoRA adapter that answers.
+        """
+        config = instead or self._config.evaluation
         sets = [self._evaluation_set(name, one, tracking) for name, one in config.sets.items()]
         if not sets:  # their other settings stay unread, so that a run file that sets them is refused
             return Evaluator([], self.collector, self.play, tracking)

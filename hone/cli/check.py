@@ -1,0 +1,136 @@
+"""`hone check RUN.yaml`: try a run file's settings, data, rewards and model without training.
+
+run file --> settings --> rows as prompts --> rewards of three rows --> size of the model, memory --> facts
+                              with --baseline: answers of the model as it is --> figures --> a verdict
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from hone.cli.anatomy import Anatomy, examine, training_memory
+from hone.cli.baseline import judged
+from hone.cli.errors import EXIT_FAILED
+from hone.cli.init import READERS
+from hone.cli.recipe import load_recipe
+from hone.cli.score import outcomes_of
+from hone.data.columns import PromptReader
+from hone.data.stream import PromptMaker, TooLong, make_renderer
+from hone.models.settings import ModelConfig
+from hone.models.tokenizer import load_tokenizer
+from hone.models.vision.image_processor import load_image_processor
+from hone.platforms.base import current_platform
+from hone.rewards.pool import Outcome
+from hone.rewards.settings import RewardConfig
+from hone.tracking.base import printable
+from hone.trainers.policy.checks import check_room, check_settings
+from hone.trainers.policy.evaluate_model import baseline_answers
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.run_model import FOLDER, local_model
+
+ROWS = 3  # that rewards score
+RENDERED = 200  # rows whose length is measured
+SHOWN = 300  # last characters of the first prompt
+GIB = 2**30
+
+
+def check(
+    recipe: Annotated[Path, typer.Argument(help="run file (YAML)")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings")] = None,
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="rl: also let the model answer, and say whether the task fits it")
+    ] = False,
+    prompts: Annotated[int, typer.Option(min=1, help="with --baseline: how many prompts are answered")] = 32,
+) -> None:
+    """Try a run file without training: settings, data, template, rewards on three rows, model and memory.
+
+    Nothing is written. The exit code is 2 for a mistake in the run file, and 1 if no reward can score.
+    """
+    config = load_recipe(recipe, overrides or []).config
+    with TemporaryDirectory(prefix="hone-check-") as folder:
+        model = local_model(config.model, Path(folder) / FOLDER)
+        failed = False
+        if isinstance(config, PolicyRunConfig):
+            check_settings(config)
+            check_room(config, model)
+            _say(_prompts(config, model))
+            tried = list(_rewards(config))
+            failed = bool(tried) and all("failed" in line for line in tried)
+            _say(tried)
+        else:
+            reader = READERS[config.kind]("train", config.data.train, "data.train")
+            _say([f"data: {len(reader)} rows"])
+        _say(_memory(config, examine(model)))
+        if baseline and isinstance(config, PolicyRunConfig):
+            greedy, sampled = baseline_answers(config, model, prompts)
+            _say(judged(greedy, sampled, config))
+    if failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(printable(line))
+
+
+def _prompts(config: PolicyRunConfig, model: ModelConfig) -> Iterator[str]:
+    renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
+    maker = PromptMaker("train", config.data.train, renderer, "data.train")
+    reader, lengths, dropped, shown = maker.reader, [], 0, ""
+    for index in range(reader.first, min(reader.last, reader.first + RENDERED)):
+        try:
+            prompt = maker.make(index)
+        except TooLong:
+            dropped += 1
+            continue
+        lengths.append(len(prompt.token_ids))
+        shown = shown or renderer.decode(prompt.token_ids, keep_special=True)
+    if not lengths:
+        yield f"data: {len(reader)} rows; all of the first {dropped} are too long: see data.train.max_prompt_tokens"
+        return
+    more = f", {dropped} of the first {RENDERED} rows are too long" if dropped else ""
+    yield f"data: {len(reader)} rows; prompts of {min(lengths)} to {max(lengths)} tokens{more}"
+    yield f"first prompt, as the model reads it: {shown[-SHOWN:]!r}"
+
+
+def _rewards(config: PolicyRunConfig) -> Iterator[str]:
+    """Score the ground truth and an empty answer of the first rows with each component."""
+    reader = PromptReader("train", config.data.train, "data.train")
+    rows = [reader.row(index) for index in range(reader.first, min(reader.last, reader.first + ROWS))]
+    truths = [reader.ground_truth(row, reader.first + number) for number, row in enumerate(rows)]
+    for name, component in config.reward.components.items():
+        if component.model is not None:
+            yield f"reward {name}: a reward model, not tried here"
+            continue
+        cases = [
+            {"prompt_id": str(number), **row, "response": response, "ground_truth": truth}
+            for ideal in (True, False)
+            for number, (row, truth) in enumerate(zip(rows, truths, strict=True))
+            for response in [str(truth) if ideal and truth is not None else ""]
+        ]
+        scored = RewardConfig(components={name: component}, workers=1)
+        found = [_shown(outcome) for outcome in outcomes_of(scored, cases, show=False)]
+        right, empty = ", ".join(found[: len(rows)]), ", ".join(found[len(rows) :])
+        yield f"reward {name}: {right} for the ground truth as the answer, {empty} for an empty answer"
+
+
+def _shown(outcome: Outcome) -> str:
+    return f"failed ({outcome.error})" if outcome.error else f"{outcome.value:.3g}"
+
+
+def _memory(config: Any, anatomy: Anatomy) -> Iterator[str]:
+    lora = config.actor.lora
+    needed = training_memory(anatomy, 1, lora.rank if lora is not None else 0).total
+    platform = current_platform()
+    facts = platform.memory()
+    yield f"model: {anatomy.family}, {anatomy.parameters / 1e6:,.1f} M parameters, context {anatomy.context:,} tokens"
+    fits = "" if needed < facts.free else ": too much, see lora, or several devices"
+    yield (
+        f"memory: about {needed / GIB:.1f} GiB for weights, gradients and optimizer on one device, and activations; "
+        f"{facts.free / GIB:.1f} of {facts.total / GIB:.1f} GiB are free on {platform.device_name()}{fits}"
+    )

@@ -1,0 +1,89 @@
+"""`hone check`: what it says of a run file, and its verdict on a model's first answers."""
+
+import pytest
+
+from hone.cli.baseline import judged, measured, verdict
+from hone.cli.main import main
+from hone.cli.recipe import load_recipe
+from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
+from tests.trainers.tiny import recipe
+
+
+def group(*rewards, text="a text", status=Status.OK):
+    prompt = Prompt("set/1", (1,), ({"role": "user", "content": "?"},), None, "set")
+    return TrajectoryGroup(
+        prompt,
+        tuple(
+            Trajectory(
+                prompt_id="set/1",
+                sample=sample,
+                token_ids=(1, 2),
+                prompt_length=1,
+                loss_mask=(0, 1),
+                rollout_logprobs=(0.0, -0.5),
+                weight_versions=(-1, 0),
+                response=text,
+                stop_reason=StopReason.STOP,
+                status=status,
+                reward=reward,
+                components={"solved": float(reward >= 2.0)},
+            )
+            for sample, reward in enumerate(rewards)
+        ),
+    )
+
+
+def test_the_figures_of_first_answers():
+    greedy = [group(2.0), group(0.5), group(1.0), group(0.0)]
+    sampled = [group(2.0, 0.0, 0.0, 2.0), group(0.5, 0.5, 0.5, 0.5), group(0.0, 1.0, 0.0, 0.0, status=Status.TRUNCATED)]
+    for score, full in (("solved", 1.0), ("none", 2.0)):
+        found = measured(greedy, sampled, score, full)
+        assert (found.greedy, found.once, found.ever, found.samples) == (0.25, 2 / 12, 1 / 3, 4)
+        assert (found.mixed, found.cut, found.empty, found.marked) == (2 / 3, 1 / 3, 0.0, 0.0)
+    assert verdict(found) == "it can learn: 67% of the groups have different rewards"
+
+
+@pytest.mark.parametrize(
+    ("sampled", "expected"),
+    [
+        ([group(0.0, 0.0)], "too hard: hardly a group has different rewards"),
+        ([group(2.0, 2.0)], "too easy: 100%"),
+        ([group(0.0, 1.0, status=Status.TRUNCATED)], "cut off: 100%"),
+        ([group(0.0, 1.0, text=" ")], "template wrong: 100% of the answers are empty"),
+        ([group(0.0, 1.0, text="so<|im_end|>")], "template wrong: 100% of the answers have marks"),
+        ([group(0.0, 2.0), group(0.0, 0.0), group(0.0, 1.0)], "sampling loses much: greedy answers are right in 100%"),
+        ([group(1.0, 0.0, status=Status.REWARD_FAILED)], "no answer could be scored"),
+    ],
+)
+def test_the_verdict_says_what_to_change(sampled, expected):
+    assert verdict(measured([group(2.0)], sampled, "solved", 1.0)).startswith(expected)
+
+
+def test_a_run_file_is_tried_without_training(tmp_path, capsys, monkeypatch):
+    path = recipe(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["check", str(path), "--baseline", "--prompts", "2"]) == 0
+    out = capsys.readouterr().out
+    lines = dict(line.split(":", 1) for line in out.strip().splitlines())
+    assert "prompts of" in lines["data"]
+    assert "<user>" in lines["first prompt, as the model reads it"]
+    (reward,) = [line for line in lines if line.startswith("reward ")]
+    assert "for the ground truth as the answer" in lines[reward]
+    assert "context 32 tokens" in lines["model"]
+    assert "GiB for weights, gradients and optimizer" in lines["memory"]
+    assert "pass@4" in lines["before training"]
+    assert lines["verdict"]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_reward_that_can_score_nothing_is_found(tmp_path, capsys):
+    (tmp_path / "broken.py").write_text("def broken(response):\n    raise ValueError('no')\n")
+    path = recipe(tmp_path, {"reward": {"components": {"x": {"reward": f"{tmp_path}/broken.py:broken"}}}})
+    assert main(["check", str(path)]) == 1
+    assert "failed (ValueError: no" in capsys.readouterr().out
+
+
+def test_the_line_of_figures(tmp_path):
+    config = load_recipe(recipe(tmp_path)).config
+    line, _ = judged([group(1.0)], [group(1.0, 0.0)], config)
+    assert line.startswith("before training: greedy 100% right; sampled pass@1 50%, pass@2 100%; 100% of the groups")
