@@ -55,7 +55,7 @@ COMMANDS = {
 }
 
 PANELS = {  # of `hone --help`; the others train
-    "Look": ("check", "config", "env", "report", "score"),
+    "Look": ("check", "config", "diagnose", "env", "report", "score"),
     "Models": ("eval", "export", "generate"),
     "Machine": ("doctor", "list", "rollout", "simulate"),
 }
