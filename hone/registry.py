@@ -54,10 +54,15 @@ class Registry:
         entries: Mapping[str, str | Entry] | None = None,
         base: Registry | None = None,
         settings: str = "",
+        files: bool = False,
     ) -> None:
-        """The names of `base`, now and later, belong to this registry too; `settings`: the class of who names none."""
+        """The names of `base`, now and later, belong to this registry too; `settings`: the class of who names none.
+
+        `files`: `path/to/file.py:name` is a name too.
+        """
         self.kind = kind
-        self.references = False  # whether a name may also be a reference to an object that is not registered
+        self.references = files  # whether a name may also be a reference to an object that is not registered
+        self._files = files
         self._base = base
         self._settings = settings
         self._entries: dict[str, Entry] = {}
@@ -116,12 +121,15 @@ class Registry:
 
     def has(self, name: str) -> bool:
         """Return whether a name is registered so far: registrations must not load the plug-ins that they are in."""
-        return name in self._entries or (self._base is not None and self._base.has(name))
+        known = name in self._entries or (self._base is not None and self._base.has(name))
+        return known or (self._files and ".py:" in name)
 
     def _entry(self, name: str) -> Entry:
         if name not in self:
             raise UnknownName(unknown(self.kind, name, list(self)))
-        return self._entries[name] if name in self._entries or self._base is None else self._base._entry(name)
+        if name not in self._entries and self._base is not None and self._base.has(name):
+            return self._base._entry(name)
+        return self._entries.get(name) or Entry(name)
 
     def _load(self, name: str, target: str | Any) -> Any:
         if not isinstance(target, str):

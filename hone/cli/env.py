@@ -89,8 +89,6 @@ def _of_name(target: str, keys: Sequence[str], row: str) -> _Subject:
     chosen: dict[str, Any] = {"name": target}
     if target.partition(":")[0].endswith(".py"):
         chosen = {"name": target} if _is_environment(target) else {"name": "tools", "tools": target}
-        if _is_environment(target) and target not in ENVS:
-            ENVS.register(target, target)  # of this process only
     elif target not in ENVS:
         _refuse(target)
     layers = [Layer(target, {"episode": {"env": chosen}}), Layer(COMMAND_LINE, read_overrides(keys))]

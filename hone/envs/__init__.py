@@ -25,8 +25,9 @@ ENVS = Registry(
         "tools": Entry("hone.envs.tools:ToolEnv", "hone.envs.settings:ToolsSettings"),
     },
     settings=_SETTINGS,
+    files=True,
 )
-"""Classes of environments; an `EpisodeRunner` runs their episodes."""
+"""Classes of environments, also those that `file.py:Class` names; an `EpisodeRunner` runs their episodes."""
 
 EPISODES = Registry(
     "environment",
@@ -35,6 +36,7 @@ EPISODES = Registry(
     },
     base=ENVS,
     settings=_SETTINGS,
+    files=True,
 )
 """The values of `episode.env`: an environment, or a runner of episodes that an agent leads."""
 

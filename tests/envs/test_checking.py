@@ -7,12 +7,12 @@ import pytest
 from pydantic import TypeAdapter
 
 from hone.cli.main import main
-from hone.envs import ENVS
 from hone.envs.checking import check
 from hone.envs.checking.policies import Random, fitting
 from hone.envs.functions import Signature
 from hone.registry import resolve
 from hone.types import Prompt
+from tests.trainers.tiny import recipe
 
 BAD = Path(__file__).with_name("bad_envs.py")
 TOOLS = Path(__file__).with_name("my_tools.py")
@@ -20,9 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
+def run(capsys):
     """run(target, ...) -> exit code, lines of the output, errors."""
-    monkeypatch.setattr(ENVS, "_entries", dict(ENVS._entries))  # the command registers the environments of files
 
     def checked(*arguments):
         code = main(["env", "check", *map(str, arguments)])
@@ -43,6 +42,15 @@ def test_a_good_environment_has_no_problem(run):
         ],
         "",
     )
+
+
+def test_a_run_file_names_the_environment_of_a_file(run, tmp_path):
+    path = recipe(tmp_path, {"episode": {"env": f"{BAD}:Good"}})
+    code, told, _ = run(path)
+    assert (code, told[-1]) == (0, "no problem found")
+    code, _, said = run(recipe(tmp_path, {"episode": {"env": f"{BAD}:Goood"}}))
+    assert code == 2
+    assert "did you mean 'Good'" in said
 
 
 @pytest.mark.parametrize(
