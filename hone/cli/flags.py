@@ -21,7 +21,6 @@ from hone.cli.errors import say
 from hone.cli.recipe import KINDS, load_run
 from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, read_overrides, to_yaml
 from hone.config import Loaded, build
-from hone.data.columns import nested_columns
 from hone.data.settings import DatasetConfig
 from hone.data.sources.base import SUFFIXES, open_rows, suffix_of
 
@@ -49,7 +48,7 @@ OTHER_NAMES = {  # column of hone -> what data sets often call it
 PER_STEP = 32  # samples, pairs or prompts
 ALPACA = {"instruction", "input"}  # together they are the prompt; in many rows `input` is empty
 ALPACA_PROMPT = "{{ instruction }}{% if input is defined and input %}\n\n{{ input }}{% endif %}"
-NESTED = {"ground_truth": "reward_model.ground_truth"}  # of verl's files
+VERL = "reward_model.ground_truth"  # the ground truth of verl's files
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +116,17 @@ def guessed_columns(kind: str, row: Mapping[str, Any]) -> dict[str, str]:
     Columns that are a prompt only together have none here: `guessed_prompt`.
     """
     found: dict[str, str] = {}
-    columns = nested_columns(row, list(NESTED.values())) | dict(row)
+    graded = row.get("reward_model")
+    is_verl = isinstance(graded, Mapping) and "ground_truth" in graded
     for meaning in KINDS[kind].columns:
-        if meaning in columns or (meaning in ("prompt", "completion") and "messages" in columns):
+        if meaning in row or (meaning in ("prompt", "completion") and "messages" in row):
             continue
-        if NESTED.get(meaning) in columns:
-            found[meaning] = NESTED[meaning]
+        if meaning == "ground_truth" and is_verl:
+            found[meaning] = VERL
             continue
         if meaning == "prompt" and guessed_prompt(row):
             continue
-        free = [name for name in OTHER_NAMES[meaning] if name in columns and name not in found.values()]
+        free = [name for name in OTHER_NAMES[meaning] if name in row and name not in found.values()]
         if free:
             found[meaning] = free[0]
     return found
