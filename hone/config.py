@@ -297,12 +297,8 @@ class _Builder:
         return self.section(cls, kept, path, default if same else None)
 
     def mapping(self, inner: Any, metadata: list[Any], layers: list[Layer], path: str) -> dict[Any, Any]:
-        """Build a mapping with free keys; layers are merged key by key.
-
-        An empty mapping clears what earlier layers have, and a null removes their entry, if entries cannot be null.
-        """
-        last = layers[-1]
-        layers = _since(layers, lambda data: isinstance(data, Mapping) and bool(data)) or [last]
+        """Build a mapping with free keys; layers are merged key by key. {} clears, and null removes an entry."""
+        layers = _since(layers, lambda data: isinstance(data, Mapping) and bool(data)) or layers[-1:]
         given: dict[Any, list[Layer]] = {}
         for source, data in layers:
             for key, value in data.items():

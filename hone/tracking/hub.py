@@ -117,10 +117,7 @@ class Tracking:
         self._write_rollouts(step, None, groups, trainer_logprobs or {})
 
     def evaluated(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
-        """Write `rollouts_per_step` of an evaluation set's trajectories, of the same prompts at every evaluation.
-
-        Called before `log`.
-        """
+        """Write `rollouts_per_step` of an evaluation set, of the same prompts each time. Called before `log`."""
         self._write_rollouts(step, name, groups, {})
 
     def message(self, text: str) -> None:
