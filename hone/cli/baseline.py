@@ -77,7 +77,7 @@ def verdict(found: Baseline) -> str:
     if found.marked > MARKED:
         return (
             f"template wrong: {found.marked:.0%} of the answers have marks of a chat template; the model does not know "
-            "where its turn ends: set data.chat.template, or rollout.sampling.stop"
+            "where its turn ends: set data.chat_template, or rollout.sampling.stop"
         )
     if found.cut > CUT:
         return f"cut off: {found.cut:.0%} of the answers reach the limit; raise rollout.sampling.max_response_tokens"
