@@ -67,7 +67,7 @@ def measured(
 
 
 def verdict(found: Baseline) -> str:
-    """What stands in the way of training, and what to change; the first that applies."""
+    """The first obstacle to training that applies, and what to change."""
     if not found.samples:
         return "no answer could be scored; try the reward with `hone score`"
     if found.empty > EMPTY:
