@@ -120,7 +120,7 @@ def evaluate(run_file: RunFile, *overrides: str, model: str | Path = "") -> dict
 
     `run_file` may also be a run folder. `model` is a folder or hub name; without it, the run's export is measured.
     """
-    if not isinstance(run_file, Mapping):
+    if isinstance(run_file, str | Path):
         run_file, given = run_file_of(Path(run_file), overrides)
         overrides = tuple(given)
     config = load(run_file, *overrides).config

@@ -114,8 +114,9 @@ def load_run(layers: Sequence[Layer], place: str, kind: str | None = None) -> Lo
 def _one_length(layers: Sequence[Layer]) -> list[Layer]:
     """The layers, in which `run.steps` of the last one replaces `run.epochs` of the others, and the other way round."""
     *below, last = layers
-    given = last.data.get("run") if isinstance(last.data, dict) else None
-    lengths = [key for key in ("steps", "epochs") if isinstance(given, dict) and given.get(key) is not None]
+    found = last.data.get("run") if isinstance(last.data, dict) else None
+    given: dict[str, Any] = found if isinstance(found, dict) else {}
+    lengths = [key for key in ("steps", "epochs") if given.get(key) is not None]
     if not below or len(lengths) != 1:
         return list(layers)
     (other,) = {"steps", "epochs"} - {*lengths}

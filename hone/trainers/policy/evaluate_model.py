@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from hone.data.images import images_in
 from hone.data.rendering import Renderer
+from hone.data.settings import PromptSetConfig
 from hone.data.stream import make_renderer
 from hone.engines.settings import EngineConfig
 from hone.envs.episode import request_seed
@@ -59,7 +60,7 @@ def baseline_answers(
     config: PolicyRunConfig, model: ModelConfig, prompts: int
 ) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
     """The greedy answer to each of the first training prompts, and a group of answers sampled as in training."""
-    rows = {"train": config.data.train.model_copy(update={"max_rows": prompts})}
+    rows: dict[str, PromptSetConfig] = {"train": config.data.train.model_copy(update={"max_rows": prompts})}
     sampling, samples = config.rollout.sampling, config.update.samples_per_prompt
     chosen = EvaluationSamplingConfig(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
     passes = [PolicyEvaluationConfig(sets=rows)]
