@@ -323,12 +323,10 @@ class KVCache:
 
         The query heads that share a KV head become its query length: no key or value is repeated in memory.
         """
-        cached = self.of_layer(layer)
+        keys, values = (x[: step.rows] for x in self.of_layer(layer))
         if self._ragged[self._places[layer][0]] and scoring.plain and scoring.chunk is None:
-            filled_keys, filled_values = (x[: step.rows] for x in cached)
-            out = varlen.attend_cached(queries, filled_keys, filled_values, step.filled, scoring.scale, scoring.window)
-            return out.flatten(1)
-        keys, values = (x[: step.rows, :, : step.columns] for x in cached)
+            return varlen.attend_cached(queries, keys, values, step.filled, scoring.scale, scoring.window).flatten(1)
+        keys, values = keys[:, :, : step.columns], values[:, :, : step.columns]
         hidden = _hidden(step, scoring)
         groups = queries.shape[1] // keys.shape[1]
         if scoring.plain and self._head_by_head and groups <= 4:
