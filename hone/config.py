@@ -37,9 +37,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from hone import other_frameworks
 from hone.composition import COMMAND_LINE, PRESET, ConfigError, Layer, read_layers, to_yaml
-from hone.other_frameworks import KEYS as OTHER_KEYS
-from hone.other_frameworks import VALUES as OTHER_VALUES
 from hone.registry import CannotLoad, Registry, UnknownName
 
 DEFAULT = "default"
@@ -232,7 +231,7 @@ class _Builder:
         every = set(key_paths(self.root))
         if key in every:  # a setting of another entry of a registry
             return []
-        theirs = [one for one in OTHER_KEYS.get(str(leaf), ()) if one in every]
+        theirs = [one for one in other_frameworks.KEYS.get(str(leaf), ()) if one in every]
         same = sorted((one.count("."), one) for one in every if one.rpartition(".")[2] == leaf)
         return theirs or [one for dots, one in same if dots == same[0][0]][:3]
 
@@ -288,8 +287,8 @@ class _Builder:
             cls: type[Choice] = registry.settings(name) or Choice
         except (UnknownName, CannotLoad) as error:
             named = [layer for layer in kept if "name" in layer.data] or kept
-            theirs = OTHER_VALUES.get((path.rpartition(".")[2], name))
-            meant = f"{name!r} is no {registry.kind} here: {theirs}" if theirs else str(error)
+            theirs = other_frameworks.VALUES.get((path.rpartition(".")[2], name))
+            meant = f"{name!r} is no {registry.kind} here: {theirs}" if theirs else error
             raise ConfigError(f"{named[-1].source}: {path}: {meant}") from error
         if all("name" not in layer.data for layer in kept):
             kept.insert(0, Layer(DEFAULT, {"name": name}))

@@ -330,9 +330,8 @@ class KVCache:
         hidden = _hidden(step, scoring)
         groups = queries.shape[1] // keys.shape[1]
         if scoring.plain and self._head_by_head and groups <= 4:
-            query = queries[:, :, None]
             out = F.scaled_dot_product_attention(
-                query, keys, values, attn_mask=hidden, scale=scoring.scale, enable_gqa=True
+                queries[:, :, None], keys, values, attn_mask=hidden, scale=scoring.scale, enable_gqa=True
             )
             return out.reshape(step.rows, -1)
         folded = queries.reshape(step.rows, keys.shape[1], groups, -1)
