@@ -103,10 +103,18 @@ def rewards_at_odds(run: Evidence) -> Iterator[Finding]:
     total = run.curve("reward/mean")
     if not total.long or total.end() <= total.beginning():
         return
-    others = {"reward/mean", "reward/max", "reward/min", "reward/scored", "reward/failed", "reward/timeouts"}
+    others = {
+        "reward/mean",
+        "reward/max",
+        "reward/min",
+        "reward/scored",
+        "reward/failed",
+        "reward/timeouts",
+        "reward/worker_restarts",
+    }
     for name in run.names("reward/"):
         part = run.curve(name)
-        if name in others or name.startswith("reward/worker") or not part.long:
+        if name in others or not part.long:
             continue
         fell = part.beginning() - part.end()
         if fell > 0.1 * max(abs(part.beginning()), 0.1) and correlation(total, part) < -0.5:

@@ -67,7 +67,8 @@ def rl(folder, **changes):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "task.py").write_text(
         "def early(response, ground_truth, row):\n"
-        "    assert row['messages'][0]['content'][-1]['text']\n"
+        "    content = row['messages'][0]['content']\n"  # text alone is no list
+        "    assert content if isinstance(content, str) else content[-1]['text']\n"
         "    return sum(letter < 'n' for letter in response) / 3\n"
     )
     return written(folder, {**settings, **changes})
