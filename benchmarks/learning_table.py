@@ -99,7 +99,7 @@ ROWS = [
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one row. `cpu_seconds` are those of the whole run, its start included."""
+    """Result of one row. `cpu_seconds` covers the whole run, its start included."""
 
     name: str
     overrides: dict[str, Any]

@@ -66,7 +66,7 @@ ROWS = [
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one row. `sync_bytes` are those of one weight sync in the middle of the run."""
+    """Result of one row. `sync_bytes` is the size of one weight sync in the middle of the run."""
 
     name: str
     overrides: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Configuration of the site that `make docs` builds from these pages and those of docs/write_reference.py."""
+"""Configuration of the site that `make docs` builds from these pages and from docs/write_reference.py."""
 
 import sys
 from pathlib import Path

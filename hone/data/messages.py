@@ -266,7 +266,7 @@ class _Gaps:
 
 
 def _properties(schema: Any) -> Mapping[str, Any] | None:
-    """The properties of an object's schema, also those of its alternatives; None if the schema names none."""
+    """The properties of an object's schema and of its alternatives; None if the schema names none."""
     if not isinstance(schema, Mapping):
         return None
     if isinstance(schema.get("properties"), Mapping):

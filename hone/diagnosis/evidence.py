@@ -14,7 +14,7 @@ from hone.diagnosis.trends import Curve, Point
 from hone.tracking.report.rundata import read_run
 
 Weight = Literal["stops", "hurts", "note"]
-"""Whether the run ended, learns worse or slower, or has something to know."""
+"""Weight of a finding: it ended the run, the run learns worse or slower, or it is worth knowing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Finding:
     meaning: str
     """The usual cause."""
     tries: tuple[str, ...]
-    """What to change, most likely first."""
+    """Changes to try, the most likely first."""
     metrics: tuple[str, ...] = ()
     """Metrics to look at in the report."""
 

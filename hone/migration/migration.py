@@ -71,6 +71,10 @@ class Migration:
         """Take an option as a number; what is none is a decision."""
         return self._as(_number, "a number", names, default)
 
+    def count(self, *names: str, default: int) -> int:
+        """Take an option as a whole number above 0; what is none is a decision."""
+        return int(self._as(_count, "a whole number above 0", names, default))
+
     def _as(self, convert: Callable[[Any], Any], expected: str, names: tuple[str, ...], default: Any) -> Any:
         value = self.value(*names)
         if value is None:
@@ -156,6 +160,13 @@ def _holes_of(value: Any) -> list[str]:
         return holes(value)
     inner = value if isinstance(value, list | tuple) else value.values() if isinstance(value, Mapping) else []
     return [name for one in inner for name in _holes_of(one)]
+
+
+def _count(value: Any) -> int:
+    found = _number(value)
+    if found < 1 or found != int(found):
+        raise ValueError(value)
+    return int(found)
 
 
 def _truth(value: Any) -> bool:

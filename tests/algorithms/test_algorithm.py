@@ -193,7 +193,7 @@ def test_weigh_uses_the_losss_own_aggregation_unless_told(batch, close):
 
 
 def positive_nll(batches, chosen, masks, rewards, logprobs, **fields):
-    """What `positive_nll_coef` adds to the loss where the policy loss is 0."""
+    """Term that `positive_nll_coef` adds to the loss where the policy loss is 0."""
     total = sum(map(len, masks))
     batch = batches.build(masks, rewards=rewards, advantages=[0.0] * total, old_logprobs=logprobs, **fields)
     weighed = chosen.weigh(batch)

@@ -7,7 +7,8 @@ pytest.importorskip("tree_sitter_bash", reason="comes with hone-rl[migrate]")
 from hone.cli.main import main
 from hone.composition import ConfigError, from_yaml
 from hone.migration.page import run_file
-from hone.migration.verl.command import launch_of_script, launch_of_yaml
+from hone.migration.shell.holes import hole
+from hone.migration.verl.command import Launch, launch_of_script, launch_of_yaml
 from hone.migration.verl.reader import migrate_verl
 
 SYNCHRONOUS = """
@@ -187,6 +188,15 @@ def test_an_unknown_option_is_listed_with_its_value_and_never_guessed():
         "actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_topk": 4,
     }
     assert any("algorithm.adv_estimator=magic has no counterpart" in one for one in migration.undecided())
+
+
+@pytest.mark.parametrize("script", [SYNCHRONOUS, ASYNCHRONOUS])
+def test_no_value_of_an_option_breaks_the_migration(script):
+    launch = launch_of_script(script, {}, [])
+    for name in launch.options:
+        for value in (hole("$X"), None, "abc", 0, -1, []):
+            migration = migrate_verl(Launch(launch.kind, launch.module, {**launch.options, name: value}))
+            assert from_yaml(run_file(migration, "x"))["kind"] == "rl"
 
 
 def test_the_command_writes_a_file_that_loads_and_says_what_is_left(tmp_path, capsys):

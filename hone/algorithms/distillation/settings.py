@@ -15,7 +15,7 @@ class DistillationLossSettings(Choice):
     """Base class of the distillation losses' settings."""
 
     sampled: ClassVar[bool] = False
-    """True if the loss reads the teacher's log-probs of the sampled tokens; otherwise those of its `k` likeliest."""
+    """True if the loss reads the teacher's log-probs of the sampled tokens; otherwise of its `k` likeliest tokens."""
 
 
 class SampledKlSettings(DistillationLossSettings):

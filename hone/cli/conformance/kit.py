@@ -29,7 +29,7 @@ START_S = 120.0  # to import torch and the vendor's package
 DEADLINE_S = 300.0  # of one section
 COLOURS = {"works": "green", "fails": "red", "absent": "yellow"}
 FORMAT = 1  # of the report
-PACKAGES = ("torch", "transformers", "ray")  # and those of the platform and of engines
+PACKAGES = ("torch", "transformers", "ray")  # the platform and the engines add theirs
 
 
 def conformance(as_json: bool) -> bool:

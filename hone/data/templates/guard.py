@@ -72,7 +72,7 @@ def _framing(template: Rendering, tokenizer: Any, added: re.Pattern[str] | None)
         ends = {text for text, number in template.special.items() if number in template.ends}
     except RenderingError:  # it takes other conversations only
         example, ends = "".join(template.special), set()
-    with suppress(RenderingError):  # it knows no tools
+    with suppress(RenderingError):  # the template cannot render tools
         result = Message(role="tool", content="result", name="tool", tool_call_id="call00000")
         example += template.continuation([result], EXAMPLE_TOOLS)
     named = {text for text in template.special if _FRAMES.search(text)}

@@ -89,7 +89,7 @@ def migrate_openrlhf(text: str, variables: Mapping[str, str]) -> Migration:
     if kind == "rl":
         _policy(migration)
     else:
-        samples = int(migration.number("train.batch_size", default=128))
+        samples = migration.count("train.batch_size", default=128)
         migration.put("samples_per_step", samples, f"train.batch_size={samples}")
         _other_losses(migration, kind)
     _training(migration, kind)
@@ -175,9 +175,9 @@ def _rows(migration: Migration, key: str, name: str, split: str) -> None:
 
 
 def _policy(migration: Migration) -> None:
-    prompts = int(migration.number("rollout.batch_size", default=1024))
-    group = int(migration.number("rollout.n_samples_per_prompt", default=1))
-    samples = int(migration.number("train.batch_size", default=128))
+    prompts = migration.count("rollout.batch_size", default=1024)
+    group = migration.count("rollout.n_samples_per_prompt", default=1)
+    samples = migration.count("train.batch_size", default=128)
     migration.put("update.prompts_per_step", prompts, f"rollout.batch_size={prompts} prompts")
     migration.put("update.samples_per_prompt", group, f"rollout.n_samples_per_prompt={group}")
     if prompts * group % samples:

@@ -29,7 +29,7 @@ DROPPED: Mapping[str, str] = {
         "num_completions_to_print log_level disable_tqdm include_num_input_tokens_seen logging_dir",
         _LOGS,
     ),
-    **_each("run_name project trackio_space_id", "the run's name is that of its folder"),
+    **_each("run_name project trackio_space_id", "a run is named after its folder"),
     **_each(
         "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
         "vllm_model_impl vllm_enable_sleep_mode vllm_mode",

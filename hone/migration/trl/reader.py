@@ -90,7 +90,10 @@ def _model(migration: Migration) -> None:
     else:
         migration.decide("no model is named; set model.path")
     if migration.truth("trust_remote_code"):
-        migration.put("model.trust_remote_code", True, "trust_remote_code=True")
+        migration.notes.append(
+            "the script lets a model run code that comes with it; the file does not. Most models need none: set "
+            "model.trust_remote_code=true if loading asks for it, and you trust the model"
+        )
     migration.copy("model_revision", "model.revision")
     extra = migration.options.get("model_init_kwargs")
     if isinstance(extra, Mapping):
@@ -199,8 +202,8 @@ def _changed(migration: Migration, key: str, changed: str) -> None:
 
 def _batch(migration: Migration, kind: str, devices: int) -> int:
     """Samples of one optimizer step, which TRL counts on each device and in each accumulation step."""
-    here = int(migration.number("per_device_train_batch_size", default=BATCH))
-    accumulated = int(migration.number("gradient_accumulation_steps", default=1))
+    here = migration.count("per_device_train_batch_size", default=BATCH)
+    accumulated = migration.count("gradient_accumulation_steps", default=1)
     samples = here * accumulated * devices
     if kind not in ("grpo", "rloo"):
         migration.put(
@@ -212,9 +215,9 @@ def _batch(migration: Migration, kind: str, devices: int) -> int:
 
 
 def _policy(migration: Migration, kind: str, batch: int, devices: int) -> None:
-    group = int(migration.number("num_generations", default=8 if kind == "grpo" else 2))
-    here = int(migration.number("per_device_train_batch_size", default=BATCH))
-    accumulated = int(migration.number("gradient_accumulation_steps", default=1))
+    group = migration.count("num_generations", default=8 if kind == "grpo" else 2)
+    here = migration.count("per_device_train_batch_size", default=BATCH)
+    accumulated = migration.count("gradient_accumulation_steps", default=1)
     steps = int(migration.number("steps_per_generation", default=accumulated) or accumulated)
     answers = int(migration.number("generation_batch_size", default=here * devices * steps) or here * devices * steps)
     if answers % group:
@@ -228,7 +231,7 @@ def _policy(migration: Migration, kind: str, batch: int, devices: int) -> None:
     migration.put(
         "update.minibatches", max(1, round(answers / batch)), f"{answers} answers / {batch} of one optimizer step"
     )
-    epochs = int(migration.number("num_iterations", default=1))
+    epochs = migration.count("num_iterations", default=1)
     migration.put("update.epochs", epochs, f"num_iterations={epochs}")
     _loss(migration, kind)
     _sampling(migration)

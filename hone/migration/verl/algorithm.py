@@ -92,7 +92,7 @@ def _advantage(migration: Migration) -> None:
     if ours == "gdpo":
         _gdpo(migration)
     for name in ("algorithm.gamma", "algorithm.lam"):
-        if number(migration.options.get(name, 1.0) or 1.0) == 1.0:
+        if str(migration.options.get(name)) in ("1", "1.0"):
             migration.drop(name, f"the estimator {ours} discounts nothing, and the value is 1")
     migration.drop(f"{ACTOR}.calculate_sum_pi_squared", "the estimator asks for it by itself")
 

@@ -62,8 +62,8 @@ def _length(migration: Migration) -> None:
 
 
 def _step(migration: Migration) -> None:
-    prompts = int(migration.number("data.train_batch_size", default=PROMPTS))
-    mini = int(migration.number(f"{ACTOR}.ppo_mini_batch_size", default=MINI_BATCH))
+    prompts = migration.count("data.train_batch_size", default=PROMPTS)
+    mini = migration.count(f"{ACTOR}.ppo_mini_batch_size", default=MINI_BATCH)
     migration.put("update.prompts_per_step", prompts, f"data.train_batch_size={prompts}")
     _group(migration)
     if mini > 0 and prompts % mini == 0:
@@ -83,16 +83,16 @@ def _step(migration: Migration) -> None:
 
 def _group(migration: Migration) -> None:
     name = "actor_rollout_ref.rollout.n"
-    answers = int(migration.number(name, default=1))
+    answers = migration.count(name, default=1)
     migration.put("update.samples_per_prompt", answers, f"rollout.n={answers}")
     migration.copy(f"{ACTOR}.ppo_epochs", "update.epochs")
 
 
 def _fully_asynchronous(migration: Migration) -> None:
     """Read the trainer that takes prompts one by one: a step here is the stretch between two weight syncs there."""
-    mini = int(migration.number(f"{ACTOR}.ppo_mini_batch_size", default=MINI_BATCH))
-    batches = int(migration.number("async_training.require_batches", default=1))
-    trigger = int(migration.number("async_training.trigger_parameter_sync_step", default=4))
+    mini = migration.count(f"{ACTOR}.ppo_mini_batch_size", default=MINI_BATCH)
+    batches = migration.count("async_training.require_batches", default=1)
+    trigger = migration.count("async_training.trigger_parameter_sync_step", default=4)
     prompts = mini * batches * trigger
     migration.put(
         "update.prompts_per_step",

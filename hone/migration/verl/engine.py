@@ -82,7 +82,10 @@ def model(migration: Migration, base: str) -> None:
         migration.decide(f"{base}.path is not set; set model.path")
     migration.copy(f"{base}.tokenizer_path", "model.tokenizer")
     if migration.truth(f"{base}.trust_remote_code"):
-        migration.put("model.trust_remote_code", True, f"{base}.trust_remote_code=True")
+        migration.notes.append(
+            "the script lets a model run code that comes with it; the file does not. Most models need none: set "
+            "model.trust_remote_code=true if loading asks for it, and you trust the model"
+        )
     for name in ("override_config", "override_config.model_config"):
         migration.copy(f"{base}.{name}.max_position_embeddings", "model.use.context", int)
     if migration.truth("actor_rollout_ref.actor.freeze_vision_tower"):
@@ -220,7 +223,7 @@ def optimizer(migration: Migration, base: str, role: str, default_lr: float) -> 
         migration.put(f"{role}.schedule.warmup_fraction", share, f"lr_warmup_steps_ratio={share}")
     floor = migration.number(f"{base}.min_lr_ratio", default=None)
     lowest = migration.number(f"{base}.min_lr", default=None)
-    floor = floor if floor is not None else None if lowest is None else float(lowest) / float(rate)
+    floor = floor if floor is not None else None if lowest is None or not rate else float(lowest) / float(rate)
     if floor and schedule != "constant":
         migration.put(f"{role}.schedule.min_ratio", float(floor), "min_lr_ratio")
     for name in ("lr_decay_steps", "total_training_steps", "num_cycles", "lr_warmup_init", "zero_indexed_step"):

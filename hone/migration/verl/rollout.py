@@ -64,7 +64,7 @@ def _top_k(value: Any) -> int:
 
 def _places(migration: Migration) -> None:
     """Set how many servers there are, and whether they have devices of their own."""
-    tensor = int(migration.number(f"{BASE}.tensor_model_parallel_size", default=2))
+    tensor = migration.count(f"{BASE}.tensor_model_parallel_size", default=2)
     migration.put("rollout.tensor_parallel", tensor, f"rollout.tensor_model_parallel_size={tensor}")
     settings = migration.settings
     world = 1
@@ -81,8 +81,8 @@ def _places(migration: Migration) -> None:
         settings.setdefault("runtime.backend.nodes", type(settings["run.dir"])(1, "trainer.nnodes"))
         migration.put("runtime.backend.pools.rollout.devices", int(here), f"rollout.n_gpus_per_node={here}")
         migration.put("runtime.backend.pools.rollout.nodes", nodes, f"rollout.nnodes={nodes}")
-    parts = int(migration.number(f"{BASE}.data_parallel_size", default=1))
-    stages = int(migration.number(f"{BASE}.pipeline_model_parallel_size", default=1))
+    parts = migration.count(f"{BASE}.data_parallel_size", default=1)
+    stages = migration.count(f"{BASE}.pipeline_model_parallel_size", default=1)
     width = tensor * parts * stages
     migration.put("rollout.replicas", max(1, world // width), f"{world} devices / {width} of each server")
     if parts > 1:

@@ -21,7 +21,7 @@ def read(migration: Migration) -> None:
         epochs = migration.number("trainer.total_epochs", default=EPOCHS)
         migration.put("run.epochs", epochs, f"trainer.total_epochs={epochs}")
     migration.copy("trainer.seed", "run.seed", int)
-    samples = int(migration.number("data.train_batch_size", default=SAMPLES))
+    samples = migration.count("data.train_batch_size", default=SAMPLES)
     migration.put("samples_per_step", samples, f"data.train_batch_size={samples}")
     _data(migration)
     world = engine.devices(migration, 1)

@@ -1,4 +1,4 @@
-"""What is checked before SGLang is started. What is checked for every server: tests/rollout/servers/test_options.py."""
+"""Checks before SGLang is started. tests/rollout/servers/test_options.py has the checks of every server."""
 
 import pytest
 
