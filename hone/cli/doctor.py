@@ -41,6 +41,7 @@ from hone.cli.finding import Finding
 from hone.cli.listing import REGISTRIES, problems, registered
 from hone.config import ConfigError
 from hone.engines.registry import EngineRegistry
+from hone.models.numerics.products import described
 from hone.platforms.base import (
     AUTO,
     PLATFORM_VARIABLE,
@@ -143,6 +144,8 @@ def _machine() -> Iterator[Finding]:
     set_threads = os.environ.get("OMP_NUM_THREADS")
     stated = f"OMP_NUM_THREADS={set_threads}" if set_threads else "OMP_NUM_THREADS is not set"
     yield Finding("machine", "threads", None, f"{torch.get_num_threads()} in torch; {stated}")
+    for dtype in (torch.float32, torch.bfloat16):
+        yield Finding("machine", f"products of {str(dtype).removeprefix('torch.')}", None, described(dtype))
     memory = {key: int(value) for key, value in re.findall(r"(\w+):\s+(\d+) kB", _read(Path("/proc/meminfo")))}
     if memory:
         free, total = memory["MemAvailable"] / 2**20, memory["MemTotal"] / 2**20

@@ -184,8 +184,8 @@ class BaseEngine(Protocol):
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
         """Stream every weight under its Hugging Face name (tied heads included), a LoRA adapter merged in; and None.
 
-        `dtype` casts them, except weights that the architecture keeps in float32 (see `hone.models.precision`); None:
-        the precision that is trained.
+        `dtype` casts them, except weights that the architecture keeps in float32 (`hone.models.numerics.precision`);
+        None: the precision that is trained.
         With `adapter_only`, the adapter's tensors under PEFT's names, and PEFT's `adapter_config.json`.
         Every rank gets whole tensors, which are gathered during the iteration, and must iterate to the end. Raises
         ValueError for `adapter_only` without an adapter.

@@ -36,7 +36,8 @@ from hone.engines.parts import Part, Weights, Whole, blend_parts
 from hone.models.dropout import seeded
 from hone.models.four_bit import plain_weights
 from hone.models.loading import DTYPES
-from hone.models.precision import in_dtype, plain_name, wide_weights
+from hone.models.numerics.precision import in_dtype, plain_name, wide_weights
+from hone.models.numerics.products import prepare
 from hone.models.vision.image_processor import save_language
 from hone.platforms.base import AUTO, compute_dtype, current_platform
 from hone.registry import resolve
@@ -62,14 +63,14 @@ class Engine(ABC):
         if spec.temperature <= 0:
             raise ValueError(f"temperature={spec.temperature} should be positive: greedy samples have no log-probs")
         if config.lora is not None and config.lora.quantise is not None and config.compute_dtype == "float64":
-            key = config.lora.key_of("quantise")
-            raise ValueError(f"{key} does not work with compute_dtype=float64; use bfloat16 or float32")
+            raise ValueError(f"{config.lora.key_of('quantise')} needs compute_dtype bfloat16 or float32, not float64")
         self.model_type = spec.model_type
         self.device = device
         self.ranks = ranks
         self.spec = spec
         self.compute_dtype = compute_dtype(config.compute_dtype, current_platform())
         self.compute = DTYPES[self.compute_dtype]
+        prepare(self.compute, device)
         self.trained = spec.total_steps > 0
         if self.trained:
             self.update = Update(config, spec.total_steps, ranks.world > 1, in_buffers=self.cuts_weights)

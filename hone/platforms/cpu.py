@@ -108,7 +108,7 @@ class CpuPlatform(PlatformBase):
 def lacking_bfloat16(flags: Collection[str]) -> str:
     """Return the flag of /proc/cpuinfo that a processor lacks to multiply bfloat16; empty if it can."""
     if NATIVE_BFLOAT16.isdisjoint(flags):
-        return "this processor has neither AVX512-BF16 nor AMX, so torch emulates bfloat16"
+        return "this processor has neither AVX512-BF16 nor AMX, so bfloat16 is multiplied as float32"
     return ""
 
 

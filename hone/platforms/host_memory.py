@@ -10,8 +10,11 @@ import ctypes
 from functools import lru_cache
 from typing import Any
 
+from hone import machine
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST = (1 << 31) - 1  # bytes; an int
+_LITTLE = 0.25  # of the machine's memory
 
 
 def keep_freed() -> None:
@@ -28,6 +31,17 @@ def give_back() -> None:
     """Return all freed memory to the system."""
     if (library := _glibc()) is not None:
         library.malloc_trim(0)
+
+
+def give_back_when_short() -> None:
+    """Return all freed memory to the system if little is free on this machine.
+
+    Else the next step takes it again as it is; a page that was returned costs a fault and clearing (hundreds of
+    thousands of them in a step).
+    """
+    total, free = machine.memory()
+    if free < _LITTLE * total:
+        give_back()
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from hone.data.packing import Sample, balanced, pack_samples, select, sequence_c
 from hone.engines.base import BaseEngine
 from hone.models.files.progress_bars import without_progress_bars
 from hone.models.loading import load_language_model
-from hone.models.precision import state_buffers
+from hone.models.numerics.precision import state_buffers
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.types import Batch, LossFn, LossOutput, ModelOutput

@@ -18,7 +18,7 @@ import torch
 
 from hone.config import ConfigError, count_as_read
 from hone.models.loading import DTYPES, load_language_model
-from hone.models.precision import hold_in
+from hone.models.numerics.precision import hold_in
 from hone.models.settings import ModelConfig
 from hone.platforms.base import current_platform
 from hone.rollout import ROLLOUT_ENGINES

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hone.models.precision import in_dtype, wide_weights
+from hone.models.numerics.precision import in_dtype, wide_weights
 from tests.engines.contract.cases import Mesh, make_engine
 from tests.families.families import FAMILIES, save
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from hone.models.fused_norm import by_torch, fuse_norms
+from hone.models.numerics.fused_norm import by_torch, fuse_norms
 from hone.platforms.base import current_platform
 
 USUAL = [LlamaRMSNorm, MistralRMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, Qwen3MoeRMSNorm]

@@ -29,8 +29,8 @@ from hone.engines.logprobs import Head
 from hone.engines.memory import OffloadingEngine, kept_in_cpu_memory, recompute_layers
 from hone.engines.moe import open_experts
 from hone.models.errors import ModelError
-from hone.models.fused_norm import fuse_norms
 from hone.models.loading import DTYPES, ClassOf, load_language_model, load_value_model
+from hone.models.numerics.fused_norm import fuse_norms
 from hone.models.transformers_patches import ShardFn
 from hone.platforms.base import current_platform
 from hone.types import Batch, ModelOutput, Need

@@ -26,7 +26,7 @@ from hone.engines.lora.targets import Split
 from hone.models.attention.sequence_parallel import SequenceRanks, shared_by
 from hone.models.errors import ModelError
 from hone.models.four_bit import seen_as_plain, still_empty
-from hone.models.precision import wide_weights
+from hone.models.numerics.precision import wide_weights
 from hone.types import Batch, ModelOutput, Need
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from hone.engines.base import Ranks
 from hone.engines.fsdp2.exchange import Held, everyones_boxes, exchange
 from hone.engines.fsdp2.shards import MeshPart, MeshShard, gather, local_part
 from hone.engines.parts import CastFn, Part, Whole
+from hone.models.numerics.precision import wide_weights
 from hone.models.parts.boxes import BoxMap, around
 from hone.models.parts.views import Reads, viewed
-from hone.models.precision import wide_weights
 
 
 def cast_working(model: nn.Module, compute: torch.dtype) -> None:

@@ -28,7 +28,7 @@ from hone.engines.lora.peft_layers import INITIAL, TRAINED, AdapterLayers, Layer
 from hone.engines.parts import GatherFn, PlaceFn, Weights
 from hone.engines.settings import LoraConfig
 from hone.models.loading import DTYPES, ValueModel
-from hone.models.precision import plain_name
+from hone.models.numerics.precision import plain_name
 from hone.models.settings import ModelConfig
 
 

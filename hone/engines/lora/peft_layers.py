@@ -26,7 +26,7 @@ from hone.engines.lora.merging import Shape
 from hone.engines.lora.targets import Split, Targets, find_targets, stored_targets
 from hone.engines.lora.whole_modules import SCORE_MODULE, Whole, check_mesh, file_names, find_whole, wrap
 from hone.engines.settings import LoraConfig
-from hone.models.precision import plain_name
+from hone.models.numerics.precision import plain_name
 from hone.models.settings import FourBitConfig
 
 TRAINED, INITIAL = "default", "initial"  # PEFT's names of the two adapters

@@ -3,10 +3,9 @@
     forward     of each tile: scores -> weights -> output; no scores are kept
     backward    of each tile: scores -> weights once more -> gradients of queries, keys, values and sinks
 
-It computes soft-capped scores and attention sinks on every device: memory for scores grows with the number of keys, not
-with its square. It is also the backward of plain bfloat16 attention on a CPU. torch's own does not use the matrix units
-well there: it takes five times as long as the products below at 80 tokens per sequence, and one and a half times at
-500. In float32 torch's kernel is faster and is used.
+For soft caps and attention sinks (memory grows with the number of keys, not with its square), and on a CPU for plain
+bfloat16 attention with gradients: torch's backward, and its forward where the processor multiplies bfloat16, take twice
+to five times as long. In float32 torch's kernel is faster.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.models.numerics.products import prepare
+
 _TILE = 128  # query rows per head at a time
 _SCORES = 1 << 18  # scores of several rows at a time on a CPU; they stay in a core's cache
 _SCORES_OF_A_ROW = 1 << 22  # on a CPU; 16 MiB in float32
@@ -26,7 +27,7 @@ _SCORES_ELSEWHERE = 1 << 24  # enough to keep a GPU busy; 64 MiB in float32
 
 
 def speeds_up(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether plain attention should use this backward: bfloat16 on a CPU, with gradients."""
+    """Return whether plain attention should be computed here: bfloat16 on a CPU, with gradients."""
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return wanted and q.device.type == "cpu" and q.dtype == torch.bfloat16
 
@@ -57,10 +58,7 @@ def causal_mask(queries: int, keys: int, window: int | None, device: torch.devic
 
 
 def band(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """[queries, keys] bool: True where query i, whose position is p = keys - queries + i, may see key j.
-
-    That is where p - window < j <= p.
-    """
+    """[queries, keys] bool: True where query i, at p = keys - queries + i, may see key j: p - window < j <= p."""
     before = keys - queries
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(before).triu_(before + 1 - window)
 
@@ -80,7 +78,7 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rule: _Rule) -> Tensor:
         ctx.save_for_backward(q, k, v, sinks)
         ctx.rule = rule
-        if sinks is None and rule.softcap is None:
+        if sinks is None and rule.softcap is None and (q.dtype != torch.bfloat16 or prepare(q.dtype) != "torch"):
             mask = causal_mask(q.shape[2], k.shape[2], rule.window, q.device)
             return F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1]

@@ -191,8 +191,8 @@ class KVCache:
         self.limits = limits
         self.dtype = dtype
         self.device = device
-        # The CPU kernel repacks keys and values of narrow types for each block of queries, except for a single query.
-        self._head_by_head = device.type == "cpu" and dtype.itemsize == 2
+        # With AMX the kernel repacks keys and values of narrow types for each block of queries but a single one.
+        self._head_by_head = device.type == "cpu" and dtype.itemsize == 2 and torch.cpu._is_amx_tile_supported()
         self._in_blocks = device.type == "cpu"
         # A kernel that reads each row as far as it is filled, and takes no mask.
         fits = [varlen.fits(dtype, device, one.key_size, one.value_size) for one in shapes]

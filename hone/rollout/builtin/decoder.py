@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from hone.models.numerics.products import prepare
 from hone.models.routing import Routers
 from hone.platforms.base import current_platform
 from hone.rollout.builtin.cache import CacheShape, KVCache, PackedPrompts, Step
@@ -45,6 +46,7 @@ def build_decoder(
     Raises ValueError for an architecture that the wanted path cannot run exactly, or a device that records no graphs,
     with the reason.
     """
+    prepare(dtype, device.type)
     obstacle, no_graphs = unfit_for_fusing(config, longest), why_no_graphs(current_platform(), device)
     if reason := {"fused": obstacle, "graphed": obstacle or no_graphs}.get(execution):
         raise ValueError(f"execution {execution!r} cannot run this model: {reason}; use 'auto' or 'generic'")

@@ -41,7 +41,7 @@ from hone.models.attention.packed import (
 from hone.models.attention.support import obstacle
 from hone.models.attention.temperature import SCALES, scaled_by_position
 from hone.models.errors import ModelError
-from hone.models.precision import hold_in
+from hone.models.numerics.precision import hold_in
 from hone.models.rotary import fix_rotary
 from hone.models.routing import Routers
 from hone.models.vision.model import attention_names, auto_class, hidden_states

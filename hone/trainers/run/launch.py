@@ -17,6 +17,8 @@ from hone.data.counting import count_items
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptMaker, make_renderer
 from hone.engines.settings import EngineConfig
+from hone.models.loading import DTYPES
+from hone.models.numerics.products import described
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
@@ -272,7 +274,9 @@ def _introduce(config: PolicyRunConfig | SupervisedConfig, context: RunContext, 
         f"on {platform.name} ({platform.device_name()}), computed in {compute_dtype(chosen, platform)} "
         f"({why_compute_dtype(chosen, platform)})"
     )
-    if platform.device != "cpu":
+    if platform.device == "cpu":
+        context.tracking.message(f"matrix products by {described(DTYPES[compute_dtype(chosen, platform)])}")
+    else:
         reason = why_no_triton(platform)
         by = f"PyTorch's operations ({reason})" if reason else "a Triton kernel"
         context.tracking.message(f"log-probs and entropy are computed from logits by {by}")

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from hone import full_disk
-from hone.platforms.host_memory import give_back
+from hone.platforms.host_memory import give_back_when_short
 from hone.runtime import ranks
 from hone.runtime.base import WorkerFailed
 from hone.runtime.watchdog import progress
@@ -153,7 +153,7 @@ class Trainer(ABC):
                 while step < self.steps:
                     with self._profiler.step(step + 1), self.recorder.timer.step():
                         self.step(step + 1)
-                        give_back()  # return freed host memory to the system, once a step
+                        give_back_when_short()
                     step += 1
                     self._settle(step)
                     self._write(step, self.evaluate(step))

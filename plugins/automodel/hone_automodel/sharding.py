@@ -25,7 +25,7 @@ from hone.engines.fsdp2.sharding import (
     sum_all_gradients,
     wildcard,
 )
-from hone.models.precision import wide_weights
+from hone.models.numerics.precision import wide_weights
 
 
 class _Parallelizer(ModelParallelizer):  # type: ignore[misc]  # the package has no types

@@ -34,7 +34,7 @@ from hone.engines.lora.peft_layers import TRAINED, Layer
 from hone.engines.rebuilt.reading import LoadedWeights, Reader, Region
 from hone.engines.settings import LoraConfig
 from hone.models.loading import ValueModel
-from hone.models.precision import plain_name
+from hone.models.numerics.precision import plain_name
 from hone.models.value_head import SCORE
 from hone_megatron.families import ModelShape
 from hone_megatron.mesh import MegatronRanks

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hone.engines.parts import CastFn, Part, Piece
 from hone.engines.rebuilt.reading import Reader
-from hone.models.precision import state_buffers
+from hone.models.numerics.precision import state_buffers
 from hone_megatron.mesh import MegatronRanks
 from hone_megatron.moving import Buffers, relocate
 from hone_megatron.names import Box
