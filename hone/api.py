@@ -31,8 +31,6 @@ from hone.cli.recipe import KINDS, MAPPING, load_run, run_file_of
 from hone.cli.score import TIMEOUT_S, WORKERS, outcomes_of, scored
 from hone.composition import COMMAND_LINE, ConfigError, Layer, read_layers, read_overrides
 from hone.config import Loaded, build
-from hone.engines.settings import EngineConfig
-from hone.models.settings import ModelConfig
 from hone.registry import resolve
 from hone.rewards.settings import RewardComponent, RewardConfig
 from hone.rollout.settings import RolloutConfig, SamplingConfig
@@ -51,7 +49,9 @@ RunFile = str | Path | Mapping[str, Any] | Loaded[Any]
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number and its metrics."""
 
-_EVALUATION = "hone.trainers.policy.evaluate_model"  # imports the models, so it is resolved after settings are checked
+# These import the models, so they are resolved after settings are checked.
+_EVALUATION = "hone.trainers.policy.evaluate_model"
+_ASKING = "hone.trainers.answering.asking"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def generate(
 ) -> list[list[str]]:
     """Generate `samples` answers to each prompt (a text or a conversation) with the built-in engine.
 
-    `model` is a folder, GGUF file or hub name. `temperature` 0 is greedy.
+    `model` is a folder, GGUF file or hub name, or the folder of a run. `temperature` 0 is greedy.
     """
     if isinstance(prompts, str):
         raise ConfigError(f"hone.generate takes a list of prompts, found one text; write [{prompts!r:.60}]")
@@ -151,9 +151,11 @@ def generate(
         [Message(role="user", content=one)] if isinstance(one, str) else one for one in prompts
     ]
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, temperature=temperature)
-    request = resolve(f"{_EVALUATION}:AnswerRequest")(asked, RolloutConfig(sampling=sampling), samples, seed)
-    generate_answers = resolve(f"{_EVALUATION}:generate_answers")
-    found: list[list[str]] = _answered(lambda: generate_answers(ModelConfig(path=str(model)), request, EngineConfig()))
+    how = resolve("hone.trainers.answering.model:Answering")(RolloutConfig(sampling=sampling))
+    chosen = resolve("hone.trainers.answering.model:finished_model")(str(model))
+    request = resolve(f"{_ASKING}:AnswerRequest")(asked, how, samples, seed)
+    generate_answers = resolve(f"{_ASKING}:generate_answers")
+    found: list[list[str]] = _answered(lambda: generate_answers(chosen, request))
     return found
 
 

@@ -35,6 +35,7 @@ Model = Annotated[str, typer.Option(help="model folder or hub name (model.path)"
 Data = Annotated[str, typer.Option(help="file of training rows: .jsonl, .parquet (data.train.path)")]
 Reward = Annotated[str, typer.Option(help="registered reward, or file.py:function (reward.components)")]
 Teacher = Annotated[str, typer.Option(help="teacher's folder or hub name (distillation.teachers.teacher.model.path)")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: as OMP_NUM_THREADS says, else all cores")]
 Write = Annotated[Path | None, typer.Option(help="also write the run file that these flags stand for")]
 
 FLAGS = "the flags"  # source of their keys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
+from hone.cli.answer_file import AnswerFile, Count
+from hone.cli.flags import Threads
 from hone.cli.grouping import grouped
 from hone.config import ConfigError, build
 from hone.data.images import put_images, without_images
 from hone.data.settings import DatasetConfig
 from hone.data.sources.base import open_rows
 from hone.engines.settings import EngineConfig
-from hone.models.settings import ModelConfig
 from hone.platforms.base import AUTO
-from hone.processes.frames import as_text
 from hone.rollout.settings import RolloutConfig, SamplingConfig
-from hone.trainers.policy.evaluate_model import AnswerRequest, generate_answers
+from hone.trainers.answering.asking import AnswerRequest, generate_answers
+from hone.trainers.answering.model import Answering, finished_model
 from hone.types import Message
 
 
@@ -32,11 +32,12 @@ class Sampling:
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy")] = 1.0
     max_response_tokens: Annotated[int, typer.Option(min=1, help="longest response, in tokens")] = 512
     seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0
+    threads: Threads = 0
 
 
 @grouped
 def generate(
-    model: Annotated[str, typer.Argument(help="model folder or hub name")],
+    model: Annotated[str, typer.Argument(help="model folder, GGUF file or hub name, or the folder of a run")],
     how: Sampling,
     prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be repeated")] = None,
     source: Annotated[Path | None, typer.Option("--input", help="file: rows with 'prompt' or 'messages'")] = None,
@@ -45,30 +46,30 @@ def generate(
     ] = None,
     compute_dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = AUTO,
 ) -> None:
-    """Generate answers with the built-in engine. `hone score` reads the file that --output writes."""
+    """Generate answers with the built-in engine. `hone score` reads the file that --output writes.
+
+    The file gets each answer as soon as it is there, so a command that is killed leaves those it has.
+    """
     rows = _rows(prompt or [], source)
-    if target is not None and not target.parent.is_dir():
-        raise ConfigError(f"--output {target}: there is no folder {target.parent}")
     sampling = SamplingConfig(max_response_tokens=how.max_response_tokens, temperature=how.temperature)
+    engine = build(EngineConfig, {"compute_dtype": compute_dtype}, "--compute-dtype")
     questions = AnswerRequest(
         [_messages(row, i) for i, row in enumerate(rows)],
-        RolloutConfig(sampling=sampling),
+        Answering(RolloutConfig(sampling=sampling), engine, how.threads),
         how.samples,
         how.seed,
         source.parent if source is not None else Path(),
     )
-    engine = build(EngineConfig, {"compute_dtype": compute_dtype}, "--compute-dtype")
-    answers = generate_answers(ModelConfig(path=model), questions, engine)
-    if target is not None:
-        lines = [
-            json.dumps({**_text_of(row), "sample": sample, "response": answer}, ensure_ascii=False, default=as_text)
-            for row, found in zip(rows, answers, strict=True)
-            for sample, answer in enumerate(found)
-        ]
-        text = "".join(f"{line}\n" for line in lines)
-        target.write_text(text, encoding="utf-8", errors="backslashreplace")  # as `hone score` writes
-        return
-    for row, found in zip(rows, answers, strict=True):
+    with AnswerFile(target, "--output") as kept:
+        count = Count("answers", len(rows) * how.samples)
+
+        def on_answer(number: int, sample: int, answer: str) -> None:
+            kept.add((number, sample), {**_text_of(rows[number]), "sample": sample, "response": answer})
+            count.one()
+
+        answers = generate_answers(finished_model(model), questions, on_answer)
+        count.end()
+    for row, found in zip(rows, answers, strict=True) if target is None else ():
         typer.secho(_printable(str(row.get("prompt", row.get("messages")))), bold=True)
         for answer in found:  # by echo: rich would change `:smile:` and tabs
             typer.echo(_printable(answer))

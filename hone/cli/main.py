@@ -40,6 +40,8 @@ COMMANDS = {
         for attribute, kind in (("train" if name == "rl" else name, kind) for name, kind in KINDS.items())
     },
     "eval": Command("hone.cli.eval:eval", "Evaluate a model on the held-out sets of a run file."),
+    "chat": Command("hone.cli.chat:chat", "Talk to a model, or to two at once, in the terminal."),
+    "serve": Command("hone.cli.serve:serve", "Serve a model at an OpenAI-compatible address of this machine."),
     "generate": Command("hone.cli.generate:generate", "Generate answers to prompts."),
     "score": Command("hone.cli.score:score", "Score the answers in a file with a reward function."),
     "check": Command("hone.cli.check:check", "Try a run file without training: data, rewards, model, memory."),
@@ -56,7 +58,7 @@ COMMANDS = {
 
 PANELS = {  # of `hone --help`; the others train
     "Look": ("check", "config", "diagnose", "env", "report", "score"),
-    "Models": ("eval", "export", "generate"),
+    "Models": ("chat", "eval", "export", "generate", "serve"),
     "Machine": ("doctor", "list", "rollout", "simulate"),
 }
 EXIT_S = 60.0  # for the exit handlers of libraries, and for threads of tools that still run

@@ -87,7 +87,9 @@ class RuntimeConfig(Config):
     backend: Annotated[Choice, FromRegistry(RUNTIMES)] = setting(
         meaning="where workers run: local (this process) or ray (a cluster)", factory=lambda: Choice(name="local")
     )
-    threads: int = setting(0, "CPU threads of a worker; 0: all cores that this process may use", ge=0)
+    threads: int = setting(
+        0, "CPU threads of a worker; 0: as OMP_NUM_THREADS says, else all cores that this process may use", ge=0
+    )
     collective_timeout_s: float = setting(1800.0, "longest wait of one rank for the others", unit="s", gt=0)
     stall_timeout_s: float = setting(
         1800.0,

@@ -287,8 +287,10 @@ _PERF = (
 _EVAL = (
     Described("eval/<set>/reward", "", MEAN, "reward of the answers to a held-out set"),
     Described("eval/<set>/response_length", "tokens", MEAN, "sampled tokens of an answer"),
+    Described("eval/<set>/truncated", "share", MEAN, "answers that reached the limit of tokens"),
     Described("eval/<set>/<role>/reward", "", MEAN, "reward of one role's answers, in runs with several roles"),
     Described("eval/<set>/<role>/response_length", "tokens", MEAN, "sampled tokens of one role's answer"),
+    Described("eval/<set>/<role>/truncated", "share", MEAN, "one role's answers that reached the limit of tokens"),
     Described("eval/<set>/failed", "answers", SUM, "answers that could not be scored; they count nowhere else"),
     Described("eval/<set>/loss", "", MEAN, "supervised runs: the training loss on a held-out set"),
     Described("eval/<set>/accuracy", "share", MEAN, "preferences and reward models: pairs or verdicts that are right"),
@@ -301,7 +303,14 @@ _EVAL = (
     Described(
         "eval/<set>/<component>/maj@<n>", "", MEAN, "score of the most frequent of n answers to each prompt", own=True
     ),
-    Described("eval/<set>/<component>/<part>/<of>@<n>", "", MEAN, "the same of a part: mean, best and maj", own=True),
+    Described(
+        "eval/<set>/<component>/pass@<n>",
+        "",
+        MEAN,
+        "chance that n answers have a right one (rewards of 0 and 1)",
+        own=True,
+    ),
+    Described("eval/<set>/<component>/<part>/<of>@<n>", "", MEAN, "the same of a part: mean, best ...", own=True),
     Described("eval/<set>/<role>/<component>/<part>/<of>@<n>", "", MEAN, "the same of a part of one role", own=True),
 )
 

@@ -1,5 +1,6 @@
 """The training loops.
 
 `run/` (what every run has: loop, checkpoints, run folder), `policy/` (reinforcement learning and distillation),
-`supervised/` (SFT, preferences, reward models), `reward_models/` (reward models that score a policy's answers).
+`supervised/` (SFT, preferences, reward models), `reward_models/` (reward models that score a policy's answers),
+`answering/` (finished models that answer, without training).
 """

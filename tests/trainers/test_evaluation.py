@@ -60,6 +60,7 @@ def test_mean_best_and_majority_of_four():
         "exact_match/mean@4": 3 / 8,
         "exact_match/best@4": 1.0,
         "exact_match/maj@4": 0.5,
+        "exact_match/pass@2": (1 / 2 + 5 / 6) / 2,  # 3 of the 6 pairs have the one right answer, 5 one of the two
     }
 
 
@@ -81,6 +82,12 @@ def test_a_failed_reward_counts_in_nothing():
         "exact_match/maj@2": 1.0,
     }
     assert reduce_answers([group(failed)], "exact_match") == {}
+
+
+def test_the_share_of_answers_that_were_cut_off():
+    cut, whole = answer("7", 1.0, status=Status.TRUNCATED), answer("7", 1.0)
+    figures, _ = evaluated(group(cut, whole), group(whole, whole))
+    assert figures["eval/test/truncated"] == 0.25
 
 
 def as_role(role, episode, response, value):
@@ -122,11 +129,12 @@ def test_each_role_has_figures_of_its_own():
         **{f"eval/test/solver/exact_match/{name}": value for name, value in expected.items()},
         "eval/test/solver/reward": 0.75,
         "eval/test/solver/response_length": 1.0,
+        "eval/test/solver/truncated": 0.0,
     }
     assert figures["eval/test/proposer/reward"] == 0.25
     assert figures["eval/test/proposer/exact_match/best@3"] == 0.5
     assert figures["eval/test/failed"] == 1.0
-    assert len(figures) == 13
+    assert len(figures) == 15
     assert score == figures["eval/test/proposer/exact_match"]
     titles = [one.title for one in held_out_headlines(figures)]
     assert titles == ["test proposer exact match", "test solver exact match"]
@@ -143,6 +151,7 @@ def test_an_episode_counts_once_however_many_trajectories_it_has():
         "eval/test/exact_match/maj@2": 0.5,
         "eval/test/reward": 0.25,
         "eval/test/response_length": 1.0,
+        "eval/test/truncated": 0.0,
         "eval/test/failed": 0.0,
     }
     assert score == 0.25

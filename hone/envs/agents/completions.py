@@ -7,11 +7,13 @@ the seeds. Fields that would change an answer are refused unless they have their
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from hone.envs.agents.images import content_of
+from hone.envs.agents.live import GrowingText
 from hone.envs.agents.protocol import (
     Answer,
     ChatRequest,
@@ -24,7 +26,8 @@ from hone.envs.agents.protocol import (
     schema_of,
     supported,
 )
-from hone.types import StopReason
+from hone.envs.base import Language
+from hone.types import Completion, StopReason
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # supported only at their neutral value
     "frequency_penalty": (None, 0),
@@ -76,11 +79,24 @@ class ChatCompletions:
         head = self._head(reply, "chat.completion.chunk")
         for index, answer in enumerate(reply.answers):
             for delta in _deltas(answer):
-                choice = {"index": index, "finish_reason": None, "logprobs": None, "delta": delta}
-                yield event({**head, "choices": [choice]})
-            last = {**_choice(reply, index), "delta": {}, "logprobs": _chat_logprobs(answer)}
-            yield event({**head, "choices": [last]})
+                yield _chunk(head, index, delta)
+            yield _last_chunk(head, reply, index)
         yield from _ends(reply, head)
+
+    async def live(self, reply: Reply, language: Language, answered: AsyncIterator[Completion]) -> AsyncIterator[str]:
+        """Server-sent events of an answer that is still being sampled; `reply` has no answers yet."""
+        head = self._head(reply, "chat.completion.chunk")
+        text, whole = GrowingText(language.decode), None
+        async for whole in answered:
+            if not text.begun:
+                yield _chunk(head, 0, {"role": "assistant", "content": ""})
+            if more := text.grown(whole):
+                yield _chunk(head, 0, {"content": more})
+        assert whole is not None
+        done = replace(reply, answers=[Answer(whole, text.whole)])
+        yield _last_chunk(head, done, 0)
+        for one in _ends(done, head):
+            yield one
 
     def _head(self, reply: Reply, kind: str) -> dict[str, Any]:
         return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": int(time.time()), "model": reply.model}
@@ -120,6 +136,16 @@ def _message(message: Any) -> Any:
     if not isinstance(message, dict) or message.get("content") is None:
         return message
     return {**message, "content": content_of(message["content"], message.get("role"), ("text",), "image_url")}
+
+
+def _chunk(head: Mapping[str, Any], index: int, delta: Mapping[str, Any]) -> str:
+    choice = {"index": index, "finish_reason": None, "logprobs": None, "delta": delta}
+    return event({**head, "choices": [choice]})
+
+
+def _last_chunk(head: Mapping[str, Any], reply: Reply, index: int) -> str:
+    last = {**_choice(reply, index), "delta": {}, "logprobs": _chat_logprobs(reply.answers[index])}
+    return event({**head, "choices": [last]})
 
 
 def _choice(reply: Reply, index: int) -> dict[str, Any]:

@@ -8,6 +8,9 @@
         await program(endpoint.base_url, session_key)
         endpoint.close_session(session_key).trajectories("task/7", 0)
 
+A finished model is served the same way (`hone serve`): the task says `served`, nothing is recorded, and an answer in
+Chat Completions is streamed while it is sampled (`live`).
+
 It speaks the protocols of `DIALECTS`, whole or streamed. A key is valid for one session, until `close_session`; it may
 also stand in the path (`/s/KEY/v1`). An adapter of the task answers requests that name it as `model`. With roles, the
 policy answers those that name a role, each on the tracks of that role.
@@ -30,7 +33,7 @@ from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
 from hone.config import ConfigError
@@ -38,6 +41,7 @@ from hone.envs.agents.answers import answer_to, check_tools, echo_of, opening_fo
 from hone.envs.agents.anthropic_messages import AnthropicMessages
 from hone.envs.agents.completions import ChatCompletions, TextCompletions
 from hone.envs.agents.images import has_images
+from hone.envs.agents.live import begun, in_pieces, is_plain
 from hone.envs.agents.protocol import BadRequest, ChatRequest, Dialect, Echo, Reply, TextRequest
 from hone.envs.agents.responses import Responses
 from hone.envs.agents.sessions import AgentSession, AgentTask
@@ -73,9 +77,13 @@ CLIENT_GONE = 499  # the status for logs; the client is gone
 class Endpoint:
     """HTTP server for all agents of a run."""
 
-    def __init__(self, language: Language, parse_tools: ParseFn | None = hermes) -> None:
-        """`parse_tools` finds tool calls in generated text; None: requests that offer tools are refused."""
+    def __init__(self, language: Language, parse_tools: ParseFn | None = hermes, port: int = 0) -> None:
+        """`parse_tools` finds tool calls in generated text; None: requests that offer tools are refused.
+
+        `port` 0: any that is free.
+        """
         self._language = language
+        self._port = port
         self._parse_tools = parse_tools
         self._sessions: dict[str, AgentSession] = {}
         self._server: uvicorn.Server | None = None
@@ -91,7 +99,7 @@ class Endpoint:
     # --------------------------------------------------------------------------------------- start, stop, sessions
 
     async def __aenter__(self) -> Endpoint:
-        self._listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+        self._listener = socket.create_server((LOOPBACK, self._port), backlog=1024)
         config = uvicorn.Config(
             self._app,
             lifespan="off",
@@ -124,6 +132,11 @@ class Endpoint:
             self._listener.close()
             self._threads.shutdown(wait=False, cancel_futures=True)
 
+    async def ended(self) -> None:
+        """Wait for the end of the server, which comes with the end of this endpoint, or if it fails."""
+        assert self._serving is not None
+        await asyncio.wait((self._serving,))
+
     @property
     def base_url(self) -> str:
         """URL for clients; valid while the endpoint is open."""
@@ -134,9 +147,9 @@ class Endpoint:
         """URL with the key of a session in its path: a client may then send any key, or none."""
         return self.base_url.removesuffix("/v1") + f"/s/{key}/v1"
 
-    def open_session(self, task: AgentTask) -> str:
-        """Open a session and return its key, which also identifies it."""
-        key = f"hone-{secrets.token_hex(24)}"
+    def open_session(self, task: AgentTask, key: str = "") -> str:
+        """Open a session and return its key, which also identifies it; without a `key`, a new one."""
+        key = key or f"hone-{secrets.token_hex(24)}"
         self._sessions[key] = AgentSession(task, self._language)
         return key
 
@@ -155,7 +168,7 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         task = self._sessions[bearer_token(request.scope)].task
-        names = (*(task.roles or ("policy",)), *task.adapters)
+        names = (*(task.roles or (task.served or "policy",)), *task.adapters)
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "hone"} for name in names]
         return _AsciiJson({"object": "list", "data": models})
 
@@ -213,8 +226,8 @@ class Endpoint:
         self, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn, dialect: Dialect
     ) -> Response:
         """Generate within the budget."""
-        if body.model in session.task.adapters:
-            return _written(dialect, await self._ask_adapter(session, body, place))
+        if session.task.served or body.model in session.task.adapters:
+            return await self._answer_unrecorded(session, body, place, dialect)
         if isinstance(body, TextRequest) and body.max_tokens == 0:
             return _written(dialect, await self._score_prompt(session, body, place))
         count = body.n or 1
@@ -238,22 +251,37 @@ class Endpoint:
         answers = [answer_to(self._language, self._parse_tools, completion, body)] * (body.n or 1)
         return Reply(body, answers, len(prompt), await self._echo(body, prompt, completion.prompt_scores))
 
-    async def _ask_adapter(self, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn) -> Reply:
-        """Answer by an adapter other than the policy's; the answer is not recorded and uses no token budget."""
+    async def _answer_unrecorded(
+        self, session: AgentSession, body: ChatRequest | TextRequest, place: PlaceFn, dialect: Dialect
+    ) -> Response:
+        """Answer by an adapter other than the policy's, or by a finished model: no record, and no token budget."""
         task = session.task
+        opening = ""
         with _client_errors():
+            if task.served and body.model not in ("", task.served):
+                raise BadRequest(f"model = {body.model!r:.80} is not served here: {task.served}", "model_not_found")
             if isinstance(body, TextRequest) and body.echo:
-                raise BadRequest(f"echo is for prompts of the policy, and model = {body.model!r} is an adapter")
+                which = "a finished model" if task.served else "an adapter"
+                raise BadRequest(f"echo is for prompts of the policy, and model = {body.model!r} is {which}")
             if isinstance(body, ChatRequest):
-                prompt, images = await place(session.rendered, body.messages, body.offered)
+                opening = opening_for(body, self._parse_tools)
+                prompt, images = await place(session.rendered, body.messages, body.offered, opening)
             else:
                 prompt, images = await place(session.encoded, body.only_prompt)
             sampling = body.sampling(task.sampling, task.sampling.max_tokens, task.client_sampling)
-        sampling = replace(sampling, adapter=body.model)
+        if body.model in task.adapters:
+            sampling = replace(sampling, adapter=body.model)
+        if task.served and isinstance(dialect, ChatCompletions) and is_plain(body):
+            number = session.next_number()
+            named = f"{task.request_id}/{number}"
+            asked = GenerationRequest(named, prompt, replace(sampling, seed=task.seed_of(number)), images)
+            answered = in_pieces(task.generate, asked)
+            stream = await begun(dialect.live(Reply(body, (), len(prompt)), self._language, answered))
+            return StreamingResponse(stream, media_type="text/event-stream")
         completions = await _sample(session, prompt, sampling, body.n or 1, images)
         with _server_errors():
-            answers = [answer_to(self._language, self._parse_tools, one, body) for one in completions]
-        return Reply(body, answers, len(prompt))
+            answers = [answer_to(self._language, self._parse_tools, one, body, opening) for one in completions]
+        return _written(dialect, Reply(body, answers, len(prompt)))
 
     async def _generate(
         self, session: AgentSession, body: ChatRequest | TextRequest, longest: int, place: PlaceFn, dialect: Dialect

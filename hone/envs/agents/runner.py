@@ -50,7 +50,7 @@ class AgentRunner:
         self._timeout_s = config.timeout_s
         self._max_turns = config.max_turns
         self._renderer = renderer
-        self._parse_tools = _parser(settings.parser, renderer.template)
+        self._parse_tools = tool_parser(settings.parser, renderer.template)
         self._endpoint: Endpoint | None = None
         self._opening = asyncio.Lock()
 
@@ -150,7 +150,7 @@ def _is_refusal(failure: BaseException | None) -> bool:
     return False
 
 
-def _parser(name: str, template: str) -> ParseFn | None:
+def tool_parser(name: str, template: str) -> ParseFn | None:
     """The tool-call parser; None if the chat template decides and has no tool calls, which agents need not use."""
     try:
         return parser_of(name, template)
@@ -198,4 +198,4 @@ def _with_status(
     return [one.with_(status=status, error=error) for one in recorded]
 
 
-__all__ = ["AgentRunner"]
+__all__ = ["AgentRunner", "tool_parser"]

@@ -43,6 +43,7 @@ class AgentTask:
     adapters: tuple[str, ...] = ()  # names that a request may give as its model
     roles: tuple[str, ...] = ()  # of the policy, one of which each request gives as its model; (): there is one
     max_turns: int | None = None  # requests that the policy answers; None: any number
+    served: str = ""  # name of a finished model, whose answers are not recorded; empty: the policy of a run
 
 
 @dataclass(eq=False)
@@ -222,11 +223,14 @@ class AgentSession:
         return self._placed(Track("", role), prompt)
 
     def rendered(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], opening: str = ""
     ) -> tuple[tuple[int, ...], tuple[Image, ...]]:
-        """Ids and images of a chat request from its beginning; raises ConfigError if it cannot be rendered."""
+        """Ids and images of a chat request from its beginning, with the `opening` of its answer.
+
+        Raises ConfigError if it cannot be rendered.
+        """
         shown = self._with_images(messages)
-        return self._render(shown, tools), images_in(shown)
+        return self._render(shown, tools) + self._encode(opening), images_in(shown)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         return self.language.render_prompt([normal(message) for message in messages], tools)

@@ -1,7 +1,8 @@
-"""Held-out evaluation: n answers to each prompt of named sets, reduced to mean@n, best@n and maj@n, by role."""
+"""Held-out evaluation: n answers to each prompt of named sets, reduced to mean@n, best@n, maj@n and pass@k, by role."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from hone.envs.episode import Play
 from hone.tracking.hub import Tracking
 from hone.trainers.policy.collection import Collector
 from hone.trainers.policy.settings import PolicyEvaluationConfig
-from hone.types import Prompt, Trajectory, TrajectoryGroup
+from hone.types import Prompt, Status, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Evaluator:
 def reduce_role(
     groups: Sequence[TrajectoryGroup], role: str = "", vote: re.Pattern[str] | None = None
 ) -> dict[str, float]:
-    """The figures of one role: every component of its reward (`reduce_answers`), the reward, and the length.
+    """The figures of one role: every component of its reward (`reduce_answers`), the reward, length, share cut off.
 
     Failed answers are left out. An episode counts once: its trajectories in this role are averaged.
     """
@@ -95,6 +96,8 @@ def reduce_role(
     if played:
         figures["reward"] = _mean([_mean([one.reward for one in episode]) for episode in played])
         figures["response_length"] = _mean([_mean([one.response_length for one in episode]) for episode in played])
+        cut = [any(one.status is Status.TRUNCATED for one in episode) for episode in played]
+        figures["truncated"] = _mean([float(one) for one in cut])
     return figures
 
 
@@ -103,6 +106,7 @@ def reduce_answers(
 ) -> dict[str, float]:
     """One component over a set: its mean over all episodes, and with n > 1 episodes of a prompt mean@n, best@n, maj@n.
 
+    A component that is always 0 or 1 has pass@k too, for the powers of two below n; best@n is pass@n then.
     An answer whose reward failed is left out. maj@n is the component of the most frequent answer to each prompt; ties
     go to the answer that came first. The answer of an episode with several trajectories is that of its last one.
     """
@@ -121,7 +125,20 @@ def reduce_answers(
         figures[f"{component}/mean@{n}"] = mean
         figures[f"{component}/best@{n}"] = _mean([max(score for score, _ in found) for found in scored])
         figures[f"{component}/maj@{n}"] = _mean([_majority(found, vote) for found in scored])
+        if all(score in (0.0, 1.0) for found in scored for score, _ in found):
+            rights = [(len(found), sum(score == 1.0 for score, _ in found)) for found in scored]
+            for k in (2**power for power in range(1, n.bit_length()) if 2**power < n):
+                figures[f"{component}/pass@{k}"] = _mean([pass_at(k, answers, right) for answers, right in rights])
     return figures
+
+
+def pass_at(k: int, answers: int, right: int) -> float:
+    """The chance that k of a prompt's answers, drawn without replacement, have a right one (arXiv:2107.03374).
+
+    >>> pass_at(2, 4, 1)
+    0.5
+    """
+    return 1.0 - math.comb(answers - right, k) / math.comb(answers, k) if k <= answers else float(right > 0)
 
 
 def _episodes(group: TrajectoryGroup, role: str) -> list[list[Trajectory]]:

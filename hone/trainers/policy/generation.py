@@ -38,12 +38,13 @@ from hone.trainers.reward_models.placement import place_reward_models
 from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
 from hone.trainers.run.roles import place_role
-from hone.types import Prompt, SamplingParams
+from hone.types import Prompt, SamplingParams, TrajectoryGroup
 from hone.workers.publication import RolloutHandle
 from hone.workers.rollout import NewWeights, RolloutSpec, prepare_rollout
 from hone.workers.train import TrainHandle, TrainSpec
 
 R = TypeVar("R")
+OnGroup = Callable[[TrajectoryGroup], None]
 LOG = logging.getLogger("hone.trainers")
 RESERVED_DESCRIPTORS = 256  # for what opens files now and then: checkpoints, logs, weight sync, data sets
 EVALUATION_SEED = 1_000_003  # added to the run's: an evaluation must not replay the random numbers of a training step
@@ -130,6 +131,29 @@ def rollout_spec(
     )
 
 
+class _WatchedRubric:
+    """A rubric whose scored groups are also given to `on_group`, one by one."""
+
+    def __init__(self, rubric: Rubric, on_group: OnGroup) -> None:
+        self._rubric = rubric
+        self._on_group = on_group
+
+    async def score(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        scored = await self._rubric.score(group)
+        if not self._rubric.has_colocated:
+            self._on_group(scored)
+        return scored
+
+    def complete(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        completed = self._rubric.complete(groups)
+        for group in completed if self._rubric.has_colocated else ():
+            self._on_group(group)
+        return completed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rubric, name)
+
+
 class Generation:
     """Generates answers to prompts and scores them. The engine has no weights before the first weight sync.
 
@@ -148,8 +172,13 @@ class Generation:
         renderer: Renderer,
         recorder: Recorder,
         adapters: Mapping[str, str] | None = None,
+        on_group: OnGroup | None = None,
     ) -> None:
-        """`adapters`: LoRA adapters (name -> folder) of a policy that is not trained; None: the policy is trained."""
+        """`adapters`: LoRA adapters (name -> folder) of a policy that is not trained; None: the policy is trained.
+
+        `on_group` is called with each group as soon as it has rewards.
+        """
+        self._on_group = on_group
         self._renderer = renderer
         self._model = model
         self._trained = adapters is None
@@ -180,7 +209,8 @@ class Generation:
         self._waiting.append(self.rollout.start)
         runner = make_runner(config.episode, self._renderer)
         self._closing.callback(lambda: self.loop.run(runner.close()))
-        self.collector = Collector(runner, self.rollout, self._rubric, self.loop, self._recorder)
+        rubric: Any = self._rubric if self._on_group is None else _WatchedRubric(self._rubric, self._on_group)
+        self.collector = Collector(runner, self.rollout, rubric, self.loop, self._recorder)
         routes = config.actor.routing_replay == "rollout"
         sampling = replace(sampling_params(self._renderer, config.rollout.sampling), routed_experts=routes)
         self.play = Play(self.rollout.generate, sampling, config.run.seed, config.update.samples_per_prompt)

@@ -47,7 +47,9 @@ class PolicyEvaluationConfig(EvaluationConfig):
     sets: dict[str, PromptSetConfig] = setting(  # type: ignore[assignment]
         meaning="held-out prompts by name", factory=dict
     )
-    samples: int = setting(1, "answers to each prompt: n of mean@n, best@n, maj@n", unit="answers", ge=1)
+    samples: int = setting(
+        1, "answers to each prompt: n of mean@n, best@n, maj@n; pass@k for k below n", unit="answers", ge=1
+    )
     sampling: EvaluationSamplingConfig | None = setting(None, "how answers are sampled; default: greedy")
     score: str = setting("", "the eval metric that `best` compares, such as eval/test/exact_match; default: the first")
     vote_pattern: str = setting("", "regular expression whose last match in an answer is its vote; default: all of it")

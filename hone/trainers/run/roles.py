@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -35,9 +36,15 @@ def prepare_process(runtime: RuntimeConfig) -> None:
         )
     ranks.join(runtime.collective_timeout_s)
     keep_freed()
-    torch.set_num_threads(runtime.threads or max(1, machine.cores() // ranks.local_ranks()))
+    torch.set_num_threads(runtime.threads or _asked_threads() or max(1, machine.cores() // ranks.local_ranks()))
     if runtime.deterministic:
         use_deterministic_kernels()
+
+
+def _asked_threads() -> int:
+    """The threads that the environment asks for, which torch would have used; 0: none are asked for."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and ranks.ranks() == 1 else 0  # torchrun sets 1 for everybody
 
 
 def require_same_vocabulary(key: str, model: ModelConfig, tokenizer: Any) -> None:
