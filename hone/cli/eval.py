@@ -75,7 +75,7 @@ def eval(
     compared = {name_of(chosen): chosen}
     if beside:
         config = _greedy(config)
-        other = finished_model(beside).path
+        other = str(finished_model(beside).path)
         compared[name_of(config.model.at(other), *compared)] = config.model.at(other)
     with AnswerFile(results.answers, "--answers") as kept:
         asked = [_Asked(name, number, kept) for number, name in enumerate(compared)]
