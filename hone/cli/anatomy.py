@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig
 
+from hone.engines.lora.targets import default_targets
 from hone.models.attention.indexed import indexers
-from hone.models.attention.stateful import state_layers
+from hone.models.attention.stateful import state_layers, unknown_states
 from hone.models.attention.support import obstacle
 from hone.models.errors import ModelError
 from hone.models.loading import check_model_source, folder_of
@@ -71,6 +72,8 @@ class Anatomy:
     tensor_plan: bool  # transformers has a tensor-parallel plan
     expert_plan: bool
     linear: tuple[tuple[str, int, int, int], ...]  # (last name, count, inputs, outputs), without the head
+    adapted: tuple[str, ...]  # last names of the layers that LoRA adapts by default
+    unadapted: dict[str, tuple[str, ...]]  # reason -> names of linear layers that it cannot adapt
     expert_matrices: tuple[str, ...]  # fused: [experts, inputs, outputs]
     files: Files
 
@@ -94,16 +97,20 @@ def examine(model: ModelConfig) -> Anatomy:
     stored = check_model_source(model)
     folder = folder_of(model, weights=False)
     config: Any = None
+    reason = ""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        reason = obstacle(config)  # as a run asks; building may change the config
         with torch.device("meta"):
             empty = auto_class(config.model_type).from_config(config, trust_remote_code=model.trust_remote_code)
     except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        reason = obstacle(config) if config is not None else ""
-        reason = f"cannot be trained: {reason}" if reason else f"cannot be built by transformers: {_line(error)}"
-        raise ModelError(f"model.path {model.path!r} {reason}") from error
+        found = f"cannot be trained: {reason}" if reason else f"cannot be built by transformers: {_line(error)}"
+        raise ModelError(f"model.path {model.path!r} {found}") from error
     empty.tie_weights()
-    return _measured(empty, _files(folder, stored, config))
+    reason = reason or obstacle(config, type(empty)) or unknown_states(empty)
+    if reason and getattr(empty.config.get_text_config(), "num_hidden_layers", None) is None:
+        raise ModelError(f"model.path {model.path!r} cannot be trained: {reason}")
+    return _measured(empty, reason, _files(folder, stored, config))
 
 
 def _layers(text: Any) -> int:
@@ -113,7 +120,7 @@ def _layers(text: Any) -> int:
     return int(text.num_hidden_layers)
 
 
-def _measured(model: Any, files: Files) -> Anatomy:
+def _measured(model: Any, reason: str, files: Files) -> Anatomy:
     text = model.config.get_text_config()
     sizes = {name: weight.numel() for name, weight in model.named_parameters()}
     embedding = {id(module.weight): module.weight.numel() for module in _ends(model)}
@@ -121,6 +128,7 @@ def _measured(model: Any, files: Files) -> Anatomy:
     fused = [name for name, weight in model.named_parameters() if ".experts." in name and weight.dim() == 3]
     idle = sum(sizes[name] for name in fused) * (1 - chosen / experts) if experts else 0
     states = tuple(sorted({type(layer).__name__ for layer in state_layers(model).values()}))
+    adapted, unadapted = default_targets(model)
     return Anatomy(
         family=model.config.model_type,
         architecture=type(model).__name__,
@@ -130,7 +138,7 @@ def _measured(model: Any, files: Files) -> Anatomy:
         largest_layer=max(_layer_sizes(sizes).values(), default=0),
         layers=_layers(text),
         hidden=text.hidden_size,
-        attention=attention_shapes(model) or _from_config(text),
+        attention=(() if reason else attention_shapes(model)) or _from_config(text),
         index_size=sum(one.head_dim for one in indexers(model)),
         mlp=_inner_width(text, chosen),
         vocabulary=text.vocab_size,
@@ -141,10 +149,15 @@ def _measured(model: Any, files: Files) -> Anatomy:
         tied=len(embedding) == 1,
         stateful=bool(states or getattr(model, "_is_stateful", False)),
         states=states,
-        obstacle=obstacle(model.config, type(model)),
+        obstacle=reason,
         tensor_plan=any(".layers." in f".{key}" for key in model.tp_plan or {}),
         expert_plan="ep_dispatch_experts" in (model.ep_plan or {}).values(),
         linear=tuple(_linear_layers(model)),
+        adapted=tuple(sorted({path.rpartition(".")[2] for path in adapted})),
+        unadapted={
+            why: tuple(sorted({".".join(path.split(".")[-2:]) for path, one in unadapted.items() if one == why}))
+            for why in sorted(set(unadapted.values()))
+        },
         expert_matrices=tuple(sorted({name.rpartition(".")[2] for name in fused})),
         files=files,
     )

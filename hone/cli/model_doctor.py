@@ -118,7 +118,7 @@ def _features(anatomy: Anatomy, degrees: dict[str, list[int]]) -> Iterator[Findi
     def fact(name: str, ok: bool, detail: str) -> Finding:
         return Finding("features", name, ok, detail)
 
-    obstacle = _unpackable(anatomy)
+    obstacle = anatomy.obstacle
     yield fact("packed attention", not obstacle, obstacle or "checked at the start of a run")
     if anatomy.states:
         with_state = ", ".join(anatomy.states)
@@ -131,9 +131,10 @@ def _features(anatomy: Anatomy, degrees: dict[str, list[int]]) -> Iterator[Findi
     }
     for name, found in degrees.items():
         yield fact(f"parallel.{name}", bool(found), _listing(found) if found else reasons[name])
-    kinds = sorted({name for name, *_ in anatomy.linear})
     experts = f"; if named: experts.{', experts.'.join(anatomy.expert_matrices)}" if anatomy.expert_matrices else ""
-    yield fact("LoRA targets", bool(kinds), ", ".join(kinds) + experts)
+    yield fact("LoRA targets", bool(anatomy.adapted), ", ".join(anatomy.adapted) + experts)
+    for why, names in anatomy.unadapted.items():
+        yield Finding("features", "no LoRA", None, f"{', '.join(names)}: {why}")
     for name in ROLLOUT_ENGINES:
         if name == "builtin":
             kept = ", and keeps the states beside the KV cache" * anatomy.stateful
@@ -143,12 +144,6 @@ def _features(anatomy: Anatomy, degrees: dict[str, list[int]]) -> Iterator[Findi
             yield Finding("features", f"rollout {name}", None, detail)
     if anatomy.files.quantised:
         yield fact("quantised", True, "dequantised into the run folder at the start of a run")
-
-
-def _unpackable(anatomy: Anatomy) -> str:
-    if anatomy.stateful and not anatomy.states and not anatomy.obstacle:
-        return "its layers carry a state from token to token, which would leak between packed sequences"
-    return anatomy.obstacle
 
 
 def _memory(rows: Sequence[dict[str, Any]], numbers: dict[str, Any], chunk: int) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ first step: importance ratios are not 1, and DPO's first loss is not log 2.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +18,14 @@ from torch import nn
 Dropout = float | Literal["config"]
 
 _NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")  # routers multiply their input by it in training
+_DRAWS = "router_jitter_noise"  # of PhiMoE's routers, which draw experts in training between nearly equal ones
 
 
 def set_dropout(model: nn.Module, dropout: Dropout) -> None:
     """Use the rate `dropout` in every dropout of the model (attention, residuals, embeddings, activations).
 
-    0 also turns off the random noise of routers and the skipping of layers; "config" leaves all as the model has it.
+    0 also turns off the random noise of routers, drawn experts (PhiMoE's routers choose as in evaluation) and the
+    skipping of layers; "config" leaves all as the model has it.
     Call this before a LoRA adapter is attached: the adapter's own dropout is `lora.dropout`.
     """
     if dropout == "config":
@@ -30,6 +33,9 @@ def set_dropout(model: nn.Module, dropout: Dropout) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = dropout
+        if dropout == 0 and hasattr(module, _DRAWS):
+            module.train = functools.partial(_stay_in_evaluation, module)  # type: ignore[method-assign]
+            module.eval()
         for name, rate in list(vars(module).items()):
             if not isinstance(rate, float):
                 continue
@@ -37,6 +43,11 @@ def set_dropout(model: nn.Module, dropout: Dropout) -> None:
                 setattr(module, name, dropout)
             elif dropout == 0 and (name in _NOISE or "layerdrop" in name or "drop_prob" in name):
                 setattr(module, name, 0.0)
+
+
+def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Stand in for `Module.train`."""
+    return nn.Module.train(module, False)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hone.models.attention.adapting import adapt
 from hone.models.attention.packed import PACKED
-from hone.models.attention.stateful import separate_sequences
+from hone.models.attention.stateful import separate_sequences, unknown_states
 from hone.models.attention.support import obstacle
 from hone.models.building import build_model
 from hone.models.dropout import set_dropout
@@ -165,7 +165,10 @@ def _source(model: ModelConfig) -> str:
 
 
 def _as_used(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
-    """Apply `model.use` to a loaded model."""
+    """Apply `model.use` to a loaded model. Raises ModelError if its layers carry a state that hone does not know."""
+    if reason := unknown_states(loaded):
+        source = f"architecture {loaded.config.model_type!r}" if model.path is None else _source(model)
+        raise ModelError(f"{source} cannot be trained: {reason}")
     adapt(loaded)
     fix_rotary(loaded, model.used.context, model.path or f"architecture {loaded.config.model_type!r}")
     set_dropout(loaded, model.used.dropout)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
@@ -69,3 +74,45 @@ def name_body(model: Any) -> None:
     if model.base_model is model and model.get_output_embeddings() is not None:
         names = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
         model.base_model_prefix = names[0] if names else model.base_model_prefix
+
+
+_STEP_LIMIT: ContextVar[tuple[float, float] | None] = ContextVar("hone_step_limit")
+
+
+@contextmanager
+def step_limit(limit: tuple[float, float] | None) -> Iterator[None]:
+    """Within the block, layers of `limit_single_steps` keep the step sizes of single tokens between these bounds."""
+    token = _STEP_LIMIT.set(limit)
+    try:
+        yield
+    finally:
+        _STEP_LIMIT.reset(token)
+
+
+def limit_single_steps(layer: nn.Module) -> None:
+    """Let Mamba 2 layers of this class limit the step size of a single token, as they do for whole sequences.
+
+    transformers' forward of a whole sequence keeps the step size (dt) within the layer's `time_step_limit`; its update
+    by a single token does not, so Nemotron-H and Zamba 2 decode other states than they train on. Remove this when the
+    update takes `dt_limit`. Other layers stay as they are.
+    Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/mamba2/modeling_mamba2.py
+    """
+    home: Any = sys.modules[type(layer).__module__]
+    update = getattr(home, "mamba2_selective_state_update", None)
+    if update is None or hasattr(update, "limited_by_hone"):
+        return
+
+    @functools.wraps(update)
+    def limited(
+        state: Tensor, inputs: Tensor, dt: Tensor, *rest: Any, dt_bias: Tensor, dt_softplus: bool, **named: Any
+    ) -> Any:
+        limit = _STEP_LIMIT.get(None)
+        if limit is not None and dt_softplus:
+            # dt is one number per head, expanded: kernels look for its stride of 0, and for a bias
+            step = F.softplus(dt[..., :1] + dt_bias[..., :1].to(dt.dtype)).clamp(*limit)
+            dt, dt_softplus = step.expand_as(dt), False
+            dt_bias = torch.zeros_like(dt_bias[..., :1]).expand_as(dt_bias)
+        return update(state, inputs, dt, *rest, dt_bias=dt_bias, dt_softplus=dt_softplus, **named)
+
+    limited.limited_by_hone = True  # type: ignore[attr-defined]
+    home.mamba2_selective_state_update = limited

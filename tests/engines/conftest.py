@@ -15,6 +15,7 @@ from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import build_tokenizer
 from hone.types import LossOutput
 from tests.engines.adapters import BUILDS
+from tests.families.types import save_tiny
 
 BUILD = BuildConfig(hidden_size=32, layers=2, heads=4, kv_heads=2, mlp_size=48, max_positions=64)
 
@@ -117,10 +118,12 @@ def losses():
 
 @pytest.fixture
 def saved(tmp_path):
-    """saved("qwen3") -> the folder of a base model."""
+    """saved("qwen3") -> the folder of a base model: one of `BUILDS`, or the tiny model of a type."""
 
     def save(name):
         folder = tmp_path / f"base-{name}"
+        if name not in BUILDS:
+            return save_tiny(name, folder)
         with without_progress_bars():
             load_language_model(ModelConfig(build=BUILDS[name])).save_pretrained(folder)
         build_tokenizer(BUILDS[name]).save_pretrained(folder)

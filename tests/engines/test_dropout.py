@@ -23,6 +23,7 @@ WITH_DROPOUT = {  # attention alone; residuals, embeddings and attention; residu
     "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "phi3": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attention_dropout": 0.5},
     "gemma2": {"attention_dropout": 0.5},  # soft-capped scores: attention without a kernel
+    "phimoe": {"router_jitter_noise": 0.5, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     "mixtral": {"router_jitter_noise": 0.5, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
@@ -109,7 +110,7 @@ def test_noise_that_few_tokens_show_is_refused():
     """PhiMoE draws an expert only where two are almost equal: with these weights at none of the probe's 11 tokens."""
     options = {"num_local_experts": 16, "num_experts_per_tok": 2, "sliding_window": None}
     build = BuildConfig(architecture="phimoe", options=options, **{**SIZES, "heads": 4, "kv_heads": 2})
-    body = load_language_model(ModelConfig(build=build)).eval().model
+    body = load_language_model(ModelConfig(build=build, use=UseConfig(dropout="config"))).eval().model
     with torch.no_grad():
         for seed, parameter in enumerate(body.parameters()):
             if parameter.dim() > 1:

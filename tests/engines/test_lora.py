@@ -368,12 +368,46 @@ def test_an_adapter_that_does_not_fit_is_refused(saved, engine_of, tmp_path):
             {**EXPERTS, "dropout": 0.1},
             r"experts\.\w+ is a weight of all experts, which takes no dora",
         ),
-        ("deepseek", {}, r"for its experts, and would not adapt model\.layers\.0\.mlp\.down_proj.*; set .*exclude="),
+        (
+            "deepseek",
+            {"targets": ("kv_b_proj", "down_proj")},
+            r"lora\.targets: model\.layers\.0\.mlp\.down_proj of .* cannot be adapted: PEFT takes its name",
+        ),
+        (
+            "jamba",
+            {"targets": ("mamba",)},
+            r"lora\.targets: .*\.mamba\.dt_proj of .*: the layer around it computes with its weight itself",
+        ),
+        (
+            "zamba",
+            {"targets": ("q_proj", "in_proj")},
+            r"lora\.targets: .*q_proj of .*: layers share its weight, so their adapters could not be merged",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(architecture, settings, message, saved, engine_of):
     with pytest.raises(AdapterError, match=message):
         engine_of(saved(architecture), **settings)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "left_out", "adapted"),
+    [
+        ("jamba", {"dt_proj", "router"}, {"in_proj", "x_proj", "out_proj", "q_proj", "down_proj"}),
+        ("nemotron_h", {"out_proj"}, {"in_proj", "q_proj", "down_proj"}),  # the fused kernel of Mamba 2 reads it
+        ("deepseek", {"gate_proj", "up_proj", "down_proj"}, {"q_a_proj", "kv_b_proj", "o_proj"}),
+    ],
+)
+def test_every_layer_that_is_adapted_by_default_learns(
+    architecture, left_out, adapted, saved, engine_of, make_batch, losses
+):
+    engine = engine_of(saved(architecture))
+    names = {layer.path.rpartition(".")[2] for layer in engine.adapter.layers.found}
+    assert adapted <= names
+    assert names.isdisjoint(left_out)
+    engine.train_batch(make_batch(), losses.likelihood)
+    still = [name for name, tensor, _ in engine.weights.parts() if ".lora_B." in name and not tensor.any()]
+    assert still == []
 
 
 def test_an_engine_without_an_adapter_says_so(make_engine):

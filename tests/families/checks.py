@@ -65,6 +65,7 @@ def low(response, ground_truth, row):
 """
 VOCABULARY, CONTEXT = 104, 60
 ROUNDED = 0.03  # mean difference of a token's log-prob in bfloat16
+_BEFORE = "::"
 CLOSE = 1e-4  # in log-probs; what is left out or stale shows as 0.01 and more
 
 
@@ -343,12 +344,32 @@ def mesh(folder: str, parallel: dict[str, int]) -> dict[str, Any]:
     return {"norms": losses, **dict(engine.get_per_tensor_param()[0])}
 
 
-def on_ranks(folder: Path, **parallel: int) -> None:
-    """Two ranks give the gradient norms and weights of one process."""
-    alone = mesh(str(folder), {})
-    first, second = run_ranks(2, mesh, str(folder), parallel)
-    assert first is not None, "a rank ended by itself"
-    assert second is not None, "a rank ended by itself"
+def each_mesh(folders: dict[str, str], parallel: dict[str, int]) -> dict[str, Any]:
+    """Run by each rank: `mesh` of several families; names are those of the families before those of `mesh`."""
+    found = {name: mesh(folder, parallel) for name, folder in folders.items()}
+    return {f"{name}{_BEFORE}{key}": one for name, cells in found.items() for key, one in cells.items()}
+
+
+def on_ranks(folders: dict[str, Path], **parallel: int) -> dict[str, str]:
+    """Two ranks give the gradient norms and weights of one process: the cell of each family."""
+    ranks = run_ranks(2, each_mesh, {name: str(folder) for name, folder in folders.items()}, parallel)
+    assert None not in ranks, "a rank ended by itself"
+    cells = {}
+    for name, folder in folders.items():
+        found = [
+            {key.partition(_BEFORE)[2]: one for key, one in rank.items() if key.partition(_BEFORE)[0] == name}
+            for rank in ranks
+        ]
+        try:
+            _compare_ranks(mesh(str(folder), {}), found)
+            cells[name] = YES
+        except (AssertionError, ModelError) as error:
+            cells[name] = str(error)
+    return cells
+
+
+def _compare_ranks(alone: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    first, second = ranks
     if "refused" in first:
         raise ModelError(first["refused"])
     for name, expected in alone.items():
@@ -358,15 +379,3 @@ def on_ranks(folder: Path, **parallel: int) -> None:
                 assert gap < CLOSE, f"gradient norms differ by {gap:.2g}"
             else:
                 require_close(rank[name], expected, name, 2 * CLOSE)
-
-
-def tensor_parallel(folder: Path) -> None:
-    on_ranks(folder, tensor=2)
-
-
-def sequence_parallel(folder: Path) -> None:
-    on_ranks(folder, sequence=2)
-
-
-def expert_parallel(folder: Path) -> None:
-    on_ranks(folder, expert=2)

@@ -32,16 +32,16 @@ RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- table of families: begin -->", "<!-- table of families: end -->"
 EVERY = "<!-- table of all types: begin -->", "<!-- table of all types: end -->"
-COLUMNS: dict[str, tuple[str, Callable[[Path], None]]] = {
+COLUMNS: dict[str, tuple[str, Callable[[Path], None] | None]] = {  # None: run for all families together, on two ranks
     "packed": ("packed", checks.packed),
     "path": ("SFT, GRPO, export", checks.whole_path),
     "builtin": ("built-in rollout", checks.built_in_rollout),
     "builtin_bf16": ("built-in in bfloat16", checks.built_in_bfloat16),
     "value": ("value head", checks.value_head),
     "lora": ("LoRA", checks.lora),
-    "tensor": ("tp2", checks.tensor_parallel),
-    "sequence": ("sp2", checks.sequence_parallel),
-    "expert": ("ep2", checks.expert_parallel),
+    "tensor": ("tp2", None),
+    "sequence": ("sp2", None),
+    "expert": ("ep2", None),
     "vllm": ("vLLM rollout", checks.vllm_rollout),
     "vllm_bf16": ("vLLM in bfloat16", checks.vllm_bfloat16),
 }
@@ -53,12 +53,22 @@ Cells = dict[str, dict[str, str]]
 
 def run_cell(family: Family, column: str) -> str:
     """One cell: "yes", or the first sentence of what was wrong."""
+    run = COLUMNS[column][1]
+    assert run is not None
     with tempfile.TemporaryDirectory() as path:
         try:
-            COLUMNS[column][1](save(family, Path(path) / "model"))
+            run(save(family, Path(path) / "model"))
         except Exception as error:  # noqa: BLE001  whatever it is, it is the cell
             return _sentence(str(error) or type(error).__name__, path)
     return checks.YES
+
+
+def run_ranks(names: Iterable[str], column: str) -> dict[str, str]:
+    """The cells of a column on two ranks. An error that is no refusal ends the run."""
+    with tempfile.TemporaryDirectory() as path:
+        folders = {name: save(FAMILIES[name], Path(path) / str(number) / "model") for number, name in enumerate(names)}
+        cells = checks.on_ranks(folders, **{column: 2})
+        return {name: _sentence(cell, str(folders[name].parent)) for name, cell in cells.items()}
 
 
 def _sentence(text: str, folder: str) -> str:
@@ -141,8 +151,10 @@ def main() -> None:
     cells = read()
     names = [name.strip() for name in (asked.families or ",".join(FAMILIES)).split(",")]
     for column in [] if asked.show else asked.columns.split(","):
-        for name in (name for name in names if applies(FAMILIES[name], column)):
-            cell = run_cell(FAMILIES[name], column)
+        chosen = [name for name in names if applies(FAMILIES[name], column)]
+        together = run_ranks(chosen, column) if COLUMNS[column][1] is None else {}
+        for name in chosen:
+            cell = together.get(name) or run_cell(FAMILIES[name], column)
             print(f"{name:12} {column:9} {cell}", flush=True)
             cells = read()
             cells.setdefault(name, {})[column] = cell

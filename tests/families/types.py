@@ -6,12 +6,14 @@ special parts alive at such a size, stands in `OPTIONS`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -55,6 +57,7 @@ _EACH = ["sliding_attention", "full_attention"]
 _PER_LAYER_KEYS = {"layer_types": _EACH * 2, "num_kv_shared_layers": 2}  # layers 2 and 3 read the keys of 0 and 1
 _STATES = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _SOUND = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
+_IMAGES = {"patch_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32}
 OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
     **dict.fromkeys(("glm_moe_dsa", "longcat_flash", "minicpm3", "youtu", "hy_v4", "mistral4"), _LATENT),
@@ -76,6 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": _PER_LAYER_KEYS,
     "gemma4_text": _PER_LAYER_KEYS | {"global_head_dim": 16},
     "gemma4_unified_text": _PER_LAYER_KEYS | {"global_head_dim": 16},
+    "gemma4_unified_vision": _IMAGES,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "got_ocr2": {
         "text_config": {
@@ -148,13 +152,13 @@ def _values(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         if dataclasses.is_dataclass(inner) and part not in options:
             kind = getattr(inner, "model_type", "")
             values[part] = inner(**_values(inner, OPTIONS.get(kind, {}))).to_dict()
-    return values | dict(options)
+    return values | copy.deepcopy(dict(options))  # classes take entries out of them
 
 
 def save_tiny(kind: str, folder: Path) -> Path:
     """Write a tiny model with random weights, none of which has a neutral value.
 
-    Only the configuration is written if hone refuses the type by it, or if transformers cannot build the model here.
+    Its file of weights is empty if hone refuses the type by its configuration, or if transformers cannot build it here.
     """
     config = tiny_config(kind)
     try:
@@ -163,6 +167,8 @@ def save_tiny(kind: str, folder: Path) -> Path:
         model = None
     with without_progress_bars():
         (config if model is None else model).save_pretrained(folder)
+    if model is None:
+        save_file({}, folder / "model.safetensors", {"format": "pt"})
     load_tokenizer(ModelConfig(build=BuildConfig())).save_pretrained(folder)
     return folder
 

@@ -18,6 +18,7 @@ import torch
 from peft.tuners.lora import LoraLayer, LoraModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -32,6 +33,7 @@ from hone.models.settings import FourBitConfig
 TRAINED, INITIAL = "default", "initial"  # PEFT's names of the two adapters
 _FROM_WEIGHTS = ("pissa", "olora")
 _INIT: dict[str, Any] = {"default": True}  # PEFT's name of an initialisation, where it differs from ours
+_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # PEFT wants all names of a fused weight
 _SPLIT = ("colwise", "rowwise")  # tensor-parallel styles that PEFT supports
 
 
@@ -74,7 +76,7 @@ class AdapterLayers:
         if split is not None:
             check_mesh(whole, key("modules_to_save"), split.key)
         if self._stored is None:
-            targets = find_targets(model, config, name, whole)
+            targets = find_targets(model, config, name, whole, mistaken_names(model))
         else:
             targets = stored_targets(model, self._stored, config, name)
         if split is not None and tensor and config.quantise is not None:
@@ -218,6 +220,14 @@ class AdapterLayers:
         changes = {"init_lora_weights": word, "target_parameters": None, "fan_in_fan_out": False}
         config = peft.LoraConfig(**{**self.peft.to_dict(), **changes})
         return LoraLinear(base, TRAINED, config=config, r=self.peft.r, lora_alpha=self.peft.lora_alpha)
+
+
+def mistaken_names(model: Any) -> frozenset[str]:
+    """Names of linear layers that PEFT takes for experts in this mixture, where it would not adapt the layers."""
+    names = {path.rpartition(".")[2] for path, one in model.named_modules() if isinstance(one, nn.Linear)}
+    asked = peft.LoraConfig(target_modules=[*names, *_EXPERTS])
+    convert_peft_config_for_transformers(asked, model, None)
+    return frozenset(names - set(asked.target_modules or ()))
 
 
 def _peft_config(config: LoraConfig, stored: StoredAdapter | None) -> Any:

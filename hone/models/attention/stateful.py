@@ -41,6 +41,13 @@ def _writes_state(cls: type[nn.Module]) -> bool:
     return any(not _WRITES.isdisjoint(inspect.unwrap(one).__code__.co_names) for one in functions)
 
 
+def unknown_states(model: nn.Module) -> str:
+    """Return why a model that transformers calls stateful cannot be trained; empty if its states are known."""
+    if not getattr(model, "_is_stateful", False) or state_layers(model):
+        return ""
+    return "its layers carry a state from token to token, which would leak between packed sequences"
+
+
 def separate_sequences(model: nn.Module) -> None:
     """Let every layer with a state see one sequence of a packed row at a time, in place. Others stay as they are."""
     for layer in state_layers(model).values():
@@ -98,6 +105,20 @@ def _alike(sequences: Sequence[NDArray[np.int64]], most: int) -> Iterator[list[N
     yield batch
 
 
+def own_forward(layer: nn.Module, *args: Any, **asked: Any) -> Any:
+    """Run the forward of a layer's class.
+
+    Lightning attention (MiniMax) multiplies by decays that stay in float32 (`hone.models.precision`), and transformers
+    does not cast the products back.
+    """
+    if not hasattr(layer, "slope_rate"):
+        return type(layer).forward(layer, *args, **asked)
+    weight = next(layer.parameters())
+    narrow = weight.dtype in (torch.bfloat16, torch.float16)
+    with torch.autocast(weight.device.type, weight.dtype if narrow else torch.bfloat16, enabled=narrow):
+        return type(layer).forward(layer, *args, **asked)
+
+
 def separate(layer: nn.Module, *args: Any, **asked: Any) -> Any:
     """Run a layer's own forward over each batch of whole sequences; arguments and results that are rows are converted.
 
@@ -105,7 +126,7 @@ def separate(layer: nn.Module, *args: Any, **asked: Any) -> Any:
     """
     packing = current_packing()
     if packing is None or (len(packing.lengths) == 1 and packing.ranks is None):
-        return type(layer).forward(layer, *args, **asked)
+        return own_forward(layer, *args, **asked)
     if packing.ranks is not None:
         raise NotImplementedError(
             f"{type(layer).__name__} carries a state from token to token, which hone does not hand from rank to rank; "
@@ -123,7 +144,7 @@ def separate(layer: nn.Module, *args: Any, **asked: Any) -> Any:
                 return tensor
             return tensor[0].index_select(0, batch.flatten()).view(*batch.shape, *tensor.shape[2:])
 
-        results.append(type(layer).forward(layer, *each_tensor(args, laid_out), **each_tensor(asked, laid_out)))
+        results.append(own_forward(layer, *each_tensor(args, laid_out), **each_tensor(asked, laid_out)))
     return _joined(results, layout)
 
 
@@ -147,6 +168,3 @@ def _joined(results: Sequence[Any], layout: Sequences) -> Any:
         return None
     flat = [result.flatten(0, 1) for result in results]
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).index_select(0, layout.places)[None]
-
-
-__all__ = ["Sequences", "are_separate", "each_tensor", "separate", "separate_sequences", "state_layers"]

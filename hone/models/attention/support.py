@@ -46,8 +46,6 @@ def obstacle(config: PreTrainedConfig, cls: type[PreTrainedModel] | None = None)
     kind = config.model_type
     if kind in _TYPES:
         return _TYPES[kind]
-    if getattr(config, "is_decoder", True) is False and kind not in _CAUSAL_ANYWAY:
-        return "it is an encoder whose attention looks ahead (is_decoder is false in config.json)"
     if cls is None:
         found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         cls = found[0] if isinstance(found, tuple) else found
@@ -55,6 +53,8 @@ def obstacle(config: PreTrainedConfig, cls: type[PreTrainedModel] | None = None)
     replaceable = cls is None or declared._is_stateful or declared._supports_attention_backend
     if not replaceable and kind not in _PACKED_WITHOUT_SAYING:
         return "its attention is its own, which transformers cannot replace by packed attention"
+    if getattr(config, "is_decoder", True) is False and kind not in _CAUSAL_ANYWAY:
+        return "it is an encoder whose attention looks ahead (is_decoder is false in config.json)"
     return next((_of_kind(one) for one in _layer_kinds(config) if one not in _KNOWN), "")
 
 

@@ -38,6 +38,7 @@ from hone.models.attention.packed import (
     packed_mask,
     window_of,
 )
+from hone.models.attention.stateful import unknown_states
 from hone.models.attention.support import obstacle
 from hone.models.attention.temperature import SCALES, scaled_by_position
 from hone.models.errors import ModelError
@@ -271,9 +272,7 @@ class GenericDecoder:
         adapt(model, _choose)
         fix_rotary(model, getattr(config, "run_context", None), type(model).__name__)
         self._states = bool(keep_states(model, _work))
-        reason = obstacle(model.config, type(model))
-        if getattr(model, "_is_stateful", False) and not self._states:
-            reason = reason or "its layers carry a state in a way that hone does not know"
+        reason = obstacle(config, type(model)) or unknown_states(model)
         if reason:
             raise ValueError(f"the built-in engine cannot run {type(model).__name__}: {reason}")
         self._model = model.eval().requires_grad_(False)

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.models.attention.stateful import each_tensor, separate, state_layers
+from hone.models.attention.stateful import each_tensor, own_forward, separate, state_layers
+from hone.models.transformers_patches import limit_single_steps, step_limit
 from hone.rollout.builtin.cache import MINIMUM_ROWS, CacheLimits, CacheShapes, KVCache, PackedPrompts, Step
 
 RunFn = Callable[["Rows", Callable[[Tensor], Tensor]], Any]
@@ -168,6 +169,7 @@ def keep_states(model: nn.Module, current: Callable[[], Work | None]) -> tuple[s
     """
     layers = state_layers(model)
     for name, layer in layers.items():
+        limit_single_steps(layer)
         parameters = tuple(inspect.signature(layer.forward).parameters)
         layer.forward = types.MethodType(_forward_of(name, parameters, current), layer)
     return tuple(layers)
@@ -180,11 +182,11 @@ def _forward_of(name: str, parameters: tuple[str, ...], current: Callable[[], Wo
         work = current()
         if work is None:
             return separate(self, *args, **asked)
-        inner = type(self).forward
         given = dict(zip(parameters, args, strict=False)) | asked
 
         def run(rows: Rows, change: Callable[[Tensor], Tensor]) -> Any:
-            return inner(self, **(each_tensor(given, change) | {argument: rows}))
+            with step_limit(getattr(self, "time_step_limit", None)):
+                return own_forward(self, **(each_tensor(given, change) | {argument: rows}))
 
         if work.step is not None:
             return _decode(run, work.cache, name, work.step)
