@@ -50,6 +50,7 @@ COMMANDS = {
     "doctor": Command("hone.cli.doctor:doctor", "Show what this machine can run, and why it cannot run the rest."),
     "export": Command("hone.cli.export:export", "Write a checkpoint as a Hugging Face folder."),
     "rollout": Command("hone.cli.rollout:rollout", "Let a server join or leave a run that trains asynchronously."),
+    "watch": Command("hone.cli.watch:watch", "Show runs in a live page, while they train and after."),
     "report": Command("hone.cli.report:report", "Rebuild the report page of a run."),
     "diagnose": Command("hone.cli.diagnose:diagnose", "Say what is wrong with a run, and what to try."),
     "simulate": Command("hone.cli.simulate:simulate_run", "Predict how fast an asynchronous run is, and how stale."),
@@ -57,7 +58,7 @@ COMMANDS = {
 }
 
 PANELS = {  # of `hone --help`; the others train
-    "Look": ("check", "config", "diagnose", "env", "report", "score"),
+    "Look": ("check", "config", "diagnose", "env", "report", "score", "watch"),
     "Models": ("chat", "eval", "export", "generate", "serve"),
     "Machine": ("doctor", "list", "rollout", "simulate"),
 }

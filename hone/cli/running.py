@@ -14,7 +14,7 @@ from hone.composition import ConfigError
 from hone.runtime import ranks
 from hone.runtime.base import RankLost
 from hone.tracking.base import Interrupted, TrackingError, printable
-from hone.tracking.hub import RUN_FILE
+from hone.tracking.facts import RUN_FILE
 from hone.tracking.report.answers import Answer, read_beside, reward_of, shown, titles
 from hone.tracking.report.build import build_report
 from hone.tracking.terminal import LastingConsole

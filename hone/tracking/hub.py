@@ -12,30 +12,22 @@ still there to read the error; in a resumed run it is switched off like any othe
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from hone import __version__
 from hone.config import Choice, ConfigError, count_as_read
 from hone.registry import CannotLoad
 from hone.tracking import TRACKERS
 from hone.tracking.base import FINISHED, INTERRUPTED, Interrupted, RunInfo, Tracker, TrackingError, printable
+from hone.tracking.facts import RUN_FILE, write_facts
 from hone.tracking.rollouts import Decode, TokenTexts, TrainerLogprobs, places_to_keep, rollout_record
 from hone.tracking.settings import JsonlSettings, TrackerSettings, TrackingConfig
 from hone.tracking.trackers.background import Background
 from hone.tracking.trackers.jsonl import LEFT_OUT, JsonlTracker
 from hone.types import TrajectoryGroup
-
-RUN_FILE = "run.json"
 
 
 class Tracking:
@@ -212,30 +204,10 @@ class Tracking:
                 )
 
     def _write_facts(self, outcome: str | None) -> None:
-        """Write `run.json`: the facts in the report's header that are not settings."""
-        path = self._run.run_dir / RUN_FILE
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        if self._started is None:
-            self._started = (_started_before(path) if self._run.resumed_from is not None else None) or now
-        facts = {
-            "name": self._run.name,
-            "total_steps": self._run.total_steps,
-            "started": self._started,
-            "resumed_from": self._run.resumed_from,
-            "ended": None if outcome is None else now,
-            "outcome": outcome,
-            "trackers": self.places(),
-            "hone": __version__,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-        }
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".json.tmp")
-            temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
+            self._started = write_facts(self._run, self._started, outcome, self.places())
         except OSError as error:
-            self.message(f"cannot write {path}: {error.strerror or error}; the report will lack its facts")
+            self.message(f"cannot write {RUN_FILE}: {error.strerror or error}; the report will lack its facts")
 
 
 def _starting_order(choice: Choice) -> int:
@@ -255,10 +227,3 @@ def _outcome(error: BaseException | None) -> str:
     if isinstance(error, Interrupted | KeyboardInterrupt | SystemExit):
         return INTERRUPTED
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _started_before(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("started")
-    except (OSError, ValueError):
-        return None

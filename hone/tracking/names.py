@@ -28,12 +28,12 @@ class Headline:
         return self.form.format(value)
 
 
-_POLICY_LOSS = "train/policy_loss"
+POLICY_LOSS = "train/policy_loss"
 
 HEADLINES = (
     Headline("teacher KL", "train/teacher_kl", "{:.4f}", "lower"),
     Headline("reward", "reward/mean", better="higher"),
-    Headline("policy loss", _POLICY_LOSS, "{:.4f}"),
+    Headline("policy loss", POLICY_LOSS, "{:.4f}"),
     Headline("loss", "train/loss", "{:.4f}", "lower"),
     Headline("pair accuracy", "train/preference_accuracy", better="higher"),
     Headline("response length", "rollout/response_length", "{:.1f}"),
@@ -54,7 +54,7 @@ _OF_ROLE = re.compile(r"eval/([^/]+/[^/]+)/reward")  # a set and a role, in runs
 def training_headlines(metrics: Iterable[str]) -> list[Headline]:
     """The headlines of training that a run has. A policy's run shows its policy loss, not the sum with other losses."""
     names = set(metrics)
-    hidden = {"train/loss"} if _POLICY_LOSS in names else set()
+    hidden = {"train/loss"} if POLICY_LOSS in names else set()
     return [headline for headline in HEADLINES if headline.metric in names - hidden]
 
 

@@ -16,7 +16,8 @@ from hone.config import ConfigError, build, load_layers, unread
 from hone.registry import Entry
 from hone.tracking import TRACKERS
 from hone.tracking.base import Interrupted, RunInfo, Tracker, TrackingError
-from hone.tracking.hub import RUN_FILE, Tracking
+from hone.tracking.facts import RUN_FILE
+from hone.tracking.hub import Tracking
 from hone.tracking.report.build import build_report
 from hone.tracking.settings import TrackerSettings, TrackingConfig
 from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE, read_metrics

@@ -101,7 +101,8 @@ def test_the_page_draws_every_point_and_row_without_a_fault(run, tmp_path):
     assert int(facts["rows"]) == 180
     assert dom.count('class="chart wide"') == 1
     assert dom.count('class="odd"') == 2
-    assert dom.count("<tr") == 1 + 20
+    assert dom.count("<tr") == 1 + 5 + 8  # the head, five prompts, and the answers to them
+    assert dom.count('<tr class="group">') == 5
     assert 'class="token observed"' in dom
     assert "<title>run · hone</title>" in dom
     assert "<b>not bold</b>" not in dom
@@ -130,6 +131,8 @@ def test_filters_sorting_hovering_and_themes_work(run, tmp_path):
       found.search = document.body.dataset.rows;
       search.value = "";
       search.dispatchEvent(new Event("input"));
+      found.grouped = document.querySelector("tr.group").innerText;
+      [...document.querySelectorAll("button")].find((one) => one.textContent === "by prompt").click();
       const column = (title) => [...document.querySelectorAll("th")].find((th) => th.textContent.startsWith(title));
       const first = (n) => document.querySelector(`tbody tr td:nth-child(${n})`).textContent;
       column("reward").click(); found.best = first(3);
@@ -164,6 +167,7 @@ def test_filters_sorting_hovering_and_themes_work(run, tmp_path):
     found = json.loads(re.search(r'<pre id="found">(.*?)</pre>', dom, flags=re.S)[1].replace("&amp;", "&"))
     assert (found["step"], found["set"], found["status"], found["search"]) == ("3", "1", "60", "3")
     assert found["error"] == "no answer within 5 s"
+    assert found["grouped"].split() == ["Sort", "60", "2", "answers", "·", "mean", "reward", "0.500"]
     assert (found["best"], found["worst"], found["earliest"], found["second"]) == ("1", "0.500", "1", 1)
     assert "rollout log-prob -0.500 probability 60.7 % trainer − rollout 1.00e-5 weight version 0" in found["tip"]
     assert found["colour"]

@@ -6,6 +6,7 @@ They are the first prompts of a set, not chosen by their answers, so that they s
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -40,9 +41,14 @@ class Beside:
 def read_beside(run_dir: Path, most: int) -> list[Beside]:
     """The answers to the first `most` prompts of each set; none if a run has not evaluated twice."""
     path = run_dir / ROLLOUTS_FILE
+    return beside_of(rollout_lines(path) if path.is_file() else (), most)
+
+
+def beside_of(lines: Iterable[bytes], most: int) -> list[Beside]:
+    """The same from lines of `rollouts.jsonl.gz`, which may be those of the first and the last evaluation alone."""
     sets: dict[str, dict[int, dict[str, dict[str, Any]]]] = {}  # set -> step -> prompt -> record
     try:
-        for line in rollout_lines(path) if path.is_file() else ():
+        for line in lines:
             if _TRAINING in line[:_KEYS]:
                 continue
             record = json.loads(line)
@@ -64,10 +70,10 @@ def read_beside(run_dir: Path, most: int) -> list[Beside]:
     return found
 
 
-def beside_section(run_dir: Path) -> str:
-    """The section of the report, as HTML; empty without two evaluations."""
+def beside_section(found: Iterable[Beside]) -> str:
+    """The section of the page, as HTML; empty without two evaluations."""
     tables = []
-    for one in read_beside(run_dir, ON_PAGE):
+    for one in found:
         head = "".join(f"<th>{escape(title)}</th>" for title in ("prompt", *titles(one)))
         rows = "".join(
             f'<tr><td class="asked">{escape(prompt)}</td>{_cell(before)}{_cell(after)}</tr>'

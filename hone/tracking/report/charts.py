@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.tracking.catalogue import describe_metric
 from hone.tracking.metrics import WORK
+from hone.tracking.names import POLICY_LOSS
 
 NAMESPACES = {
     "reward": "Rewards",
@@ -45,6 +47,7 @@ class Chart:
             "series": [[name, label] for name, label in self.series.items()],
             "kind": self.kind,
             "unit": self.unit,
+            "about": "\n".join(map(explained, self.series)),
         }
 
 
@@ -64,7 +67,6 @@ _WANTED = (
     _Wanted("Exact match, held out", (r"eval/[^/]+/exact_match",), together=True),
     _Wanted("Accuracy, held out", (r"eval/[^/]+/accuracy",), together=True),
     _Wanted("Loss, held out", (r"eval/[^/]+/loss",), together=True),
-    _Wanted("Policy loss", (r"train/policy_loss",)),
     _Wanted("Loss", (r"train/loss",)),
     _Wanted("Response length", (r"rollout/response_length",), unit="tokens"),
     _Wanted(
@@ -92,7 +94,7 @@ def charts(names: Sequence[str]) -> list[Chart]:
     left = sorted(names)
     found: list[Chart] = []
     for wanted in _WANTED:
-        if wanted.title == "Loss" and "train/policy_loss" in names:  # mostly the same curve: in Training
+        if wanted.title == "Loss" and POLICY_LOSS in names:  # says nothing about success: both are in Training
             continue
         matches = _matches(wanted, left)
         if matches:
@@ -105,6 +107,14 @@ def charts(names: Sequence[str]) -> list[Chart]:
         found.append(Chart(HEADLINES_SECTION, "Time of a step by phase", labels, kind="stack", unit="s"))
         left = [name for name in left if name not in phases]
     return found + _by_namespace(left)
+
+
+def explained(metric: str) -> str:
+    """The meaning of a metric from the catalogue with its name and unit, for a tooltip."""
+    known = describe_metric(metric)
+    if known is None:
+        return metric
+    return f"{metric}: {known.meaning}{f' ({known.unit})' if known.unit else ''}"
 
 
 def step_phases(names: Sequence[str]) -> list[str]:

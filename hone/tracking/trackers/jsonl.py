@@ -236,18 +236,19 @@ def rollout_lines(path: Path) -> Iterator[bytes]:
     if path.suffix != ".gz":
         yield from whole_lines(path)
         return
-    for member in _members(path):
+    for member in members(path):
         yield from (line for line in member.text.splitlines(keepends=True) if line.endswith(b"\n"))
 
 
-class _Member(NamedTuple):
+class Member(NamedTuple):
     end: int  # its last byte in the file is before this one
     text: bytes
     whole: bool  # else the file ends within it
 
 
-def _members(path: Path) -> Iterator[_Member]:
+def members(path: Path, start: int = 0) -> Iterator[Member]:
     with path.open("rb") as file:
+        file.seek(start)
         packed = file.read(CHUNK)
         while packed:
             inflate, parts = zlib.decompressobj(_GZIP), []
@@ -261,13 +262,13 @@ def _members(path: Path) -> Iterator[_Member]:
                         f"head -c {start} {path.name} | zcat shows what is whole"
                     ) from error
                 packed = inflate.unused_data or file.read(CHUNK)
-            yield _Member(file.tell() - len(packed), b"".join(parts), inflate.eof)
+            yield Member(file.tell() - len(packed), b"".join(parts), inflate.eof)
 
 
 def _kept_members(path: Path, resumed_from: int) -> tuple[int, int | None]:
     """The size in bytes of the whole members up to the step that a run resumes from, and the last such step."""
     size, last = 0, None
-    for member in _members(path):
+    for member in members(path):
         if not member.whole:
             break
         steps = [_step(path, line) for line in (member.text, member.text.rstrip().rpartition(b"\n")[2])]

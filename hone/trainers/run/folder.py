@@ -19,7 +19,7 @@ import yaml
 from hone.config import Config, ConfigError, dump, plain
 from hone.runtime import ranks
 from hone.tracking.base import FINISHED
-from hone.tracking.hub import RUN_FILE
+from hone.tracking.facts import RUN_FILE
 
 LOCK = ".lock"
 RUN_DIR = "run.dir"  # the key of the run folder, whose name says nothing of the run in it

@@ -1,6 +1,6 @@
 // Line charts and stacked areas in SVG. All charts share one cursor: hovering over one shows the same step in all.
 const SVG = "http://www.w3.org/2000/svg";
-const MARGIN = { left: 46, right: 10, top: 8, bottom: 20 };
+const MARGIN = { left: 46, right: 10, top: 8, bottom: 20 }; // left: at least; labels of an axis may need more
 
 function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -72,72 +72,85 @@ function indexAt(steps, step) {
   return low - 1;
 }
 
+// The curves of a chart: of each shown run, each of its metrics. One run: a colour for each metric; several: for each run.
+function curvesOf(spec) {
+  const stack = spec.kind === "stack";
+  const runs = stack ? [page.run].filter((run) => run.phases) : page.runs.filter((run) => run.shown);
+  return runs.flatMap((run) => spec.series.flatMap(([name, label], i) => {
+    const curve = stack ? run.phases.bands[name] && { steps: run.phases.steps, values: run.phases.bands[name] } : run.series[name];
+    if (!curve) return [];
+    const many = page.runs.length > 1 && !stack;
+    const dash = many ? DASHES[(run.dash + i) % DASHES.length] : "";
+    const text = many ? [run.name, label].filter(Boolean).join(" · ") : label;
+    return [{ name, run, label: text, colour: `var(--c${(many ? run.index : i) % 8})`, dash, steps: curve.steps, values: curve.values }];
+  }));
+}
+
+const DASHES = ["", "5 3", "2 3", "8 3 2 3"];
+const LEGEND = 6; // a chart with more curves has no legend: the table of runs has their colours
+
 class Chart {
-  constructor(spec, data, span) {
+  constructor(spec) {
     this.spec = spec;
-    this.span = span;
     this.stack = spec.kind === "stack";
     this.log = false;
-    this.series = spec.series.map(([name, label], i) => {
-      const curve = data.series[name];
-      return { name, label, colour: `var(--c${i % 8})`, steps: data.axes[curve.axis], values: curve.values };
-    });
-    if (this.stack) this.stackUp(data.phases);
     this.host = make("article", { class: this.stack ? "chart wide" : "chart" });
     this.build();
+    this.refresh();
   }
 
   get points() { return this.series.reduce((sum, s) => sum + s.values.length, 0); }
 
-  // The last band is the part of the step that no phase timed.
-  stackUp(phases) {
-    this.series.push({ name: "", label: "rest of the step", colour: "var(--faint)" });
-    for (const s of this.series) Object.assign(s, { steps: phases.steps, values: s.name ? phases.bands[s.name] : phases.rest });
-  }
-
   build() {
     const head = make("div", { class: "chart-head" });
-    const title = make("h3", { title: this.series.map((s) => s.name).filter(Boolean).join("\n") }, this.spec.title);
+    const title = make("h3", { title: this.spec.about }, this.spec.title);
     this.read = make("span", { class: "read" });
     head.append(title);
     if (this.spec.unit) head.append(make("span", { class: "unit" }, this.spec.unit));
-    const finite = this.series.flatMap((s) => s.values).filter((v) => Number.isFinite(v));
-    const least = finite.reduce((a, b) => Math.min(a, b), Infinity), most = finite.reduce((a, b) => Math.max(a, b), -Infinity);
-    if (!this.stack && least > 0 && most / least > 100) {
-      const button = make("button", { class: "log", type: "button", "aria-pressed": "false" }, "log");
-      button.addEventListener("click", () => {
-        this.log = !this.log;
-        button.setAttribute("aria-pressed", String(this.log));
-        this.draw();
-      });
-      head.append(button);
-    }
-    head.append(this.read);
-    this.host.append(head);
-    if (this.series.length > 1) {
-      this.legend = make("div", { class: "legend" });
-      this.series.forEach((s) => {
-        s.read = make("b");
-        const swatch = make("i");
-        swatch.style.background = s.colour;
-        this.legend.append(make("span", {}, swatch, s.label + " ", s.read));
-      });
-      this.host.append(this.legend);
-    }
-    this.svg = document.createElementNS(SVG, "svg");
-    this.host.append(this.svg);
-    this.svg.addEventListener("pointermove", (event) => {
-      const box = this.svg.getBoundingClientRect();
-      const share = (event.clientX - box.left - MARGIN.left) / (box.width - MARGIN.left - MARGIN.right);
-      page.point(Math.round(this.span[0] + Math.min(Math.max(share, 0), 1) * (this.span[1] - this.span[0])));
+    this.logButton = make("button", { class: "log", type: "button", "aria-pressed": "false", title: "a logarithmic axis" }, "log");
+    this.logButton.hidden = true;
+    this.logButton.addEventListener("click", () => {
+      this.log = !this.log;
+      this.logButton.setAttribute("aria-pressed", String(this.log));
+      this.draw();
     });
-    this.svg.addEventListener("pointerleave", () => page.point(null));
+    head.append(this.logButton, this.read);
+    this.legend = make("div", { class: "legend" });
+    this.svg = document.createElementNS(SVG, "svg");
+    this.host.append(head, this.legend, this.svg);
+    this.svg.addEventListener("pointermove", (event) => {
+      const [first, last] = page.span(), box = this.svg.getBoundingClientRect();
+      const share = (event.clientX - box.left - this.left) / (box.width - this.left - MARGIN.right);
+      page.point(Math.round(first + Math.min(Math.max(share, 0), 1) * (last - first)), this);
+    });
+    this.svg.addEventListener("pointerleave", () => { page.point(null, null); hideTip(); });
+  }
+
+  // Take the newest curves and draw them.
+  refresh() {
+    this.series = curvesOf(this.spec);
+    if (this.stack && this.series.length) // the last band is the part of the step that no phase timed
+      this.series.push({ name: "", label: "rest of the step", colour: "var(--faint)", steps: page.run.phases.steps, values: page.run.phases.rest });
+    const finite = this.series.flatMap((s) => s.values).filter((v) => Number.isFinite(v));
+    const [least, most] = ends(finite);
+    this.logButton.hidden = this.stack || !(least > 0 && most / least > 100);
+    if (this.logButton.hidden) this.log = false;
+    const legend = this.series.length > 1 && this.series.length <= LEGEND || this.stack;
+    this.legend.replaceChildren(...(legend ? this.series : []).map((s) => {
+      s.read = make("b");
+      const swatch = make("i");
+      swatch.style.background = s.colour;
+      return make("span", {}, swatch, s.label + " ", s.read);
+    }));
+    this.host.hidden = !this.series.length;
+    this.width = 0;
+    this.draw();
     this.point(null);
   }
 
   draw() {
     const width = Math.round(this.host.clientWidth) - 24;
-    if (width < 60) return; // inside a closed section
+    if (width < 60 || !this.series.length) return; // inside a closed section
     this.width = width;
     this.height = 170;
     this.svg.replaceChildren();
@@ -154,34 +167,44 @@ class Chart {
     const values = this.stack
       ? this.series[0].steps.map((_, i) => this.series.reduce((sum, s) => sum + s.values[i], 0)).concat(0)
       : this.series.flatMap((s) => s.values).filter((v) => Number.isFinite(v));
-    let low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+    let [low, high] = ends(values);
     if (!Number.isFinite(low)) [low, high] = [0, 1];
+    this.flat = !this.stack && high - low <= 1e-12 * Math.max(Math.abs(high), Math.abs(low)) ? low : null;
     if (this.log) [low, high] = [Math.log10(low), Math.log10(high)];
-    if (high - low < 1e-12 * Math.max(Math.abs(high), Math.abs(low), 1e-9)) { const pad = Math.abs(high) * 0.1 || 1; low -= pad; high += pad; }
-    else if (!this.stack) { // extend the axis to 0 for a curve near 0, to 1 for a fraction
+    if (this.flat !== null) { const half = Math.abs(high) || 1; low -= half; high += half; } // one mark: its value
+    else if (!this.stack) { // an axis ends at 0 or 1 where a curve is near it, and never shows a sign that no value has
       const pad = (high - low) * 0.06;
-      if (!this.log && low >= 0 && low < (high - low) * 0.4) low = 0; else low -= pad;
-      if (!this.log && high <= 1 && high > 0.9) high = 1; else high += pad;
+      const positive = !this.log && low >= 0, negative = !this.log && high <= 0, share = !this.log && high <= 1;
+      const span = high - low;
+      low = positive && low < span * 0.4 ? 0 : positive ? Math.max(low - pad, 0) : low - pad;
+      high = share && high > 0.9 ? 1 : negative ? Math.min(high + pad, 0) : high + pad;
     } else high *= 1.04;
     this.low = low; this.high = high;
-    const [first, last] = this.span;
-    const across = this.width - MARGIN.left - MARGIN.right;
-    this.x = (step) => MARGIN.left + (last > first ? (step - first) / (last - first) : 0.5) * across;
+    const [first, last] = page.span();
+    this.marks = this.marksOf();
+    this.left = Math.max(MARGIN.left, 12 + 6.4 * Math.max(...this.marks.map(([, text]) => text.length)));
+    const across = this.width - this.left - MARGIN.right;
+    this.x = (step) => this.left + (last > first ? (step - first) / (last - first) : 0.5) * across;
     this.y = (value) => MARGIN.top + inner - (((this.log ? Math.log10(value) : value) - low) / (high - low)) * inner;
   }
 
-  axes() {
+  // The marks of the vertical axis: value and text.
+  marksOf() {
     const decades = Math.floor(this.high) - Math.ceil(this.low) + 1;
-    const marks = this.log && decades >= 2
+    const marks = this.flat !== null ? [this.flat] : this.log && decades >= 2
       ? Array.from({ length: decades }, (_, i) => Math.pow(10, Math.ceil(this.low) + i))
       : ticks(this.low, this.high, 5).map((v) => (this.log ? Math.pow(10, v) : v));
     const apart = marks.length > 1 ? marks[1] - marks[0] : Math.abs(marks[0]) || 1;
-    for (const value of marks) {
+    return marks.map((value) => [value, tickText(value, apart)]);
+  }
+
+  axes() {
+    for (const [value, text] of this.marks) {
       const y = this.y(value);
-      draw(this.svg, "line", { class: "gridline", x1: MARGIN.left, x2: this.width - MARGIN.right, y1: y, y2: y });
-      draw(this.svg, "text", { x: MARGIN.left - 6, y: y + 3.5, "text-anchor": "end" }, tickText(value, apart));
+      draw(this.svg, "line", { class: "gridline", x1: this.left, x2: this.width - MARGIN.right, y1: y, y2: y });
+      draw(this.svg, "text", { x: this.left - 6, y: y + 3.5, "text-anchor": "end" }, text);
     }
-    const [first, last] = this.span;
+    const [first, last] = page.span();
     const steps = last > first ? ticks(first, last, Math.max(2, Math.floor(this.width / 110))).filter(Number.isInteger) : [first];
     for (const step of steps) {
       const x = this.x(step), anchor = x > this.width - 24 ? "end" : "middle";
@@ -202,9 +225,11 @@ class Chart {
   line(s) {
     const sparse = s.values.length <= 40;
     const weight = sparse ? 0 : page.smooth;
-    const style = `stroke:${s.colour}`;
-    draw(this.svg, "path", { class: weight ? "raw under" : "smooth", style, d: this.path(s.steps, s.values) });
-    if (weight) draw(this.svg, "path", { class: "smooth", style, d: this.path(s.steps, smoothed(s.values, weight)) });
+    const style = `stroke:${s.colour};stroke-dasharray:${s.dash || "none"}`;
+    const crowded = this.series.length > LEGEND;
+    const faded = page.marked && s.run !== page.marked ? " faded" : "";
+    if (!weight || !crowded) draw(this.svg, "path", { class: (weight ? "raw under" : "smooth") + faded, style, d: this.path(s.steps, s.values) });
+    if (weight) draw(this.svg, "path", { class: "smooth" + faded, style, d: this.path(s.steps, smoothed(s.values, weight)) });
     s.values.forEach((value, i) => {
       const x = this.x(s.steps[i]);
       if (typeof value === "string") {
@@ -218,7 +243,7 @@ class Chart {
   bands() {
     const steps = this.series[0].steps;
     const under = steps.map(() => 0);
-    const last = this.span[1];
+    const last = page.span()[1];
     for (const s of this.series) {
       const from = under.map((v) => this.y(v).toFixed(1));
       s.values.forEach((value, i) => { under[i] += value; });
@@ -257,5 +282,39 @@ class Chart {
     if (!this.cursor) return;
     this.cursor.setAttribute("visibility", step === null ? "hidden" : "visible");
     if (step !== null) { this.cursor.setAttribute("x1", this.x(step)); this.cursor.setAttribute("x2", this.x(step)); }
+    if (step !== null && page.over === this && this.series.length > LEGEND) this.list(at, shown);
+  }
+
+  // The values of a crowded chart, the largest first, beside the pointer.
+  list(at, shown) {
+    const known = shown.filter(({ value }) => Number.isFinite(value)).sort((a, b) => b.value - a.value);
+    showTip(this.svg, at, known.map(({ s, value }) => [s.label, number(value), s.colour]));
   }
 }
+
+// The smallest and the largest of many values.
+function ends(values) {
+  let low = Infinity, high = -Infinity;
+  for (const value of values) { if (value < low) low = value; if (value > high) high = value; }
+  return [low, high];
+}
+
+// Facts about what is under the pointer, near it: rows of a name, a value and perhaps the colour of a curve.
+function showTip(target, title, lines) {
+  const tip = document.getElementById("tip");
+  const table = make("table");
+  for (const [name, value, colour] of lines) {
+    const swatch = make("i");
+    if (colour) swatch.style.background = colour;
+    table.append(make("tr", {}, make("td", {}, ...(colour ? [swatch] : []), name), make("td", {}, value)));
+  }
+  tip.replaceChildren(make("div", { class: "piece" }, title), table);
+  tip.hidden = false;
+  const box = target.getBoundingClientRect();
+  const left = Math.min(box.left, innerWidth - tip.offsetWidth - 12);
+  const above = box.top - tip.offsetHeight - 8;
+  tip.style.left = `${Math.max(left, 8)}px`;
+  tip.style.top = `${above > 8 ? above : Math.min(box.bottom + 8, innerHeight - tip.offsetHeight - 8)}px`;
+}
+
+function hideTip() { document.getElementById("tip").hidden = true; }

@@ -1,14 +1,22 @@
-// Builds the page from the data embedded in it.
+// Builds the page: from the data embedded in it, or from what the server says of the runs and goes on saying.
 const data = JSON.parse(document.getElementById("data").textContent);
+const POINTS = 500; // of one curve of a live page; the server keeps extremes
 
 const page = {
   smooth: 0.6,
+  runs: [],
+  run: null, // the one whose tiles, rollouts and settings are shown
   charts: [],
+  sections: new Map(), // name -> its element, and its charts
   pending: false,
   at: null,
+  over: null, // the chart under the pointer
+  marked: null, // the run that stands out
+
   // Move the cursor of all charts, at most once per frame.
-  point(step) {
+  point(step, chart) {
     this.at = step;
+    this.over = chart;
     if (this.pending) return;
     this.pending = true;
     requestAnimationFrame(() => {
@@ -16,46 +24,91 @@ const page = {
       for (const chart of this.charts) if (chart.width) chart.point(this.at);
     });
   },
+
+  // The first and the last step of all charts.
+  span() {
+    if (!this.ends) {
+      const steps = this.runs.filter((run) => run.shown).flatMap((run) => Object.values(run.series).flatMap((one) => [one.steps[0], one.steps.at(-1)]));
+      this.ends = ends(steps.filter(Number.isFinite));
+    }
+    return this.ends;
+  },
+
+  rescale() { this.ends = null; for (const chart of this.charts) chart.refresh(); },
+
+  mark(run) {
+    if (this.marked === run) return;
+    this.marked = run;
+    for (const chart of this.charts) if (chart.width) chart.draw();
+  },
+
+  lost(why) { document.getElementById("lost").hidden = !why; document.getElementById("lost").textContent = why; },
+
+  load() {},
+  choose() {},
 };
 
-function buildCharts() {
-  const sections = new Map();
-  for (const spec of data.charts) {
-    if (!sections.has(spec.section)) sections.set(spec.section, []);
-    sections.get(spec.section).push(spec);
-  }
-  const all = data.axes.flat();
-  const span = [all.reduce((a, b) => Math.min(a, b), Infinity), all.reduce((a, b) => Math.max(a, b), -Infinity)];
-  const first = [...sections.values()][0];
-  for (const [name, specs] of sections) {
-    const grid = make("div", { class: "grid" });
-    const id = `section-${name.toLowerCase().replaceAll(/[^a-z]+/g, "-")}`;
-    const count = make("span", { class: "count" }, `${specs.length} chart${specs.length > 1 ? "s" : ""}`);
-    const section = make("details", { id }, make("summary", {}, make("h2", {}, name), count), grid);
-    section.open = specs === first;
-    for (const spec of specs) {
-      const chart = new Chart(spec, data, span);
-      page.charts.push(chart);
-      grid.append(chart.host);
-    }
-    document.getElementById(specs === first ? "first" : "others").append(section);
-    link(id, name, () => { section.open = true; });
-    if (specs === first && document.getElementById("beside")) link("beside", "Before and after");
-    if (specs === first && data.rollouts.length) link("rollouts", "Rollouts");
-  }
-  const sizes = new ResizeObserver((entries) => {
-    for (const { target } of entries) {
-      const chart = page.charts.find((one) => one.host === target);
-      if (chart && Math.round(target.clientWidth) - 24 !== chart.width) chart.draw();
-    }
-  });
-  for (const chart of page.charts) { chart.draw(); sizes.observe(chart.host); }
+// Curves with their steps, from curves that share lists of steps.
+function unpack({ axes, series }) {
+  return Object.fromEntries(Object.entries(series).map(([name, { axis, values }]) => [name, { steps: axes[axis], values }]));
 }
 
-function link(id, text, open) {
-  const anchor = make("a", { href: `#${id}` }, text);
-  if (open) anchor.addEventListener("click", open);
-  document.getElementById("sections").append(anchor);
+function buildCharts(specs) {
+  const was = new Map([...page.sections].map(([name, { element }]) => [name, element.open]));
+  for (const { element } of page.sections.values()) element.remove();
+  page.charts = [];
+  page.sections.clear();
+  for (const spec of specs) {
+    if (!page.sections.has(spec.section)) page.sections.set(spec.section, { specs: [], charts: [] });
+    page.sections.get(spec.section).specs.push(spec);
+  }
+  const first = [...page.sections.keys()][0];
+  for (const [name, section] of page.sections) {
+    const grid = make("div", { class: "grid" });
+    const id = `section-${name.toLowerCase().replaceAll(/[^a-z]+/g, "-")}`;
+    const count = make("span", { class: "count" }, `${section.specs.length} chart${section.specs.length > 1 ? "s" : ""}`);
+    const element = make("details", { id }, make("summary", {}, make("h2", {}, name), count), grid);
+    element.open = was.get(name) ?? name === first;
+    element.addEventListener("toggle", () => page.load());
+    section.element = element;
+    section.charts = section.specs.map((spec) => new Chart(spec));
+    page.charts.push(...section.charts);
+    grid.append(...section.charts.map((chart) => chart.host));
+    document.getElementById(name === first ? "first" : "others").append(element);
+  }
+  for (const chart of page.charts) { chart.draw(); sizes.observe(chart.host); }
+  buildMenu();
+}
+
+const sizes = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const chart = page.charts.find((one) => one.host === target);
+    if (chart && Math.round(target.clientWidth) - 24 !== chart.width) chart.draw();
+  }
+});
+
+const SHORT = { "Rollout correction": "Correction", "Weight sync": "Sync", "Asynchronous schedule": "Schedule", "Time and throughput": "Time" };
+
+function buildMenu() {
+  const menu = document.getElementById("sections");
+  const link = (id, text, open) => {
+    const anchor = make("a", { href: `#${id}` }, text);
+    if (open) anchor.addEventListener("click", open);
+    menu.append(anchor);
+  };
+  menu.replaceChildren();
+  if (page.table) link("runs", "Runs");
+  [...page.sections].forEach(([name, { element }], i) => {
+    link(element.id, SHORT[name] ?? name, () => { element.open = true; });
+    if (i === 0) afterFirst(link);
+  });
+  if (!page.sections.size) afterFirst(link);
+  link("settings", "Run");
+}
+
+function afterFirst(link) {
+  if (document.getElementById("beside")) link("beside", "Before and after");
+  if (!document.getElementById("rollouts").hidden) link("rollouts", "Rollouts");
 }
 
 function buildTools() {
@@ -80,14 +133,33 @@ function buildTools() {
   apply();
 }
 
-buildTools();
-if (data.rollouts.length) {
-  const host = document.getElementById("rollouts");
-  host.hidden = false;
-  page.rollouts = new Rollouts(host, data.rollouts);
+// Show the rollout that the address names.
+function followAddress() {
+  const asked = new URLSearchParams(location.hash.slice(1));
+  const run = page.runs.find((one) => one.name === asked.get("run"));
+  if (run && run !== page.run) page.choose(run);
+  if (!asked.has("rollout")) return;
+  page.rollouts.picked = true;
+  page.rollouts.choose(Number(asked.get("rollout")));
+  document.getElementById("rollouts").scrollIntoView();
 }
-buildCharts();
-link("settings", "Run");
+
+function addRun(run) {
+  page.runs.push({ index: page.runs.length, dash: Math.floor(page.runs.length / 8), shown: true, series: {}, figures: [], have: {}, ...run });
+}
+
+function report() {
+  for (const run of data.runs) addRun({ ...run, series: unpack(run) });
+  page.run = page.runs[0];
+  page.rollouts = new Rollouts(document.getElementById("rollouts"), new Embedded(data.rollouts));
+  page.rollouts.update();
+  buildCharts(data.charts);
+}
+
+buildTools();
+if (data.live) live(); else report();
+window.addEventListener("hashchange", followAddress);
+if (!data.live) followAddress();
 document.body.dataset.charts = String(page.charts.length);
 document.body.dataset.points = String(page.charts.reduce((sum, chart) => sum + chart.points, 0));
 document.body.dataset.ready = "yes";
