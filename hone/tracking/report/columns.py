@@ -87,8 +87,9 @@ class Columns(dict[str, Column]):
                 orders[groups] = order, [joined[place] for place in order]
             order, ordered = orders[groups]
             every = [value for _, values in parts for value in values]
-            values = every if len(groups) == 1 else [every[place] for place in order]
-            self.not_finite += self.setdefault(name, Column()).add(ordered, values)
+            if len(groups) > 1:
+                every = [every[place] for place in order]
+            self.not_finite += self.setdefault(name, Column()).add(ordered, every)
 
     @property
     def names(self) -> list[str]:

@@ -174,7 +174,7 @@ def _read_steps(path: Path, data: RunData) -> None:
 
 
 def metrics_notes(path: Path, columns: Columns) -> list[str]:
-    """What is missing in `metrics.jsonl`, in sentences."""
+    """Sentences about missing parts of `metrics.jsonl`."""
     if not path.is_file():
         return [f"There is no {path.name}: no step was logged yet."]
     notes = []
@@ -210,7 +210,7 @@ def _read_rollouts(path: Path, data: RunData) -> None:
 
 
 def limit_notes(path: Path, columns: Columns) -> list[str]:
-    """Since when rollouts are missing, in a sentence."""
+    """A sentence about rollouts that the limit left out; empty if there are none."""
     full = [(step, count) for step, count in columns[LEFT_OUT].finite() if count] if LEFT_OUT in columns else []
     if not full:
         return []

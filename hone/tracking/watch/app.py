@@ -84,7 +84,7 @@ class _Pages:
         return HTMLResponse(page_of(title, embedded, parts, live=True), headers=HEADERS)
 
     async def events(self, request: Request) -> Response:
-        """What changed, as server-sent events, until the page is closed."""
+        """Changes of the runs as server-sent events, until the page is closed."""
         return StreamingResponse(self._events(request), media_type="text/event-stream", headers=HEADERS)
 
     async def _events(self, request: Request) -> AsyncIterator[str]:

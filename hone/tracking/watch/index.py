@@ -66,7 +66,7 @@ _DAMAGED = (ValueError, KeyError, TypeError, AttributeError)  # what a line that
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which rollouts a page shows. Empty texts filter nothing; `first` and `count` are of rows, or of groups."""
+    """A choice of rollouts. Empty texts filter nothing; `first` and `count` are of rows, or of groups."""
 
     step: str = ""
     place: str = ""
@@ -102,15 +102,15 @@ class RolloutIndex:
         with self._lock:
             self._add_members()
             where, values = _where(query)
-            one = lambda sql, *more: self._ask(sql, *values, *more)  # noqa: E731
-            matched = one(f"SELECT count(*) FROM answers WHERE {where}")[0][0]
+            matched = self._ask(f"SELECT count(*) FROM answers WHERE {where}", *values)[0][0]
             direction = "DESC" if query.down else "ASC"
             page = (query.count, query.first)
             if query.grouped:
-                units = one(f"SELECT count(DISTINCT prompt) FROM answers WHERE {where}")[0][0]
-                prompts = one(
+                units = self._ask(f"SELECT count(DISTINCT prompt) FROM answers WHERE {where}", *values)[0][0]
+                prompts = self._ask(
                     f"SELECT prompt FROM answers WHERE {where} GROUP BY prompt "
                     f"ORDER BY min(step) {direction}, min(number) LIMIT ? OFFSET ?",
+                    *values,
                     *page,
                 )
                 rows = [row for (prompt,) in prompts for row in self._rows("prompt = ? ORDER BY number", prompt)]

@@ -55,7 +55,7 @@ class LiveRun:
         self._take_facts()
 
     def has_changed(self) -> bool:
-        """Whether a file of the folder was written since the last call, or has lines that were not read yet."""
+        """Return whether a file of the folder was written since the last call."""
         before, self._seen = self._seen, tuple(_stamp(self.folder / name) for name in FILES)
         return self._seen != before
 
@@ -111,7 +111,7 @@ class LiveRun:
 
 @dataclass(slots=True)
 class Told:
-    """What one page has been sent."""
+    """The state of the runs that one page has been sent."""
 
     versions: dict[int, int]
     names: int = 0
@@ -163,7 +163,7 @@ class Watched:
         return bool(changed)
 
     def news(self, told: Told) -> dict[str, Any]:
-        """What a page has not been sent yet; `told` is changed accordingly. Empty if there is nothing."""
+        """News that a page has not been sent yet; `told` is changed accordingly. Empty if there is nothing."""
         with self.lock:
             rows = [
                 run.row(index, self.names[index])
@@ -200,7 +200,7 @@ class Watched:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is one of a run."""
+    """Return whether a folder is one of a run."""
     return any((folder / name).is_file() for name in (METRICS_FILE, CONFIG_FILE, RUN_FILE))
 
 
