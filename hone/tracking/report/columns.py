@@ -78,7 +78,7 @@ class Columns(dict[str, Column]):
             steps.append(columns.pop("step"))
             for name, values in columns.items():
                 found.setdefault(name, []).append((group, values))
-        orders: dict[tuple[int, ...], tuple[Sequence[int], Sequence[int]]] = {}
+        orders: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
         for name, parts in found.items():
             groups = tuple(group for group, _ in parts)
             if groups not in orders:
