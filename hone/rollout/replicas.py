@@ -25,6 +25,7 @@ from hone.rollout.base import Generating, ReplicaLost
 from hone.rollout.heartbeat import Heartbeat
 from hone.rollout.pending import PendingRequest
 from hone.schedule.seats import Standing
+from hone.tracking.activity import note
 from hone.types import Metric, Metrics, merge_metrics
 
 LOG = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Replica:
     def begin(self, request: PendingRequest) -> None:
         if not self.running:
             self.idle_s += time.monotonic() - self.idle_since
+            note(self.name, "generate")
         self.running.add(request)
         self.expected_tokens += request.cost
 
@@ -64,6 +66,8 @@ class Replica:
             self.running.discard(request)
             self.expected_tokens = self.expected_tokens - request.cost if self.running else 0.0
             self.idle_since = time.monotonic()
+            if not self.running:
+                note(self.name, "")
 
     def idle(self, now: float) -> float:
         """Seconds in which it had no request, from the last call until `now`."""
@@ -168,10 +172,12 @@ class ReplicaPool:
         chosen = [one for one in self.members if one.engine in engines and one.is_up]
         for one in chosen:
             one.state = "updating"
+            note(one.name, "sync")
         try:
             yield
         finally:
             for one in chosen:
+                note(one.name, "generate" if one.running else "")
                 if one.state == "updating":
                     one.state, one.why = "empty", "it did not prove the current weights"
 
@@ -186,6 +192,7 @@ class ReplicaPool:
         if not replica.is_up or self._closed:
             return
         replica.state, replica.why = "down", why
+        note(replica.name, "restart")
         _blame(replica.running)
         loop = asyncio.get_running_loop()
         replica.revival = loop.create_task(self._revive(replica), name=f"revive {replica.name}")
@@ -212,6 +219,7 @@ class ReplicaPool:
             replica.why += f"; {again if self._owned else 'this run did not start it, and goes on without it'}"
             left = ", ".join(one.name for one in self.members if one.state != "lost") or "none"
             LOG.warning("rollout replica %s is lost: %s. Left: %s", replica.name, replica.why, left)
+        note(replica.name, "")
         self._changed()
 
     async def revived(self) -> None:

@@ -2,7 +2,7 @@
 
 Read `base` (what a tracker is), `settings`, `hub` (`Tracking` sends everything to the trackers of the run file),
 `rollouts` (the lines of rollouts.jsonl.gz), `metrics` (timing), `table` (metrics of all steps), `catalogue` (every
-metric), `names` (headline metrics), `facts` (run.json), `muted` (ranks that write nothing), `terminal` and `notebook`
+metric), `names` (headline metrics), `facts` (run.json), `activity` (busy parts), `muted` (ranks that write nothing), `terminal` and `notebook`
 (where a run is watched), `trackers/`, `report/`, `watch/`. This file only names where each tracker is and imports none
 of them.
 """
@@ -16,6 +16,13 @@ TRACKERS = Registry(
     {
         "console": Entry("hone.tracking.trackers.console:ConsoleTracker"),
         "jsonl": Entry("hone.tracking.trackers.jsonl:JsonlTracker", "hone.tracking.settings:JsonlSettings"),
+        "trace": Entry("hone.tracking.trackers.trace:TraceTracker", "hone.tracking.settings:TraceSettings"),
+        "prometheus": Entry(
+            "hone.tracking.trackers.prometheus:PrometheusTracker", "hone.tracking.settings:PrometheusSettings"
+        ),
+        "opentelemetry": Entry(
+            "hone.tracking.trackers.opentelemetry:OpenTelemetryTracker", "hone.tracking.settings:OpenTelemetrySettings"
+        ),
         "tensorboard": Entry(
             "hone.tracking.trackers.tensorboard:TensorBoardTracker", "hone.tracking.settings:TensorBoardSettings"
         ),

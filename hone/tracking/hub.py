@@ -21,6 +21,7 @@ from types import TracebackType
 from hone.config import Choice, ConfigError, count_as_read
 from hone.registry import CannotLoad
 from hone.tracking import TRACKERS
+from hone.tracking.activity import DRIVER, note
 from hone.tracking.base import FINISHED, INTERRUPTED, Interrupted, RunInfo, Tracker, TrackingError, printable
 from hone.tracking.facts import RUN_FILE, write_facts
 from hone.tracking.rollouts import Decode, TokenTexts, TrainerLogprobs, places_to_keep, rollout_record
@@ -124,6 +125,7 @@ class Tracking:
 
     def phase(self, name: str) -> None:
         """Show the current phase; used as a `Timer`'s `on_phase`."""
+        note(DRIVER, name)
         for tracker in list(self._trackers):
             self._try(tracker, lambda one: one.phase(name))
 

@@ -49,6 +49,34 @@ class TrackioSettings(TrackerSettings):
     space: str | None = setting(None, "Hugging Face Space that receives the run; empty: the run stays on this machine")
 
 
+class TraceSettings(Choice):
+    """A timeline of the run for Perfetto, in `trace.json` of the run folder."""
+
+    name: str = "trace"
+    max_mib: int = setting(512, "limit of trace.json; the tracker is switched off when it is reached", unit="MiB", ge=1)
+
+
+LOOPBACK = "127.0.0.1"
+
+
+class PrometheusSettings(TrackerSettings):
+    """The newest metrics at an address that Prometheus scrapes."""
+
+    name: str = "prometheus"
+    host: str = setting(LOOPBACK, "address to listen at; another one than the loopback's needs `token_file`")
+    port: int = setting(9464, "port to listen at; 0: a free one, which run.json names", ge=0, le=65535)
+    token_file: str | None = setting(None, "file with a token that clients have to send; empty: none")
+
+
+class OpenTelemetrySettings(TrackerSettings):
+    """Traces and metrics by OTLP over HTTP."""
+
+    name: str = "opentelemetry"
+    endpoint: str | None = setting(
+        None, "base address of the collector; empty: OTEL_EXPORTER_OTLP_ENDPOINT, else port 4318 of this machine"
+    )
+
+
 class JsonlSettings(Choice):
     """The run's own record: metrics and rollouts, in files of the run folder."""
 
