@@ -59,6 +59,8 @@ THIRD_PARTY = {  # heavy or optional package -> files that may import it, or a f
     "mlflow": ["mlflow.py"],
     "trackio": ["trackio.py"],
     "tensorboard": ["tensorboard.py"],
+    "prometheus_client": ["prometheus.py"],
+    "opentelemetry": ["opentelemetry.py"],
     "reasoning_gym": [],  # by name, in reasoning_gym_patches.py
     "math_verify": ["math.py"],
     "datasets": ["hf.py"],

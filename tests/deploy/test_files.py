@@ -1,5 +1,6 @@
 """What can be known of deploy/ without a cluster: shells parse, files exist, versions and numbers agree."""
 
+import json
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import yaml
 
 from hone.cli.main import COMMANDS
 from hone.runtime.settings import RaySettings
+from hone.tracking.catalogue import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -113,3 +115,19 @@ def test_the_job_of_kubernetes_asks_for_the_machines_that_the_run_uses():
     shared = {one["mountPath"] for one in pods[0]["containers"][0]["volumeMounts"]}
     assert any(run.startswith(f"{one}/") for one in shared)
     assert any(given["run.dir"].startswith(f"{one}/") for one in shared)
+
+
+def test_dashboard_and_alerts_name_metrics_that_a_run_gives_to_prometheus():
+    """Names as the tracker makes them; a name in an expression may go on with alternatives."""
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    from hone.tracking.trackers.prometheus import gauge_of
+
+    made = {gauge_of(one.name)[0] for one in METRICS} | {"hone_activity_seconds_total"}
+    made |= {"hone_step", "hone_total_steps", "hone_step_timestamp_seconds", "hone_rollout_status_"}
+    folder = DEPLOY / "prometheus"
+    alerts = yaml.safe_load((folder / "alerts.yaml").read_text())["groups"][0]["rules"]
+    panels = json.loads((folder / "dashboard.json").read_text())["panels"]
+    expressions = [one["expr"] for one in alerts] + [target["expr"] for one in panels for target in one["targets"]]
+    used = {name for text in expressions for name in re.findall(r"hone_\w+", text)}
+    assert len(alerts) == 3
+    assert {name for name in used - made if name != "hone_eval_"} == set()

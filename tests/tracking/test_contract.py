@@ -5,7 +5,7 @@ import pytest
 from hone.config import Choice
 from hone.testing import TrackerContract
 from hone.tracking import TRACKERS
-from hone.tracking.settings import TensorBoardSettings
+from hone.tracking.settings import PrometheusSettings, TensorBoardSettings, TraceSettings
 from hone.tracking.trackers.jsonl import read_metrics
 
 
@@ -22,6 +22,17 @@ class TestJsonl(TrackerContract):
 class TestConsole(TrackerContract):
     def make(self, run):
         return TRACKERS.get("console")(Choice(name="console"), run)
+
+
+class TestTrace(TrackerContract):
+    def make(self, run):
+        return TRACKERS.get("trace")(TraceSettings(), run)
+
+
+class TestPrometheus(TrackerContract):
+    def make(self, run):
+        pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+        return TRACKERS.get("prometheus")(PrometheusSettings(port=0), run)
 
 
 class TestTensorBoard(TrackerContract):

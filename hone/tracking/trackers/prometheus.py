@@ -45,8 +45,8 @@ class PrometheusTracker(Tracker):
         token = Path(chosen.token_file).read_text(encoding="utf-8").strip() if chosen.token_file else ""
         if chosen.host != LOOPBACK and not token:
             raise TrackingError(
-                f"tracker prometheus: host = {chosen.host!r} is reachable from other machines: set token_file to a file "
-                f"with a token, which Prometheus sends as `authorization`, or leave host at {LOOPBACK}"
+                f"tracker prometheus: host = {chosen.host!r} is reachable from other machines: set token_file to a "
+                f"file with a token, which Prometheus sends as `authorization`, or leave host at {LOOPBACK}"
             )
         self._collector = _Newest(run)
         registry = CollectorRegistry()
@@ -104,7 +104,7 @@ class _Newest:
                 yield gauge
         families: dict[str, GaugeMetricFamily] = {}
         for metric, value in self._values.items():
-            name, own = _named(metric)
+            name, own = gauge_of(metric)
             if name not in families:
                 known = describe_metric(metric)
                 meaning = known.meaning if known else metric
@@ -120,10 +120,10 @@ class _Newest:
         yield spent
 
 
-def _named(metric: str) -> tuple[str, Mapping[str, str | None]]:
+def gauge_of(metric: str) -> tuple[str, Mapping[str, str | None]]:
     """The name of a metric's gauge, and the labels that an evaluation has.
 
-    >>> _named("eval/test/exact_match")
+    >>> gauge_of("eval/test/exact_match")
     ('hone_eval_exact_match', {'set': 'test', 'role': None, 'figure': 'exact_match'})
     """
     found = _EVALUATION.fullmatch(metric)
