@@ -27,7 +27,7 @@ from hone.processes.request_process import ChildLost, RequestProcess
 from hone.processes.restarts import Restarts
 from hone.rewards.hosting.lateness import LATE_IN_A_ROW, PROBES, tell, why_passed_over
 from hone.rewards.hosting.processes import START_TIMEOUT_S, Hosting
-from hone.tracking.activity import note
+from hone.tracking.activity import during
 from hone.types import Trajectory
 
 LOG = logging.getLogger("hone.rewards")
@@ -174,10 +174,8 @@ class RewardPool:
         ready.set_result(None)
         try:
             while batch := self._take():
-                note(f"reward worker {index}", "reward")
-                if not self._run(self._processes[index], batch):
+                if not during(f"reward worker {index}", "reward", self._run, self._processes[index], batch):
                     self._replace(index)
-                note(f"reward worker {index}", "")
         except Exception as error:  # noqa: BLE001  callers must not wait for a thread that ended
             self._lost(error)
         finally:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 DRIVER = "driver"
 
@@ -35,8 +35,21 @@ def note(lane: str, doing: str) -> None:
         listener(lane, doing, time.time())
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def during(lane: str, doing: str, work: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
+    """Call `work` while a lane does something; it waits afterwards."""
+    note(lane, doing)
+    try:
+        return work(*arguments, **options)
+    finally:
+        note(lane, "")
+
+
 class Activities:
-    """Collects what lanes did, from now until `close`."""
+    """Collects the activities of all lanes, from now until `close`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +58,7 @@ class Activities:
         _LISTENERS.append(self._listen)
 
     def take(self, until_now: bool = False) -> Sequence[Activity]:
-        """What ended since the last call. `until_now`: also the part so far of what goes on."""
+        """The activities that ended since the last call. `until_now`: also the part so far of what goes on."""
         with self._lock:
             if until_now:
                 now = time.time()
