@@ -27,7 +27,7 @@ from hone.processes.request_process import ChildLost, RequestProcess
 from hone.processes.restarts import Restarts
 from hone.rewards.hosting.lateness import LATE_IN_A_ROW, PROBES, tell, why_passed_over
 from hone.rewards.hosting.processes import START_TIMEOUT_S, Hosting
-from hone.tracking.activity import during
+from hone.tracking.base import during
 from hone.types import Trajectory
 
 LOG = logging.getLogger("hone.rewards")

@@ -25,7 +25,7 @@ from hone.rollout.base import Generating, ReplicaLost
 from hone.rollout.heartbeat import Heartbeat
 from hone.rollout.pending import PendingRequest
 from hone.schedule.seats import Standing
-from hone.tracking.activity import note
+from hone.tracking.base import note
 from hone.types import Metric, Metrics, merge_metrics
 
 LOG = logging.getLogger(__name__)

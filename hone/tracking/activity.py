@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
-DRIVER = "driver"
+from hone.tracking.base import LISTENERS
 
 
 class Activity(NamedTuple):
@@ -26,28 +26,6 @@ class Activity(NamedTuple):
     end: float
 
 
-_LISTENERS: list[Callable[[str, str, float], None]] = []
-
-
-def note(lane: str, doing: str) -> None:
-    """A lane begins something and ends what it did before; empty: it waits. From any thread."""
-    for listener in _LISTENERS:
-        listener(lane, doing, time.time())
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def during(lane: str, doing: str, work: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
-    """Call `work` while a lane does something; it waits afterwards."""
-    note(lane, doing)
-    try:
-        return work(*arguments, **options)
-    finally:
-        note(lane, "")
-
-
 class Activities:
     """Collects the activities of all lanes, from now until `close`."""
 
@@ -55,7 +33,7 @@ class Activities:
         self._lock = threading.Lock()
         self._now: dict[str, tuple[str, float]] = {}  # lane -> what it does, and since when
         self._ended: list[Activity] = []
-        _LISTENERS.append(self._listen)
+        LISTENERS.append(self._listen)
 
     def take(self, until_now: bool = False) -> Sequence[Activity]:
         """The activities that ended since the last call. `until_now`: also the part so far of what goes on."""
@@ -70,7 +48,7 @@ class Activities:
 
     def close(self) -> None:
         """Listen no more."""
-        _LISTENERS.remove(self._listen)
+        LISTENERS.remove(self._listen)
 
     def _listen(self, lane: str, doing: str, at: float) -> None:
         with self._lock:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 FINISHED, INTERRUPTED = "finished", "interrupted"
 FAILURE_FILE = "failure.txt"  # in the run folder of a run that failed: the traceback
@@ -118,3 +119,24 @@ def printable(text: str) -> str:
     'bad \\\\ud800'
     """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+DRIVER = "driver"
+LISTENERS: list[Callable[[str, str, float], None]] = []  # of this process: called with a lane, what it does, the time
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def note(lane: str, doing: str) -> None:
+    """A lane begins something and ends what it did before; empty: it waits. From any thread; see `activity`."""
+    for listener in LISTENERS:
+        listener(lane, doing, time.time())
+
+
+def during(lane: str, doing: str, work: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
+    """Call `work` while a lane does something; it waits afterwards."""
+    note(lane, doing)
+    try:
+        return work(*arguments, **options)
+    finally:
+        note(lane, "")

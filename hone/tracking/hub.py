@@ -21,8 +21,17 @@ from types import TracebackType
 from hone.config import Choice, ConfigError, count_as_read
 from hone.registry import CannotLoad
 from hone.tracking import TRACKERS
-from hone.tracking.activity import DRIVER, note
-from hone.tracking.base import FINISHED, INTERRUPTED, Interrupted, RunInfo, Tracker, TrackingError, printable
+from hone.tracking.base import (
+    DRIVER,
+    FINISHED,
+    INTERRUPTED,
+    Interrupted,
+    RunInfo,
+    Tracker,
+    TrackingError,
+    note,
+    printable,
+)
 from hone.tracking.facts import RUN_FILE, write_facts
 from hone.tracking.rollouts import Decode, TokenTexts, TrainerLogprobs, places_to_keep, rollout_record
 from hone.tracking.settings import JsonlSettings, TrackerSettings, TrackingConfig

@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hone.config import build
-from hone.tracking.activity import Activities, note
-from hone.tracking.base import RunInfo, TrackingError
+from hone.tracking.activity import Activities
+from hone.tracking.base import RunInfo, TrackingError, note
 from hone.tracking.catalogue import describe_metric
 from hone.tracking.hub import Tracking
 from hone.tracking.settings import PrometheusSettings, TraceSettings, TrackingConfig
@@ -134,7 +134,7 @@ def test_prometheus_is_not_open_to_other_machines_without_a_token(tmp_path):
 SENDING = """
 import sys
 from pathlib import Path
-from hone.tracking.activity import note
+from hone.tracking.base import note
 from hone.tracking.base import RunInfo
 from hone.tracking.settings import OpenTelemetrySettings
 from hone.tracking.trackers.opentelemetry import OpenTelemetryTracker

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hone.config import Choice
-from hone.tracking.activity import DRIVER, Activities
-from hone.tracking.base import FINISHED, RunInfo, Tracker, TrackingError
+from hone.tracking.activity import Activities
+from hone.tracking.base import DRIVER, FINISHED, RunInfo, Tracker, TrackingError
 from hone.tracking.settings import TraceSettings
 
 TRACE_FILE = "trace.json"
