@@ -204,6 +204,7 @@ OF_THE_USER: dict[str, str] = {  # file -> whose text its expressions read
     "hone/tracking/names.py": "names of metrics",
     "hone/tracking/report/build.py": "hone's own page",
     "hone/tracking/report/charts.py": "names of metrics",
+    "hone/tracking/trackers/prometheus.py": "names of metrics",
     "hone/trainers/policy/evaluation.py": "answers, by an expression that the user wrote: evaluation.vote_pattern",
 }
 
