@@ -41,16 +41,18 @@ class OpenTelemetryTracker(Tracker):
     def __init__(self, settings: Choice, run: RunInfo) -> None:
         chosen = settings if isinstance(settings, OpenTelemetrySettings) else OpenTelemetrySettings()
         base = chosen.endpoint.rstrip("/") if chosen.endpoint else None
-        to = lambda signal: {"endpoint": f"{base}/v1/{signal}"} if base else {}  # noqa: E731
+        metrics_at, traces_at = (f"{base}/v1/{signal}" if base else None for signal in ("metrics", "traces"))
         resource = Resource.create({"service.name": "hone", "hone.run": run.name, "hone.version": __version__})
         timeout_ms = int(chosen.timeout_s * 1000)
         reader = PeriodicExportingMetricReader(
-            OTLPMetricExporter(**to("metrics"), timeout=chosen.timeout_s), _RARELY_MS, timeout_ms
+            OTLPMetricExporter(endpoint=metrics_at, timeout=chosen.timeout_s), _RARELY_MS, timeout_ms
         )
         self._meters = MeterProvider([reader], resource)
         self._traces = TracerProvider(resource=resource)
         self._traces.add_span_processor(
-            BatchSpanProcessor(OTLPSpanExporter(**to("traces"), timeout=chosen.timeout_s), max_export_batch_size=512)
+            BatchSpanProcessor(
+                OTLPSpanExporter(endpoint=traces_at, timeout=chosen.timeout_s), max_export_batch_size=512
+            )
         )
         self._tracer = self._traces.get_tracer("hone", __version__)
         self._meter = self._meters.get_meter("hone", __version__)
