@@ -16,6 +16,7 @@ import jinja2
 
 from hone.data.images import without_images
 from hone.data.messages import RenderingError, Tools
+from hone.data.templates.ends import ANSWER, Ends
 from hone.data.templates.forms import (
     EXAMPLE_TOOLS,
     QUESTION,
@@ -30,14 +31,6 @@ from hone.data.templates.guard import ESCAPED_GUARD, GUARD
 from hone.data.templates.pieces import conversation_pieces
 from hone.types import Message
 
-_ANSWER = "answer-7f3d9c"  # stands for an answer in a rendered example; no template has a reason to touch it
-_ENDLESS = (  # what a template renders, without the last end token if only white space follows it
-    "{% set hone_whole %}WHOLE{% endset %}{% set hone = namespace(said=hone_whole) %}"
-    "{% if not add_generation_prompt %}{% for end in ENDS %}{% set cut = hone_whole.rsplit(end, 1) %}"
-    "{% if cut | length == 2 and not cut[1].strip() %}{% set hone.said = cut[0] %}{% endif %}"
-    "{% endfor %}{% endif %}{{ hone.said }}"
-)
-
 
 class ChatTemplate:
     """The chat template of one tokenizer; without one, the contents of the messages are joined as they are."""
@@ -51,13 +44,13 @@ class ChatTemplate:
         """
         self.text, self.text_with_tools = template_texts(tokenizer, chosen)
         self._forms = {bool(some): TemplateForm(self._example(some), unrendered) for some in ((), EXAMPLE_TOOLS)}
-        self._ends: dict[bool, int | None] = {}  # by whether there are tools
         self._tokenizer = tokenizer
         self._options = dict(options)
         if self.text is None and options:
             raise RenderingError(f"data.chat.options {sorted(options)} are set, but the tokenizer has no chat template")
         self.special = special_tokens(tokenizer)
         self.specials = re.compile("|".join(re.escape(text) for text in sorted(self.special, key=len)[::-1]))
+        self.ending = Ends(self, tokenizer)
 
     def render(self, messages: Sequence[Message], *, opening: bool, tools: Tools = (), template: str = "") -> str:
         """The text of a conversation; with `opening`, the opening of the next answer is added.
@@ -110,42 +103,48 @@ class ChatTemplate:
         """
         return conversation_pieces(self, self._text(tools), messages, tools)
 
+    def hides_thoughts(self, tools: Tools) -> bool:
+        """Return whether the template opens a thought for each answer, and shows no `reasoning_content`."""
+        return bool(self.opened_thought) and self._forms[bool(tools)].hides_thoughts
+
     def continuation(self, messages: Sequence[Message], tools: Tools) -> str:
-        """The text between an answer's end token and the next answer.
+        """The text between an answer's end token and the next answer."""
+        return self.following(messages, tools)[1]
+
+    def following(self, messages: Sequence[Message], tools: Tools) -> tuple[int | None, str]:
+        """The special token that the template renders after an answer (None: no template), and the text after it.
 
         It is found by rendering an example with a placeholder for the answer, so the generated text is not needed.
         """
         if self.text is None:
-            return self.render(messages, opening=True)
+            return None, self.render(messages, opening=True)
+        calls = any(message.get("role") == "tool" for message in messages)
+        if calls and self.ending.call_end:  # another one than an answer's
+            after = self._called(messages, tools).rpartition(ANSWER)[2].partition(self.ending.call_end)[2]
+            return self.ending.after_call, after
         try:
-            answer = Message(role="assistant", content=_ANSWER)
+            answer = Message(role="assistant", content=ANSWER)
             text = self.render([QUESTION, answer, *messages], opening=True, tools=tools)
         except RenderingError:  # some templates take a tool's message after a call of that tool only
-            if not any(message.get("role") == "tool" for message in messages):
+            if not calls:
                 raise
-            form = self._forms[bool(tools)]
-            called = [form.shown(one)[0] for one in (QUESTION, calling(messages, _ANSWER), *messages)]
-            text = self._rendered(called, True, tools)
-        _, found, after = text.rpartition(_ANSWER)
+            text = self._called(messages, tools)
+        _, found, after = text.rpartition(ANSWER)
         end = self.specials.search(after)
         if not found or end is None or not self._ends_answer(end.group(), after[: end.start()], tools):
             raise RenderingError(f"the chat template renders no end token between an answer and {_roles(messages)}")
-        return after[end.end() :]
+        return self.special[end.group()], after[end.end() :]
 
-    def end_or_none(self, tools: Tools = ()) -> int | None:
-        """The special token that ends an answer in a rendered example; without a template, the end of a sequence."""
-        if self.text is None:
-            return None if self._tokenizer.eos_token_id is None else int(self._tokenizer.eos_token_id)
-        if bool(tools) not in self._ends:
-            example = [QUESTION, Message(role="assistant", content=_ANSWER)]
-            _, found, after = self.render(example, opening=False, tools=tools).rpartition(_ANSWER)
-            end = self.specials.match(after.lstrip()) if found and self.special else None
-            self._ends[bool(tools)] = self.special[end.group()] if end else None
-        return self._ends[bool(tools)]
+    def _called(self, messages: Sequence[Message], tools: Tools) -> str:
+        """A rendered example of results after calls, whose arguments are `ANSWER`."""
+        form = self._forms[bool(tools)]
+        return self._rendered(
+            [form.shown(one)[0] for one in (QUESTION, calling(messages, ANSWER), *messages)], True, tools
+        )
 
     def end_with(self, tools: Tools = ()) -> int:
         """The token that ends an answer. Raises RenderingError if there is none."""
-        end = self.end_or_none(tools)
+        end = self.ending.after_answer(tools)
         if end is None:
             raise RenderingError(
                 "the chat template (or, without one, the tokenizer) ends an answer with no special token, so a model "
@@ -153,18 +152,10 @@ class ChatTemplate:
             )
         return end
 
-    @property
-    def end(self) -> int:
-        """The token that ends an answer where there are no tools. Raises RenderingError if there is none."""
-        return self.end_with()
-
     @cached_property
     def ends(self) -> frozenset[int]:
-        """Tokens that end an answer: the template's end of a turn, and the tokenizer's end of a sequence."""
-        found = {self.end_or_none(), self._tokenizer.eos_token_id}
-        if self.text_with_tools != self.text:
-            found.add(self.end_or_none(EXAMPLE_TOOLS))
-        return frozenset(end for end in found if end is not None)
+        """Tokens that end an answer."""
+        return self.ending.all
 
     @cached_property
     def opened_thought(self) -> str:
@@ -177,16 +168,6 @@ class ChatTemplate:
         opening = self.render([QUESTION], opening=True).rpartition(QUESTION["content"])[2]
         *_, last = (None, *THOUGHT.finditer(opening))
         return opening[last.start() :] if last and not last["end"] else ""
-
-    def endless(self, first: str) -> str:
-        """A template that renders the same, but stops before the end token of a finished conversation.
-
-        `first` is the text of the tokenizer's first token, where it has one and no template.
-        """
-        ends = [self._tokenizer.convert_ids_to_tokens(end) for end in sorted(self.ends)]
-        plain = f"{{{{ {first!r} }}}}{{% for message in messages %}}{{{{ message['content'] }}}}{{% endfor %}}"
-        whole = plain if self.text is None else self.text.removesuffix("\n")
-        return _ENDLESS.replace("WHOLE", whole).replace("ENDS", repr(ends))
 
     def _ends_answer(self, token: str, before: str, tools: Tools) -> bool:
         """Return whether a special token that follows `before` ends an answer in the middle of a conversation.

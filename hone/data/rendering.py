@@ -115,7 +115,7 @@ class Renderer:
         """The ids of a finished conversation, with everything that the template adds after its last message."""
         text = self._template.render(self._shown(messages), opening=False, tools=self._offered(tools))
         ids = tuple(self._first + self._encode(text))
-        return ids if self._template.text is not None else (*ids, self._template.end)
+        return ids if self._template.text is not None else (*ids, self._template.end_with())
 
     def render_continuation(
         self, ids: Sequence[int], messages: Sequence[Message], tools: Tools = ()
@@ -132,8 +132,11 @@ class Renderer:
         if any(is_image(part) for part in parts_of(messages)):
             raise RenderingError("a message after the first answer contains an image; images can be in the prompt only")
         guarded = [self._guard.message(normal_message(one, lenient=True), strict=True) for one in messages]
-        after = self._encode(self._template.continuation(guarded, self._offered(tools)), later=True)
-        return tuple(after if ids[-1] in self.end_token_ids else [self._template.end_with(tools), *after])
+        end, text = self._template.following(guarded, self._offered(tools))
+        after = self._encode(text, later=True)
+        if ids[-1] == end or (ids[-1] in self.end_token_ids and not self._template.ending.begin_next):
+            return tuple(after)
+        return (end if end is not None and self._template.ending.begin_next else self._template.end_with(tools), *after)
 
     def render_sample(
         self, messages: Sequence[Message], tools: Tools = (), first: int = 0
@@ -225,7 +228,7 @@ class Renderer:
 
         A sequence classifier is read at the last token, hone's value models before the end token.
         """
-        self._save(folder, self._template.endless(self.tokenizer.bos_token if self._first else ""))
+        self._save(folder, self._template.ending.endless(self.tokenizer.bos_token if self._first else ""))
 
     def _save(self, folder: Path, template: str) -> None:
         tokenizer = copy.deepcopy(self.tokenizer)
@@ -255,7 +258,7 @@ class Renderer:
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer: the template's end of a turn, and the tokenizer's end of a sequence."""
+        """Tokens that end an answer: the template's, the tokenizer's end of a sequence, the generation config's."""
         return self._template.ends
 
     # ---------------------------------------------------------------------------------------------------- tokens

@@ -54,7 +54,26 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(f"{key} {source!r} has no usable tokenizer: {_first_line(error)}") from error
     if loaded.eos_token_id is None:
         raise ModelError(f"{key} {source!r} has a tokenizer without an end-of-sequence token (found {sorted(config)})")
+    loaded.generation_ends = _generation_ends(model)  # type: ignore[attr-defined]  # renderers end answers there too
     return loaded
+
+
+def _generation_ends(model: ModelConfig) -> tuple[int, ...]:
+    """The end-of-sequence ids of the model's generation config; () without one. Raises ModelError for a broken file.
+
+    Chat models list several there: gpt-oss also stops after a call of a tool, GLM at the token of the next message.
+    """
+    if model.path is None:
+        return ()
+    path = locate(model.path, model.key_of("path"), model.revision, weights=False).folder / "generation_config.json"
+    if not path.is_file():
+        return ()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{path} should hold a JSON object: {error}") from error
+    ends = found if isinstance(found, list) else [found]
+    return tuple(end for end in ends if isinstance(end, int))
 
 
 def build_tokenizer(build: BuildConfig) -> PreTrainedTokenizerFast:

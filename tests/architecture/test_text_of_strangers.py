@@ -1,11 +1,15 @@
 """Text that a policy, a server or a stranger wrote is read in linear time.
 
-Two tables: every regular expression of the package is either one that reads such text, which is tried here with texts
-made to be slow, or one that reads text of the user's own. A new expression in neither table fails the first test.
+Three tables: every regular expression of the package is one that reads such text, which is tried here with texts made
+to be slow, one that reads text of the user's own, or one that the user wrote and that runs under a deadline. A new
+expression in no table fails the first test, and a new setting or option that is an expression fails another.
 """
 
 import ast
 import gc
+import importlib
+import inspect
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hone.config import Config
 from hone.data.answers import between_tags, fenced_blocks
 from hone.data.images import _DATA_URL, _REMOTE
 from hone.envs import PARSERS
@@ -205,8 +210,12 @@ OF_THE_USER: dict[str, str] = {  # file -> whose text its expressions read
     "hone/tracking/report/build.py": "hone's own page",
     "hone/tracking/report/charts.py": "names of metrics",
     "hone/tracking/trackers/prometheus.py": "names of metrics",
-    "hone/trainers/policy/evaluation.py": "answers, by an expression that the user wrote: evaluation.vote_pattern",
 }
+WITH_A_DEADLINE: dict[str, set[str]] = {  # file -> expressions of a user, which only the package regex can bound
+    "hone/trainers/policy/evaluation.py": {"self._pattern"},
+    "hone/trainers/policy/settings.py": {"expr"},  # compiled to see whether it can be
+}
+EXPRESSIONS_OF_USERS = {"PolicyEvaluationConfig.vote_pattern"}  # settings; each is in a file of WITH_A_DEADLINE
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:
@@ -226,7 +235,7 @@ def _expressions(module) -> Iterator[str]:
             called = node.func if isinstance(node, ast.Call) else None
             if not isinstance(called, ast.Attribute) or not isinstance(called.value, ast.Name):
                 continue
-            if called.value.id == "re" and called.attr in FUNCTIONS:
+            if called.value.id in ("re", "regex") and called.attr in FUNCTIONS:
                 assigned = isinstance(statement, ast.Assign)
                 yield ast.unparse(statement.targets[0]) if assigned else type(statement).__name__.lower()
 
@@ -239,11 +248,45 @@ def test_every_expression_is_tried_or_reads_the_users_own_text(package, plugins)
         whose = [name for name in OF_THE_USER if path.startswith(name)]
         for name in _expressions(module):
             seen |= {(path, name), *whose}
-            if not whose and name not in tried:
+            if not whose and name not in tried and name not in WITH_A_DEADLINE.get(path, ()):
                 unknown.append(f"{path}: {name}")
     assert not unknown, f"who writes the text that these read? add each to TRIED or OF_THE_USER: {unknown}"
-    stale = [(path, name) for path, found in TRIED.items() for name in found if (path, name) not in seen]
+    tables = [*TRIED.items(), *WITH_A_DEADLINE.items()]
+    stale = [(path, name) for path, found in tables for name in found if (path, name) not in seen]
     assert not stale + [name for name in OF_THE_USER if name not in seen], f"these are gone: {stale}"
+
+
+def test_expressions_of_users_run_under_a_deadline(package):
+    """In the files that run them, a search without `timeout` is an error."""
+    for module in package:
+        if str(module.path) not in WITH_A_DEADLINE:
+            continue
+        searches = [
+            node
+            for node in module.nodes()
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in FUNCTIONS
+            and node.func.attr != "compile"
+            and not isinstance(node.func.value, ast.Constant)
+        ]
+        unbounded = [ast.unparse(one) for one in searches if "timeout" not in {word.arg for word in one.keywords}]
+        assert not unbounded, f"{module.path}: {unbounded}"
+
+
+def test_every_setting_that_is_an_expression_is_known(package):
+    found = set()
+    for module in package:
+        if not module.name.endswith("settings"):
+            continue
+        for _, cls in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
+            if issubclass(cls, Config) and cls.__module__ == module.name:
+                for name, info in cls.model_fields.items():
+                    if re.search(r"regular expression|regex", f"{name} {info.description}"):
+                        found.add(f"{cls.__name__}.{name}")
+    options = [f"{name}: {option}" for name in REWARDS for option in inspect.signature(REWARDS.get(name)).parameters]
+    assert found == EXPRESSIONS_OF_USERS
+    assert not [one for one in options if re.search("pattern|regex|expression", one.partition(": ")[2])]
 
 
 def test_every_reader_of_the_table_exists():

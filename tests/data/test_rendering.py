@@ -214,7 +214,7 @@ def test_generation_marks_that_leave_out_the_end_token_take_it_in(make_tokenizer
 
 
 def test_generation_marks_make_an_opening_that_differs_usable(make_tokenizer):
-    opening = "{{ '<|im_start|>assistant\\n<think>\\n' }}"
+    opening = "{{ '<|im_start|>assistant\\n<plan>\\n' }}"
     plain = CHATML.replace("{{ '<|im_start|>assistant\\n' }}", opening)
     with pytest.raises(RenderingError, match="message 1: the chat template does not render the answer after its own"):
         Renderer(make_tokenizer(plain)).render_sample(CONVERSATION)

@@ -3,6 +3,8 @@
 The templates are small ones of our own that have the same structures; a published one is given by a file, as here.
 """
 
+import json
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -13,13 +15,15 @@ from hone.data.rendering import Renderer
 from hone.data.settings import DataConfig
 from hone.data.stream import make_renderer
 from hone.data.templates.guard import GUARD
+from hone.models.errors import ModelError
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 
 SPECIAL = [
     "<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "<turn>", "</turn>",
     "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "[INST]", "[/INST]", "<|user|>",
-    "<|assistant|>",
+    "<|assistant|>", "<|call|>", "<|observation|>", "<tool_call>", "</tool_call>", "<|tool_response>",
+    "<tool_response|>",
 ]  # fmt: skip
 OPEN = "{% if add_generation_prompt %}"
 CLOSE = "{% endif %}"
@@ -67,14 +71,57 @@ TEMPLATES = {
         "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
         " 4<eos>",
     ),
-}
-UNENDED = {
-    # GLM-4: the next role's token ends an answer, and nothing else does
+    # GLM: the next role's token ends an answer, and nothing else does
     "ended by the next role": (
         "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}{% endfor %}"
-        f"{OPEN}{{{{ '<|assistant|>\\n' }}}}{CLOSE}"
+        f"{OPEN}{{{{ '<|assistant|>\\n' }}}}{CLOSE}",
+        "4<|user|>",
     ),
 }
+UNENDED = {
+    "roles in words": (
+        "{% for m in messages %}{{ '### ' + m.role + '\\n' + m.content + '\\n' }}{% endfor %}"
+        f"{OPEN}{{{{ '### assistant\\n' }}}}{CLOSE}"
+    ),
+    "each question begins a text": (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + 'Q: ' + m.content + ' A:' }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+}
+# the calls of a tool, and the token that ends them
+CALLING = {
+    "gpt-oss": (
+        "{% for m in messages %}{% if m.tool_calls %}{{ '<|start|>assistant to=' + m.tool_calls[0].function.name + "
+        "'<|message|>' + m.tool_calls[0].function.arguments | tojson + '<|call|>' }}{% elif m.role == 'assistant' %}"
+        "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}"
+        "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+        f"{OPEN}{{{{ '<|start|>assistant' }}}}{CLOSE}",
+        ["<|call|>", "<|return|>"],
+    ),
+    "GLM": (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|observation|>\\n' + m.content }}{% else %}"
+        "{{ '<|' + m.role + '|>\\n' + m.content }}{% for c in m.tool_calls or () %}"
+        "{{ '<tool_call>' + c.function.name + c.function.arguments | tojson + '</tool_call>' }}{% endfor %}"
+        "{% endif %}{% endfor %}"
+        f"{OPEN}{{{{ '<|assistant|>' }}}}{CLOSE}",
+        ["<|observation|>", "<|user|>"],
+    ),
+    "Gemma 4": (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content + '<tool_response|>' }}{% else %}"
+        "{{ '<turn>' + m.role + '\\n' + m.content }}"
+        "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ '<tool_call>' + c.function.name + "
+        "c.function.arguments | tojson + '</tool_call>' }}{% endfor %}{{ '<|tool_response>' }}"
+        "{% else %}{{ '</turn>\\n' }}{% endif %}{% endif %}{% endfor %}"
+        f"{OPEN}{{{{ '<turn>assistant\\n' }}}}{CLOSE}",
+        ["<|tool_response>", "</turn>"],
+    ),
+}
+# DeepSeek-R1, QwQ: the opening begins a thought, and thoughts are not rendered again
+OPENS_THOUGHTS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ '<|assistant|>' + m.content.split('</think>')[-1] + eos_token }}{% else %}{{ '<|user|>' + m.content }}"
+    f"{{% endif %}}{{% endfor %}}{OPEN}{{{{ '<|assistant|><think>\\n' }}}}{CLOSE}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +192,102 @@ def test_an_answer_that_nothing_ends_is_one_error(name, tokenizer):
         RenderingError, match="ends an answer with no special token, so a model could not learn to stop"
     ):
         renderer.render_sample([user("2 + 2?"), {"role": "assistant", "content": "4"}])
+
+
+def learnt(tokenizer, ids, mask):
+    """The texts of the runs of tokens that are learnt."""
+    runs, before = [], 0
+    for token, one in zip(ids, mask, strict=True):
+        if one and not before:
+            runs.append([])
+        if one:
+            runs[-1].append(token)
+        before = one
+    return [tokenizer.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_an_answer_that_calls_a_tool_ends_with_the_token_that_a_model_generates(name, tokenizer):
+    template, (call_end, answer_end) = CALLING[name]
+    renderer = Renderer(tokenizer, template)
+    calling = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}, "id": "1"}]}
+    result = {"role": "tool", "name": "add", "tool_call_id": "1", "content": "it is 4"}
+    tools = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}},)
+    ids, mask = renderer.render_sample([user("2?"), calling, result, {"role": "assistant", "content": "4"}], tools)
+    call, answer = learnt(tokenizer, ids, mask)
+    assert call.endswith(call_end)
+    assert answer.endswith(f"4{answer_end}")
+    ends = set(tokenizer.convert_ids_to_tokens(sorted(renderer.end_token_ids)))
+    assert ends == {call_end, answer_end, "<eos>"}
+    asked = renderer.render_prompt([user("2?")], tools)
+    said = [*asked, *tokenizer(call, add_special_tokens=False)["input_ids"]]
+    rollout = [*said, *renderer.render_continuation(said, [result], tools)]
+    assert list(ids[: len(rollout)]) == rollout
+
+
+def test_an_answer_that_another_end_cuts_off_is_continued_with_the_token_of_the_next_message(tokenizer):
+    renderer = Renderer(tokenizer, CALLING["GLM"][0])
+    for end, begins in (("<|user|>", "\nthen?"), ("<eos>", "<|user|>\nthen?"), ("4", "<|user|>\nthen?")):
+        ids = [*renderer.render_prompt([user("2?")]), *tokenizer(end, add_special_tokens=False)["input_ids"]]
+        assert tokenizer.decode(list(renderer.render_continuation(ids, [user("then?")]))).startswith(begins)
+
+
+def test_the_ends_of_the_generation_config_end_answers(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    model = ModelConfig(path=str(tmp_path))
+    assert load_tokenizer(model).generation_ends == ()
+    end = tokenizer.convert_tokens_to_ids("<|call|>")
+    for written, ends in (([end, 1], (end, 1)), (end, (end,)), (None, ())):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
+        loaded = load_tokenizer(model)
+        assert loaded.generation_ends == ends
+        assert set(ends) <= Renderer(loaded, TEMPLATES["headers"][0]).end_token_ids
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    renderer = Renderer(load_tokenizer(model), TEMPLATES["headers"][0])
+    answer = tokenizer("4<|call|>", add_special_tokens=False)["input_ids"]
+    assert renderer.answer(answer) == "4"
+    asked = renderer.render_prompt([user("2?")])
+    assert "<|eot|><|head|>user" not in tokenizer.decode(
+        [*asked, *answer, *renderer.render_continuation([*asked, *answer], [user("then?")])]
+    )
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"generation_config\.json should hold a JSON object"):
+        load_tokenizer(model)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"content": "<think>\nas\n</think>\n\n4"}, "as\n</think>\n\n4<eos>"),
+        ({"content": "as</think>4"}, "as</think>4<eos>"),
+        ({"content": "4", "reasoning_content": "as"}, "as\n</think>\n\n4<eos>"),
+        ({"content": "4"}, "\n</think>\n\n4<eos>"),
+        ({"content": "<think></think>4"}, "\n</think>\n\n4<eos>"),
+    ],
+)
+def test_an_answer_goes_on_with_the_thought_that_the_template_opens(answer, said, tokenizer):
+    renderer = Renderer(tokenizer, OPENS_THOUGHTS)
+    one = {"role": "assistant", **answer}
+    ids, mask = renderer.render_sample([user("2?"), one, user("then?"), one])
+    assert learnt(tokenizer, ids, mask) == [said, said]
+    asked = renderer.render_prompt([user("2?")])
+    rollout = [*asked, *tokenizer(said, add_special_tokens=False)["input_ids"]]
+    rollout += renderer.render_continuation(rollout, [user("then?")])
+    assert list(ids[: len(rollout)]) == rollout
+
+
+def test_marked_answers_lose_their_opening_and_get_the_end_that_is_generated(tokenizer):
+    marked = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}"
+        "{% endgeneration %}{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}"
+        f"{{% endfor %}}{OPEN}{{{{ '<|start|>assistant' }}}}{CLOSE}"
+    )
+    said = {"role": "assistant", "content": "4"}
+    found = Renderer(tokenizer, marked).render_sample([user("2?"), said, user("then?"), said])
+    assert learnt(tokenizer, *found) == ["<|channel|>final<|message|>4<|return|>"] * 2
+    assert found == Renderer(tokenizer, TEMPLATES["channels"][0]).render_sample([user("2?"), said, user("then?"), said])
 
 
 def test_the_template_of_the_models_folder_and_of_the_run_file(tokenizer, tmp_path):

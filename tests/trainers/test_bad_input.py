@@ -113,6 +113,7 @@ def test_a_wrong_run_file_is_one_line_and_exit_code_2(tmp_path, capfd, make, mes
         ("rollout.sampling.temperature=0", "temperature = 0 (greedy) with update.samples_per_prompt = 4: all answers"),
         ("algorithm.dynamic_sampling.metric=shore", "algorithm.dynamic_sampling.metric 'shore'; did you mean 'share'"),
         ("evaluation.vote_pattern='[a]'", "vote_pattern: a single answer has no vote"),
+        ("evaluation.vote_pattern='(a'", "vote_pattern: '(a' is no regular expression: missing )"),
         ("update.epoch=2", "did you mean 'update.epochs'"),
         ("update.epochs=many", "update.epochs"),
         ("run.steps=0", "run.steps"),

@@ -1,7 +1,7 @@
 """How evaluation samples; mean@n, best@n and maj@n, by hand."""
 
 import json
-import re
+import time
 
 import pytest
 
@@ -9,8 +9,9 @@ from hone.config import load
 from hone.tracking.catalogue import describe_metric
 from hone.tracking.names import held_out_headlines
 from hone.tracking.trackers.jsonl import rollout_lines
+from hone.trainers.policy import evaluation
 from hone.trainers.policy.collection import RolloutLog
-from hone.trainers.policy.evaluation import EvaluationSet, Evaluator, reduce_answers
+from hone.trainers.policy.evaluation import EvaluationSet, Evaluator, Vote, reduce_answers
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
@@ -69,7 +70,21 @@ def test_a_vote_is_the_last_match_of_the_pattern():
     assert reduce_answers(groups, "exact_match")["exact_match/maj@3"] == 1.0
     groups = [group(answer("so 8", 0.0), answer("3+4 is 7", 1.0), answer("it is 7", 1.0))]
     assert reduce_answers(groups, "exact_match")["exact_match/maj@3"] == 0.0  # three different texts: the first
-    assert reduce_answers(groups, "exact_match", re.compile(r"\d"))["exact_match/maj@3"] == 1.0
+    assert reduce_answers(groups, "exact_match", Vote(r"\d"))["exact_match/maj@3"] == 1.0
+
+
+def test_an_answer_that_makes_the_pattern_backtrack_has_no_vote(caplog, monkeypatch):
+    monkeypatch.setattr(evaluation, "VOTE_S", 0.05)
+    monkeypatch.setattr(evaluation, "MOST_LATE", 2)
+    trap = "a" * 3000
+    vote = Vote(r"(?:a|a)+b|\d")
+    hostile = group(answer(trap, 1.0), answer(trap, 1.0), answer("8", 0.0))
+    assert reduce_answers([hostile], "exact_match", vote)["exact_match/maj@3"] == 0.0  # 8 alone has a vote
+    began = time.monotonic()
+    more = [group(answer(f"{n}{trap}", 1.0), answer(f"{n}{trap}{n}", 1.0)) for n in range(500)]
+    assert reduce_answers(more, "exact_match", vote)["exact_match/maj@2"] == 0.0
+    assert time.monotonic() - began < 5  # 1,000 answers of 0.05 s would take 50
+    assert "no other answer of this set votes" in caplog.text
 
 
 def test_a_failed_reward_counts_in_nothing():

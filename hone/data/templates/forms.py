@@ -36,6 +36,17 @@ _PROBE = "answer-1b60f4"
 _THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
+class Ending(Protocol):
+    """The ends of answers of one template; `hone.data.templates.ends.Ends` satisfies it."""
+
+    @property
+    def begin_next(self) -> bool: ...
+
+    def of_next(self, message: Message) -> str: ...
+
+    def as_learnt(self, answer: str) -> str: ...
+
+
 class Rendering(Protocol):
     """The rendering of conversations by one template; `ChatTemplate` satisfies it."""
 
@@ -45,6 +56,14 @@ class Rendering(Protocol):
 
     @property
     def ends(self) -> frozenset[int]: ...
+
+    @property
+    def ending(self) -> Ending: ...
+
+    @property
+    def opened_thought(self) -> str: ...
+
+    def hides_thoughts(self, tools: Tools) -> bool: ...
 
     def render(self, messages: Sequence[Message], *, opening: bool, tools: Tools = (), template: str = "") -> str: ...
 
@@ -120,6 +139,11 @@ class TemplateForm:
 
     def _shows(self, message: Message) -> bool:
         return _PROBE in (self._render([message]) or "")
+
+    @property
+    def hides_thoughts(self) -> bool:
+        """True if the template does not show `reasoning_content`."""
+        return self._thought is None
 
     @cached_property
     def _thought(self) -> str | None:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import cast
 
 from hone.data.messages import RenderingError, Tools
+from hone.data.templates.ends import without_opening
 from hone.data.templates.forms import Rendering
+from hone.data.templates.thoughts import with_thought, with_thoughts_in_content
 from hone.types import Message
 
 Pieces = list[tuple[str, int | None]]
@@ -45,18 +47,25 @@ def _grown_pieces(template: Rendering, messages: Sequence[Message], tools: Tools
     """
     pieces: Pieces = []
     grown, previous = "", -1
+    if template.hides_thoughts(tools):
+        messages = [with_thoughts_in_content(template, message) for message in messages]
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
         opened = template.render(messages[:index], opening=True, tools=tools)
         answered = template.render(messages[: index + 1], opening=False, tools=tools)
         if not answered.startswith(opened):
-            raise RenderingError(_differs(index, opened, answered))
+            thoughtful = with_thought(template, opened, answered, message)
+            if thoughtful is None:
+                raise RenderingError(_differs(index, opened, answered))
+            answered = thoughtful
         if opened.startswith(grown):
             between = opened[len(grown) :]
         else:  # the template rewrites earlier turns: keep them, and render what is new
             between = template.continuation(messages[previous + 1 : index], tools)
         answer = _cut_after_end(template, answered[len(opened) :], index)
+        if not _ended(template, answer):
+            answer += template.ending.of_next(message)
         pieces += [(between, None), (answer, index)]
         grown, previous = opened + answer, index
     return pieces
@@ -85,6 +94,7 @@ def _marked_pieces(template: Rendering, text: str, messages: Sequence[Message], 
             answer, after = answer + after[: end.end()], after[end.end() :]
         if found := _NUMBERED.search(answer):
             number = int("".join(str(_DIGITS.index(digit)) for digit in found[0]))
+        before, answer = without_opening(template, before, template.ending.as_learnt(answer))
         length = _ended(template, answer) or len(answer)
         pieces += [(before, None), (answer[:length], number)]
         before = answer[length:] + after
@@ -125,7 +135,7 @@ def _ended(template: Rendering, answer: str) -> int | None:
 
 def _cut_after_end(template: Rendering, answer: str, index: int) -> str:
     """A rendered answer up to the token that ends it: the first end token, or else the last special token."""
-    if template.text is None:
+    if template.text is None or (template.ending.begin_next and not _ended(template, answer)):
         return answer
     length = _ended(template, answer)
     if length is not None:

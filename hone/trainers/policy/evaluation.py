@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import regex
 
 from hone.config import ConfigError
 from hone.envs.episode import Play
@@ -14,6 +16,10 @@ from hone.tracking.hub import Tracking
 from hone.trainers.policy.collection import Collector
 from hone.trainers.policy.settings import PolicyEvaluationConfig
 from hone.types import Prompt, Status, Trajectory, TrajectoryGroup
+
+LOG = logging.getLogger("hone")
+VOTE_S = 1.0  # a linear expression needs less than a millisecond for an answer
+MOST_LATE = 10  # answers of one set; the others are not tried any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class Evaluator:
         self._sets = sets
         self._every = config.every_steps if config is not None else 0
         self._score_key = config.score if config is not None else ""
-        self._vote = re.compile(config.vote_pattern) if config is not None and config.vote_pattern else None
+        self._vote = config.vote_pattern if config is not None else ""
         self._collector = collector
         self._play = play
         self._tracking = tracking
@@ -74,17 +80,57 @@ class Evaluator:
     def _reduce(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Figures of a set. With several roles, the names of each role's figures begin with the role."""
         figures: dict[str, float] = {}
+        vote = Vote(self._vote)
         for role in sorted({one.role for group in groups for one in group.trainable}):
-            found = reduce_role(groups, role, self._vote)
+            found = reduce_role(groups, role, vote)
             figures |= {f"{role}/{key}" if role else key: value for key, value in found.items()}
         every = [one for group in groups for one in group.trajectories]
         figures["failed"] = float(sum(not one.status.trainable for one in every))
         return figures
 
 
-def reduce_role(
-    groups: Sequence[TrajectoryGroup], role: str = "", vote: re.Pattern[str] | None = None
-) -> dict[str, float]:
+class Vote:
+    """Votes of the answers to one set: the last match of the user's expression, else the whole answer.
+
+    A policy may write an answer on which an expression with nested repeats takes years. Such an answer has no vote.
+    """
+
+    def __init__(self, pattern: str = "") -> None:
+        """`pattern` is an expression of the package regex, which has deadlines; empty: whole answers vote."""
+        self._pattern = regex.compile(pattern) if pattern else None
+        self._found: dict[str, str | None] = {}
+        self._late = 0
+
+    def of(self, response: str) -> str | None:
+        """The vote of an answer; None if the expression took more than `VOTE_S` for it, or for `MOST_LATE` before."""
+        if self._pattern is None:
+            return response.strip()
+        if response not in self._found:
+            self._found[response] = self._searched(self._pattern, response)
+        return self._found[response]
+
+    def _searched(self, pattern: regex.Pattern[str], response: str) -> str | None:
+        if self._late == MOST_LATE:
+            return None
+        matches: deque[regex.Match[str]] = deque(maxlen=1)
+        try:
+            matches.extend(pattern.finditer(response, timeout=VOTE_S, concurrent=True))
+        except TimeoutError:
+            self._late += 1
+            rest = ", so no other answer of this set votes" if self._late == MOST_LATE else ""
+            LOG.warning(
+                "evaluation.vote_pattern takes more than %g s for an answer of %d characters, which has no vote%s; "
+                "write an expression without repeats within repeats, such as (a+)+",
+                VOTE_S, len(response), rest,
+            )  # fmt: skip
+            return None
+        return str(matches[0][0]) if matches else response.strip()
+
+
+WHOLE_ANSWER = Vote()
+
+
+def reduce_role(groups: Sequence[TrajectoryGroup], role: str = "", vote: Vote = WHOLE_ANSWER) -> dict[str, float]:
     """The figures of one role: every component of its reward (`reduce_answers`), the reward, length, share cut off.
 
     Failed answers are left out. An episode counts once: its trajectories in this role are averaged.
@@ -102,13 +148,14 @@ def reduce_role(
 
 
 def reduce_answers(
-    groups: Sequence[TrajectoryGroup], component: str, vote: re.Pattern[str] | None = None, role: str = ""
+    groups: Sequence[TrajectoryGroup], component: str, vote: Vote = WHOLE_ANSWER, role: str = ""
 ) -> dict[str, float]:
     """One component over a set: its mean over all episodes, and with n > 1 episodes of a prompt mean@n, best@n, maj@n.
 
     A component that is always 0 or 1 has pass@k too, for the powers of two below n; best@n is pass@n then.
-    An answer whose reward failed is left out. maj@n is the component of the most frequent answer to each prompt; ties
-    go to the answer that came first. The answer of an episode with several trajectories is that of its last one.
+    An answer whose reward failed is left out. maj@n is the component of the most frequent answer to each prompt, 0 if
+    none has a vote; ties go to the answer that came first. The answer of an episode with several trajectories is that
+    of its last one.
     """
     scored: list[list[tuple[float, str]]] = []  # of each prompt: score and answer of each episode
     for group in groups:
@@ -154,13 +201,10 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _majority(answers: Sequence[tuple[float, str]], vote: re.Pattern[str] | None) -> float:
-    """The score of the most frequent answer."""
-    votes = [_vote_of(response, vote) for _, response in answers]
-    winner = Counter(votes).most_common(1)[0][0]
-    return answers[votes.index(winner)][0]
-
-
-def _vote_of(response: str, vote: re.Pattern[str] | None) -> str:
-    found = [match.group(0) for match in vote.finditer(response)] if vote else []
-    return found[-1] if found else response.strip()
+def _majority(answers: Sequence[tuple[float, str]], vote: Vote) -> float:
+    """The score of the most frequent answer; 0 if no answer has a vote."""
+    votes = [vote.of(response) for _, response in answers]
+    counted = Counter(one for one in votes if one is not None)
+    if not counted:
+        return 0.0
+    return answers[votes.index(counted.most_common(1)[0][0])][0]

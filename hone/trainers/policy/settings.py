@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import regex
 from pydantic import model_validator
 
 from hone.algorithms.distillation.settings import DistillationConfig
@@ -53,6 +54,14 @@ class PolicyEvaluationConfig(EvaluationConfig):
     sampling: EvaluationSamplingConfig | None = setting(None, "how answers are sampled; default: greedy")
     score: str = setting("", "the eval metric that `best` compares, such as eval/test/exact_match; default: the first")
     vote_pattern: str = setting("", "regular expression whose last match in an answer is its vote; default: all of it")
+
+    @model_validator(mode="after")
+    def _pattern_is_one(self) -> PolicyEvaluationConfig:
+        try:
+            regex.compile(self.vote_pattern)
+        except regex.error as error:
+            raise ValueError(f"vote_pattern: {self.vote_pattern!r} is no regular expression: {error}") from error
+        return self
 
     @model_validator(mode="after")
     def _score_has_a_set(self) -> PolicyEvaluationConfig:

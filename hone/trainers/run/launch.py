@@ -63,6 +63,7 @@ S = TypeVar("S", bound=SupervisedConfig)
 
 WARM_START = "warm_start"
 CLOSE_S = 180.0  # for servers, reward processes, environments and the event loop together
+BLOCKED_S = 10.0  # for the same where foreign code blocks the event loop, on which they would be closed
 READ_BY_SERVERS = ("rollout", "weights")  # sections whose keys servers read when they start
 
 
@@ -120,7 +121,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
 
 def _close(generation: Generation) -> None:
     """Close a generation within one deadline for all of it: what hangs, such as foreign code, is left to the exit."""
-    with ends_within(CLOSE_S, "closing the run"):
+    with ends_within(CLOSE_S if generation.loop.responds else BLOCKED_S, "closing the run"):
         generation.close()
 
 
