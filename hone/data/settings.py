@@ -121,6 +121,11 @@ class DataConfig(Config):
     chat_template: str = setting("", "Jinja2 chat template, or a file of one; default: the tokenizer's own")
     chat: ChatConfig | None = setting(None, "how the chat template renders messages; null: the defaults")
 
+    @property
+    def rows_hold_tokens(self) -> bool:
+        """True if rows may hold special tokens."""
+        return self.chat is not None and self.chat.special_tokens_in_rows
+
     @model_validator(mode="after")
     def _names_differ(self) -> DataConfig:
         if "train" in self.mix:

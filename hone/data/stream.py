@@ -29,6 +29,7 @@ from hone.data.rendering import Renderer
 from hone.data.settings import ChatConfig, DataConfig, DatasetConfig, PromptSetConfig, TooLongChoice
 from hone.data.sources.base import DataError, Row
 from hone.data.sources.files import GROUPS_IN_MEMORY
+from hone.data.templates.rendered import tell_rendered
 from hone.types import Image, Message, Prompt
 
 T = TypeVar("T", covariant=True)
@@ -283,6 +284,7 @@ class _Stream(Generic[T]):
         self._shuffle = shuffle
         self._sets: dict[str, _Set[T]] = {}
         for name, maker in makers.items():
+            tell_rendered(maker.reader.row(maker.reader.first), maker.reader.key, config.rows_hold_tokens)
             weight = config.mix.get(name, config.train).weight if config.mix else 1.0
             self._sets[name] = _Set(maker, weight, _order_seed(seed, name) if shuffle else None)
 

@@ -18,7 +18,8 @@ VULGAR = {  # ½ -> ("1", "2")
 _RUN = re.compile(
     r"(?P<sign>(?<![\w)\]}.%])[-+])?(?P<run>(?:(?<![.\w])\.)?(?<![0-9])[0-9][0-9.,]*)(?:/(?P<under>[0-9]{1,30})(?![0-9]))?"
 )
-_NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
+_NUMBER = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
+_LIST = re.compile(r"[0-9]{1,20}(?:,(?:0|[1-9][0-9]?))+")  # members of three digits would be groups of thousands
 _GOES_ON = re.compile(r"\s*[-+*/^:=]\s*[0-9]")  # an expression that begins with a number: "3/4", "5 + 3 = 8"
 _LONGEST = 5000  # characters of a number; a longer one is none
 _UNIT = re.compile(r"[\s%°$€£¥₹.,'\"()/-]*(?:[^\W\d_][\s%°.,'\"()/-]*)*")
@@ -84,18 +85,21 @@ def marked_number(text: str) -> Fraction | None:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in the text, whatever surrounds it; in a list without spaces, its last member.
+    """The last number in the text, whatever surrounds it; in a list without spaces, such as 1,2,3, its last member.
 
-    A fraction is one number. Times, dates and powers are none.
+    A fraction is one number. Times, dates and powers are none, nor is a number with commas in wrong places: None then.
 
     >>> last_number("from -3 to 1,000, so 4."), last_number("1,2,3"), last_number("3½ at 12:30"), last_number("none")
     (Fraction(4, 1), Fraction(3, 1), Fraction(7, 2), None)
     """
     for match in reversed(list(_RUN.finditer(_plain(text)))):
         number = _read(match)
-        member = match["run"].rstrip(".,").rpartition(",")[2]
-        if number is None and len(member) <= _LONGEST and not match["under"] and _NUMBER.fullmatch(member):
-            number = Fraction(Decimal(member))
+        if number is None and not match["under"]:
+            run = match["run"].rstrip(".,")
+            if _LIST.fullmatch(run):
+                return Fraction(int(run.rpartition(",")[2]))
+            if "," in run:
+                return None  # groups of thousands that are none, such as 1,111,1
         if number is not None:
             return number
     return None

@@ -39,6 +39,9 @@ _CASES = re.compile(  # a system of equations, row by row
 )
 _MONEY = re.compile(r"\\\$|[£€¥₹]|\b(?:dollars?|usd)\b", re.IGNORECASE)
 _CENTS = re.compile(r"(?<![\d.,])([\d,]++(?:\.\d++)?+)\s?(?:cents?\b|¢)", re.IGNORECASE)
+_DOLLARS = re.compile(
+    r"(?<![\d.,])(?:\\?[$€£]\s?([\d,]++(?:\.\d++)?+)|([\d,]++(?:\.\d++)?+)\s?dollars?\b)", re.IGNORECASE
+)
 _TAG = re.compile(r"</?[A-Za-z][\w-]{0,30}>")
 _WITH_UNIT = re.compile(rf"([-+]?\s{{0,9}}(?=[.\d]){_NUMBER})\s{{0,9}}([A-Za-z][A-Za-z .'/-]*)(?:\^\{{?(\d)\}}?)?")
 _SPELLINGS = str.maketrans({
@@ -197,6 +200,18 @@ def cents_at_the_end(text: str) -> Fraction | None:
     return number(last[1])
 
 
+def dollars_at_the_end(text: str) -> Fraction | None:
+    """The amount, if the last number of a text is one of dollars or another currency.
+
+    >>> dollars_at_the_end("It costs $0.05."), dollars_at_the_end("$5 each, so 3")
+    (Fraction(1, 20), None)
+    """
+    *_, last = (None, *_DOLLARS.finditer(text))
+    if last is None or not is_money(text) or any(character.isdigit() for character in text[last.end() :]):
+        return None
+    return number(last[1] or last[2])
+
+
 def prose(text: str) -> str:
     """A text of words and formulas, in which no number hides: in quotes, tags, `3½`, `12:30` or 1e-5."""
     text = _TAG.sub(" ", text.replace("`", " ")).replace("\\$", "")
@@ -324,6 +339,7 @@ __all__ = [
     "cents_at_the_end",
     "clock_or_ratio",
     "clocks",
+    "dollars_at_the_end",
     "is_money",
     "is_words",
     "number",

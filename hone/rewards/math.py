@@ -28,6 +28,7 @@ from hone.rewards.formulas import (
     cents_at_the_end,
     clock_or_ratio,
     clocks,
+    dollars_at_the_end,
     is_money,
     is_words,
     number,
@@ -123,9 +124,13 @@ def _answers(truth: Truth, response: str) -> bool:
     whole = plain(response)
     if len(whole) <= 4 * len(truth.text) + 40 and _equal(truth, whole, is_money(response)):
         return True
-    if truth.money and (cents := cents_at_the_end(response)) is not None:
-        value = number(truth.text)
-        return value is not None and _near(value, cents / 100)
+    expected = quantity(truth.text)
+    if expected is not None and (truth.money or expected.unit == "cent"):
+        value = expected.value if truth.money else expected.value / 100
+        if truth.money and (cents := cents_at_the_end(response)) is not None:
+            return _near(value, cents / 100)
+        if (dollars := dollars_at_the_end(response)) is not None:
+            return _near(value, dollars)
     if clock_or_ratio(truth.text) is not None and clocks(truth.text):
         found = clocks(response)
         return bool(found) and clock_or_ratio(found[-1]) == clock_or_ratio(truth.text)

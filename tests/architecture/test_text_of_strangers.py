@@ -38,6 +38,7 @@ from hone.rewards.formulas import (
     cents_at_the_end,
     clock_or_ratio,
     clocks,
+    dollars_at_the_end,
     is_money,
     is_words,
     plain,
@@ -97,6 +98,7 @@ def _formulas(text: str) -> None:
         after_final,
         is_money,
         cents_at_the_end,
+        dollars_at_the_end,
     ):
         read(text)
 
@@ -124,7 +126,7 @@ READERS: dict[str, Reader] = {
         _formulas,
         (
             *("\\boxed{", "\\boxed 1", "}", "\\text{", "√(", "½", "1 1/2 ", "1e99 ", "1:", "$", "</a>", "1,\\!", "¹"),
-            *("1 cent ", "1,1", "\\begin{cases}", "\\begin{cases}a\\end{cases}"),
+            *("1 cent ", "1,1", "$1", "1 dollar ", "\\begin{cases}", "\\begin{cases}a\\end{cases}"),
         ),
     ),
     "reward exact_match": Reader(
@@ -162,7 +164,7 @@ TRIED: dict[str, dict[str, str]] = {
     "hone/processes/untrusted_json.py": {"_TOKENS": "JSON"},
     "hone/rewards/exact_match.py": {"text": "reward exact_match"},
     "hone/rewards/extraction.py": {
-        **dict.fromkeys(("_RUN", "_NUMBER", "_GOES_ON", "_TIME", "_DATE", "_MIXED", "text"), "reward gsm8k"),
+        **dict.fromkeys(("_RUN", "_NUMBER", "_LIST", "_GOES_ON", "_TIME", "_DATE", "_MIXED", "text"), "reward gsm8k"),
         **dict.fromkeys(("_SCIENTIFIC", "_POWER"), "reward gsm8k"),
         **dict.fromkeys(("_UNIT", "_JOINING", "line"), "numbers alone"),
     },
@@ -173,6 +175,7 @@ TRIED: dict[str, dict[str, str]] = {
                 "_CASES",
                 "_MONEY",
                 "_CENTS",
+                "_DOLLARS",
                 "_WITH_UNIT",
                 "_ROOT",
                 "_RAISED",

@@ -416,3 +416,19 @@ def test_settings_that_a_stream_does_not_use_count_as_unread(numbers, data, rend
 def test_the_name_train_is_taken(data):
     with pytest.raises(ValueError, match="may not be called 'train'"):
         data({}, mix={"train": {"path": "a.jsonl"}})
+
+
+def test_rows_that_a_template_has_rendered_are_noticed(tmp_path, make_tokenizer, caplog):
+    texts = {
+        "llama": "<|start_header_id|>user<|end_header_id|>\n\n2?<|eot_id|>",
+        "own": "<|im_start|>user\n2?<|im_end|>",
+        "plain": "is [INST] a word?",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": text}]}))
+    for name, allowed in (("llama", False), ("own", False), ("own", True), ("plain", False)):
+        caplog.clear()
+        chat = {"special_tokens_in_rows": allowed}
+        config = build(DataConfig, {"train": {"path": str(tmp_path / f"{name}.jsonl")}, "chat": chat}, "run.yaml")
+        PromptStream(config, make_renderer(config, make_tokenizer()), seed=0)
+        assert ("as if a chat template had rendered it" in caplog.text) == (name != "plain" and not allowed), name
