@@ -54,7 +54,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(f"{key} {source!r} has no usable tokenizer: {_first_line(error)}") from error
     if loaded.eos_token_id is None:
         raise ModelError(f"{key} {source!r} has a tokenizer without an end-of-sequence token (found {sorted(config)})")
-    loaded.generation_ends = _generation_ends(model)  # type: ignore[attr-defined]  # renderers end answers there too
+    loaded.generation_ends = _generation_ends(model)  # renderers end answers there too
     return loaded
 
 

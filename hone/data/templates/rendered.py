@@ -24,7 +24,7 @@ def tell_rendered(row: Mapping[str, Any], where: str, expected: bool) -> None:
     if len(found) > 1:
         LOG.warning(
             "%s holds %s, as if a chat template had rendered it. Here they are ordinary text, within a message that is "
-            "rendered once more; give messages instead, or set data.chat.special_tokens_in_rows=true if they are tokens "
+            "rendered again; give messages instead, or set data.chat.special_tokens_in_rows=true if they are tokens "
             "of this model",
             where, " and ".join(found[:3]),
         )  # fmt: skip
