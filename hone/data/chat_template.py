@@ -78,7 +78,7 @@ class ChatTemplate:
                 tokenize=False,
                 **self._options,
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             raise RenderingError(f"the chat template cannot render {_roles(messages)}: {error}") from error
         return str(text).replace(ESCAPED_GUARD, GUARD)
 

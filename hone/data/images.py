@@ -72,7 +72,7 @@ def source_of(part: Mapping[str, Any]) -> Any:
 
 def images_in(messages: Sequence[Message]) -> tuple[Image, ...]:
     """The images in messages from `Renderer.with_images`, in order."""
-    return tuple(part["image"] for part in parts_of(messages) if is_image(part) and isinstance(part["image"], Image))
+    return tuple(one["image"] for one in parts_of(messages) if is_image(one) and isinstance(one.get("image"), Image))
 
 
 def with_sources(messages: Sequence[Message], image_of: Any) -> tuple[Message, ...]:

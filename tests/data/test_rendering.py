@@ -537,3 +537,15 @@ def test_an_answer_keeps_its_special_tokens_but_not_its_end(make_tokenizer):
     assert plain.answer(ids) == plain.answer(ids[:-1]) == "a<|eot_id|>b"
     assert Renderer(plain.tokenizer, special_tokens_in_answers=False).answer(ids) == "ab"
     assert opened.answer(ids) == "<think>\na<|eot_id|>b"
+
+
+def test_a_conversation_that_begins_with_an_answer_is_a_clear_error(make_tokenizer):
+    with pytest.raises(RenderingError, match="message 0 is the assistant's: there is nothing that it answers"):
+        Renderer(make_tokenizer(CHATML)).render_sample([assistant("hi"), user("2?"), assistant("2")])
+
+
+def test_an_image_part_without_an_image_is_a_clear_error(make_tokenizer):
+    shown = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
+    renderer = Renderer(make_tokenizer(CHATML.replace("message.content", "message.content[1].text")))
+    with pytest.raises(RenderingError, match="an image that was not read"):
+        renderer.render_prompt(shown)

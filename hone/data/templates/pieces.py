@@ -52,6 +52,11 @@ def _grown_pieces(template: Rendering, messages: Sequence[Message], tools: Tools
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
+        if index == 0 and template.text is not None:
+            raise RenderingError(
+                "message 0 is the assistant's: there is nothing that it answers; begin with a message of the user or "
+                "the system, or remove it"
+            )
         opened = template.render(messages[:index], opening=True, tools=tools)
         answered = template.render(messages[: index + 1], opening=False, tools=tools)
         if not answered.startswith(opened):
