@@ -33,7 +33,7 @@ FOLDER = Path(__file__).with_name("reference")
 def pages() -> dict[str, str]:
     """File name -> Markdown."""
     seen: dict[type[Config], str] = {}
-    keys = {f"keys-{name.replace('_', '-')}.md": keys_page(name, sections(name, seen)) for name in KINDS}
+    keys = {page: text for name in KINDS for page, text in keys_pages(name, sections(name, seen)).items()}
     others = {
         "metrics.md": metrics_page(),
         "commands.md": commands_page(),
@@ -147,20 +147,42 @@ def label(kind: str, section: KeySection) -> str:
     )
 
 
-def keys_page(kind: str, found: Sequence[KeySection]) -> str:
+def keys_pages(kind: str, found: Sequence[KeySection]) -> dict[str, str]:
+    """File name -> page: one for the top level of a run file, with links to one for each section in it."""
+    name = f"keys-{kind.replace('_', '-')}"
+    by_top: dict[str, list[KeySection]] = {}
+    for section in found:
+        by_top.setdefault(section.path.partition(".")[0], []).append(section)
+    (top,) = by_top.pop("")
+    rows = [[f"[`{part}`]({name}-{part}.md)", _meaning(inside[0])] for part, inside in by_top.items()]
     parts = [
         f"# Keys of `kind: {kind}`\n",
         f"`{KINDS[kind].command}` reads such a run file. [Run files](../configuration.md) describes the syntax.\n",
+        f"({label(kind, top)})=\n## The top level\n",
+        f"{_meaning(top)}\n",
+        _key_table(top),
+        "## Sections\n",
+        table(["section", "content"], rows),
+        "```{toctree}\n:hidden:\n\n" + "\n".join(f"{name}-{part}" for part in by_top) + "\n```\n",
     ]
+    return {f"{name}.md": "\n".join(parts)} | {
+        f"{name}-{part}.md": _section_page(kind, part, inside) for part, inside in by_top.items()
+    }
+
+
+def _section_page(kind: str, top: str, found: Sequence[KeySection]) -> str:
+    parts = [f"# `{top}` of `kind: {kind}`\n"]
     for section in found:
-        title = section.path or "The top level"
         entry = section.chosen or section.within
-        heading = f"`{title}` with `{entry}`" if entry else f"`{title}`" if section.path else title
+        heading = f"`{section.path}` with `{entry}`" if entry else f"`{section.path}`"
         target = "" if section.same_as else f"({label(kind, section)})=\n"
-        parts.append(f"{target}## {heading}\n")
-        parts.append(plain((section.cls.__doc__ or "").partition("\n")[0]) + "\n")
+        parts += [f"{target}## {heading}\n", f"{_meaning(section)}\n"]
         parts.append(_same(section) if section.same_as else _key_table(section))
     return "\n".join(parts)
+
+
+def _meaning(section: KeySection) -> str:
+    return plain((section.cls.__doc__ or "").partition("\n")[0])
 
 
 def _key_table(section: KeySection) -> str:

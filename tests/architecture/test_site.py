@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from docs.check_site import problems
+from docs.llms import overview, title_of, write_llms
 from docs.project_pages import menu, notebook_page, project_pages, relink, themed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,3 +95,29 @@ def test_no_code_is_cut_at_the_right():
     always = re.sub(r"@media[^{]*\{.*?\n\}", "", css, flags=re.S)
     (rule,) = re.findall(r"\.highlight pre \{(.*?)\}", always, re.S)
     assert {"white-space: pre-wrap;", "overflow-wrap: anywhere;"} <= {line.strip() for line in rule.splitlines()}
+
+
+def test_language_models_get_a_list_of_the_pages_and_their_text(tmp_path):
+    """Each page of the index with its task, the others by title; and the text of all, with links to the site."""
+    write_llms(tmp_path)
+    short, whole = ((tmp_path / name).read_text(encoding="utf-8") for name in ("llms.txt", "llms-full.txt"))
+    assert short.startswith("# hone\n\n> hone trains language models with reinforcement learning after pre-training.\n")
+    assert "- [watch runs](watch.html): watch runs in a live page, compare them, read their rollouts" in short
+    named = set(re.findall(r"\]\(([\w/-]+)\.html\)", short))
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md") if path.stem not in ("index", "tasks")}
+    assert pages <= named
+    assert all(f"<!-- {name}.html -->" in whole for name in pages)
+    assert "hone watch runs/mine" in whole
+    assert overview("# x\n\nOne thing. Two.\n", {"a": "# The `A` page\n"}).endswith(
+        "## Optional\n\n- [The A page](a.html)\n"
+    )
+    assert title_of("no heading") == "a page"
+
+
+def test_the_search_finds_tasks_by_their_usual_names():
+    """Titles count most in the search of the site."""
+    titles = re.findall(r"^## (.+)$", (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8"), re.M)
+    text = " ".join(titles).lower()
+    assert [
+        words for words in ("push to hub", "gguf", "sweep", "custom reward", "learning rate") if words not in text
+    ] == []

@@ -246,3 +246,26 @@ def test_a_reader_that_goes_away_does_not_end_the_run():
         process.stdin.close()
         assert process.stderr.read() == "done"
         assert process.wait(60) == 0
+
+
+def test_a_figure_is_whole_on_a_narrow_terminal(tmp_path):
+    """At 80 columns the histories gave their room to nobody, and cut the held-out figures."""
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    tracker = ConsoleTracker(Choice(name="console"), RunInfo(tmp_path, total_steps=2000), console)
+    for step in range(60):
+        tracker.log(step, {"reward/mean": step / 60, "eval/held_out_questions/exact_match": step / 60})
+    text = shown(tracker, width=80)
+    assert "held_out_questions exact match" in text
+    assert "0.983 (step 59)" in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert all(len(line) == len(text.splitlines()[0]) for line in text.splitlines()), "the frame is straight"
+
+
+def test_no_time_left_is_shown_before_a_step_has_ended(plain):
+    """The evaluation before training took 2 s, so the display promised an end within 6 s."""
+    tracker, out = plain
+    tracker.log(0, {"eval/sort/exact_match": 0.25})
+    assert tracker.seconds_left() is None
+    assert out.getvalue().rstrip().endswith("so far")
+    tracker.log(1, {"reward/mean": 0.5, "eval/sort/exact_match": 0.25})
+    assert tracker.seconds_left() is not None

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from hone.config import Choice
 from hone.tracking.base import FINISHED, RolloutRecord, RunInfo, Tracker, printable
-from hone.tracking.names import Headline, held_out_headlines, score_of, training_headlines
+from hone.tracking.names import held_out_headlines, score_of, training_headlines
 from hone.tracking.terminal import LastingConsole
 from hone.types import FAILED
 
@@ -33,6 +33,8 @@ _HISTORY = 400
 _TEMPLATE_MARKS = re.compile(r"<\|im_start\|>\w*|<\|[^|>]*\|>")  # of chat templates; the same in every prompt
 _STATUS = "rollout/status/"
 OVERDUE_S = 10.0  # a step that takes longer than all that seemed left, by so much, is shown with its own time
+_FRAME = 8  # columns of the frame, and between three columns of figures
+_WIDEST = 40  # columns of a history
 _PACE = 20  # recent steps whose mean duration predicts the rest
 
 
@@ -64,6 +66,8 @@ class ConsoleTracker(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._step = step
         self._values.update(values)
+        if step == 0:
+            self._ends.clear()  # the time of the first evaluation says nothing about steps
         self._ends.append(time.monotonic())
         for headline in [*training_headlines(values), *held_out_headlines(values, self._score)]:
             if math.isfinite(values[headline.metric]):
@@ -104,20 +108,20 @@ class ConsoleTracker(Tracker):
         figures.add_column(style="dim", no_wrap=True)
         figures.add_column(justify="right", style="bold", no_wrap=True)
         figures.add_column(style="cyan", no_wrap=True, overflow="crop")
-        for headline in training_headlines(self._values):
-            figures.add_row(Text(headline.title), headline.show(self._values[headline.metric]), self._line_of(headline))
-        for headline in held_out_headlines(self._values, self._score):
-            value, step = self._held_out[headline.title]
-            figures.add_row(Text(headline.title), f"{value} (step {step})", self._line_of(headline))
+        rows = [(one, one.show(self._values[one.metric])) for one in training_headlines(self._values)]
+        for one in held_out_headlines(self._values, self._score):
+            value, step = self._held_out[one.title]
+            rows.append((one, f"{value} (step {step})"))
+        texts = zip(*((one.title, value) for one, value in rows), strict=True)
+        room = self._console.width - _FRAME - sum(max(map(cell_len, column)) for column in texts)  # for histories
+        for one, value in rows:
+            figures.add_row(Text(one.title), value, sparkline(self._history[one.metric], min(max(room, 1), _WIDEST)))
         parts: list[Table | Text] = [self._progress(), figures]
         if self._failure:
             parts.append(Text(self._failure, style="bold red"))
         parts += [_sample_text(label, record, self._console.width - 6) for label, record in self._samples.items()]
         name = Text(self._run.name, style="bold")
         return Panel(Group(*parts), title=name, title_align="left", border_style="dim", padding=(0, 1))
-
-    def _line_of(self, headline: Headline) -> str:
-        return sparkline(self._history[headline.metric], width=40)
 
     def _progress(self) -> Table:
         row = Table.grid(expand=True, padding=(0, 2))
