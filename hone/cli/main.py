@@ -41,7 +41,7 @@ COMMANDS = {
     },
     "eval": Command("hone.cli.eval:eval", "Evaluate a model on the held-out sets of a run file."),
     "chat": Command("hone.cli.chat:chat", "Talk to a model, or to two at once, in the terminal."),
-    "serve": Command("hone.cli.serve:serve", "Serve a model at an OpenAI-compatible address of this machine."),
+    "serve": Command("hone.cli.serve:serve", "Serve a model to OpenAI clients, or a base to clients that train it."),
     "generate": Command("hone.cli.generate:generate", "Generate answers to prompts."),
     "score": Command("hone.cli.score:score", "Score the answers in a file with a reward function."),
     "check": Command("hone.cli.check:check", "Try a run file without training: data, rewards, model, memory."),

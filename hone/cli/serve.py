@@ -1,4 +1,4 @@
-"""`hone serve`: a finished model at an OpenAI-compatible address."""
+"""`hone serve`: a finished model at an OpenAI-compatible address, or a base model that clients train (a run file)."""
 
 from __future__ import annotations
 
@@ -12,30 +12,47 @@ import typer
 
 from hone.cli.errors import EXIT_DONE
 from hone.cli.flags import Threads
+from hone.cli.service import KEY, manage_keys, serve_run_file
 from hone.composition import COMMAND_LINE, read_overrides
 from hone.config import ConfigError, build
 from hone.registry import resolve
 from hone.rollout.settings import RolloutConfig
 
 KEY_VARIABLE, SHORTEST_KEY = "HONE_SERVE_KEY", 16
+PORT = 8000
 RUN_FILES = (".yaml", ".yml")
 
 
 def serve(
-    target: Annotated[str, typer.Argument(help="model folder, GGUF file or hub name, or the folder of a run")],
+    target: Annotated[
+        str,
+        typer.Argument(help="model folder, GGUF file or hub name, or the folder of a run; a run file of kind: serve"),
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="rollout settings, such as rollout.backend=vllm")
+        list[str] | None,
+        typer.Argument(help="settings, as rollout.backend=vllm; key: add NAME, remove NAME, list"),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port on this machine; 0: any that is free")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port on this machine; 0: any that is free")] = PORT,
     threads: Threads = 0,
+    adapters: Annotated[int | None, typer.Option(min=1, help="key add: most models in training")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="key add: tokens trained and sampled")] = None,
+    bytes_: Annotated[int | None, typer.Option("--bytes", min=1, help="key add: bytes of all checkpoints")] = None,
 ) -> None:
     """Serve a model at http://127.0.0.1:PORT/v1, for every client of OpenAI's interface, until Ctrl-C.
 
     It answers by the built-in engine, or by vLLM (rollout.backend=vllm). Clients need the key that is printed, or the
     one in HONE_SERVE_KEY. Only programs on this machine reach the address.
+
+    hone serve RUN.yaml, a run file of kind: serve, serves a base model for training by the protocol of Tinker.
+    hone serve key add NAME makes the key of one of its tenants and prints it once.
     """
+    if target == KEY:
+        manage_keys(overrides or [], adapters, tokens_per_minute, bytes_)
+        return
     if Path(target).suffix in RUN_FILES:
-        raise ConfigError(f"{target} is a run file, and hone serve takes a finished model: the folder of its run")
+        moved = [] if port == PORT else [f"listen.port={port}"]
+        serve_run_file(Path(target), [*(overrides or []), *moved])
+        return
     rollout = _rollout(overrides or [])
     key = os.environ.get(KEY_VARIABLE, "")
     if key and (len(key) < SHORTEST_KEY or not key.isascii() or not key.isalnum()):

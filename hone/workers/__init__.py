@@ -5,5 +5,6 @@ trainer's weights to them), `snapshots` (the same while the trainer trains), `pr
 `scoring` (scores with a rollout engine), `control` (servers that join or leave a running run), `shared_memory` (do
 models and servers fit on one device), `cluster_hosts` (machines of a Ray cluster for servers), `spanning_hosts`
 (several for one server), `placing` (chooses them), `attaching` (servers that were started elsewhere), `inside/` (code
-that runs inside server processes).
+that runs inside server processes), `tenants` (models that train side by side on one base), `snapshot_rollout` (samples
+from their snapshots).
 """

@@ -16,6 +16,7 @@ ROOT_PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md",
 PAGES = {  # package -> its page, where that does not bear its name
     "trainers": "training",
     "testing": "extend",
+    "service": "serve",
 }
 
 

@@ -36,15 +36,16 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(LEVEL_2, NOT_THE_MATHEMATICS),
     "workers": LEVEL_0 | LEVEL_1 | {"engines", "rollout", "weights", "runtime"},
     "trainers": LEVEL_0 | LEVEL_1 | {"workers", "runtime", "envs", "rewards", "planner"},
+    "service": LEVEL_0 | LEVEL_1 | {"workers", "envs"},
     "testing": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers"},
-    "cli": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers", "testing", "migration", "diagnosis"},
+    "cli": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers", "service", "testing", "migration", "diagnosis"},
     "api": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers", "cli"},
     "__main__": frozenset({"cli"}),
     "": frozenset(),  # hone/__init__.py; it holds the version, which anybody may read
 }
-"""Part of `hone` -> parts that it may import. A run file holds everybody's settings, so `trainers` and `workers` may
-import any `settings` module."""
-SETTINGS_READERS = frozenset({"trainers", "workers"})
+"""Part of `hone` -> parts that it may import. A run file holds everybody's settings, so `service`, `trainers` and
+`workers` may import any `settings` module."""
+SETTINGS_READERS = frozenset({"service", "trainers", "workers"})
 
 THIRD_PARTY = {  # heavy or optional package -> files that may import it, or a folder
     "triton": ["triton_scores.py"],

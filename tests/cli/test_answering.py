@@ -135,7 +135,7 @@ def test_openai_s_client_talks_to_a_served_model(models):
 @pytest.mark.parametrize(
     ("arguments", "key", "expected"),
     [
-        (["run.yaml"], "", "run.yaml is a run file, and hone serve takes a finished model"),
+        (["run.yaml"], "", "run.yaml"),
         (["model", "data.train.path=x"], "", "data is no setting of hone serve, which takes keys of rollout only"),
         (["model"], "short", "HONE_SERVE_KEY should be at least 16 letters and digits, found 5"),
         (["nowhere/at/all"], "", "nowhere/at/all"),

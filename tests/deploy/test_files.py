@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from hone.cli.main import COMMANDS
+from hone.config import load
 from hone.runtime.settings import RaySettings
+from hone.service.settings import ServeConfig
 from hone.tracking.catalogue import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,3 +133,15 @@ def test_dashboard_and_alerts_name_metrics_that_a_run_gives_to_prometheus():
     used = {name for text in expressions for name in re.findall(r"hone_\w+", text)}
     assert len(alerts) == 3
     assert {name for name in used - made if name != "hone_eval_"} == set()
+
+
+def test_the_unit_of_the_service_starts_a_command_that_there_is():
+    unit = (DEPLOY / "serve" / "hone-serve.service").read_text()
+    program, command, run_file = re.search(r"^ExecStart=(.*)$", unit, re.M)[1].split()
+    assert (Path(program).name, command in COMMANDS, Path(run_file).suffix) == ("hone", True, ".yaml")
+    assert "\nRestart=on-failure\n" in unit
+
+
+@pytest.mark.parametrize("run_file", sorted((DEPLOY / "serve").glob("*.yaml")), ids=lambda path: path.name)
+def test_run_files_of_services_are_valid(run_file):
+    assert load(ServeConfig, run_file).config.listen.host == "127.0.0.1"

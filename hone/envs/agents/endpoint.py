@@ -94,14 +94,15 @@ class Endpoint:
         for path, dialect in DIALECTS.items():
             app.add_api_route(path, self._answering(dialect), methods=["POST"], response_model=None)
         app.add_api_route("/v1/models", self._models, methods=["GET"], response_model=None)
-        self._app = PathToken(TokenGuard(app, self._sessions.__contains__))
+        self.app = PathToken(TokenGuard(app, self._sessions.__contains__))
+        """The ASGI application, for a server that has others beside it."""
 
     # --------------------------------------------------------------------------------------- start, stop, sessions
 
     async def __aenter__(self) -> Endpoint:
         self._listener = socket.create_server((LOOPBACK, self._port), backlog=1024)
         config = uvicorn.Config(
-            self._app,
+            self.app,
             lifespan="off",
             ws="none",
             log_level="warning",

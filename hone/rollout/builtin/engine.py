@@ -282,7 +282,7 @@ class EngineWeights:
         self.merged = ""  # name of the adapter that is merged now; empty: the policy's own, if it has one
         self._replica = replica
         self._model_type = model_type
-        self._adapters = {name: (one.tensors(), one.config) for name, one in adapters.items()}
+        self.adapters = {name: (one.tensors(), one.config) for name, one in adapters.items()}
         self._policy_adapter: tuple[Mapping[str, Tensor], Mapping[str, Any]] | None = None
         self.use(decoder)
 
@@ -326,7 +326,7 @@ class EngineWeights:
     def switch_to(self, adapter: str) -> None:
         """Merge the adapter of this name; empty: the policy's own."""
         self.merged = adapter
-        wanted = self._adapters[adapter] if adapter else self._policy_adapter
+        wanted = self.adapters[adapter] if adapter else self._policy_adapter
         if wanted is not None:
             self._merge(*wanted)
         elif self._merging is not None:

@@ -1,0 +1,256 @@
+"""The routes of the service.
+
+    request --key--> tenant --body within limits--> handler --> JSON, protobuf, or a refusal {error, category}
+
+Paths and fields are those of tinker 0.38. What is not served is refused by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from hone.processes.listening import BodyRefused, read_body
+from hone.processes.untrusted_json import parse_json_apart
+from hone.service.disk.registry import NOBODY
+from hone.service.futures import PROTOBUF
+from hone.service.listings import Call, Handler, Listings
+from hone.service.protocol import messages
+from hone.service.protocol.messages import read
+from hone.service.protocol.refusals import BadRequest, NotFound, Refused, Unavailable
+from hone.service.protocol.wire import decompressed, read_training
+from hone.service.service import Service
+
+LOG = logging.getLogger(__name__)
+API = "/api/v1"
+FLAGS = {  # of the client: the defaults of its SDK, said aloud
+    "pjwt_auth_enabled": False,
+    "parallel_fwdbwd_chunks": True,
+    "proto_compress_fwdbwd": False,
+    "sample_use_retrieve_futures": False,
+    "custom_loss_server_side": False,
+    "sample_join_sampling_session": False,
+}
+NOT_SERVED = {  # path -> what to do instead
+    "create_custom_loss": "forward_backward_custom computes custom losses in the client",
+    "copy_weights": "load a checkpoint into a new model and save it there",
+    "join_sampling_session": "clients choose their own numbers",
+    "retrieve_futures": "ask retrieve_future for each request",
+    "auth/token": "send the key with each request",
+    "sessions/search": "list training_runs or checkpoints",
+    "billing/usage": "nothing is billed here",
+    "audit": "the log of the service has its events",
+}
+
+
+def key_of(request: Request) -> str:
+    """The key of a request: X-API-Key, or a bearer token."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
+
+
+def refusal(error: Refused) -> JSONResponse:
+    return JSONResponse({"error": str(error), "category": error.category}, error.status)
+
+
+class ServiceApp:
+    """An ASGI application around a service that has started."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.app = FastAPI(openapi_url=None)
+        self._add("GET", "/healthz", self._health, public=True)
+        self._listings = Listings(service)
+        self._add("GET", "/external/{secret}/{name}", self._listings.external_file, public=True)
+        self._add("GET", "/get_server_capabilities", self._capabilities)
+        for path, handler in self._posts().items():
+            self._add("POST", f"/{path}", handler)
+        for method, path, handler in self._listings.routes():
+            self._add(method, path, handler)
+        for path in NOT_SERVED:
+            for method in ("GET", "POST"):
+                self._add(method, f"/{path}", self._refuse)
+        self._add("POST", "/forward_backward", self._forward_backward, raw=True)
+        self.app.add_api_route("/{path:path}", self._unknown, methods=["GET", "POST", "PUT", "DELETE"])
+
+    def _posts(self) -> dict[str, Handler]:
+        return {
+            "client/config": self._client_config,
+            "client/dynamic_config": self._dynamic_config,
+            "telemetry": self._telemetry,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "sessions/{session_id}/finish": self._finish,
+            "create_model": self._create_model,
+            "get_info": self._get_info,
+            "optim_step": self._command(messages.OptimStep, "optim_step"),
+            "save_weights": self._command(messages.SaveWeights, "save_weights"),
+            "save_weights_for_sampler": self._command(messages.SaveForSampling, "save_weights_for_sampler"),
+            "save_weights_external": self._command(messages.SaveExternal, "save_weights_external"),
+            "load_weights": self._load_weights,
+            "create_sampling_session": self._create_sampling_session,
+            "asample": self._sample,
+            "retrieve_future": self._retrieve,
+            "weights_info": self._listings.weights_info,
+        }
+
+    def _add(self, method: str, path: str, handler: Handler, *, public: bool = False, raw: bool = False) -> None:
+        async def answering(request: Request) -> Response:
+            try:
+                found = await handler(await self._call(request, public, raw))
+            except Refused as error:
+                return refusal(error)
+            except BodyRefused as error:
+                return refusal(BadRequest(str(error), 413))
+            except Exception:
+                LOG.exception("%s %s failed", method, path)
+                return refusal(Unavailable("the service failed; its log says why"))
+            return found if isinstance(found, Response) else JSONResponse(found)
+
+        self.app.add_api_route(f"{API}{path}", answering, methods=[method], response_model=None)
+
+    async def _call(self, request: Request, public: bool, raw: bool) -> Call:
+        """Check the key and read the body. Raises Refused."""
+        path = {name: str(value) for name, value in request.path_params.items()}
+        if public:
+            return Call(NOBODY, request, None, path)
+        tenant = self._service.tenant(key_of(request))
+        if tenant is None:
+            raise Refused("the key is not valid: hone serve key add NAME makes one", 401)
+        if raw or request.method not in ("POST", "PUT"):
+            return Call(tenant, request, None, path)
+        text = await read_body(request, self._service.config.limits.request_bytes)
+        try:
+            body = await parse_json_apart(text or b"{}")
+        except ValueError as error:
+            raise BadRequest(f"the body is no JSON: {error}") from error
+        return Call(tenant, request, body, path)
+
+    async def _unknown(self, path: str) -> Response:
+        return refusal(NotFound(f"/{path} is not served here"))
+
+    async def _refuse(self, call: Call) -> Any:
+        path = call.request.url.path.removeprefix(f"{API}/")
+        raise BadRequest(f"{path} is not served here: {NOT_SERVED[path]}")
+
+    # ------------------------------------------------------------------------------------------------- the client
+
+    async def _health(self, call: Call) -> Any:
+        if (error := self._service.failed()) is not None:
+            raise Unavailable(f"the service failed: {error}")
+        return {"status": "ok"}
+
+    async def _client_config(self, call: Call) -> Any:
+        return FLAGS
+
+    async def _dynamic_config(self, call: Call) -> Any:
+        return {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}
+
+    async def _telemetry(self, call: Call) -> Any:
+        return {"status": "accepted"}  # and not kept
+
+    async def _capabilities(self, call: Call) -> Any:
+        shared = self._service.shared
+        longest = min(shared.machine.rollout.longest, shared.config.training.max_tokens_per_microbatch)
+        facts = {"max_context_length": longest, "trainable": True, "sampleable": True}
+        return {"supported_models": [{"model_name": name, **facts} for name in shared.names]}
+
+    async def _create_session(self, call: Call) -> Any:
+        return self._service.create_session(call.tenant, read(messages.CreateSession, call.body))
+
+    async def _heartbeat(self, call: Call) -> Any:
+        self._service.heartbeat(call.tenant, read(messages.SessionOf, call.body).session_id)
+        return {"type": "session_heartbeat"}
+
+    async def _finish(self, call: Call) -> Any:
+        message = read(messages.Finish, call.body)
+        why = (message.reason or {}).get("type", "finished")
+        await self._service.finish(call.tenant, call.path["session_id"], f"its client ended it ({why})")
+        return {}
+
+    # --------------------------------------------------------------------------------------------------- training
+
+    async def _create_model(self, call: Call) -> Any:
+        return self._created(call, read(messages.CreateModel, call.body))
+
+    def _created(self, call: Call, message: messages.CreateModel | messages.LoadWeights) -> Any:
+        session = self._service.session(call.tenant, message.session_id or "")
+        request_id = self._service.training.create(call.tenant, session, message)
+        return {"request_id": request_id, "model_id": f"{session.id}:train:{message.model_seq_id}"}
+
+    async def _get_info(self, call: Call) -> Any:
+        return self._service.info(call.tenant, read(messages.ModelOf, call.body).model_id)
+
+    def _command(self, cls: type[messages.Command], kind: str) -> Handler:
+        """A route that takes a command of a model. What is wrong in it, beyond its place, is its result."""
+
+        async def handler(call: Call) -> Any:
+            body = call.body if isinstance(call.body, dict) else {}
+            place = read(messages.Command, {name: body[name] for name in ("model_id", "seq_id") if name in body})
+            return self._submitted(call, place.model_id, place.seq_id, kind)
+
+        return handler
+
+    def _submitted(self, call: Call, model_id: str, number: int, kind: str) -> dict[str, Any]:
+        body = json.dumps(call.body, sort_keys=True).encode()
+        return {
+            "request_id": self._service.training.submit(call.tenant, model_id, number, kind, body),
+            "model_id": model_id,
+        }
+
+    async def _load_weights(self, call: Call) -> Any:
+        message = read(messages.LoadWeights, call.body)
+        if message.model_id is not None and message.seq_id is not None:
+            return self._submitted(call, message.model_id, message.seq_id, "load_weights")
+        return self._created(call, message)
+
+    async def _forward_backward(self, call: Call) -> Any:
+        headers, limits = call.request.headers, self._service.config.limits
+        if (kind := headers.get("content-type", "").partition(";")[0].strip()) != PROTOBUF:
+            raise BadRequest(
+                f"Content-Type: {kind or 'none'} is not served here; send {PROTOBUF} (SDK 0.25 and later)", 415
+            )
+        packed = await read_body(call.request, limits.request_bytes)
+        encoding = headers.get("content-encoding", "").lower()
+        body = await asyncio.to_thread(decompressed, packed, encoding, limits.decompressed_bytes)
+        parsed = await asyncio.to_thread(read_training, body, limits.dense_elements)
+        if parsed.seq_id < 1:
+            raise BadRequest(f"seq_id = {parsed.seq_id}: it should be 1 or more")
+        training = self._service.training
+        request_id = training.submit_training(call.tenant, parsed)
+        return {"request_id": request_id, "model_id": parsed.model_id}
+
+    async def _retrieve(self, call: Call) -> Any:
+        message = read(messages.RetrieveFuture, call.body)
+        limits, futures = self._service.config.limits, self._service.futures
+        found = await futures.wait(message.request_id, call.tenant.name, limits.poll_s)
+        if found is None:
+            state = "active" if self._service.shared.quotas.has_room(call.tenant.name) else "paused_rate_limit"
+            return JSONResponse({"type": "try_again", "request_id": message.request_id, "queue_state": state}, 408)
+        if found.error:
+            return {"error": found.error, "category": found.category}
+        large = len(found.body) > limits.metadata_bytes
+        if large and message.allow_metadata_only and futures.announce(message.request_id):
+            return {
+                "status": "complete_metadata",
+                "request_id": message.request_id,
+                "response_payload_size": len(found.body),
+            }
+        return Response(found.body, media_type=found.media)
+
+    # --------------------------------------------------------------------------------------------------- sampling
+
+    async def _create_sampling_session(self, call: Call) -> Any:
+        message = read(messages.CreateSamplingSession, call.body)
+        self._service.session(call.tenant, message.session_id)
+        session_id = self._service.sampling.create(call.tenant, message)
+        return {"type": "create_sampling_session", "sampling_session_id": session_id}
+
+    async def _sample(self, call: Call) -> Any:
+        request_id, ids = self._service.sampling.submit(call.tenant, read(messages.Sample, call.body))
+        return {"request_id": request_id, "sample_sequence_ids": ids}

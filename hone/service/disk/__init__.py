@@ -1,0 +1,1 @@
+"""Things that outlive the process: `registry` (SQLite), `keys` of tenants, `checkpoints` (files)."""

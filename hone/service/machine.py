@@ -1,0 +1,109 @@
+"""The thread that computes: one event loop for the models in training and for the rollout.
+
+    HTTP's loop --call(coroutine)--> this loop: one training command at a time | the rollout's steps between commands
+
+Everything that touches tensors runs here, so nothing of an engine is shared between threads. A training command holds
+the loop until it ends; sampling goes on between two of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hone.engines.settings import EngineConfig, LoraConfig
+from hone.models.tokenizer import load_tokenizer
+from hone.service.protocol.data import Work
+from hone.service.protocol.wire import training_reply
+from hone.service.settings import ServeConfig
+from hone.workers.snapshot_rollout import SnapshotRollout
+from hone.workers.tenants import AdamStep, Base, Snapshot, TenantModel
+
+R = TypeVar("R")
+STOP_S = 10.0
+
+
+class Machine:
+    """Base model, models in training and rollout. The coroutines may be awaited on any event loop."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hone serve: compute", daemon=True)
+        self.models: dict[str, TenantModel] = {}
+
+    async def start(self) -> None:
+        """Load the base model. Raises ModelError for one that cannot be used."""
+        self._thread.start()
+        await self.call(self._load)
+
+    def _load(self) -> None:
+        training, model = self._config.training, self._config.model
+        engine = EngineConfig(
+            compute_dtype=training.compute_dtype,
+            max_tokens_per_microbatch=training.max_tokens_per_microbatch,
+            activation_checkpointing=training.activation_checkpointing,
+            logprob_chunk_tokens=training.logprob_chunk_tokens,
+        )
+        self.base = Base(model, engine)
+        self.tokenizer = load_tokenizer(model)
+        self.rollout = SnapshotRollout(model, self._config.rollout, training.compute_dtype, self.tokenizer)
+
+    async def call(self, work: Callable[..., R], *arguments: Any) -> R:
+        """Run a function on the thread."""
+
+        async def run() -> R:
+            return work(*arguments)
+
+        return await self.run(run())
+
+    async def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Run a coroutine on the thread's loop; a caller that is cancelled cancels it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def post(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Run a function on the thread at some time, without waiting for it."""
+        self._loop.call_soon_threadsafe(work, *arguments)
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_S)
+
+    # ------------------------------------------------------------------------------------- commands, on the thread
+
+    def open(self, model_id: str, lora: LoraConfig | None) -> None:
+        self.models[model_id] = self.base.open(lora)
+
+    def close(self, model_id: str) -> None:
+        self.models.pop(model_id, None)
+
+    def train(self, model_id: str, work: Work, forward_only: bool) -> bytes:
+        """Forward, or forward and backward; returns the reply."""
+        model = self.models[model_id]
+        if forward_only:
+            work.loss(model.forward(work.batch, work.loss.needs), work.batch)
+        else:
+            model.forward_backward(work.batch, work.loss)
+        return training_reply(work.split(), {"loss:sum": work.loss.sum})
+
+    def step(self, model_id: str, step: AdamStep) -> dict[str, float]:
+        return self.models[model_id].step(step)
+
+    def clear_gradients(self, model_id: str) -> None:
+        self.models[model_id].clear_gradients()
+
+    def save(self, model_id: str, folder: Path) -> None:
+        self.models[model_id].save(folder)
+
+    def load(self, model_id: str, folder: Path, optimizer: bool) -> None:
+        self.models[model_id].load(folder, optimizer)
+
+    def snapshot(self, model_id: str, folder: Path) -> Snapshot:
+        return self.models[model_id].snapshot(folder)
+
+    def export(self, model_id: str, folder: Path) -> None:
+        self.models[model_id].export(folder)

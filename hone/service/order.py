@@ -1,0 +1,114 @@
+"""Order of the commands of one model, and turns between tenants: no clocks, no tensors, no bytes.
+
+    offer(seq) --gap before it--> waiting --the gap is filled--> ready --start--> running --end--> ended (remembered)
+                                     '--give_up (the gap was never filled), close--> ended as failed
+
+A model's commands run one at a time in the order of their numbers, whatever the order in which they arrive. A number
+that comes again is the same command if its content is the same, and is refused otherwise. All values are immutable: a
+test visits every order of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    """The answer to a command that arrives."""
+
+    QUEUED = "queued"  # new: it runs in its turn
+    REPEATED = "repeated"  # it came before, with the same content
+    CONFLICT = "conflict"  # another command has the number
+    LATE = "late"  # the number was given up, or is forgotten
+    FULL = "full"  # too far ahead of what runs: come again later
+    CLOSED = "closed"  # the model takes no more commands
+
+
+Numbered = tuple[int, str]  # a command's number and the digest of its content
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The commands of one model. Command 0 makes the model."""
+
+    next: int = 0  # the number that runs next
+    waiting: tuple[Numbered, ...] = ()  # in the order of their numbers, none below `next`
+    running: Numbered | None = None
+    ended: tuple[Numbered, ...] = ()  # whose results are remembered
+    closed: bool = False
+    room: int = 4096  # numbers that may wait beyond `next`
+
+    def offer(self, number: int, digest: str) -> tuple[Lane, Verdict]:
+        """Take a command that arrives."""
+        known = dict((*self.waiting, *self.ended, *filter(None, [self.running])))
+        if number in known:
+            return self, Verdict.REPEATED if known[number] == digest else Verdict.CONFLICT
+        if self.closed:
+            return self, Verdict.CLOSED
+        if number < self.next or (self.running is not None and number == self.running[0]):
+            return self, Verdict.LATE
+        if number >= self.next + self.room:
+            return self, Verdict.FULL
+        return replace(self, waiting=tuple(sorted((*self.waiting, (number, digest))))), Verdict.QUEUED
+
+    def waits(self, number: int) -> bool:
+        return any(one == number for one, _ in self.waiting)
+
+    @property
+    def ready(self) -> int | None:
+        """The number of the command that may start now; None: none may."""
+        if self.running is None and self.waiting and self.waiting[0][0] == self.next:
+            return self.next
+        return None
+
+    @property
+    def has_gap(self) -> bool:
+        """Return whether commands wait for one that has not come."""
+        return self.running is None and bool(self.waiting) and self.ready is None
+
+    def start(self) -> Lane:
+        """Begin the command that is ready."""
+        assert self.ready is not None
+        return replace(self, next=self.next + 1, running=self.waiting[0], waiting=self.waiting[1:])
+
+    def end(self) -> Lane:
+        """The running command has a result, good or bad; the next one may run."""
+        assert self.running is not None
+        return replace(self, running=None, ended=(*self.ended, self.running))
+
+    def give_up(self) -> tuple[Lane, tuple[int, ...]]:
+        """Fail what waits behind a gap that nobody fills; what comes of the gap later is late."""
+        if not self.has_gap:
+            return self, ()
+        failed = tuple(number for number, _ in self.waiting)
+        return replace(self, next=failed[-1] + 1, waiting=(), ended=(*self.ended, *self.waiting)), failed
+
+    def close(self) -> tuple[Lane, tuple[int, ...]]:
+        """Take no more commands and fail those that wait; the running one ends by itself."""
+        failed = tuple(number for number, _ in self.waiting)
+        return replace(self, closed=True, waiting=(), ended=(*self.ended, *self.waiting)), failed
+
+    def forget(self, number: int) -> Lane:
+        """Remember the result of a command no more."""
+        return replace(self, ended=tuple(one for one in self.ended if one[0] != number))
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Turns of several parties: who was served last comes last."""
+
+    order: tuple[str, ...] = ()
+
+    def pick(self, ready: Collection[str]) -> tuple[Turns, str | None]:
+        """The party of `ready` that has waited longest; None if there is none."""
+        newcomers = tuple(sorted(set(ready) - set(self.order)))
+        order = (*newcomers, *self.order)
+        chosen = next((one for one in order if one in ready), None)
+        if chosen is None:
+            return self, None
+        return Turns((*(one for one in order if one != chosen), chosen)), chosen
+
+    def without(self, party: str) -> Turns:
+        return Turns(tuple(one for one in self.order if one != party))

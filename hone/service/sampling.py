@@ -1,0 +1,227 @@
+"""Sampling: sessions of clients, each on the base or on one snapshot, and their requests.
+
+    asample --Futures--> queue of its snapshot --turns between snapshots--> Machine.rollout --> SampleResponse
+
+The rollout has one snapshot in its weights at a time. A snapshot keeps its turn while it has requests, up to `TURN`
+samples if others wait; within it, tenants take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from hone.service.disk.checkpoints import SAMPLING, Checkpoints
+from hone.service.disk.registry import Key, SnapshotRow
+from hone.service.futures import PROTOBUF, Outcome
+from hone.service.order import Turns
+from hone.service.protocol.messages import CreateSamplingSession, Sample
+from hone.service.protocol.refusals import BadRequest, Busy, Gone, NotFound, Refused
+from hone.service.protocol.wire import sampling_reply
+from hone.service.scoring import answer
+from hone.service.shared import Shared
+from hone.types import Completion, GenerationRequest
+
+LOG = logging.getLogger(__name__)
+TURN = 1024  # samples of one snapshot while another one waits
+AT_ONCE = 512  # samples that the rollout has at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request that waits or runs."""
+
+    tenant: str
+    snapshot: str  # name in the rollout; empty: the base
+    samples: int
+    work: Callable[[], Coroutine[Any, Any, None]]  # which keeps its errors to itself
+
+
+class Sampling:
+    """All sampling of the service. Its methods run on HTTP's event loop."""
+
+    def __init__(self, shared: Shared, checkpoints: Checkpoints) -> None:
+        self._shared, self._registry, self._futures = shared, shared.registry, shared.futures
+        self._checkpoints, self._rollout = checkpoints, shared.machine.rollout
+        self._queues: dict[str, dict[str, deque[Job]]] = {}  # snapshot -> tenant -> requests
+        self._snapshots = Turns()
+        self._tenants = Turns()
+        self._current, self._served = "", 0  # the snapshot whose turn it is, and samples of this turn
+        self._running: dict[asyncio.Task[None], Job] = {}
+        self._samples = 0  # that run
+        self._wake = asyncio.Event()
+
+    # ------------------------------------------------------------------------------------------------- sessions
+
+    def create(self, tenant: Key, message: CreateSamplingSession) -> str:
+        """Open a sampling session; the same request again gives the same one. Returns its id."""
+        session_id = f"{message.session_id}:sample:{message.sampling_session_seq_id}"
+        if self._registry.one(SnapshotRow, "id = ?", (session_id,)) is None:
+            row = self._target(tenant, message.base_model, message.model_path)
+            self._registry.put(replace(row, id=session_id, session=message.session_id, created=time.time()))
+        return session_id
+
+    def _target(self, tenant: Key, base_model: str | None, path: str | None) -> SnapshotRow:
+        """The base or snapshot that a session samples from. Raises NotFound or BadRequest."""
+        if path is None:
+            if base_model is None:
+                raise BadRequest("set base_model or model_path")
+            self._shared.check_base(base_model)
+            return SnapshotRow("", tenant.name, "", "", "", "", 0, "", 0.0)
+        self._shared.check_base(base_model)
+        found = self._checkpoints.find(tenant.name, path, (SAMPLING,))
+        return SnapshotRow("", tenant.name, "", path, "", found.digest, int(found.lora != "null"), "", 0.0)
+
+    def session(self, tenant: str, session_id: str) -> SnapshotRow:
+        found = self._registry.one(SnapshotRow, "id = ? AND tenant = ?", (session_id, tenant))
+        if found is None:
+            raise NotFound(f"there is no sampling session {session_id!r:.200}")
+        return found
+
+    def end_session(self, session_id: str) -> None:
+        """Drop the snapshots that only a session's clients could sample from."""
+        for row in self._registry.find(SnapshotRow, "session = ?", (session_id,)):
+            self._registry.remove(SnapshotRow, "id = ?", (row.id,))
+            self.retire(row.folder)
+            self._checkpoints.discard(row.folder)
+
+    def retire(self, folder: str) -> None:
+        """Let the rollout forget the snapshot in a folder."""
+        self._shared.machine.post(self._rollout.drop, folder)
+
+    def _opened(self, row: SnapshotRow) -> str:
+        """The name of a session's snapshot in the rollout, which serves it from now on; empty: the base."""
+        if row.follows:
+            newest = self._registry.one(SnapshotRow, "id = ?", (row.follows,))
+            if newest is None:
+                raise Gone("the model that this client follows has ended")
+            row = newest
+        if not row.path and not row.folder:
+            return ""
+        folder = row.folder or self._checkpoints.find(row.tenant, row.path, (SAMPLING,)).folder
+        if not self._rollout.holds(folder):
+            self._rollout.open(folder, self._checkpoints.snapshot_of(folder, row.digest, bool(row.adapter)))
+        return folder
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def submit(self, tenant: Key, message: Sample) -> tuple[str, list[str]]:
+        """Take a request; returns its id and an id for each sample. Raises Busy if too many of the tenant wait."""
+        if message.sampling_session_id is not None:
+            row = self.session(tenant.name, message.sampling_session_id)
+            request_id = f"{row.id}:{message.seq_id}"
+        else:
+            row = self._target(tenant, message.base_model, message.model_path)
+            request_id = f"request-{secrets.token_hex(12)}"
+        if message.num_samples > (most := self._shared.config.limits.samples):
+            raise BadRequest(f"num_samples = {message.num_samples}: at most {most} are served in one request")
+        self._check_room(tenant.name)
+        ids = [f"{request_id}:{number}" for number in range(message.num_samples)]
+        snapshot = self._opened(row)
+        if self._futures.open(request_id, tenant.name):
+            work = partial(self._answer, request_id, tenant.name, snapshot, message)
+            self._queue(Job(tenant.name, snapshot, message.num_samples, work))
+        return request_id, ids
+
+    def _queue(self, job: Job) -> None:
+        self._queues.setdefault(job.snapshot, {}).setdefault(job.tenant, deque()).append(job)
+        self._wake.set()
+
+    def name_of(self, tenant: Key, base_model: str | None, path: str | None) -> str:
+        """The name in the rollout of the base or of a tenant's snapshot, which is served from now on."""
+        return self._opened(self._target(tenant, base_model, path))
+
+    async def generate(self, tenant: str, snapshot: str, request: GenerationRequest) -> Completion:
+        """One sample in its turn. Raises as the rollout does, and Busy."""
+        self._check_room(tenant)
+        found: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+
+        async def work() -> None:
+            try:
+                completion = await self._shared.machine.run(self._rollout.generate(request))
+            except Exception as error:  # noqa: BLE001 (the caller's)
+                found.set_exception(error)
+                return
+            self._shared.quotas.spend(tenant, len(request.tokens) + len(completion.token_ids))
+            if not found.done():
+                found.set_result(completion)
+
+        self._queue(Job(tenant, snapshot, 1, work))
+        return await found
+
+    def _check_room(self, tenant: str) -> None:
+        """Raise Busy for a tenant with too many requests that wait, or without tokens."""
+        if not self._shared.quotas.has_room(tenant):
+            raise Busy(f"{tenant} has used its tokens of this minute")
+        waiting = sum(len(jobs.get(tenant, ())) for jobs in self._queues.values())
+        if waiting >= (most := self._shared.config.limits.sampling_requests):
+            raise Busy(f"{tenant} has {most} sampling requests that wait already")
+
+    async def run(self) -> None:
+        """Give requests to the rollout in turns, until cancelled."""
+        try:
+            while True:
+                job = self._next()
+                if job is None:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                self._samples += job.samples
+                self._served += job.samples
+                task = asyncio.create_task(job.work(), name="sample")
+                self._running[task] = job
+                task.add_done_callback(self._ended)
+        finally:
+            for task in self._running:
+                task.cancel()
+
+    def _next(self) -> Job | None:
+        """The request that may run now; None: none may."""
+        waiting = {name for name, jobs in self._queues.items() if any(jobs.values())}
+        if not waiting or self._samples >= AT_ONCE:
+            return None
+        others = waiting - {self._current}
+        if self._current not in waiting or (others and self._served >= TURN):
+            if self._running or not (others or waiting):
+                return None
+            self._snapshots, chosen = self._snapshots.pick(others or waiting)
+            assert chosen is not None
+            self._current, self._served = chosen, 0
+        jobs = self._queues[self._current]
+        self._tenants, tenant = self._tenants.pick([name for name, queue in jobs.items() if queue])
+        assert tenant is not None
+        job = jobs[tenant].popleft()
+        if not any(jobs.values()):
+            del self._queues[self._current]
+        return job
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._samples -= self._running.pop(task).samples
+        self._wake.set()
+
+    async def _answer(self, request_id: str, tenant: str, snapshot: str, message: Sample) -> None:
+        try:
+            seed = seed_of(message)
+            found = await self._shared.machine.run(answer(self._rollout, snapshot, message, seed, request_id))
+            outcome = Outcome(sampling_reply(found), PROTOBUF)
+            sampled = sum(len(one.tokens) for one in found.sequences)
+            self._shared.quotas.spend(tenant, len(message.prompt.tokens) + sampled)
+        except (Refused, ValueError) as error:
+            outcome = Outcome.failed(error if isinstance(error, Refused) else BadRequest(str(error)))
+        except Exception as error:
+            LOG.exception("sampling request %s failed", request_id)
+            outcome = Outcome.failed(error)
+        self._futures.resolve(request_id, outcome)
+
+
+def seed_of(message: Sample) -> int:
+    """The seed of a request: the client's, or a random one."""
+    given = message.sampling_params.seed
+    return secrets.randbits(62) if given is None else given

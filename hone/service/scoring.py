@@ -1,0 +1,148 @@
+"""The answer to one sampling request: samples, and log-probs of the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hone.service.protocol.messages import Sample, SamplingParameters, TensorData
+from hone.service.protocol.refusals import BadRequest
+from hone.service.protocol.wire import EMPTY_ID, EMPTY_LOGPROB, Sampled, SampledSequence
+from hone.types import Completion, GenerationRequest, SamplingParams, StopReason
+from hone.workers.snapshot_rollout import SnapshotRollout
+
+MOST_LIKELY = 128  # tokens at each place that a client may ask for
+MOST_SCORES = 1 << 26  # numbers of the distributions that one request may need whole
+Likely = tuple[NDArray[np.int32], NDArray[np.float32]]
+
+
+async def answer(rollout: SnapshotRollout, snapshot: str, message: Sample, seed: int, request_id: str) -> Sampled:
+    """Sample and score. Raises BadRequest or ValueError for a request that cannot be served."""
+    prompt = message.prompt.tokens
+    _check(rollout, message, prompt)
+    sampling = parameters(message.sampling_params, snapshot, rollout.longest - len(prompt))
+    requests = [
+        GenerationRequest(f"{request_id}:{number}", prompt, seeded(sampling, seed, number))
+        for number in range(message.num_samples)
+    ]
+    completions = await asyncio.gather(*(rollout.generate(one) for one in requests))
+    sequences = [_sequence(rollout, snapshot, prompt, one, message.topk_sample_logprobs) for one in completions]
+    found = Sampled(sequences)
+    wants_all = message.target_prompt_logprobs is not None or message.prompt_alt_tokens_k
+    if not (message.prompt_logprobs or message.topk_prompt_logprobs or wants_all):
+        return found
+    top = rollout.vocabulary if wants_all else message.topk_prompt_logprobs
+    scores = rollout.score(snapshot, prompt, top)
+    skipped = len(prompt) - (message.prompt_logprobs_last_n or len(prompt) - 1)
+    logprobs = scores.logprobs.float().cpu().numpy().copy()
+    logprobs[:skipped] = np.nan
+    ids, values = scores.top_ids.cpu().numpy(), scores.top_logprobs.float().cpu().numpy()
+    every = _every(ids, values) if wants_all else None
+    targets = message.target_prompt_logprobs
+    return Sampled(
+        sequences,
+        logprobs if message.prompt_logprobs else None,
+        _likely(ids, values, message.topk_prompt_logprobs, skipped) if message.topk_prompt_logprobs else None,
+        None if targets is None or every is None else _targets(targets, every),
+        None if not message.prompt_alt_tokens_k or every is None else _drawn(every, message, seed),
+    )
+
+
+def parameters(given: SamplingParameters, snapshot: str, room: int) -> SamplingParams:
+    """The sampling of a request. An empty list of stops turns the end of sequence off too; others add to it."""
+    stop = [given.stop] if isinstance(given.stop, str) else list(given.stop or ())
+    return SamplingParams(
+        max_tokens=max(1, room if given.max_tokens is None else given.max_tokens),
+        temperature=given.temperature,
+        top_k=max(0, given.top_k),
+        top_p=given.top_p,
+        stop=tuple(one for one in stop if isinstance(one, str)),
+        stop_token_ids=tuple(one for one in stop if isinstance(one, int)),
+        ignore_eos=given.stop == [],
+        adapter=snapshot,
+    )
+
+
+def seeded(sampling: SamplingParams, seed: int, number: int) -> SamplingParams:
+    """The sampling of one of a request's samples."""
+    digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
+    return replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
+
+
+def _check(rollout: SnapshotRollout, message: Sample, prompt: Sequence[int]) -> None:
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if (asked := getattr(message, name)) > MOST_LIKELY:
+            raise BadRequest(f"{name} = {asked}: at most {MOST_LIKELY} are served")
+    last = message.prompt_logprobs_last_n
+    if last is not None and (not message.prompt_logprobs or last >= len(prompt)):
+        raise BadRequest(
+            f"prompt_logprobs_last_n = {last} needs prompt_logprobs, and should be 1 to {len(prompt) - 1} (prompt - 1)"
+        )
+    whole = message.target_prompt_logprobs is not None or message.prompt_alt_tokens_k > 0
+    if whole and len(prompt) * rollout.vocabulary > MOST_SCORES:
+        raise BadRequest(
+            f"target_prompt_logprobs and prompt_alt_tokens_k need the distribution at each of {len(prompt)} places "
+            f"over {rollout.vocabulary} tokens; at most {MOST_SCORES:,} numbers are computed for one request"
+        )
+
+
+def _sequence(
+    rollout: SnapshotRollout, snapshot: str, prompt: tuple[int, ...], one: Completion, top_k: int
+) -> SampledSequence:
+    likely = None
+    if top_k:
+        scores = rollout.score(snapshot, (*prompt, *one.token_ids), top_k)
+        part = slice(len(prompt), None)
+        ids, values = scores.top_ids[part].cpu().numpy(), scores.top_logprobs[part].float().cpu().numpy()
+        likely = ids.astype(np.int32), values
+    return SampledSequence(one.token_ids, one.logprobs, one.stop_reason is StopReason.STOP, likely)
+
+
+def _likely(ids: NDArray[np.int64], values: NDArray[np.float32], top_k: int, skipped: int) -> Likely:
+    first, likely = ids[:, :top_k].astype(np.int32), values[:, :top_k].copy()
+    first[:skipped], likely[:skipped] = EMPTY_ID, EMPTY_LOGPROB
+    return first, likely
+
+
+def _every(ids: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[len - 1, V]: the log-prob of each token at each place but the first."""
+    found = np.empty((len(ids) - 1, ids.shape[1]), np.float32)
+    np.put_along_axis(found, ids[1:], values[1:], 1)
+    return found
+
+
+def _targets(targets: TensorData, every: NDArray[np.float32]) -> NDArray[np.float32]:
+    shape = targets.shape or []
+    if targets.dtype != "int64" or len(shape) != 2 or shape[0] != len(every):
+        raise BadRequest(f"target_prompt_logprobs should be int64 [{len(every)}, K], found {targets.dtype} {shape}")
+    wanted = np.full(shape, -1, np.int64)
+    data = np.asarray(targets.data, np.int64)
+    if targets.sparse_crow_indices is not None:
+        counts = np.diff(targets.sparse_crow_indices)
+        columns = np.asarray(targets.sparse_col_indices or [], np.int64)
+        if len(counts) != shape[0] or counts.sum() != len(data) or len(columns) != len(data):
+            raise BadRequest("target_prompt_logprobs is no valid CSR tensor")
+        wanted[np.repeat(np.arange(shape[0]), counts), columns] = data
+    elif data.size == wanted.size:
+        wanted = data.reshape(shape)
+    else:
+        raise BadRequest(f"target_prompt_logprobs has {data.size} numbers, and its shape {shape} has {wanted.size}")
+    if wanted.max(initial=-1) >= every.shape[1] or wanted.min(initial=0) < -1:
+        raise BadRequest(f"target_prompt_logprobs: ids are from 0 to {every.shape[1] - 1}, and -1 asks for nothing")
+    found = np.take_along_axis(every, np.maximum(wanted, 0), 1)
+    return np.where(wanted < 0, np.float32(0), found)
+
+
+def _drawn(every: NDArray[np.float32], message: Sample, seed: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Tokens drawn at each place from the distribution at the request's temperature, and their log-probs there."""
+    temperature = message.sampling_params.temperature or 1.0
+    scores = torch.log_softmax(torch.from_numpy(every) / temperature, -1)
+    generator = torch.Generator().manual_seed(seed % (1 << 63))
+    ids = torch.multinomial(scores.exp(), message.prompt_alt_tokens_k, replacement=True, generator=generator)
+    return ids.numpy(), scores.gather(1, ids).numpy()

@@ -1,0 +1,81 @@
+"""The process of a service: start it, listen, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from hone.processes.listening import Refusals, bounded
+from hone.service.answers import Answers
+from hone.service.app import ServiceApp
+from hone.service.disk.keys import add_key
+from hone.service.disk.registry import Key
+from hone.service.service import Service
+from hone.service.settings import ServeConfig
+
+MOST_CONNECTIONS = 4096
+STOP_S = 5
+FIRST_TENANT = "first"  # whose key is made and shown when a folder has none
+
+Said = Callable[[str], None]
+
+
+def serve(config: ServeConfig, say: Said, check: Callable[[], None] = lambda: None) -> None:
+    """Serve until SIGINT or SIGTERM. `check` is called once everything is constructed, and may refuse settings.
+
+    Raises ModelError, OSError, ConfigError or ValueError if it cannot start.
+    """
+    asyncio.run(_serve(config, say, check))
+
+
+async def _serve(config: ServeConfig, say: Said, check: Callable[[], None]) -> None:
+    listen = config.listen
+    listener = socket.create_server((listen.host, listen.port), backlog=1024)  # before the model: a taken port is told
+    service = Service(config)
+    try:
+        await service.start()
+        check()
+        if not service.registry.find(Key):
+            say(f"key of the tenant {FIRST_TENANT!r}, shown once: {add_key(service.registry, FIRST_TENANT)}")
+        scheme = "http" if listen.tls_key is None else "https"
+        say(f"serving {service.shared.base_name} at {scheme}://{listen.host}:{listener.getsockname()[1]}")
+        await _listen(config, service, listener)
+    finally:
+        listener.close()
+        await service.stop()
+
+
+async def _listen(config: ServeConfig, service: Service, listener: socket.socket) -> None:
+    listen = config.listen
+    settings = uvicorn.Config(
+        Answers(ServiceApp(service).app, service),
+        lifespan="off",
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=STOP_S,
+        ssl_certfile=listen.tls_certificate,
+        ssl_keyfile=listen.tls_key,
+        http=bounded(Refusals("hone serve"), lambda: MOST_CONNECTIONS, head_s=120.0),
+    )
+    server = _Server(settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.end)
+    await server.serve([listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which leaves signals to its caller."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def end(self) -> None:
+        self.should_exit = True

@@ -1,0 +1,208 @@
+"""The service: sessions, models, sampling and checkpoints of tenants, and the tasks that run them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from typing import Any
+
+from hone.service.commands import Commands
+from hone.service.disk.checkpoints import SAMPLING, STATE, Checkpoints, described, stamp
+from hone.service.disk.keys import tenant_of
+from hone.service.disk.registry import REGISTRY_FILE, Checkpoint, Key, Model, Registry, Session, SnapshotRow
+from hone.service.futures import Futures
+from hone.service.machine import Machine
+from hone.service.protocol import messages
+from hone.service.protocol.refusals import Gone, NotFound
+from hone.service.quotas import Quotas
+from hone.service.sampling import Sampling
+from hone.service.settings import ServeConfig
+from hone.service.shared import Shared
+from hone.service.training import Training
+
+LOG = logging.getLogger(__name__)
+LOOK_S = 5.0  # between two looks at what has expired
+
+
+class Service:
+    """One service in one process."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self.machine = Machine(config)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Load the model and take up what the folder has. Raises ModelError, OSError or ValueError."""
+        await self.machine.start()
+        self.registry = registry = Registry(self.config.root / REGISTRY_FILE)
+        self.shared = Shared(self.config, self.machine, registry, Futures(self.config.limits.result_s), Quotas())
+        self.futures = self.shared.futures
+        LOG.info("clients may call the base model %s", ", ".join(self.shared.names))
+        self.checkpoints = Checkpoints(self.shared)
+        if orphans := self.checkpoints.remove_orphans():
+            LOG.warning("removed %d unfinished checkpoints of a process that was killed", len(orphans))
+        self.sampling = Sampling(self.shared, self.checkpoints)
+        commands = Commands(self.shared, self.checkpoints, self.sampling.retire)
+        self.training = Training(self.shared, self.checkpoints, commands)
+        self.training.restore()
+        now = time.monotonic()
+        self._seen = {one.id: now for one in registry.find(Session, "ended = ''")}
+        self._tasks = [
+            asyncio.create_task(work, name=name)
+            for name, work in (
+                ("training", self.training.run()),
+                ("sampling", self.sampling.run()),
+                ("expiry", self._expire()),
+            )
+        ]
+
+    async def stop(self) -> None:
+        """End the tasks; what clients were told is in the registry."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.machine.stop()
+
+    def failed(self) -> BaseException | None:
+        """The error of a task that ended, which none should; None: they run."""
+        ended = [task for task in self._tasks if task.done() and not task.cancelled()]
+        return ended[0].exception() if ended else None
+
+    def tenant(self, key: str) -> Key | None:
+        """The tenant of a key; None: it is not valid."""
+        found = tenant_of(self.registry, key)
+        if found is not None:
+            self.shared.quotas.know(found)
+        return found
+
+    # ------------------------------------------------------------------------------------------------- sessions
+
+    def create_session(self, tenant: Key, message: messages.CreateSession) -> dict[str, Any]:
+        session_id = f"session-{secrets.token_hex(16)}"
+        facts = message.model_dump_json(exclude={"type"})
+        self.registry.put(Session(session_id, tenant.name, time.time(), facts, ""))
+        self._seen[session_id] = time.monotonic()
+        alpha = self.config.training.lora_alpha
+        return {
+            "type": "create_session",
+            "session_id": session_id,
+            "info_message": f"hone serve: adapters have alpha {alpha:g}, and none on the unembedding",
+        }
+
+    def session(self, tenant: Key, session_id: str) -> Session:
+        """A tenant's session that goes on. Raises NotFound, or Gone if it has ended."""
+        found = self.registry.one(Session, "id = ? AND tenant = ?", (session_id, tenant.name))
+        if found is None:
+            raise NotFound(f"there is no session {session_id!r:.200}")
+        if found.ended:
+            raise Gone(f"the session has ended: {found.ended}")
+        return found
+
+    def heartbeat(self, tenant: Key, session_id: str) -> None:
+        self._seen[self.session(tenant, session_id).id] = time.monotonic()
+
+    async def finish(self, tenant: Key, session_id: str, why: str) -> None:
+        """End a session: its models and its own snapshots go, its checkpoints stay. Again is fine."""
+        found = self.registry.one(Session, "id = ? AND tenant = ?", (session_id, tenant.name))
+        if found is None:
+            raise NotFound(f"there is no session {session_id!r:.200}")
+        if not found.ended:
+            await self._end(session_id, why)
+
+    async def _end(self, session_id: str, why: str) -> None:
+        self.registry.change(Session, "ended = ?", "id = ?", (why, session_id))
+        self._seen.pop(session_id, None)
+        await self.training.end_session(session_id, why)
+        self.sampling.end_session(session_id)
+
+    async def _expire(self) -> None:
+        """Look at what has expired, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            limit = time.monotonic() - self.config.limits.session_s
+            for session_id in [name for name, seen in self._seen.items() if seen < limit]:
+                await self._end(session_id, f"no heartbeat came for {self.config.limits.session_s:g} s")
+            self.training.give_up_gaps()
+            self.futures.forget_old()
+            self.training.forget_old()
+            self.checkpoints.sweep()
+
+    def described_session(self, tenant: Key, session_id: str) -> dict[str, Any]:
+        found = self.registry.one(Session, "id = ? AND tenant = ?", (session_id, tenant.name))
+        if found is None:
+            raise NotFound(f"there is no session {session_id!r:.200}")
+        facts = json.loads(found.facts)
+        return {
+            "training_run_ids": [one.id for one in self.registry.find(Model, "session = ?", (session_id,))],
+            "sampler_ids": [one.id for one in self.registry.find(SnapshotRow, "session = ?", (session_id,))],
+            "user_metadata": facts["user_metadata"],
+            "display_name": facts["display_name"],
+        }
+
+    # ------------------------------------------------------------------------------------------------ descriptions
+
+    def info(self, tenant: Key, model_id: str) -> dict[str, Any]:
+        row = self.training.model(tenant.name, model_id).row
+        lora, name = row.lora_config, self.shared.base_name
+        return {
+            "type": "get_info",
+            "model_id": model_id,
+            "model_name": name,
+            "model_data": {
+                "arch": self.machine.rollout.architecture,
+                "model_name": name,
+                "tokenizer_id": self.shared.tokenizer_folder,
+            },
+            "is_lora": lora is not None,
+            "lora_rank": None if lora is None else lora["rank"],
+            "optimizer_config": {"type": "adamw"},
+        }
+
+    def weights_info(self, tenant: Key, path: str) -> dict[str, Any]:
+        lora = json.loads(self.checkpoints.find(tenant.name, path).lora)
+        adapted = {} if lora is None else {name: lora[name] for name in ("train_mlp", "train_attn")}
+        return {
+            "base_model": self.shared.base_name,
+            "is_lora": lora is not None,
+            "lora_rank": None if lora is None else lora["rank"],
+            "optimizer_config": {"type": "adamw"},
+            **adapted,
+            "train_unembed": False,
+        }
+
+    def run(self, tenant: Key, run_id: str) -> dict[str, Any]:
+        row = self.registry.one(Model, "id = ? AND tenant = ?", (run_id, tenant.name))
+        if row is None:
+            raise NotFound(f"there is no training run {run_id!r:.200}")
+        return self._described_run(row)
+
+    def runs(self, tenant: Key, limit: int, offset: int) -> dict[str, Any]:
+        rows = self.registry.find(Model, "tenant = ? ORDER BY created DESC", (tenant.name,))
+        cursor = {"limit": limit, "offset": offset, "total_count": len(rows)}
+        return {"training_runs": [self._described_run(one) for one in rows[offset : offset + limit]], "cursor": cursor}
+
+    def _described_run(self, row: Model) -> dict[str, Any]:
+        last: dict[str, Checkpoint] = {one.kind: one for one in self.checkpoints.of_run(row.tenant, row.id)}
+        state, snapshot = last.get(STATE), last.get(SAMPLING)
+        lora = row.lora_config
+        return {
+            "training_run_id": row.id,
+            "base_model": self.shared.base_name,
+            "model_owner": row.tenant,
+            "is_lora": lora is not None,
+            "corrupted": False,
+            "lora_rank": None if lora is None else lora["rank"],
+            "last_request_time": stamp(row.used),
+            "last_checkpoint": None if state is None else described(state),
+            "last_sampler_checkpoint": None if snapshot is None else described(snapshot),
+            "user_metadata": json.loads(row.metadata),
+        }
+
+    def list_checkpoints(self, tenant: Key, limit: int, offset: int) -> dict[str, Any]:
+        rows = self.registry.find(Checkpoint, "tenant = ? ORDER BY created DESC", (tenant.name,))
+        cursor = {"limit": limit, "offset": offset, "total_count": len(rows)}
+        return {"checkpoints": [described(one) for one in rows[offset : offset + limit]], "cursor": cursor}

@@ -1,0 +1,267 @@
+"""Models in training: their commands arrive, wait for their turn, run, and leave a result.
+
+    submit --registry--> Lane (order) --ready--> `run`, one command at a time, tenants in turn --> Machine --> result
+                                                                                                     '-- Futures
+
+A command is in the registry before its client hears of it, and so is its result. After an optimizer step the model's
+state is written; if the process is killed, it starts from there and repeats the commands since, so the model ends with
+the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+
+from hone.service.commands import Commands, Done
+from hone.service.disk.checkpoints import Checkpoints
+from hone.service.disk.registry import CommandRow, Key, Model, Session
+from hone.service.futures import Outcome
+from hone.service.order import Lane, Turns, Verdict
+from hone.service.protocol.messages import CreateModel, LoadWeights
+from hone.service.protocol.refusals import BadRequest, Busy, Gone, NotFound
+from hone.service.protocol.wire import TrainingRequest
+from hone.service.shared import Shared
+
+REMEMBERED = 256  # ended commands of a model whose repetition is recognised
+HELD_S = 1.0  # between two looks at whether a tenant may go on
+TRAIN, CREATE = "train", "create"
+
+
+@dataclass(slots=True)
+class _Open:
+    """A model, and the order of its commands."""
+
+    row: Model
+    lane: Lane
+    gap_since: float | None = None  # when the first of its commands began to wait for one that had not come
+
+
+class Training:
+    """All models of the service. Its methods run on HTTP's event loop."""
+
+    def __init__(self, shared: Shared, checkpoints: Checkpoints, commands: Commands) -> None:
+        self._shared, self._registry, self._futures = shared, shared.registry, shared.futures
+        self._checkpoints, self._commands = checkpoints, commands
+        self._models: dict[str, _Open] = {}
+        self._tenants = Turns()
+        self._turns: dict[str, Turns] = {}  # of the models of each tenant
+        self._wake = asyncio.Event()
+        self.parsed: dict[str, TrainingRequest] = {}  # of commands that wait, by request id
+
+    # ------------------------------------------------------------------------------------------------- arrival
+
+    def create(self, tenant: Key, session: Session, message: CreateModel | LoadWeights) -> str:
+        """Take the first command of a new model: make it, or load it. Returns the request's id."""
+        model_id = f"{session.id}:train:{message.model_seq_id}"
+        if model_id not in self._models:
+            self._check_room(tenant)
+            now = time.time()
+            lora = message.lora_config if isinstance(message, CreateModel) else None
+            row = Model(
+                id=model_id,
+                tenant=tenant.name,
+                session=session.id,
+                seed=secrets.randbelow(1 << 31) if lora is None or lora.seed is None else lora.seed,
+                lora=json.dumps(None if lora is None else lora.model_dump(exclude={"type"})),
+                metadata=json.dumps(message.user_metadata),
+                created=now,
+                used=now,
+                state_after=-1,
+                state_folder="",
+                closed=0,
+            )
+            self._registry.put(row)
+            self._models[model_id] = _Open(row, Lane())
+        body = message.model_dump_json(exclude_none=True).encode()
+        kind = CREATE if isinstance(message, CreateModel) else "load_new"
+        return self.submit(tenant, model_id, 0, kind, body)
+
+    def _check_room(self, tenant: Key) -> None:
+        most = tenant.models or self._shared.config.limits.models
+        if sum(one.row.tenant == tenant.name for one in self._models.values()) >= most:
+            raise BadRequest(
+                f"{tenant.name} has {most} open models already, which is its limit; finish a session first"
+            )
+        if any(one.row.lora == "null" for one in self._models.values()):
+            raise BadRequest("a model with all weights in training takes this service alone; finish its session first")
+
+    def submit(self, tenant: Key, model_id: str, number: int, kind: str, body: bytes, digest: str = "") -> str:
+        """Take a command; returns its request's id. Raises Refused if it cannot be in its model's order."""
+        found = self.model(tenant.name, model_id)
+        digest = digest or sha256(kind.encode() + b" " + body).hexdigest()
+        request_id = f"{model_id}:{number}"
+        lane, verdict = found.lane.offer(number, digest)
+        if verdict is Verdict.CONFLICT:
+            raise BadRequest(f"seq_id {number} of {model_id} was used for another request")
+        if verdict is Verdict.LATE:
+            raise Gone(f"seq_id {number} of {model_id} is over: it was given up, or its result is kept no more")
+        if verdict is Verdict.CLOSED:
+            raise Gone(f"the session of {model_id} has ended")
+        if verdict is Verdict.FULL:
+            raise Busy(f"seq_id {number} of {model_id} is too far ahead of what runs")
+        if verdict is Verdict.QUEUED:
+            self._registry.put(CommandRow(model_id, number, kind, digest, body, None, "", "", "", 0.0))
+            found.lane = lane
+            self._futures.open(request_id, tenant.name)
+            self._wake.set()
+        return request_id
+
+    def submit_training(self, tenant: Key, parsed: TrainingRequest) -> str:
+        """Take a forward_backward request."""
+        digest = sha256(parsed.canonical).hexdigest()
+        request_id = self.submit(tenant, parsed.model_id, parsed.seq_id, TRAIN, parsed.canonical, digest)
+        if self.model(tenant.name, parsed.model_id).lane.waits(parsed.seq_id):
+            self.parsed[request_id] = parsed
+        return request_id
+
+    def model(self, tenant: str, model_id: str) -> _Open:
+        """A tenant's open model. Raises NotFound, or Gone if its session has ended."""
+        found = self._models.get(model_id)
+        if found is None or found.row.tenant != tenant:
+            row = self._registry.one(Model, "id = ? AND tenant = ?", (model_id, tenant))
+            if row is not None:
+                raise Gone(f"the session of {model_id} has ended; load one of its checkpoints into a new model")
+            raise NotFound(f"there is no model {model_id!r:.200}")
+        return found
+
+    @property
+    def open_models(self) -> int:
+        return len(self._models)
+
+    # ------------------------------------------------------------------------------------------------- turns
+
+    async def run(self) -> None:
+        """Run the commands that are ready, one at a time, until cancelled."""
+        while True:
+            model = self._next()
+            if model is None:
+                await self._something_new()
+            else:
+                await self._execute(model)
+
+    async def _something_new(self) -> None:
+        """Wait for a command, and a second at most for one whose tenant has used up its tokens of the minute."""
+        self._wake.clear()
+        held = any(one.lane.ready is not None for one in self._models.values())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HELD_S if held else None):
+                await self._wake.wait()
+
+    def _next(self) -> _Open | None:
+        """The model whose turn it is: tenants in turn, and the models of one tenant in turn."""
+        ready: dict[str, list[str]] = {}
+        for name, one in self._models.items():
+            if one.lane.ready is not None and self._shared.quotas.has_room(one.row.tenant):
+                ready.setdefault(one.row.tenant, []).append(name)
+        self._tenants, tenant = self._tenants.pick(ready.keys())
+        if tenant is None:
+            return None
+        self._turns[tenant], chosen = self._turns.get(tenant, Turns()).pick(ready[tenant])
+        assert chosen is not None
+        return self._models[chosen]
+
+    async def _execute(self, model: _Open) -> None:
+        number = model.lane.ready
+        assert number is not None
+        model.lane, model.gap_since = model.lane.start(), None
+        command = self._registry.one(CommandRow, "model = ? AND number = ?", (model.row.id, number))
+        assert command is not None
+        request_id = f"{model.row.id}:{number}"
+        done = await self._commands.outcome(model.row, command, self.parsed.pop(request_id, None))
+        if model.lane.closed:  # meanwhile; what the command wrote is removed at the next start
+            done = Done(Outcome(error="the session has ended", category="user"))
+        with self._registry.together():
+            done.commit()
+            row = replace(
+                command,
+                body=command.body if command.kind == TRAIN and not done.outcome.error else None,
+                result=done.outcome.body,
+                media=done.outcome.media,
+                error=done.outcome.error,
+                category=done.outcome.category,
+                ended=time.time(),
+            )
+            self._registry.put(row)
+            self._registry.remove(
+                CommandRow, "model = ? AND number < ? AND body IS NULL", (command.model, number - REMEMBERED)
+            )
+            self._registry.change(Model, "used = ?", "id = ?", (time.time(), command.model))
+        done.after()
+        model.row = self._registry.one(Model, "id = ?", (model.row.id,)) or model.row
+        model.lane = model.lane.end().forget(number - REMEMBERED)
+        self._futures.resolve(request_id, done.outcome)
+        if number == 0 and done.outcome.error and not model.lane.closed:  # there is no model
+            self._registry.change(Model, "closed = 1", "id = ?", (model.row.id,))
+            del self._models[model.row.id]
+
+    # ---------------------------------------------------------------------------------------------- time and ends
+
+    def give_up_gaps(self) -> None:
+        """Fail the commands that have waited too long for one that never came."""
+        now, limit = time.monotonic(), self._shared.config.limits.gap_s
+        for name, one in self._models.items():
+            if not one.lane.has_gap:
+                one.gap_since = None
+            elif one.gap_since is None:
+                one.gap_since = now
+            elif now > one.gap_since + limit:
+                missing = one.lane.next
+                one.lane, failed = one.lane.give_up()
+                self._fail(
+                    name, failed, f"seq_id {missing} did not come within {limit:g} s, and later requests wait for it"
+                )
+
+    async def end_session(self, session_id: str, why: str) -> None:
+        """Close the models of a session: what waits fails, and their memory is given back."""
+        for name, one in [*self._models.items()]:
+            if one.row.session != session_id:
+                continue
+            one.lane, failed = one.lane.close()
+            self._fail(name, failed, f"the session has ended: {why}")
+            self._registry.change(Model, "closed = 1, state_folder = ''", "id = ?", (name,))
+            self._checkpoints.discard(one.row.state_folder)
+            del self._models[name]
+            await self._commands.close(name)
+
+    def _fail(self, model_id: str, numbers: tuple[int, ...], error: str) -> None:
+        outcome = Outcome(error=error, category="user")
+        for number in numbers:
+            self._registry.change(
+                CommandRow,
+                "error = ?, category = 'user', ended = ?, body = NULL",
+                "model = ? AND number = ?",
+                (error, time.time(), model_id, number),
+            )
+            self.parsed.pop(f"{model_id}:{number}", None)
+            self._futures.resolve(f"{model_id}:{number}", outcome)
+
+    def forget_old(self) -> None:
+        """Drop the results that nobody can ask for any more."""
+        before = time.time() - self._shared.config.limits.result_s
+        self._registry.change(CommandRow, "result = NULL", "ended > 0 AND ended < ? AND result IS NOT NULL", (before,))
+
+    def restore(self) -> None:
+        """Take up the models and commands that the registry has; results that are there can be asked for again."""
+        for row in self._registry.find(Model, "closed = 0"):
+            commands = self._registry.find(CommandRow, "model = ? ORDER BY number", (row.id,))
+            ended = [one for one in commands if one.ended]
+            waiting = tuple((one.number, one.digest) for one in commands if not one.ended)
+            lane = Lane(
+                next=ended[-1].number + 1 if ended else 0,
+                waiting=waiting,
+                ended=tuple((one.number, one.digest) for one in ended[-REMEMBERED:]),
+            )
+            self._models[row.id] = _Open(row, lane)
+            for one in commands:
+                request_id = f"{row.id}:{one.number}"
+                if not one.ended or one.result is not None or one.error:
+                    self._futures.open(request_id, row.tenant)
+                if one.ended and (one.result is not None or one.error):
+                    self._futures.resolve(request_id, Outcome(one.result or b"", one.media, one.error, one.category))
+        self._wake.set()

@@ -1,0 +1,58 @@
+"""The real client of the protocol, in an environment of its own, against `hone serve`."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("tinker_client.py")
+PYTHON = Path(__file__).parents[2] / ".venv-tinker/bin/python"
+
+pytestmark = pytest.mark.tinker
+
+
+def run(server, program, *arguments, timeout_s=300):
+    """The output of a program that uses the real client."""
+    if not PYTHON.exists():
+        pytest.skip(f"{PYTHON} does not exist: make .venv-tinker installs it")
+    there = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**there, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [PYTHON, program, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_real_client_trains_samples_saves_and_is_refused(server):
+    found = json.loads(run(server, PROGRAM))
+    assert found["models"] == ["tiny"]
+    assert found["info"] == ["tiny", True, 4]
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["chunks"][0] == 2500
+    assert found["gap"] < 1e-5
+    assert found["samples"] == [5, 5, 5]
+    first, nothing, same = found["target"]
+    assert (first, nothing) == (pytest.approx(same, abs=1e-6), 0.0)
+    assert found["alternatives"] == [len(found["ids"]) - 1, 2]
+    places = len(found["ids"]) - 1
+    assert found["importance_sampling"] == pytest.approx(-places, abs=1e-3)  # every ratio is 1
+    assert found["ppo"] == found["gspo"] == pytest.approx(-places, abs=1e-3)
+    one = found["chunks"][1]
+    assert found["cispo"] == pytest.approx(one, rel=1e-4)
+    assert found["dro"] == pytest.approx(one, rel=1e-4)
+    assert found["sparse"] == [True, pytest.approx(one, rel=1e-4)]
+    assert found["custom"][0] == pytest.approx(found["custom"][1], rel=1e-4)
+    assert found["custom"][2] == 2.0
+    assert found["loaded"][0] == pytest.approx(found["loaded"][1], rel=1e-6)
+    assert found["greedy"] == [4, "length"]
+    assert found["computed"] == len(found["ids"])
+    lost, step, missing = found["refused"]
+    assert "choose importance_sampling or cispo" in lost
+    assert "no step was made" in step
+    assert "lacks advantages" in missing
+    assert found["checkpoints"] == ["weights/state", "sampler_weights/named"]
+    assert found["left"] == ["sampler_weights/named"]
+    assert found["runs"] == 2
