@@ -7,7 +7,7 @@ staleness 0 come g, the seconds in which answers are generated, scored and weigh
 one side works the other may, so no schedule that trains on whole batches of one version is faster than
 (g + t) / max(g, t) times the synchronous one. `recompute` may be: there, batches overlap in a server.
 
-The prediction of a round is that of `hone simulate --from` the same round's run at staleness 0. A lent server
+The prediction of a round is that of `hone plan --from` the same round's run at staleness 0. A lent server
 (`asynchrony.lend_trainer`) is not predicted, and may beat the bound: while the trainer waits, two servers generate.
 """
 
@@ -26,7 +26,8 @@ from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
-from hone.cli.simulate import simulate_run
+from hone.cli.comparison import compare
+from hone.cli.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "benchmarks/asynchronous.yaml"
@@ -99,12 +100,12 @@ def measured(case: Case, setting: str, folder: Path, steps: int, more: Sequence[
 
 
 def predicted(case: Case, setting: str, synchronous: Path, more: Sequence[str]) -> tuple[float, float]:
-    """Seconds of a step, and the mean age of its tokens, as `hone simulate` predicts them from a synchronous run."""
+    """Seconds of a step, and the mean age of its tokens, as `hone plan` predicts them from a synchronous run."""
     keys = [*keys_of(setting), *case.overrides, *more]
     printed = StringIO()
     with redirect_stdout(printed):
         grid = [f"staleness={setting.partition(':')[0]}", f"steps={SIMULATED}"]
-        simulate_run(ROOT / RECIPE, keys, source=synchronous, grid=grid, as_json=True)
+        compare(load_recipe(ROOT / RECIPE, keys).config, [], synchronous, grid, as_json=True)
     (one,) = json.loads(printed.getvalue())
     print(
         f"{setting}: costs {one['setting']['costs']}, {one['setting']['prompt_tokens']} tokens of a prompt", flush=True

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from hone.cli.anatomy import Anatomy, examine, training_memory
 from hone.cli.baseline import judged
 from hone.cli.errors import EXIT_FAILED
 from hone.cli.init import READERS
@@ -24,10 +23,16 @@ from hone.data.stream import PromptMaker, TooLong, make_renderer
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
+from hone.planner.anatomy import examine
+from hone.planner.devices import GIB, known_devices, this_machine
+from hone.planner.memory import peak, phases
 from hone.platforms.base import current_platform
 from hone.rewards.pool import Outcome
 from hone.rewards.settings import RewardConfig
 from hone.tracking.base import printable
+from hone.trainers.forecast.forecast import Given, checked_setup
+from hone.trainers.forecast.setup import placement_of
+from hone.trainers.forecast.sizes import POLICY, Sizes, measured_lengths
 from hone.trainers.policy.checks import check_room, check_settings
 from hone.trainers.policy.evaluate_model import baseline_answers
 from hone.trainers.policy.settings import PolicyRunConfig
@@ -36,7 +41,6 @@ from hone.trainers.run.run_model import FOLDER, local_model
 ROWS = 3  # that rewards score
 RENDERED = 200  # rows whose length is measured
 SHOWN = 300  # last characters of the first prompt
-GIB = 2**30
 
 
 def check(
@@ -65,7 +69,7 @@ def check(
         else:
             reader = READERS[config.kind]("train", config.data.train, "data.train")
             _say([f"data: {len(reader)} rows"])
-        _say(_memory(config, examine(model)))
+        _say(_memory(config, model))
         if baseline and isinstance(config, PolicyRunConfig):
             greedy, sampled = baseline_answers(config, model, prompts)
             _say(judged(greedy, sampled, config))
@@ -123,14 +127,16 @@ def _shown(outcome: Outcome) -> str:
     return f"failed ({outcome.error})" if outcome.error else f"{outcome.value:.3g}"
 
 
-def _memory(config: Any, anatomy: Anatomy) -> Iterator[str]:
-    lora = config.actor.lora
-    needed = training_memory(anatomy, 1, lora.rank if lora is not None else 0).total
-    platform = current_platform()
+def _memory(config: Any, model: ModelConfig) -> Iterator[str]:
+    """The size of the model, and the forecast of memory that `hone plan` makes, for this machine."""
+    anatomy, platform = examine(model), current_platform()
     facts = platform.memory()
     yield f"model: {anatomy.family}, {anatomy.parameters / 1e6:,.1f} M parameters, context {anatomy.context:,} tokens"
-    fits = "" if needed < facts.free else ": too much, see lora, or several devices"
+    sizes = Sizes({POLICY: anatomy}, measured_lengths(config, model))
+    machine = this_machine(known_devices())
+    most = peak(phases(checked_setup(config, sizes, placement_of(config, machine), Given())))
+    fits = "" if most.total < facts.free else ": too much, see hone plan"
     yield (
-        f"memory: about {needed / GIB:.1f} GiB for weights, gradients and optimizer on one device, and activations; "
-        f"{facts.free / GIB:.1f} of {facts.total / GIB:.1f} GiB are free on {platform.device_name()}{fits}"
+        f"memory: about {most.total / GIB:.1f} GiB at the most, in {most.name}; {facts.free / GIB:.1f} of "
+        f"{facts.total / GIB:.1f} GiB are free on {platform.device_name()}{fits}"
     )

@@ -45,6 +45,7 @@ COMMANDS = {
     "generate": Command("hone.cli.generate:generate", "Generate answers to prompts."),
     "score": Command("hone.cli.score:score", "Score the answers in a file with a reward function."),
     "check": Command("hone.cli.check:check", "Try a run file without training: data, rewards, model, memory."),
+    "plan": Command("hone.cli.plan:plan", "Predict memory, time and cost of a run, and whether it fits."),
     "env": Command("hone.cli.env:env", "Check an environment before training: play it without a model."),
     "config": Command("hone.cli.config:config", "Show all settings of a run file, explain a key, print a JSON schema."),
     "doctor": Command("hone.cli.doctor:doctor", "Show what this machine can run, and why it cannot run the rest."),
@@ -53,20 +54,20 @@ COMMANDS = {
     "watch": Command("hone.cli.watch:watch", "Show runs in a live page, while they train and after."),
     "report": Command("hone.cli.report:report", "Rebuild the report page of a run."),
     "diagnose": Command("hone.cli.diagnose:diagnose", "Say what is wrong with a run, and what to try."),
-    "simulate": Command("hone.cli.simulate:simulate_run", "Predict how fast an asynchronous run is, and how stale."),
     "list": Command("hone.cli.listing:listing", "List the names that a run file may use, by kind."),
 }
 
 PANELS = {  # of `hone --help`; the others train
-    "Look": ("check", "config", "diagnose", "env", "report", "score", "watch"),
+    "Look": ("check", "config", "diagnose", "env", "plan", "report", "score", "watch"),
     "Models": ("chat", "eval", "export", "generate", "serve"),
-    "Machine": ("doctor", "list", "rollout", "simulate"),
+    "Machine": ("doctor", "list", "rollout"),
 }
 EXIT_S = 60.0  # for the exit handlers of libraries, and for threads of tools that still run
 TAKES_KEYS = {
     "quickstart",
     "eval",
     "check",
+    "plan",
     "env",
     "config",
     *(kind.command.removeprefix("hone ") for kind in KINDS.values()),

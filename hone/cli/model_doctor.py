@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hone.cli.anatomy import (
-    Anatomy,
-    activation_bytes_per_token,
-    examine,
-    logits_bytes,
-    training_memory,
-)
 from hone.cli.finding import Finding
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
+from hone.planner.anatomy import Anatomy, examine
+from hone.planner.memory import Layout, Role, activation_bytes_per_token, logits_bytes, static
 from hone.rollout import ROLLOUT_ENGINES
 
 LARGEST_DEGREE = 64
@@ -40,7 +35,7 @@ def model_report(path: str, revision: str | None, devices: int | None, lora_rank
         {"devices": count, "lora_rank": rank, "four_bit": four_bit, **asdict(found), "total": found.total}
         for rank, four_bit in kinds
         for count in counts
-        for found in [training_memory(anatomy, count, rank, four_bit)]
+        for found in [static(_role(anatomy, count, rank, four_bit))]
     ]
     degrees = {name: fitting(anatomy, name) for name in ("tensor", "sequence", "expert")}
     chunk = EngineConfig.model_fields["logprob_chunk_tokens"].default
@@ -48,13 +43,24 @@ def model_report(path: str, revision: str | None, devices: int | None, lora_rank
         "model": asdict(anatomy),
         "degrees": degrees,
         "memory": memory,
-        "activation_bytes_per_token": activation_bytes_per_token(anatomy, checkpointing=False),
-        "activation_bytes_per_token_with_checkpointing": activation_bytes_per_token(anatomy, checkpointing=True),
-        "logits_bytes": logits_bytes(anatomy, chunk),
+        "activation_bytes_per_token": activation_bytes_per_token(_role(anatomy)),
+        "activation_bytes_per_token_with_checkpointing": activation_bytes_per_token(
+            replace(_role(anatomy), recompute=True)
+        ),
+        "logits_bytes": logits_bytes(replace(_role(anatomy), chunk=chunk)),
         "kv_bytes_per_token": anatomy.kv_bytes_per_token(),
     }
     facts = (*_what(anatomy), *_features(anatomy, degrees), *_memory(memory, numbers, chunk))
     return ModelReport(facts, numbers)
+
+
+def _role(anatomy: Anatomy, devices: int = 1, lora_rank: int = 0, four_bit: bool = False) -> Role:
+    """A model that is trained with `backend: fsdp2` in float32, computed in bfloat16, and sharded over all devices.
+
+    `lora_rank`: train an adapter on every linear layer and freeze the weights.
+    """
+    adapter = anatomy.lora_parameters(lora_rank) if lora_rank else 0
+    return Role("actor", anatomy, adapter=adapter, four_bit=four_bit, layout=Layout(shard=devices))
 
 
 def fitting(anatomy: Anatomy, dimension: str) -> list[int]:

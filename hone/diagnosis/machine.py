@@ -36,7 +36,7 @@ def out_of_memory(run: Evidence) -> Iterator[Finding]:
         f"out of memory{f' in {where}' if where else ''}",
         last,
         "Weights, optimizer state, activations of one micro-batch and the KV cache share the memory; "
-        "`hone doctor --model` computes them.",
+        "`hone plan` computes them, by phase.",
         tuple(tries),
     )
 

@@ -70,7 +70,7 @@ def test_a_run_file_is_tried_without_training(tmp_path, capsys, monkeypatch):
     (reward,) = [line for line in lines if line.startswith("reward ")]
     assert "for the ground truth as the answer" in lines[reward]
     assert "context 32 tokens" in lines["model"]
-    assert "GiB for weights, gradients and optimizer" in lines["memory"]
+    assert "GiB at the most, in backward" in lines["memory"]
     assert "pass@4" in lines["before training"]
     assert lines["verdict"]
     left = [one for one in tmp_path.rglob("*") if "__pycache__" not in one.parts]  # Python's own, of the task

@@ -6,5 +6,5 @@ attention), `sequence_parallel` (Ulysses), `stateful` (layers that carry a state
 
 `support` says which models cannot be computed exactly. `adapting` changes a loaded model: `temperature` (queries scaled
 by position) and `indexed` (sparse attention). `chunks` cuts a packed row at the ends of chunks; `explicit` writes out
-what no kernel computes.
+what no kernel computes. `shapes` reads sizes off an empty model.
 """

@@ -51,7 +51,7 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
         return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
     if not hidden_states.is_cpu:
         return by_torch(self, hidden_states)
-    out: Tensor = _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
+    out: Tensor = FusedNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -60,7 +60,7 @@ def by_torch(norm: Any, hidden_states: Tensor) -> Tensor:
     return F.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-class _RMSNorm(torch.autograd.Function):
+class FusedNorm(torch.autograd.Function):
     """weight * x / sqrt(mean(x^2) + epsilon) over the last dimension, computed in float32 and rounded once."""
 
     @staticmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,7 +29,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hone.models.attention.adapting import adapt, choose_in_current_row
 from hone.models.attention.indexed import AnyMask, Queries, indexers
 from hone.models.attention.packed import (
-    Packing,
     Scoring,
     Window,
     chunk_of,
@@ -38,6 +37,7 @@ from hone.models.attention.packed import (
     packed_mask,
     window_of,
 )
+from hone.models.attention.shapes import AttentionShape, Call, shapes_of
 from hone.models.attention.stateful import unknown_states
 from hone.models.attention.support import obstacle
 from hone.models.attention.temperature import SCALES, scaled_by_position
@@ -54,22 +54,6 @@ from hone.rollout.builtin.states import StateCache, Work, keep_states
 MOST_LOGITS = 2**29  # 2 GiB in float32; of a model whose head cannot be run apart
 _WITH_ATTENTION = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")  # kinds of layers, beside a state
 SLOTS = "hone_slots"  # the name of `slot_attention` in transformers' registries
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """Sizes of one attention of a model."""
-
-    heads: int
-    kv_heads: int
-    key_size: int
-    value_size: int
-    cached: bool  # False: it reads the keys and values of an earlier layer (Gemma 3n, Gemma 4)
-
-    @property
-    def cache_key(self) -> tuple[int, int, int]:
-        """Key of the cached tensor that the layers of these sizes share."""
-        return self.kv_heads, self.key_size, self.value_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +77,7 @@ class _Forward:
     calls: int = 0
     choices: int = 0  # of indexers so far
     index_layer: int = 0  # of the cache, for the first indexer
-    seen: list[tuple[Tensor, Tensor, Tensor]] | None = None  # queries, keys and values of each call: `_find_places`
+    seen: list[Call] | None = None  # queries, keys and values of each call: `_find_places`
 
 
 _CURRENT: ContextVar[_Forward] = ContextVar("hone_slots_forward")
@@ -217,45 +201,14 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(SLOTS, packed_mask)
 
 
 def _places(forward: _Forward) -> Iterator[_Place]:
-    """Places in the cache, one for each call of a forward. Layers that share keys pass the same tensors on."""
-    calls = forward.seen or []
-    sources = [_first(calls, call) for call in calls]
-    shapes = [
-        AttentionShape(query.shape[1], key.shape[1], key.shape[3], value.shape[3], cached=sources[call] == call)
-        for call, (query, key, value) in enumerate(calls)
-    ]
+    """Places in the cache, one for each call of a forward."""
+    calls = shapes_of(forward.seen or [])
     groups: dict[tuple[int, int, int], list[int]] = {}  # the cache numbers layers of one shape consecutively
-    for call, shape in enumerate(shapes):
+    for call, (shape, _) in enumerate(calls):
         if shape.cached:
             groups.setdefault(shape.cache_key, []).append(call)
     layers = {call: layer for layer, call in enumerate(itertools.chain(*groups.values()))}
-    return (_Place(layers[source], shape) for source, shape in zip(sources, shapes, strict=True))
-
-
-def _first(calls: Sequence[tuple[Tensor, Tensor, Tensor]], call: tuple[Tensor, Tensor, Tensor]) -> int:
-    """Number of the first call with these keys and values."""
-    return next(i for i, one in enumerate(calls) if one[1] is call[1] and one[2] is call[2])
-
-
-def attention_shapes(model: PreTrainedModel) -> tuple[AttentionShape, ...]:
-    """Sizes of each attention of a model on the meta device, in the order of its calls.
-
-    Empty for a model whose forward needs values: whose attention is not replaceable, or depends on its weights.
-    """
-    adapt(model)
-    for name, module in model.named_modules():
-        if name.endswith("experts"):  # which tokens an expert gets depends on values; its output looks like its input
-            module.forward = lambda states, *_, **__: states
-    token = torch.zeros(1, dtype=torch.long, device="meta")
-    one = Packing.of(torch.tensor([0, 1]), device=token.device)
-    forward = _Forward(tokens=1, seen=[])
-    try:
-        model.set_attn_implementation(attention_names(model.config.model_type, SLOTS))
-        with torch.inference_mode(), _during(forward), packed(one):
-            model.base_model(input_ids=token[None], position_ids=token[None], use_cache=False)
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError, ValueError):
-        return ()
-    return tuple(place.shape for place in _places(forward))
+    return (_Place(layers[source], shape) for shape, source in calls)
 
 
 class GenericDecoder:

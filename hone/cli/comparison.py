@@ -1,4 +1,4 @@
-"""`hone simulate`: predict speed and staleness of an asynchronous run, for every combination of some settings."""
+"""`hone plan --grid`: predict speed and staleness of a run for every combination of some settings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
 from hone.planner.costs import Costs, fitted
 from hone.planner.grid import Base, Cell, cells
@@ -29,25 +28,15 @@ PLAIN_WIDTH = 120  # of a table that goes into a file
 TITLES = ("trainer", "servers", "s / step", "tokens / s", "mean age", "largest", "trainer busy", "servers busy")
 
 
-def simulate_run(
-    recipe: Annotated[Path, typer.Argument(help="run file (YAML)")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings of the run file")] = None,
-    cost: Annotated[list[str] | None, typer.Option(help=f"NAME=SECONDS of {', '.join(COSTS)}; repeat it")] = None,
-    source: Annotated[Path | None, typer.Option("--from", help="finished synchronous run that costs come from")] = None,
-    grid: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE[,VALUE...] to compare: staleness, devices, split, ...")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+def compare(
+    config: PolicyRunConfig, costs: Sequence[str], source: Path | None, grid: Sequence[str], as_json: bool = False
 ) -> None:
-    """Predict steps per second, staleness and utilisation of a run, without running it.
+    """Print speed, staleness and use of every combination of the grid's values.
 
-    It uses the run's own schedule. Give the costs of its parts with `--cost`, or a finished run with `--from`.
+    Costs come from the user (`--cost`), from a finished run (`--from`), or both. Raises ConfigError.
     """
-    config: PolicyRunConfig = load_recipe(recipe, overrides or []).config
-    if not isinstance(config, PolicyRunConfig):
-        raise ConfigError(f"{recipe}: only runs of hone train and hone distill generate answers; found another kind")
     values = _pairs("--grid", grid or ["staleness=0,1,2"])
-    found = cells(_base(config, _pairs("--cost", cost or []), source), {k: v.split(",") for k, v in values.items()})
+    found = cells(_base(config, _pairs("--cost", costs), source), {k: v.split(",") for k, v in values.items()})
     outcomes = [simulate(cell.setting) for cell in found]
     if as_json:
         together = [{"setting": a.plain(), "outcome": asdict(b)} for a, b in zip(found, outcomes, strict=True)]
@@ -137,4 +126,4 @@ def _row(cell: Cell, outcome: Outcome) -> list[Any]:
     ]
 
 
-__all__ = ["simulate_run", "table"]
+__all__ = ["COSTS", "compare", "table"]

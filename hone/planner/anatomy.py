@@ -1,7 +1,6 @@
-"""Describe a model and estimate its memory from its config and file headers, without reading any weights.
+"""Sizes of a model from its config and file headers, without reading any weights.
 
-config.json --transformers, meta device--> empty model --> counts, shapes, layers
-            --formulas-------------------> bytes of weights, gradients, optimizer, activations, KV cache
+config.json --transformers, meta device--> empty model --> counts, shapes, layers, what a backward keeps for a token
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig
 
-from hone.engines.lora.targets import default_targets
+from hone.models.adaptable import default_targets
 from hone.models.attention.indexed import indexers
+from hone.models.attention.shapes import AttentionShape, attention_shapes, kept_per_token
 from hone.models.attention.stateful import state_layers, unknown_states
 from hone.models.attention.support import obstacle
 from hone.models.errors import ModelError
@@ -27,9 +27,9 @@ from hone.models.quantised import method_of
 from hone.models.settings import ModelConfig
 from hone.models.value_head import VALUE_HEAD_FILE, is_classifier
 from hone.models.vision.model import auto_class
-from hone.rollout.builtin.generic import AttentionShape, attention_shapes
 
 _SHARED_SIZES = ("qk_nope_head_dim", "qk_rope_head_dim")  # latent attention (DeepSeek): a key is both, concatenated
+_KINDS = ("layer_types", "layers_block_type")  # names of the list of kinds of layers
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 
@@ -75,6 +75,10 @@ class Anatomy:
     adapted: tuple[str, ...]  # last names of the layers that LoRA adapts by default
     unadapted: dict[str, tuple[str, ...]]  # reason -> names of linear layers that it cannot adapt
     expert_matrices: tuple[str, ...]  # fused: [experts, inputs, outputs]
+    kept: tuple[int, int]  # bytes that a backward keeps for a token, in bfloat16 and float32; 0: unknown
+    expert_layers: int
+    expert_width: int  # inner width of one routed expert
+    largest_weight: int  # parameters of the largest tensor
     files: Files
 
     def lora_parameters(self, rank: int) -> int:
@@ -93,7 +97,10 @@ class Anatomy:
 
 
 def examine(model: ModelConfig) -> Anatomy:
-    """Describe a model. Raises ModelError for a model that hone would not load."""
+    """Describe a model. Raises ModelError for a model that hone would not load.
+
+    It has one to two seconds of work for a model of many layers.
+    """
     stored = check_model_source(model)
     folder = folder_of(model, weights=False)
     config: Any = None
@@ -129,6 +136,8 @@ def _measured(model: Any, reason: str, files: Files) -> Anatomy:
     idle = sum(sizes[name] for name in fused) * (1 - chosen / experts) if experts else 0
     states = tuple(sorted({type(layer).__name__ for layer in state_layers(model).values()}))
     adapted, unadapted = default_targets(model)
+    attention = () if reason else attention_shapes(model)
+    kept = tuple(kept_per_token(model, dtype) if attention else 0 for dtype in (torch.bfloat16, torch.float32))
     return Anatomy(
         family=model.config.model_type,
         architecture=type(model).__name__,
@@ -138,7 +147,7 @@ def _measured(model: Any, reason: str, files: Files) -> Anatomy:
         largest_layer=max(_layer_sizes(sizes).values(), default=0),
         layers=_layers(text),
         hidden=text.hidden_size,
-        attention=(() if reason else attention_shapes(model)) or _from_config(text),
+        attention=attention or _from_config(text),
         index_size=sum(one.head_dim for one in indexers(model)),
         mlp=_inner_width(text, chosen),
         vocabulary=text.vocab_size,
@@ -159,6 +168,12 @@ def _measured(model: Any, reason: str, files: Files) -> Anatomy:
             for why in sorted(set(unadapted.values()))
         },
         expert_matrices=tuple(sorted({name.rpartition(".")[2] for name in fused})),
+        kept=(kept[0], kept[1]),
+        expert_layers=sum(name.endswith(".experts") for name, _ in model.named_modules()) if experts else 0,
+        expert_width=int(getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0) or 0)
+        if experts
+        else 0,
+        largest_weight=max(sizes.values()),
         files=files,
     )
 
@@ -178,13 +193,20 @@ def _experts(text: Any) -> tuple[int, int]:
 
 
 def _from_config(text: Any) -> tuple[AttentionShape, ...]:
-    """Shapes of attention where the model cannot be run without weights; all layers are alike in such models."""
+    """Shapes of attention where the model cannot be run without weights; all layers with attention are alike then."""
     heads = getattr(text, "num_attention_heads", None) or 0
     parts = [int(getattr(text, name, None) or 0) for name in _SHARED_SIZES]
     size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
     key, value = (sum(parts), int(text.v_head_dim)) if all(parts) else (size, size)
     one = AttentionShape(heads, getattr(text, "num_key_value_heads", None) or heads, key, value, cached=True)
-    return (one,) * (text.num_hidden_layers if heads else 0)
+    kinds = next((found for name in _KINDS if (found := getattr(text, name, None))), None)
+    layers = text.num_hidden_layers if kinds is None else sum(_attends(str(kind)) for kind in kinds)
+    return (one,) * (layers if heads else 0)
+
+
+def _attends(kind: str) -> bool:
+    """Return whether a layer of this kind caches keys and values: one with linear attention has a state instead."""
+    return "hybrid" in kind or ("attention" in kind and "linear" not in kind)
 
 
 def _window(text: Any) -> int:
@@ -262,89 +284,3 @@ def _dtype_in(path: Path) -> str:
 
 def _line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-# ---------------------------------------------------------------------------------------------------------- memory
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes per device in training, without activations."""
-
-    weights: int
-    gathered: int  # layers that are gathered for computation, and weights outside the layers
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gathered + self.gradients + self.optimizer
-
-
-STORED, COMPUTED = 4, 2  # bytes: float32 master weights, bfloat16 forward and backward
-MOMENTS = 2  # AdamW keeps two numbers per weight, in the dtype of the stored weight
-# Bytes per weight: 4 bits, an 8-bit scale per block of 64 weights, a float per 256 scales.
-FOUR_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)
-
-
-def training_memory(anatomy: Anatomy, devices: int, lora_rank: int = 0, four_bit: bool = False) -> Memory:
-    """Memory per device with `backend: fsdp2`, AdamW, `model.dtype: float32` and `compute_dtype: bfloat16`.
-
-    The model is sharded over `devices`. `lora_rank`: train an adapter on every linear layer and freeze the weights.
-    `four_bit`: keep the frozen linear layers in 4 bits (nf4, double quantisation), all of them on each device.
-    """
-    learnt = anatomy.lora_parameters(lora_rank) if lora_rank else anatomy.parameters
-    frozen = anatomy.parameters if lora_rank else 0
-    if four_bit:
-        return _beside_four_bits(anatomy, devices, learnt)
-    if devices == 1:  # a bfloat16 copy of the master weights, and gradients of both
-        return Memory(
-            weights=(STORED + COMPUTED) * learnt + COMPUTED * frozen,
-            gathered=0,
-            gradients=(STORED + COMPUTED) * learnt,
-            optimizer=MOMENTS * STORED * learnt,
-        )
-    share = -(-learnt // devices)
-    return Memory(
-        weights=STORED * share + COMPUTED * -(-frozen // devices),
-        gathered=COMPUTED * (2 * anatomy.largest_layer + anatomy.embedding),
-        gradients=STORED * share,
-        optimizer=MOMENTS * STORED * share,
-    )
-
-
-def _beside_four_bits(anatomy: Anatomy, devices: int, learnt: int) -> Memory:
-    bits = round(FOUR_BIT * anatomy.linear_parameters)
-    others = anatomy.parameters - anatomy.linear_parameters
-    matrix = max((inputs * outputs for _, _, inputs, outputs in anatomy.linear), default=0)  # dequantised one at a time
-    share, copy = -(-learnt // devices), COMPUTED if devices == 1 else 0
-    return Memory(
-        weights=bits + (STORED + copy) * share + COMPUTED * -(-others // devices),
-        gathered=COMPUTED * (matrix + (anatomy.embedding if devices > 1 else 0)),
-        gradients=(STORED + copy) * share,
-        optimizer=MOMENTS * STORED * share,
-    )
-
-
-def activation_bytes_per_token(anatomy: Anatomy, checkpointing: bool) -> int:
-    """Estimate the bytes that one token of a micro-batch keeps for the backward pass, in bfloat16.
-
-    Per layer: two norms and their outputs (12 bytes per hidden unit, because their inputs are kept in float32),
-    queries, keys and values before and after rotation, attention's output, and gate, up, activation and product of the
-    MLP. With checkpointing: the input of each layer, and one whole layer at a time.
-    """
-    plain = 12 * anatomy.hidden + 8 * anatomy.mlp
-    attentions = [_attention_bytes(one) for one in anatomy.attention]
-    if checkpointing:
-        return 2 * anatomy.hidden * anatomy.layers + plain + max(attentions, default=0)
-    return plain * anatomy.layers + sum(attentions)
-
-
-def _attention_bytes(one: AttentionShape) -> int:
-    pairs = one.kv_heads * (one.key_size + one.value_size) * one.cached  # keys of another layer are kept there
-    return 8 * one.heads * one.key_size + 6 * pairs + 2 * one.heads * one.value_size
-
-
-def logits_bytes(anatomy: Anatomy, chunk_tokens: int) -> int:
-    """Bytes of one chunk of logits: in bfloat16, in float32, and their gradient. Only one chunk exists at a time."""
-    return chunk_tokens * anatomy.vocabulary * (2 + 4 + 4)

@@ -1,4 +1,4 @@
-"""`hone simulate` compares settings of a run file, and says in one line what it lacks."""
+"""`hone plan --grid` compares settings of a run file, and says in one line what it lacks."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def at_the_root(monkeypatch):
 def test_a_grid_is_simulated(capsys):
     grid = ["devices=8,16", "split=shared,0.25", "prompts_per_device=2", "staleness=0,1"]
     arguments = [argument for one in grid for argument in ("--grid", one)]
-    assert main(["simulate", RECIPE, *COSTS, *LENGTHS, *arguments, "--json"]) == 0
+    assert main(["plan", RECIPE, *COSTS, *LENGTHS, *arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     shapes = [
         (
@@ -43,15 +43,15 @@ def test_a_grid_is_simulated(capsys):
 def test_all_ranks_of_a_server_need_a_device(capsys):
     server = ["rollout.backend=vllm", "rollout.tensor_parallel=2", "rollout.engine.pipeline_parallel_size=2"]
     arguments = [RECIPE, *server, *COSTS, *LENGTHS, "--grid", "split=0.5", "--json"]
-    assert main(["simulate", *arguments, "--grid", "devices=16"]) == 0
+    assert main(["plan", *arguments, "--grid", "devices=16"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["setting"]["replicas"] == 2
-    assert main(["simulate", *arguments, "--grid", "devices=4"]) == 2
+    assert main(["plan", *arguments, "--grid", "devices=4"]) == 2
     said = "servers of 4 (rollout.tensor_parallel = 2 x pipeline parallel size = 2); each side needs one at least"
     assert said in capsys.readouterr().err
 
 
 def test_a_table_has_a_row_for_each_combination(capsys):
-    assert main(["simulate", RECIPE, "rollout.replicas=2", *COSTS, *LENGTHS, "--grid", "staleness=0,1"]) == 0
+    assert main(["plan", RECIPE, "rollout.replicas=2", *COSTS, *LENGTHS, "--grid", "staleness=0,1"]) == 0
     shown = capsys.readouterr().out
     assert "lengths=constant:3" in shown
     rows = [[cell.strip() for cell in line.split("│")] for line in shown.splitlines() if line.startswith("│")]
@@ -79,5 +79,5 @@ def test_a_table_has_a_row_for_each_combination(capsys):
     ],
 )
 def test_what_makes_no_simulation_is_refused(arguments, says, capsys):
-    assert main(["simulate", RECIPE, *arguments]) == 2
+    assert main(["plan", RECIPE, *arguments]) == 2
     assert says in capsys.readouterr().err

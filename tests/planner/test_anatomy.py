@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import RecurrentGemmaConfig
 
-from hone.cli.anatomy import activation_bytes_per_token, examine, training_memory
 from hone.data.packing import Sample, pack_samples
 from hone.engines.fsdp2.engine import Fsdp2Engine
 from hone.engines.settings import EngineConfig
@@ -13,11 +13,19 @@ from hone.models.attention.packed import packed
 from hone.models.errors import ModelError
 from hone.models.four_bit import FourBitLinear
 from hone.models.loading import load_language_model, without_progress_bars
+from hone.models.numerics.fused_norm import fuse_norms
 from hone.models.settings import BuildConfig, ModelConfig
+from hone.planner.anatomy import _from_config, examine
+from hone.planner.memory import Layout, Role, kept_bytes_per_token, static
 from hone.rollout.builtin.decoder import build_decoder
 from hone.types import LossOutput
 from tests.families.families import FAMILIES, save
 from tests.families.types import save_tiny, tiny_config
+
+
+def training_memory(anatomy, devices, lora_rank=0, four_bit=False):
+    adapter = anatomy.lora_parameters(lora_rank) if lora_rank else 0
+    return static(Role("actor", anatomy, adapter=adapter, four_bit=four_bit, layout=Layout(shard=devices)))
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3-MoE", "DeepSeek-V3", "gpt-oss", "Mistral", "Gemma 3"])
@@ -132,29 +140,38 @@ def test_an_engine_in_four_bits_holds_what_is_said(tmp_path):
     assert said.gathered == 2 * 32 * 128  # q, the largest
 
 
-def test_activations_are_estimated_within_a_third(tmp_path):
-    """Against the tensors that autograd keeps in a forward of a model with the proportions of real ones."""
-    build = BuildConfig(hidden_size=128, layers=2, heads=4, kv_heads=2, head_size=32, mlp_size=384)
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen3", "float32"), ("qwen3", "bfloat16"), ("gemma2", "bfloat16")])
+def test_activations_are_what_the_backward_keeps(kind, dtype, tmp_path):
+    """Against the tensors that autograd keeps in forwards of 64 and 192 tokens of the loaded model."""
+    build = BuildConfig(architecture=kind, hidden_size=128, layers=3, heads=4, kv_heads=2, head_size=32, mlp_size=384)
     with without_progress_bars():
         load_language_model(ModelConfig(build=build)).save_pretrained(tmp_path)
-    model = load_language_model(ModelConfig(path=str(tmp_path), dtype="bfloat16"))
+    model = load_language_model(ModelConfig(path=str(tmp_path), dtype=dtype))
+    fuse_norms(model)
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
-    kept: dict[int, int] = {}
 
-    def note(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def kept(length):
+        sizes, alive = {}, []  # a storage that is freed gives its address to another
 
-    length = 64
-    with packed(torch.tensor([0, length])), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        states = model.base_model(
-            torch.randint(0, 100, (1, length)), position_ids=torch.arange(length)[None], use_cache=False
-        )
-    said = activation_bytes_per_token(examine(ModelConfig(path=str(tmp_path))), checkpointing=False)
-    assert states.last_hidden_state.requires_grad
-    assert 2 / 3 < said / (sum(kept.values()) / length) < 3 / 2
+        def note(tensor):
+            if (storage := tensor.untyped_storage()).data_ptr() not in weights:
+                sizes[storage.data_ptr()] = storage.nbytes()
+                alive.append(tensor)
+            return tensor
+
+        with packed(torch.tensor([0, length])), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            places = torch.arange(length)[None]
+            model.base_model(torch.randint(0, 100, (1, length)), position_ids=places, use_cache=False)
+        return sum(sizes.values())
+
+    said = kept_bytes_per_token(examine(ModelConfig(path=str(tmp_path))), 2 if dtype == "bfloat16" else 4)
+    assert said == pytest.approx((kept(192) - kept(64)) / 128, rel=0.06)
+
+
+def test_layers_without_attention_cache_nothing_where_only_the_config_tells():
+    """RecurrentGemma's forward needs values; two of its three layers are recurrent."""
+    config = RecurrentGemmaConfig(num_hidden_layers=3, num_attention_heads=2, hidden_size=16)
+    assert len(_from_config(config)) == 1
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path):

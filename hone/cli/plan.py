@@ -1,0 +1,253 @@
+"""`hone plan`: memory, time and cost of a run, before it is launched.
+
+run file --> sizes of models and rows --> forecast --> tables
+         --search--> mappings of the run to the devices, the ten fastest
+         --grid----> every combination of some values, see `comparison`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hone.cli.comparison import COSTS, compare
+from hone.cli.errors import EXIT_FAILED
+from hone.cli.grouping import grouped
+from hone.cli.recipe import load_recipe
+from hone.config import ConfigError, forget_reads
+from hone.planner.costs import fitted
+from hone.planner.devices import GIB, Machine, known_devices, parse_devices, this_machine
+from hone.planner.lengths import Lengths as LengthsOfAnswers
+from hone.planner.lengths import parse_lengths, recorded
+from hone.planner.memory import Phase
+from hone.platforms.base import current_platform
+from hone.tracking.trackers.jsonl import ROLLOUTS_FILE
+from hone.trainers.forecast.batch import Row, arithmetic
+from hone.trainers.forecast.changes import Change, fastest, ways_to_fit
+from hone.trainers.forecast.forecast import Forecast, Given, Rates, forecast, why_it_cannot_fit
+from hone.trainers.forecast.setup import placement_of
+from hone.trainers.forecast.sizes import Sizes, sizes_of
+from hone.trainers.policy.settings import PolicyRunConfig
+
+PLAIN_WIDTH = 120  # of a table that goes into a file
+DRAWN = 2000  # lengths whose mean is taken
+SHOWN_WAYS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Devices that the run is planned for."""
+
+    devices: Annotated[str, typer.Option(help="8xH100, or the devices of this machine by default")] = ""
+    nodes: Annotated[int, typer.Option(min=1, help="machines with so many devices each")] = 1
+    device_facts: Annotated[Path | None, typer.Option(help="file of more devices (YAML)")] = None
+
+    def machine(self) -> Machine:
+        """The devices by their facts. Raises ConfigError for devices that no file describes."""
+        known = known_devices(self.device_facts)
+        if self.devices or self.nodes > 1:
+            return parse_devices(self.devices, self.nodes, known)
+        return this_machine(known)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Costs of a step and lengths of answers, where they are known."""
+
+    source: Annotated[Path | None, typer.Option("--from", help="finished synchronous run that costs come from")] = None
+    lengths: Annotated[str, typer.Option(help="of answers: lognormal:MEAN:SIGMA, constant:N, or a recorded run")] = ""
+    cost: Annotated[list[str] | None, typer.Option(help=f"NAME=SECONDS of {', '.join(COSTS)}; repeat it")] = None
+
+
+@grouped
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="run file (YAML)")],
+    hardware: Hardware,
+    known: Known,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings of the run file")] = None,
+    search: Annotated[bool, typer.Option("--search", help="the ten fastest mappings to these devices")] = False,
+    grid: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE[,VALUE...] to compare: staleness, devices, split, ...")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Predict memory by phase, time, cost and the arithmetic of a step, without running anything.
+
+    With `--grid` or `--cost`, compare settings of the schedule instead. The exit code is 1 if the run does not fit.
+    """
+    loaded = load_recipe(recipe, overrides or [])
+    config = loaded.config
+    if grid or known.cost:
+        if not isinstance(config, PolicyRunConfig):
+            raise ConfigError(
+                f"{recipe}: --grid and --cost are for runs that generate answers; found kind {config.kind}"
+            )
+        compare(config, known.cost or [], known.source, grid or [], as_json)
+        return
+    machine = hardware.machine()
+    with TemporaryDirectory(prefix="hone-plan-") as folder:
+        sizes = sizes_of(config, Path(folder))
+    base = current_platform().memory().allocated if machine.is_cpu else 0
+    sizes, given = _given(config, sizes, known.source, known.lengths)
+    given = replace(given, base=base)
+    found = forecast(config, sizes, placement_of(config, machine), given)
+    forget_reads(config)
+    rows = arithmetic(config, sizes, found, loaded.provenance)
+    ways = [] if found.fits else ways_to_fit(config, sizes, machine, given)[:SHOWN_WAYS]
+    best = fastest(config, sizes, machine, given) if search else []
+    if as_json:
+        typer.echo(json.dumps(_plain(found, rows, ways, best), indent=2))
+    else:
+        _print(found, rows, ways, best if search else None, machine)
+    if not found.fits:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _given(config: Any, sizes: Sizes, source: Path | None, lengths: str) -> tuple[Sizes, Given]:
+    """Costs and lengths that the user gives, and the sizes with these lengths."""
+    rates, answers = None, None
+    if (source is not None or lengths) and not isinstance(config, PolicyRunConfig):
+        raise ConfigError("--from and --lengths are for runs that generate answers: hone train and hone distill")
+    if source is not None:
+        fit = fitted(source, config.rollout.replicas)
+        rates = Rates(fit.costs, 0.0, f"the run {source}")
+        longest = config.rollout.sampling.max_response_tokens
+        if (source / ROLLOUTS_FILE).is_file():
+            answers = recorded(source, longest, fit.response_tokens)
+    if lengths:
+        answers = parse_lengths(lengths, config.rollout.sampling.max_response_tokens)
+    if answers is not None:
+        told = replace(sizes.lengths, response=_mean(answers), source=f"answers: {answers.text}")
+        sizes = replace(sizes, lengths=told)
+    return sizes, Given(rates, answers)
+
+
+def _mean(answers: LengthsOfAnswers) -> float:
+    from_one_seed = Random(0)
+    return sum(answers.draw(from_one_seed) for _ in range(DRAWN)) / DRAWN
+
+
+def _plain(found: Forecast, rows: Sequence[Row], ways: Sequence[Change], best: Sequence[Change]) -> dict[str, Any]:
+    def shown(one: Change) -> dict[str, Any]:
+        return {
+            "overrides": dict(one.overrides),
+            "saves_bytes": one.saves,
+            "peak_bytes": one.peak_bytes,
+            "fits": one.fits,
+            "step_s": None if one.found is None else one.found.step_s,
+        }
+
+    return {
+        **found.plain(),
+        "fits": found.fits,
+        "batch": [asdict(one) for one in rows],
+        "ways_to_fit": [shown(one) for one in ways],
+        "search": [shown(one) for one in best],
+    }
+
+
+def _print(
+    found: Forecast, rows: Sequence[Row], ways: Sequence[Change], best: Sequence[Change] | None, machine: Machine
+) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    console.print(memory_table(found))
+    for line in _verdict(found, ways):
+        console.print(line, soft_wrap=True)
+    console.print(time_table(found))
+    for line in _time(found):
+        console.print(line, soft_wrap=True)
+    console.print(batch_table(rows))
+    if best is not None:
+        console.print(search_table(best, machine))
+
+
+def memory_table(found: Forecast) -> Table:
+    """Memory by phase, of the device that needs most; the largest phase is marked."""
+    shown = Table(title=f"Memory of one device ({found.placement.machine})", title_justify="left", title_style="bold")
+    for name in ("phase", "GiB", "of it"):
+        shown.add_column(name, justify="right" if name == "GiB" else "left")
+    for phase in found.phases:
+        mark = " (peak)" if phase is found.peak else ""
+        shown.add_row(f"{phase.name}{mark}", f"{phase.total / GIB:.2f}", _parts(phase))
+    return shown
+
+
+def _parts(phase: Phase) -> str:
+    parts = sorted(phase.parts, key=lambda one: -one.bytes)
+    return ", ".join(f"{one.role} {one.what} {_size(one.bytes)}" for one in parts)
+
+
+def _size(number: int) -> str:
+    return f"{number / GIB:.2f}" if number >= GIB / 100 else f"{number / 2**20:.1f} MiB"
+
+
+def _verdict(found: Forecast, ways: Sequence[Change]) -> Iterator[str]:
+    needs = f"{found.peak_bytes / GIB:.2f} of {found.device_bytes / GIB:.1f} GiB"
+    share = f"{found.peak_bytes / found.device_bytes:.0%}"
+    if found.fits:
+        yield f"It fits: {needs} ({share}), the most in {found.peak.name}.\n"
+        return
+    yield why_it_cannot_fit(found) or f"It does not fit: {needs} in {found.peak.name}."
+    if not ways:
+        yield "No change of these settings lowers the peak; take more devices.\n"
+    for one in ways:
+        enough = "fits" if one.fits else f"still {one.peak_bytes / GIB:.1f} GiB"
+        yield f"  {one.text}   saves {one.saves / GIB:.2f} GiB: {enough}"
+
+
+def time_table(found: Forecast) -> Table:
+    """Seconds of a step by phase."""
+    shown = Table(title=f"Time of a step, by {found.rates.source}", title_justify="left", title_style="bold")
+    for name in ("phase", "s", "share"):
+        shown.add_column(name, justify="left" if name == "phase" else "right")
+    for name, seconds in found.seconds.items():
+        if seconds > 0:
+            shown.add_row(name.replace("_", " "), f"{seconds:.3g}", f"{seconds / found.step_s:.0%}")
+    shown.add_row("step", f"{found.step_s:.3g}", "")
+    return shown
+
+
+def _time(found: Forecast) -> Iterator[str]:
+    rate = f"{3600 / found.step_s:,.0f} steps per hour, {found.tokens / found.step_s:,.0f} tokens per second"
+    whole = f"{found.steps:,} steps: {found.hours:,.2f} h on {found.placement.devices} devices, "
+    price = f"{found.device_hours:,.1f} device hours" + (f", ${found.price:,.0f}" if found.price else "")
+    yield f"{rate}\n{whole}{price} (without evaluations and checkpoints)"
+    if found.outcome is not None and found.outcome.staleness:
+        yield f"mean age of trained tokens: {found.outcome.staleness:.2f} updates"
+    yield f"not counted: {', '.join(found.left_out)}\n" if found.left_out else ""
+
+
+def batch_table(rows: Sequence[Row]) -> Table:
+    """The numbers of a step, and where each came from."""
+    shown = Table(title="Arithmetic of a step", title_justify="left", title_style="bold")
+    for name in ("number", "value", "from"):
+        shown.add_column(name, justify="right" if name == "value" else "left")
+    for one in rows:
+        shown.add_row(one.what, one.value, one.source)
+    return shown
+
+
+def search_table(best: Sequence[Change], machine: Machine) -> Table:
+    """The fastest candidates, with overrides to paste."""
+    shown = Table(title=f"Fastest on {machine}, by facts of the device", title_justify="left", title_style="bold")
+    for name in ("s / step", "peak GiB", "age", "overrides"):
+        shown.add_column(name, justify="left" if name == "overrides" else "right", overflow="fold")
+    for one in best:
+        assert one.found is not None
+        age = "" if one.found.outcome is None else f"{one.found.outcome.staleness:.1f}"
+        shown.add_row(f"{one.found.step_s:.3g}", f"{one.peak_bytes / GIB:.1f}", age, one.text or "(as it is)")
+    return shown
+
+
+__all__ = ["plan"]

@@ -1,0 +1,193 @@
+"""Facts about devices: memory, speed, links, price. From `devices.yaml`, a user's file, or measured (this CPU).
+
+8xH100 --parse--> Machine: 8 devices with the facts of H100 in `devices.yaml`
+8xH200 --nodes 4--> 4 such machines
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from hone import machine
+from hone.config import ConfigError
+from hone.platforms.base import current_platform
+from hone.registry import unknown
+
+CPU = "cpu"
+GIB = 2**30
+MEASURE_S = 0.15  # of each figure of a CPU
+_SIDE = 768  # of the square matrices that are multiplied
+_COPIED = 1 << 26  # bytes, more than caches hold
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device. The shares say how much of its speed programs reach; `hone plan --calibrate` measures instead."""
+
+    name: str
+    memory_gib: float
+    tflops: float
+    memory_gb_s: float
+    link_gb_s: float
+    network_gb_s: float
+    price_per_hour: float = 0.0  # US dollars
+    devices_per_node: int = 8
+    source: str = ""
+    training_share: float = 0.4  # of the operations per second, in forward and backward
+    prefill_share: float = 0.5
+    reading_share: float = 0.6  # of the memory's speed, in decoding
+    decode_overhead_s: float = 0.003  # of a decode step beyond reading: launches, sampling
+    context_gib: float = 1.0  # of a process on the device, and fragmentation
+
+    @property
+    def memory_bytes(self) -> int:
+        return round(self.memory_gib * GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Devices of one kind, on one or several machines."""
+
+    device: Device
+    devices: int = 1  # on each node
+    nodes: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.devices * self.nodes
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.name == CPU
+
+    def __str__(self) -> str:
+        if self.is_cpu:
+            return self.device.source
+        return (
+            f"{self.nodes} x {self.devices}x{self.device.name}"
+            if self.nodes > 1
+            else f"{self.devices}x{self.device.name}"
+        )
+
+
+def known_devices(extra: Path | None = None) -> dict[str, Device]:
+    """All devices by name: hone's, and those of a user's file, which may replace them. Raises ConfigError."""
+    found = _read(files("hone.planner").joinpath("devices.yaml").read_text(encoding="utf-8"), "devices.yaml")
+    if extra is None:
+        return found
+    try:
+        return found | _read(extra.read_text(encoding="utf-8"), str(extra))
+    except OSError as error:
+        raise ConfigError(f"--device-facts {extra}: {error.strerror}") from error
+
+
+def _read(text: str, place: str) -> dict[str, Device]:
+    try:
+        table = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{place} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{place}: expected a mapping of device names to facts; see hone/planner/devices.yaml")
+    return {str(name): _device(str(name), facts, place) for name, facts in table.items()}
+
+
+def _device(name: str, facts: Any, place: str) -> Device:
+    known = {one.name: one for one in fields(Device) if one.name != "name"}
+    if not isinstance(facts, Mapping):
+        raise ConfigError(f"{place}: {name}: expected facts such as memory_gib: 80")
+    for key, value in facts.items():
+        if key not in known:
+            raise ConfigError(f"{place}: {name}: {unknown('fact', str(key), list(known))}")
+        if key != "source" and (not isinstance(value, int | float) or isinstance(value, bool) or value < 0):
+            raise ConfigError(f"{place}: {name}.{key} is {value!r}; expected a number, 0 or more")
+    missing = [
+        key for key in ("memory_gib", "tflops", "memory_gb_s", "link_gb_s", "network_gb_s") if not facts.get(key)
+    ]
+    if missing:
+        raise ConfigError(f"{place}: {name} has no {', '.join(missing)}")
+    return Device(name, **facts)
+
+
+def parse_devices(text: str, nodes: int, known: Mapping[str, Device]) -> Machine:
+    """Read `8xH100`, `H100`, or `8` (devices of this machine). Raises ConfigError for another text."""
+    head, _, tail = text.strip().partition("x")
+    count, name = (int(head), tail) if head.isdecimal() else (1, text.strip())
+    if count < 1:
+        raise ConfigError(f"--devices {text}: expected a number of devices above 0, such as 8xH100")
+    if not name:
+        return replace(this_machine(known), devices=count, nodes=nodes)
+    spelt = {one.casefold().replace("-", " "): one for one in known}
+    exact = spelt.get(name.casefold().replace("-", " "))
+    if exact is None:
+        raise ConfigError(
+            f"--devices {text}: {unknown('device', name, list(known))}; add your own by --device-facts FILE"
+        )
+    return Machine(known[exact], count, nodes)
+
+
+def this_machine(known: Mapping[str, Device]) -> Machine:
+    """The devices that a run here would find. Raises ConfigError for an accelerator that no file describes."""
+    platform = current_platform()
+    if platform.device == CPU:
+        return Machine(measured_cpu())
+    name = platform.device_name()
+    for key, device in known.items():
+        if key.casefold().replace("-", " ") in name.casefold():
+            total = platform.memory().total
+            return Machine(replace(device, memory_gib=total / GIB), platform.device_count())
+    raise ConfigError(
+        f"no facts about {name!r}; name a device with --devices ({', '.join(known)}), or add it by --device-facts FILE"
+    )
+
+
+def measured_cpu() -> Device:
+    """Facts about this CPU: float32 products of square matrices and a copy of memory, timed for a moment."""
+    total, _ = machine.memory()
+    return Device(
+        name=CPU,
+        memory_gib=total / GIB,
+        tflops=_operations_per_s() / 1e12,
+        memory_gb_s=_bytes_per_s() / 1e9,
+        link_gb_s=_bytes_per_s() / 1e9,
+        network_gb_s=1.0,
+        devices_per_node=1,
+        source=f"{current_platform().device_name()}, measured",
+        training_share=0.5,
+        prefill_share=0.7,
+        reading_share=0.7,
+        decode_overhead_s=0.002,
+        context_gib=0.0,
+    )
+
+
+def _operations_per_s() -> float:
+    a, b = torch.ones(_SIDE, _SIDE), torch.ones(_SIDE, _SIDE)
+    return 2 * _SIDE**3 / _seconds_each(lambda: torch.mm(a, b))
+
+
+def _bytes_per_s() -> float:
+    source = torch.ones(_COPIED // 4)
+    target = torch.empty_like(source)
+    return 2 * _COPIED / _seconds_each(lambda: target.copy_(source))
+
+
+def _seconds_each(work: Any) -> float:
+    """The shortest of several calls within `MEASURE_S`, after one that does not count."""
+    work()
+    best, end = float("inf"), time.monotonic() + MEASURE_S
+    while time.monotonic() < end:
+        begin = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+__all__ = ["CPU", "GIB", "Device", "Machine", "known_devices", "measured_cpu", "parse_devices", "this_machine"]

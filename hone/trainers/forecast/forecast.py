@@ -1,0 +1,278 @@
+"""Forecast of a run: memory by phase, seconds of a step by phase, cost to the last step.
+
+settings, sizes, devices --> Setup --> phases of memory
+                         --> costs (roofline, calibration, or an earlier run) --> the run's own schedule --> seconds
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hone.config import ConfigError
+from hone.planner.costs import Costs
+from hone.planner.lengths import Lengths as LengthsOfAnswers
+from hone.planner.lengths import parse_lengths
+from hone.planner.memory import Phase, Setup, certain_bytes, peak, phases
+from hone.planner.roofline import Load, costs_of, forward_operations
+from hone.planner.simulation import Outcome, Setting, simulate
+from hone.schedule.settings import AsynchronyConfig
+from hone.trainers.forecast.setup import (
+    Models,
+    Placement,
+    cache_size,
+    not_counted,
+    setup_of,
+    shared_tokens,
+    step_sequences,
+    width_of,
+)
+from hone.trainers.forecast.sizes import Lengths, Sizes
+from hone.trainers.policy.generation import has_servers
+from hone.trainers.policy.settings import PolicyRunConfig
+
+GIB = 2**30
+MEASURED_STEPS = 3  # of a simulated run
+ROOFLINE = "facts of the device"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Costs of the parts of a step, and the share of training that is forwards before the update."""
+
+    costs: Costs
+    forward_share: float
+    source: str = ROOFLINE
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Memory of the device that needs most, in bytes, and time of a step, in seconds, before a run is launched."""
+
+    placement: Placement
+    setup: Setup
+    phases: Sequence[Phase]
+    rates: Rates
+    seconds: dict[str, float]  # by phase, as in `perf/<phase>_s`
+    step_s: float
+    tokens: float  # of a step
+    steps: int
+    outcome: Outcome | None  # of the simulated schedule; None: the run generates nothing
+    left_out: tuple[str, ...]
+
+    @property
+    def peak(self) -> Phase:
+        return peak(self.phases)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.total
+
+    @property
+    def device_bytes(self) -> int:
+        return self.placement.machine.device.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.device_bytes
+
+    @property
+    def hours(self) -> float:
+        """Hours to the last step, evaluation and checkpoints left out."""
+        return self.steps * self.step_s / 3600
+
+    @property
+    def device_hours(self) -> float:
+        return self.hours * self.placement.devices
+
+    @property
+    def price(self) -> float:
+        """US dollars to the last step; 0: the device has no price."""
+        return self.device_hours * self.placement.machine.device.price_per_hour
+
+    def plain(self) -> dict[str, Any]:
+        """The forecast as JSON-compatible data; a run writes it to `forecast.json`."""
+        return {
+            "device": str(self.placement.machine),
+            "devices": self.placement.devices,
+            "memory": {
+                one.name: {"bytes": one.total, "parts": [asdict(part) for part in one.parts]} for one in self.phases
+            },
+            "peak": {"phase": self.peak.name, "bytes": self.peak_bytes, "device_bytes": self.device_bytes},
+            "step_s": self.step_s,
+            "seconds": self.seconds,
+            "tokens_per_step": self.tokens,
+            "steps": self.steps,
+            "hours": self.hours,
+            "device_hours": self.device_hours,
+            "price": self.price,
+            "costs": asdict(self.rates.costs),
+            "costs_from": self.rates.source,
+            "staleness": None if self.outcome is None else self.outcome.staleness,
+            "left_out": list(self.left_out),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Facts of a user or an earlier run beyond the settings."""
+
+    rates: Rates | None = None
+    answers: LengthsOfAnswers | None = None
+    base: int = 0  # bytes of the process before it loads anything
+
+
+def forecast(config: Any, sizes: Sizes, placement: Placement, given: Given | None = None) -> Forecast:
+    """Predict a run. Raises ConfigError for settings that do not fit the devices."""
+    given = given or Given()
+    setup = checked_setup(config, sizes, placement, given)
+    rates = given.rates or rates_of(config, sizes, placement)
+    tokens = step_tokens(config, sizes.lengths)
+    costs, devices = rates.costs, placement.trainer
+    training = costs.train_step_s + costs.train_token_s * tokens / devices
+    seconds = {"forward": training * rates.forward_share, "backward": training * (1 - rates.forward_share)}
+    outcome, step_s = None, training
+    if isinstance(config, PolicyRunConfig):
+        outcome = simulate(setting_of(config, sizes, placement, costs, given.answers))
+        step_s = 1 / outcome.steps_per_s
+        seconds |= {"reward": costs.reward_s, "weight_sync": costs.send_s + costs.copy_s}
+        rest = step_s - sum(seconds.values())
+        seconds["trainer_wait" if _is_ahead(config) else "generate"] = max(rest, 0.0)
+    return Forecast(
+        placement=placement,
+        setup=setup,
+        phases=phases(setup),
+        rates=rates,
+        seconds=seconds,
+        step_s=step_s,
+        tokens=tokens,
+        steps=total_steps(config, sizes.lengths),
+        outcome=outcome,
+        left_out=tuple(not_counted(config)),
+    )
+
+
+def checked_setup(config: Any, sizes: Sizes, placement: Placement, given: Given) -> Setup:
+    """Everything on a device. Raises ConfigError for a mesh that does not fit the ranks."""
+    try:
+        return setup_of(config, sizes, placement, given.base)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def least_seconds(config: Any, sizes: Sizes, placement: Placement, given: Given) -> float:
+    """The shortest time of a step, without waiting: of generation and training the sum, or ahead the larger."""
+    costs = (given.rates or rates_of(config, sizes, placement)).costs
+    training = costs.train_step_s + costs.train_token_s * step_tokens(config, sizes.lengths) / placement.trainer
+    if not isinstance(config, PolicyRunConfig):
+        return training
+    rows = step_sequences(config) / max(placement.servers, 1)
+    together = min(rows, rows_of(config, sizes, placement))
+    writing = sizes.lengths.response * (costs.decode_s * rows / together + costs.decode_row_s * rows)
+    return max(writing, training) if _is_ahead(config) else writing + training
+
+
+def _is_ahead(config: PolicyRunConfig) -> bool:
+    return config.asynchrony is not None and config.asynchrony.staleness > 0
+
+
+def why_it_cannot_fit(found: Forecast) -> str:
+    """Empty if the run may fit, else the arithmetic: only of what is certain, so no run is refused for an estimate."""
+    needed = certain_bytes(found.setup)
+    if needed <= found.device_bytes:
+        return ""
+    parts = [
+        f"{part.role} {part.what} {part.bytes / GIB:.1f} GiB" for part in found.peak.parts if part.bytes > GIB / 20
+    ]
+    return (
+        f"this run cannot fit: weights, gradients and optimizer state alone take {needed / GIB:.1f} GiB of "
+        f"{found.placement.machine.device.name}'s {found.device_bytes / GIB:.1f} ({', '.join(parts)})"
+    )
+
+
+def step_tokens(config: Any, lengths: Lengths) -> float:
+    """Tokens of all sequences of a step."""
+    return step_sequences(config) * lengths.sequences * lengths.sequence
+
+
+def total_steps(config: Any, lengths: Lengths) -> int:
+    """Steps of the run, counted from its rows where the run file sets epochs."""
+    if config.run.steps is not None:
+        return int(config.run.steps)
+    per_step = config.update.prompts_per_step if isinstance(config, PolicyRunConfig) else config.samples_per_step
+    passes = float(config.run.epochs)
+    return max(math.ceil(passes * lengths.rows / per_step), 1)
+
+
+def rates_of(config: Any, sizes: Sizes, placement: Placement) -> Rates:
+    """Costs from the facts of the device."""
+    passes = Models(config, sizes, placement).passes()
+    rl = isinstance(config, PolicyRunConfig)
+    policy, machine = passes[0].role, placement.machine
+    updates = config.update.minibatches * config.update.epochs if rl else 1
+    rows = min(rows_of(config, sizes, placement), step_sequences(config) / max(placement.servers, 1)) if rl else 1.0
+    across = machine.nodes > 1 and policy.layout.holders > machine.devices
+    load = Load(
+        sequence_tokens=sizes.lengths.sequence,
+        tokens=step_tokens(config, sizes.lengths),
+        optimizer_steps=updates,
+        microbatches=policy.microbatches * (config.update.minibatches if rl else 1),
+        rows=rows,
+        server_devices=placement.server_devices,
+        serving_width=width_of(config.actor.compute_dtype, machine),
+        link_is_network=across,
+    )
+    costs = costs_of(machine.device, passes, load)
+    costs = replace(costs, train_token_s=costs.train_token_s * shared_tokens(config, sizes.lengths, policy))
+    forward = sum(one.forwards * forward_operations(one.role.anatomy, load.sequence_tokens) for one in passes)
+    backward = sum(3 * one.epochs * forward_operations(one.role.anatomy, load.sequence_tokens) for one in passes)
+    return Rates(costs, forward / (forward + backward))
+
+
+def rows_of(config: PolicyRunConfig, sizes: Sizes, placement: Placement) -> int:
+    """Answers that a server writes at a time."""
+    if config.rollout.backend == "builtin":
+        rows, _ = cache_size(config, sizes.lengths)
+        return min(rows, config.rollout.requests_per_replica) if has_servers(config.rollout) else rows
+    return config.rollout.requests_per_replica
+
+
+def setting_of(
+    config: PolicyRunConfig, sizes: Sizes, placement: Placement, costs: Costs, answers: LengthsOfAnswers | None
+) -> Setting:
+    """The run as the simulation takes it."""
+    asynchrony = config.asynchrony or AsynchronyConfig()
+    longest = config.rollout.sampling.max_response_tokens
+    mean = max(round(sizes.lengths.response), 1)
+    return Setting(
+        costs=costs,
+        lengths=answers or parse_lengths(f"constant:{mean}", longest),
+        prompts_per_step=config.update.prompts_per_step,
+        samples_per_prompt=config.update.samples_per_prompt,
+        staleness=asynchrony.staleness,
+        new_weights=asynchrony.new_weights,
+        replicas=placement.servers or 1,
+        seats=rows_of(config, sizes, placement),
+        trainer_devices=float(placement.trainer),
+        prompt_tokens=round(sizes.lengths.prompt),
+        steps=MEASURED_STEPS,
+        seed=config.run.seed,
+    )
+
+
+__all__ = [
+    "Forecast",
+    "Given",
+    "Rates",
+    "checked_setup",
+    "forecast",
+    "least_seconds",
+    "rates_of",
+    "rows_of",
+    "setting_of",
+    "step_tokens",
+    "total_steps",
+    "why_it_cannot_fit",
+]

@@ -1,0 +1,117 @@
+"""Sizes that a forecast needs from files: dimensions of the models, lengths of prompts and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.config import Config
+from hone.data.stream import PromptMaker, TooLong, make_renderer
+from hone.models.settings import ModelConfig
+from hone.models.tokenizer import load_tokenizer
+from hone.models.vision.image_processor import load_image_processor
+from hone.planner.anatomy import Anatomy, examine
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.run_model import FOLDER, local_model
+from hone.trainers.supervised.assembly import maker_of
+
+READ = 200  # rows whose length is measured
+POLICY = "actor"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of prompts and answers; of supervised data, of the items of a step. `source` says how they are known."""
+
+    prompt: float = 0.0  # mean
+    prompt_max: int = 0
+    response: float = 0.0
+    response_max: int = 0
+    source: str = ""
+    rows: int = 0  # of the training data
+    sequences: int = 1  # of an item: two answers of a pair
+
+    @property
+    def sequence(self) -> float:
+        """Mean tokens of a trained sequence."""
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Everything about a run that its settings alone do not say."""
+
+    models: Mapping[str, Anatomy]  # by role; `actor` is always there
+    lengths: Lengths
+
+
+def sizes_of(config: Config, folder: Path) -> Sizes:
+    """Read the sizes of a run's models and of its first rows; models that have to be made are made in `folder`.
+
+    Raises ModelError for a model that hone would not load, DataError for rows that it would not read.
+    """
+    known: dict[str, Anatomy] = {}
+    found: dict[str, Anatomy] = {}
+    models = models_of(config)
+    local = {name: local_model(model, folder / name / FOLDER) for name, model in models.items()}
+    for name, model in local.items():
+        key = f"{model.path}@{model.revision}"
+        known[key] = known.get(key) or examine(model)
+        found[name] = known[key]
+    return Sizes(found, measured_lengths(config, local[POLICY]))
+
+
+def models_of(config: Any) -> dict[str, ModelConfig]:
+    """The different models that a run file names, by role."""
+    named: dict[str, ModelConfig | None] = {POLICY: config.model}
+    if config.kind == "prefer":
+        named["reference"] = config.reference.model
+    if isinstance(config, PolicyRunConfig):
+        named["reference"] = None if config.reference is None else config.reference.model
+        named["critic"] = None if config.critic is None else config.critic.model
+        named["process_reward"] = None if config.process_reward is None else config.process_reward.model
+        teachers = {} if config.distillation is None else config.distillation.teachers
+        named |= {f"teacher {name}": one.model for name, one in teachers.items()}
+        rewards = {name: one.model for name, one in config.reward.components.items() if one.model is not None}
+        named |= {f"reward {name}": ModelConfig(path=one.path) for name, one in rewards.items()}
+    return {name: model for name, model in named.items() if model is not None}
+
+
+def measured_lengths(config: Any, model: ModelConfig) -> Lengths:
+    """Lengths of the first rows; of answers the longest, until a run or a user says more."""
+    renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
+    if isinstance(config, PolicyRunConfig):
+        prompts = PromptMaker("train", config.data.train, renderer, "data.train")
+        tokens = [len(one.token_ids) for one in _first_items(prompts)]
+        longest = config.rollout.sampling.max_response_tokens
+        mean, most = _mean_and_most(tokens)
+        said = f"prompts: mean of {len(tokens)} rows; answers: taken as long as allowed"
+        return Lengths(mean, most, longest, longest, said, len(prompts.reader))
+    maker = maker_of(config)("train", config.data.train, renderer, "data.train")
+    items = _first_items(maker)
+    pairs = 2 if items and hasattr(items[0], "rejected") else 1
+    mean, most = _mean_and_most([_tokens(one) / pairs for one in items])
+    return Lengths(0.0, 0, mean, round(most), f"mean of {len(items)} rows", len(maker.reader), pairs)
+
+
+def _tokens(item: Any) -> int:
+    return len(item.token_ids) if hasattr(item, "token_ids") else int(item.tokens)
+
+
+def _first_items(maker: Any) -> list[Any]:
+    found = []
+    for index in range(maker.reader.first, min(maker.reader.last, maker.reader.first + READ)):
+        try:
+            found.append(maker.make(index))
+        except TooLong:
+            continue
+    return found
+
+
+def _mean_and_most(tokens: Sequence[float]) -> tuple[float, int]:
+    return (sum(tokens) / len(tokens), int(max(tokens))) if tokens else (0.0, 0)
+
+
+__all__ = ["POLICY", "Lengths", "Sizes", "measured_lengths", "models_of", "sizes_of"]

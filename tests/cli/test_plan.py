@@ -1,0 +1,85 @@
+"""`hone plan` says what a run needs, what makes it fit, and which mapping is the fastest."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hone.cli.main import main
+from hone.cli.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "recipes/quickstart/grpo.yaml"  # 64 prompts x 16 answers of at most 6 tokens
+SMALL = "{memory_gib: 0.05, tflops: 1, memory_gb_s: 100, link_gb_s: 10, network_gb_s: 1, context_gib: 0}"
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def planned(capsys, *arguments):
+    code = main(["plan", *map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_run_that_fits(capsys):
+    code, found = planned(capsys, RECIPE, "--devices", "2xRTX-4090", "--lengths", "constant:4")
+    assert (code, found["fits"]) == (0, True)
+    assert list(found["memory"]) == ["load", "generate", "forward", "backward", "optimizer", "sync", "checkpoint"]
+    assert found["peak"]["bytes"] == max(one["bytes"] for one in found["memory"].values())
+    batch = {one["what"]: one for one in found["batch"]}
+    assert batch["answers per step"]["value"] == "1,024"
+    assert batch["prompts per step"]["source"] == f"update.prompts_per_step ({RECIPE})"
+    assert batch["mini-batches"]["source"] == "update.minibatches (default)"
+    assert found["steps"] == 100
+    assert found["device_hours"] == pytest.approx(2 * found["hours"])
+    assert found["price"] == pytest.approx(0.4 * found["device_hours"])
+    assert sum(found["seconds"].values()) == pytest.approx(found["step_s"], rel=1e-6)
+
+
+def test_a_run_that_does_not_fit_gets_overrides_that_make_it_fit(capsys, tmp_path):
+    facts = tmp_path / "facts.yaml"
+    facts.write_text(f"Small: {SMALL}\n")
+    code, found = planned(capsys, RECIPE, "--devices", "Small", "--device-facts", facts)
+    assert (code, found["fits"], found["peak"]["phase"]) == (1, False, "backward")
+    first = found["ways_to_fit"][0]
+    assert first["fits"]
+    assert first["saves_bytes"] == found["peak"]["bytes"] - first["peak_bytes"]
+    keys = [f"{key}={str(value).lower()}" for key, value in first["overrides"].items()]
+    code, again = planned(capsys, RECIPE, *keys, "--devices", "Small", "--device-facts", facts)
+    assert (code, again["peak"]["bytes"]) == (0, first["peak_bytes"])
+
+
+def test_the_search_gives_overrides_that_load(capsys):
+    arguments = [RECIPE, "update.prompts_per_step=8", "--devices", "4xH100", "--lengths", "constant:4", "--search"]
+    code, found = planned(capsys, *arguments)
+    assert code == 0
+    seconds = [one["step_s"] for one in found["search"]]
+    assert 3 <= len(seconds) <= 10
+    assert seconds == sorted(seconds)
+    assert any("asynchrony.staleness" in one["overrides"] for one in found["search"])
+    for one in found["search"]:
+        load_recipe(Path(RECIPE), [f"{key}={str(value).lower()}" for key, value in one["overrides"].items()])
+
+
+def test_supervised_runs_have_a_plan_too(capsys):
+    assert main(["plan", "recipes/sft/chat.yaml", "--devices", "8xH100", "--nodes", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "Memory of one device (2 x 8xH100)" in shown
+    assert "ranks that split a batch" in shown
+    assert "rollout" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([RECIPE, "--devices", "8xH101"], "did you mean 'H100'"),
+        ([RECIPE, "--lengths", "constant"], "expected constant:N"),
+        (["recipes/sft/chat.yaml", "--lengths", "constant:3"], "are for runs that generate answers"),
+        (["recipes/sft/chat.yaml", "--grid", "staleness=1"], "found kind sft"),
+    ],
+)
+def test_what_makes_no_plan_is_refused(arguments, says, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert says in capsys.readouterr().err

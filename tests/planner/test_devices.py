@@ -1,0 +1,78 @@
+"""Facts about devices: names, a user's file, and this CPU."""
+
+import pytest
+
+from hone.config import ConfigError
+from hone.planner.devices import known_devices, measured_cpu, parse_devices
+from hone.planner.roofline import Load, Pass, costs_of, forward_operations
+from tests.planner.test_memory import ACTOR, ANATOMY
+
+FACTS = "memory_gib: 10, tflops: 1, memory_gb_s: 100, link_gb_s: 10, network_gb_s: 1"
+ASKED = ("H100", "H200", "B200", "A100", "MI300X", "MI355X", "Ascend-910B", "RTX-4090")
+
+
+def test_every_device_is_described():
+    known = known_devices()
+    assert set(ASKED) == set(known)
+    assert all(one.source and one.price_per_hour and one.memory_bytes > 2**34 for one in known.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"), [("8xH100", 8, "H100"), ("h100", 1, "H100"), ("2xrtx 4090", 2, "RTX-4090")]
+)
+def test_a_machine_is_a_count_and_a_name(text, count, name):
+    found = parse_devices(text, 2, known_devices())
+    assert (found.devices, found.device.name, found.nodes, found.total) == (count, name, 2, 2 * count)
+
+
+def test_a_users_file_adds_and_replaces(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"H100: {{{FACTS}, price_per_hour: 9}}\nMine: {{{FACTS}}}\n")
+    known = known_devices(file)
+    assert (known["H100"].price_per_hour, known["Mine"].memory_gib) == (9, 10)
+    assert set(ASKED) < set(known)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("A: {tflop: 1}", "did you mean 'tflops'"),
+        ("A: {tflops: many}", "A.tflops is 'many'; expected a number"),
+        ("A: {tflops: 1}", "A has no memory_gib, memory_gb_s, link_gb_s, network_gb_s"),
+        ("[]", "expected a mapping of device names"),
+        ("a: [", "is not valid YAML"),
+    ],
+)
+def test_wrong_facts_are_refused(text, says, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        known_devices(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("8xH1000", "did you mean 'H100'"), ("0xH100", "a number of devices above 0")]
+)
+def test_other_devices_are_refused(text, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_devices(text, 1, known_devices())
+
+
+def test_a_cpu_is_measured():
+    found = measured_cpu()
+    assert found.tflops > 1e-3
+    assert found.memory_gb_s > 0.1
+    assert "measured" in found.source
+
+
+def test_costs_by_hand(tmp_path):
+    """1000 weights, 200 of them embedding and head: 800 + 20 x 10 of a forward, and attention of 2 layers."""
+    assert forward_operations(ANATOMY, 8.0) == 2 * (800 + 200 + 2 * 2 * (5 + 5) * 8 / 2)
+    device = parse_devices("A100", 1, known_devices()).device
+    load = Load(sequence_tokens=8.0, tokens=80.0, optimizer_steps=1, microbatches=1.0, rows=10.0)
+    costs = costs_of(device, [Pass(ACTOR, forwards=1.0, epochs=1.0)], load)
+    assert costs.decode_s == pytest.approx(2000 / (2039e9 * 0.6) + device.decode_overhead_s)
+    operations = forward_operations(ANATOMY, 8.0)
+    assert costs.train_token_s == pytest.approx(operations / (312e12 * 0.5) + 3 * operations / (312e12 * 0.4))
+    assert costs.train_step_s == pytest.approx(2 * (4000 + 4000 + 8000) / 2039e9)
+    assert costs.send_s == pytest.approx(2000 / 300e9)
