@@ -18,10 +18,15 @@ import typer
 
 from hone.cli.flags import Data, Flags, Model, RecipeAndKeys, Reward, Teacher, Write, load_command
 from hone.cli.recipe import KINDS
-from hone.config import Loaded
+from hone.config import ConfigError, Loaded
 from hone.registry import resolve
 
 Restart = Annotated[bool, typer.Option("--restart", help="rename an earlier run's folder, and begin again")]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(help="key=a,b,c: a run for each value, in turn; may be repeated, for all combinations"),
+]
+AtOnce = Annotated[int, typer.Option(min=1, help="with --sweep: how many runs at a time")]
 Replay = Annotated[Path | None, typer.Option(help="repeat an asynchronous run bit for bit: its schedule.jsonl")]
 
 OPTIONS: dict[str, tuple[Any, Any]] = {  # name -> type, default
@@ -32,6 +37,8 @@ OPTIONS: dict[str, tuple[Any, Any]] = {  # name -> type, default
     "teacher": (Teacher, ""),
     "write": (Write, None),
     "restart": (Restart, False),
+    "sweep": (Sweep, None),
+    "at_once": (AtOnce, 1),
     "replay": (Replay, None),
 }
 
@@ -54,9 +61,18 @@ def training_command(kind: str, without: tuple[str, ...], example: str = "run.st
         write: Path | None = None,
         restart: bool = False,
         replay: Path | None = None,
+        sweep: list[str] | None = None,
+        at_once: int = 1,
         **flags: Any,
     ) -> None:
         recipe, *keys = given or [""]
+        if sweep:
+            if not recipe or restart or replay or write or any(flags.values()):
+                raise ConfigError(
+                    f"--sweep takes a run file and settings only: {KINDS[kind].command} RUN.yaml --sweep ..."
+                )
+            resolve("hone.cli.sweep:run_sweep")(kind, Path(recipe), keys, sweep, at_once)
+            return
         loaded = _load(kind, Path(recipe) if recipe else None, keys, Flags(**flags, write=write), replay)
         start(kind, loaded, restart, replay=replay)
 

@@ -16,13 +16,22 @@ class TrackerSettings(Choice):
     timeout_s: float = setting(30.0, "if it does not answer for this long, it is switched off", unit="s", gt=0)
 
 
-class TensorBoardSettings(TrackerSettings):
+class TableSettings(TrackerSettings):
+    """A tracker that also gets tables of completions."""
+
+    completions_every_steps: int = setting(
+        10, "training steps between tables of completions; evaluations always have one; 0: none", unit="steps", ge=0
+    )
+    completions: int = setting(8, "rows of a table of completions, of those that `rollouts_per_step` keeps", ge=1)
+
+
+class TensorBoardSettings(TableSettings):
     """TensorBoard. It writes to the folder `tensorboard` of the run."""
 
     name: str = "tensorboard"
 
 
-class WandbSettings(TrackerSettings):
+class WandbSettings(TableSettings):
     """Weights & Biases. Set credentials, host and offline mode with its environment variables."""
 
     name: str = "wandb"
@@ -30,7 +39,7 @@ class WandbSettings(TrackerSettings):
     entity: str | None = setting(None, "W&B user or team; empty: the account's default")
 
 
-class MlflowSettings(TrackerSettings):
+class MlflowSettings(TableSettings):
     """MLflow."""
 
     name: str = "mlflow"
@@ -41,7 +50,7 @@ class MlflowSettings(TrackerSettings):
     experiment: str = setting("hone", "MLflow experiment; created if it does not exist", min_length=1)
 
 
-class TrackioSettings(TrackerSettings):
+class TrackioSettings(TableSettings):
     """trackio. It stores runs in `TRACKIO_DIR`, or in its cache folder."""
 
     name: str = "trackio"

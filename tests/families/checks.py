@@ -30,8 +30,8 @@ from hone.rollout.base import Generating, ServerSpec
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.servers.vllm import VllmServer
 from hone.rollout.settings import BuiltinSettings, RolloutConfig
+from hone.trainers.exports.checkpoint import export_checkpoint
 from hone.trainers.policy.settings import PolicyRunConfig
-from hone.trainers.run.export import export_checkpoint
 from hone.trainers.run.launch import run_policy, run_supervised
 from hone.trainers.supervised.settings import SupervisedRunConfig
 from hone.types import Batch, GenerationRequest, LossOutput, SamplingParams

@@ -22,7 +22,7 @@ from hone.platforms.cuda import CudaPlatform
 from hone.runtime import ranks
 from hone.runtime.base import RankLost
 from hone.runtime.local import LocalWorkerGroup
-from hone.trainers.run.export import export_checkpoint
+from hone.trainers.exports.checkpoint import export_checkpoint
 from hone.trainers.supervised.trainer import SupervisedTrainer
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.engines.spread import make_batch, policy

@@ -23,6 +23,7 @@ from hone.tracking.settings import TrackingConfig
 
 folder, choice, stops = Path(sys.argv[1]), eval(sys.argv[2]), [int(step) for step in sys.argv[3:]]
 choice = {**(choice if isinstance(choice, dict) else {"name": choice}), "timeout_s": 60}
+choice |= {"completions": 2, "completions_every_steps": 5}
 config = build(TrackingConfig, {"trackers": ["jsonl", choice]}, source="test")
 at = 0
 info = RunInfo(folder, config={"run": {"seed": 3}, "lists": [1, 2]})
@@ -30,6 +31,11 @@ for stop in stops:  # each stop is a launch that continues from the step before 
     with suppress(ConnectionError), Tracking(config, info) as hub:
         hub.begin(at)
         for step in range(at + 1 if at else 0, stop + 1):
+            tracker = next(one for name, one in hub._trackers.items() if name != "jsonl")
+            for held_out in (None, "sort") if step % 3 == 0 else (None,):
+                row = {"set": held_out, "question": "a|b", "prompt": "", "status": "ok"}
+                answers = [{"response": f"{step}\\n{i}", "reward": None if i else 0.5} for i in range(4)]
+                tracker.rollouts(step, [{**row, **answer} for answer in answers])
             hub.log(step, {"reward/mean": step / 8, "eval/sort/mean@4": 0.5, "train/kl": float("nan")})
         print(hub.places())
         LOOK
@@ -66,6 +72,11 @@ def test_tensorboard(tmp_path):
     assert events.Tags()["scalars"] == ["reward/mean", "eval/sort/mean@4", "train/kl"]
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(step, step / 8) for step in range(7)]
     assert math.isnan(events.Scalars("train/kl")[0].value)
+    texts = {tag: [one.step for one in events.Tensors(tag)] for tag in events.Tags()["tensors"]}
+    assert texts == {"completions/train": [0, 5], "completions/sort": [0, 3, 6]}
+    (shown, _) = (one.tensor_proto.string_val[0].decode() for one in events.Tensors("completions/train"))
+    assert shown.splitlines()[0] == "| prompt | response | reward | status |"
+    assert shown.splitlines()[2:] == ["| a\\|b | 0<br>0 | 0.5 | ok |", "| a\\|b | 0<br>1 |  | ok |"]
 
 
 def wandb_records(path):
@@ -96,7 +107,7 @@ def test_wandb(tmp_path):
     files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2
     mark = (folder / "tracking" / "wandb.id").read_text().strip()
-    logged, codes = [], []
+    logged, tables, codes = [], [], []
     for path in files:
         records = list(wandb_records(path))
         (run,) = [record.run for record in records if record.HasField("run")]
@@ -108,7 +119,15 @@ def test_wandb(tmp_path):
             if record.HasField("history"):
                 items = {item.nested_key[0] or item.key: item.value_json for item in record.history.item}
                 logged.append((int(items["_step"]), json.loads(items["reward/mean"]), items["train/kl"]))
+                step = int(items["_step"])
+                counts = [item for item in record.history.item if item.nested_key[1:] == ["nrows"]]
+                tables += [(step, item.nested_key[0], int(item.value_json)) for item in counts]
     assert logged == [(step, step / 8, "NaN") for step in (0, 1, 2, 3, 4, 4, 5, 6)]
+    train, held_out = (
+        [(step, rows) for step, key, rows in tables if key == f"completions/{of}"] for of in ("train", "sort")
+    )
+    assert train == [(0, 2), (5, 2)]
+    assert held_out == [(0, 2), (3, 2), (6, 2)]
     assert codes == [1, 0]
 
 
@@ -135,6 +154,15 @@ print(json.dumps([run.info.run_name, run.info.status, run.data.params, history])
     assert sorted(map(tuple, history["reward/mean"])) == [(step, step / 8) for step in (0, 1, 2, 3, 4, 4, 5, 6)]
     assert {value for _, value in history["eval/sort/mean_4"]} == {0.5}
     assert len(history["train/kl"]) == 8
+    files = sorted((tmp_path / "store").rglob("completions/*/*.json"))
+    assert [f"{file.parent.name}/{file.stem}" for file in files] == [
+        *(f"sort/step_0000000{step}" for step in (0, 3, 6)),
+        *(f"train/step_0000000{step}" for step in (0, 5)),
+    ]
+    assert json.loads(files[0].read_text()) == {
+        "columns": ["prompt", "response", "reward", "status"],
+        "data": [["a|b", "0\n0", 0.5, "ok"], ["a|b", "0\n1", None, "ok"]],
+    }
 
 
 NAMES = {  # hone's name -> MLflow's, in alphabetical order
@@ -196,9 +224,13 @@ def test_trackio(tmp_path):
 import json
 from trackio.sqlite_storage import SQLiteStorage
 (name,) = SQLiteStorage.get_runs("sorting")
-print(json.dumps([name, [[row["step"], row["reward/mean"]] for row in SQLiteStorage.get_logs("sorting", name)]]))
+rows = SQLiteStorage.get_logs("sorting", name)
+tables = {key: [row["step"] for row in rows if key in row] for row in rows for key in row if "completions/" in key}
+found = [[row["step"], row["reward/mean"]] for row in rows if "reward/mean" in row]
+print(json.dumps([name, found, tables]))
 """
     out = launch(tmp_path / "run", {"name": "trackio", "project": "sorting"}, 4, 6, then=read, **env)
-    name, rows = json.loads(out.splitlines()[-1])
+    name, rows, tables = json.loads(out.splitlines()[-1])
     assert name.startswith("run-")
+    assert tables == {"completions/train": [0, 5], "completions/sort": [0, 3, 6]}
     assert sorted(map(tuple, rows)) == [(step, step / 8) for step in (0, 1, 2, 3, 4, 4, 5, 6)]

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from hone.config import ConfigError, load
 from hone.engines import forward
 from hone.engines.fsdp2 import engine as fsdp2
+from hone.trainers.exports.checkpoint import export_checkpoint
 from hone.trainers.policy.settings import PolicyRunConfig
-from hone.trainers.run.export import export_checkpoint
 from hone.trainers.run.launch import run_policy, run_supervised
 from hone.trainers.supervised.settings import SupervisedRunConfig
 from tests.trainers.preference_task import prefer, train_reward_model, written

@@ -15,8 +15,8 @@ from hone.models.tokenizer import load_tokenizer, vocabulary_digest
 from hone.models.value_head import VALUE_HEAD_FILE, to_classifier
 from hone.rewards.model import Answer
 from hone.rewards.settings import RewardModelConfig
+from hone.trainers.exports.checkpoint import export_checkpoint
 from hone.trainers.reward_models.scorer import AnswerScorer, reward_model_spec
-from hone.trainers.run.export import export_checkpoint
 from hone.workers.train import TrainWorker
 from tests.trainers.preference_task import prefer, train_reward_model, written
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from hone.config import ConfigError, load
 from hone.models.settings import ModelConfig
+from hone.trainers.exports.checkpoint import export_checkpoint
 from hone.trainers.policy.evaluate_model import evaluate_model
 from hone.trainers.policy.settings import PolicyRunConfig
-from hone.trainers.run.export import export_checkpoint
 from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import BASE, metrics, recipe
 

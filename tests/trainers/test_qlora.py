@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from hone.config import ConfigError, load
 from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.settings import FourBitConfig, ModelConfig
+from hone.trainers.exports.checkpoint import export_checkpoint
 from hone.trainers.policy.settings import PolicyRunConfig
-from hone.trainers.run.export import export_checkpoint
 from hone.trainers.run.launch import run_policy, run_supervised
 from hone.trainers.supervised.settings import SupervisedRunConfig
 from hone.workers.train import TrainSpec, TrainWorker

@@ -14,8 +14,8 @@ from hone.rollout import ROLLOUT_ENGINES
 from hone.schedule.journal import JOURNAL, read_journal
 from hone.schedule.replay import ReplayError
 from hone.tracking.trackers.jsonl import rollout_lines
+from hone.trainers.exports.checkpoint import export_checkpoint
 from hone.trainers.run.context import RunControl
-from hone.trainers.run.export import export_checkpoint
 from hone.trainers.run.launch import run_policy
 from tests.trainers.gated_server import STEPS, Gated
 from tests.trainers.test_asynchronous import AHEAD, assert_same

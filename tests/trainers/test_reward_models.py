@@ -21,10 +21,10 @@ from hone.registry import resolve
 from hone.rewards.model import Answer, ServedRewardModel
 from hone.rewards.settings import RewardComponent, RewardModelConfig
 from hone.tracking.trackers.jsonl import rollout_lines
+from hone.trainers.exports.checkpoint import export_checkpoint
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.reward_models.placement import _hosting
 from hone.trainers.reward_models.scorer import AnswerScorer, reward_model_spec, separator_tokens
-from hone.trainers.run.export import export_checkpoint
 from hone.trainers.run.launch import run_policy, run_reward_model
 from hone.trainers.supervised.settings import RewardModelRunConfig
 from hone.workers.train import TrainWorker

@@ -18,7 +18,7 @@ from hone.data.stream import ItemStream, read_all
 from hone.engines.settings import EngineConfig
 from hone.models.loading import VALUE_HEAD_FILE
 from hone.models.settings import ModelConfig
-from hone.trainers.run.export import export_checkpoint
+from hone.trainers.exports.checkpoint import export_checkpoint
 from hone.trainers.supervised.reward_tasks import pack_steps
 from hone.trainers.supervised.settings import RewardModelRunConfig
 from hone.workers.train import TrainSpec, TrainWorker

@@ -6,12 +6,23 @@ import hashlib
 import importlib.util
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-from hone.tracking.base import FINISHED, INTERRUPTED, RunInfo, Tracker, flat_config, keep_id, known_id, plain_name
+from hone.tracking.base import (
+    FINISHED,
+    INTERRUPTED,
+    RolloutRecord,
+    RunInfo,
+    Tracker,
+    flat_config,
+    keep_id,
+    known_id,
+    plain_name,
+)
 from hone.tracking.settings import MlflowSettings
+from hone.tracking.trackers.completions import COLUMNS, table_of
 
 try:
     from mlflow.entities import Metric, Param
@@ -28,13 +39,16 @@ _NAME_LENGTH = 250
 
 
 class MlflowTracker(Tracker):
-    """Writes scalars as metrics and settings as parameters of one MLflow run, which a resumed run continues.
+    """Writes scalars as metrics, settings as parameters and completions as files of one MLflow run.
+
+    A resumed run continues it.
 
     MLflow allows fewer names than hone (see `Names`): `eval/sort/mean@4` becomes `eval/sort/mean_4`. It keeps every
     value that it gets, so steps that a resumed run repeats appear twice.
     """
 
     def __init__(self, settings: MlflowSettings, run: RunInfo) -> None:
+        self._settings = settings
         self._client = MlflowClient(tracking_uri=_store(settings.uri))
         known = known_id(run, "mlflow")
         if known is None:
@@ -52,6 +66,12 @@ class MlflowTracker(Tracker):
         metrics = (Metric(self._names.of(name), values[name], now, step) for name in sorted(values))
         while batch := list(islice(metrics, _METRICS_PER_CALL)):
             self._client.log_batch(self._run_id, metrics=batch)
+
+    def rollouts(self, step: int, records: Sequence[RolloutRecord]) -> None:
+        table = table_of(self._settings, step, records)
+        if table is not None:  # a file in the form of MLflow's own tables, which need pandas
+            rows = {"columns": list(COLUMNS), "data": [list(row) for row in table.rows]}
+            self._client.log_dict(self._run_id, rows, f"completions/{plain_name(table.name)}/step_{step:08d}.json")
 
     def close(self, outcome: str = FINISHED) -> None:
         status = {FINISHED: "FINISHED", INTERRUPTED: "KILLED"}.get(outcome, "FAILED")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from hone.config import Choice
-from hone.tracking.base import FINISHED, RunInfo, Tracker
+from hone.tracking.base import FINISHED, RolloutRecord, RunInfo, Tracker
+from hone.tracking.settings import TensorBoardSettings
+from hone.tracking.trackers.completions import table_of
 
 try:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.types_pb2 import DataType
     from tensorboard.summary.writer.record_writer import RecordWriter
 except ImportError as error:
     raise ImportError(
@@ -21,12 +24,13 @@ except ImportError as error:
 
 
 class TensorBoardTracker(Tracker):
-    """Writes scalars to `<run folder>/tensorboard`, one event file per launch.
+    """Writes scalars, and completions as text, to `<run folder>/tensorboard`, one event file per launch.
 
     A resumed run begins with a START record; TensorBoard then drops the steps that are written again.
     """
 
-    def __init__(self, settings: Choice, run: RunInfo) -> None:
+    def __init__(self, settings: TensorBoardSettings, run: RunInfo) -> None:
+        self._settings = settings
         folder = run.run_dir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         self.where = str(folder)
@@ -43,6 +47,17 @@ class TensorBoardTracker(Tracker):
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
         self._file.flush()
+
+    def rollouts(self, step: int, records: Sequence[RolloutRecord]) -> None:
+        table = table_of(self._settings, step, records)
+        if table is None:
+            return
+        text = TensorProto(dtype=DataType.DT_STRING, string_val=[table.markdown().encode("utf-8", "backslashreplace")])
+        shape = text.tensor_shape.dim.add()
+        shape.size = 1
+        kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        value = Summary.Value(tag=f"completions/{table.name}", metadata=kind, tensor=text)
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
 
     def close(self, outcome: str = FINISHED) -> None:
         self._file.close()

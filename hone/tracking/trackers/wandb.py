@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from uuid import uuid4
 
-from hone.tracking.base import FINISHED, INTERRUPTED, RunInfo, Tracker, keep_id, known_id
+from hone.tracking.base import FINISHED, INTERRUPTED, RolloutRecord, RunInfo, Tracker, keep_id, known_id
 from hone.tracking.settings import WandbSettings
+from hone.tracking.trackers.completions import COLUMNS, table_of
 
 try:
     import wandb
@@ -17,12 +18,15 @@ _INTERRUPTED_CODE = 255  # W&B's own for Ctrl-C
 
 
 class WandbTracker(Tracker):
-    """Writes scalars and settings to one W&B run, which a resumed run continues. Files are in `<run folder>/wandb`.
+    """Writes scalars, settings and completions to one W&B run, which a resumed run continues.
+
+    Files are in `<run folder>/wandb`.
 
     W&B ignores a step that it already has: steps that a resumed run repeats keep their first values, which are equal.
     """
 
     def __init__(self, settings: WandbSettings, run: RunInfo) -> None:
+        self._settings = settings
         self._run = wandb.init(
             project=settings.project,
             entity=settings.entity,
@@ -37,6 +41,12 @@ class WandbTracker(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def rollouts(self, step: int, records: Sequence[RolloutRecord]) -> None:
+        table = table_of(self._settings, step, records)
+        if table is not None:
+            shown = wandb.Table(columns=list(COLUMNS), data=[list(row) for row in table.rows])
+            self._run.log({f"completions/{table.name}": shown}, step=step)
 
     def close(self, outcome: str = FINISHED) -> None:
         self._run.finish(exit_code={FINISHED: 0, INTERRUPTED: _INTERRUPTED_CODE}.get(outcome, 1))

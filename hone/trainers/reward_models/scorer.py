@@ -27,7 +27,7 @@ from hone.platforms.base import compute_dtype, current_platform
 from hone.rewards.model import Answer
 from hone.rewards.pool import Outcome
 from hone.rewards.settings import RewardModelConfig
-from hone.trainers.run.exported_rendering import read_rendering
+from hone.trainers.exports.rendering import read_rendering
 from hone.types import Message
 from hone.workers.scoring import ScoringModel
 from hone.workers.train import TrainSpec

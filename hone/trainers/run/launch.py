@@ -30,12 +30,13 @@ from hone.tracking.base import RunInfo
 from hone.tracking.hub import Tracking
 from hone.tracking.metrics import Timer
 from hone.tracking.muted import MutedTracking
+from hone.trainers.exports.card import write_card
+from hone.trainers.exports.rendering import write_rendering
 from hone.trainers.policy.assembly import PolicyAssembly
 from hone.trainers.policy.checks import check_replay, check_room, check_settings
 from hone.trainers.policy.generation import Generation, has_servers
 from hone.trainers.policy.settings import DistillRunConfig, PolicyRunConfig, WarmStartConfig
-from hone.trainers.run.context import RunContext, RunControl, untracked_context
-from hone.trainers.run.exported_rendering import write_rendering
+from hone.trainers.run.context import RunContext, RunControl, Stopping, untracked_context
 from hone.trainers.run.folder import claim, write_config
 from hone.trainers.run.loop import Trainer
 from hone.trainers.run.profiler import Profiler
@@ -116,6 +117,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
             require_all_read(loaded)
             trainer.run()
             write_rendering(folder / "export", config, config.data, renderer)
+            write_card(folder / "export", folder, config)
     return folder
 
 
@@ -159,6 +161,7 @@ def _run(
             trainer.run()
             if ranks.is_first():
                 write_rendering(folder / "export", config, config.data, renderer)
+                write_card(folder / "export", folder, config)
     return folder
 
 
@@ -232,6 +235,7 @@ def _run_context(
     config: PolicyRunConfig | SupervisedConfig, renderer: Renderer, recorder: Recorder, control: RunControl
 ) -> Iterator[RunContext]:
     """Open the context of a run: files, timings and trackers; the trackers are closed however it ends."""
+    _check_stopping(config)
     folder = Path(config.run.dir)
     info = RunInfo(run_dir=folder, total_steps=config.run.steps, config=plain(config))
     kind = Tracking if ranks.is_first() else MutedTracking
@@ -242,7 +246,19 @@ def _run_context(
     ):
         recorder.timer.shown_by(watchdog.begins, hub.phase)
         profiler = Profiler(config.profile, config.run.steps, config.runtime, folder, hub)
-        yield RunContext(folder, hub, recorder, profiler, control)
+        yield RunContext(folder, hub, recorder, profiler, control, Stopping.of(config.run.stop_when))
+
+
+def _check_stopping(config: PolicyRunConfig | SupervisedConfig) -> None:
+    """Raise ConfigError for a rule that could never end the run, because nothing has a score between its steps."""
+    if config.run.stop_when is None:
+        return
+    key = "run.stop_when ends a run by the score of its held-out sets"
+    if not config.evaluation.sets or not config.evaluation.every_steps:
+        raise ConfigError(f"{key}: set evaluation.sets and evaluation.every_steps, or remove it")
+    reference = getattr(config, "reference", None)
+    if isinstance(config, PreferenceRunConfig) and reference is not None and reference.follow is not None:
+        raise ConfigError(f"{key}, and losses against a reference that follows cannot be compared; remove it")
 
 
 def _begin(config: PolicyRunConfig | SupervisedConfig, folder: Path) -> tuple[list[str], ModelConfig, Renderer]:

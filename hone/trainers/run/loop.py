@@ -36,6 +36,7 @@ from hone.trainers.run.randomness import load_random_state, save_random_state
 from hone.trainers.run.settings import CheckpointConfig
 
 WARN_AFTER = 10  # steps in a row
+STOPPING = "stopping"  # key of a checkpoint's state
 
 Values = Mapping[str, float]
 
@@ -96,6 +97,7 @@ class Trainer(ABC):
         self.watchers: list[Callable[[Mapping[str, float]], None]] = []  # see each step's metrics; may end the run
         self._profiler = context.profiler
         self._control = context.control
+        self._stopping = context.stopping
         self._save_every = checkpoint.every_steps
         self._keep_best = evaluates and checkpoint.keep_best
         self.store = CheckpointStore(context.folder / "checkpoints", checkpoint.keep, self._keep_best)
@@ -150,6 +152,7 @@ class Trainer(ABC):
                     self._write(0, self.evaluate(0))
                     self._best_score = self._scores.get(0)
                     self._keep(0)
+                self._stop_early(step)
                 while step < self.steps:
                     with self._profiler.step(step + 1), self.recorder.timer.step():
                         self.step(step + 1)
@@ -157,6 +160,7 @@ class Trainer(ABC):
                     step += 1
                     self._settle(step)
                     self._write(step, self.evaluate(step))
+                    self._stop_early(step)
                     self._keep(step)
                     if step < self.steps and ranks.agree(self._interrupts or int(self._control.stop.is_set())):
                         raise Interrupted(step)
@@ -182,6 +186,8 @@ class Trainer(ABC):
         load_random_state(checkpoint.part("random"))
         self._best_score = self.store.best_score
         self._saved_step = self._written_step = checkpoint.step
+        if STOPPING in checkpoint.state:
+            self._stopping.restore(checkpoint.state[STOPPING])
         self._settle(checkpoint.step)
         self.tracking.begin(checkpoint.step)
         self.tracking.message(f"continuing from {checkpoint.folder}")
@@ -247,8 +253,14 @@ class Trainer(ABC):
                 if self.store.publish(wait):
                     self._full_since = None
 
+    def _stop_early(self, step: int) -> None:
+        """Make `step` the last one, if the score says so."""
+        if self._stopping.reason and step < self.steps:
+            self.tracking.message(f"the run ends after step {step} of {self.steps}: {self._stopping.reason}")
+            self.steps = step
+
     def _settle(self, step: int) -> None:
-        self._settled = self.state()
+        self._settled = {**self.state(), STOPPING: self._stopping.state}
         self._updates = [role.updates for role in self.changing_roles()]
 
     @property
@@ -261,6 +273,9 @@ class Trainer(ABC):
         self._scores = {step: score} if score is not None and math.isfinite(score) else {}
         values = {**self.recorder.drain(), **figures}
         self.tracking.log(step, values)
+        for found in self._scores.values():
+            self._stopping.see(found)
+        self._settled |= {STOPPING: self._stopping.state}
         self._written_step = step
         for watch in self.watchers:
             watch(values)

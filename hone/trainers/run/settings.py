@@ -16,12 +16,26 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, int) else value
 
 
+class StopWhenConfig(Config):
+    """Early end of a run by its score: the figure of held-out sets that also chooses the best checkpoint."""
+
+    score_reaches: float | None = setting(None, "end when the score is at least this")
+    no_better_for: int | None = setting(None, "end after so many evaluations in a row without a better score", ge=1)
+
+    @model_validator(mode="after")
+    def _says_when(self) -> StopWhenConfig:
+        if self.score_reaches is None and self.no_better_for is None:
+            raise ValueError("set score_reaches or no_better_for, or both")
+        return self
+
+
 class RunConfig(Config):
     """Identity and length of a run. The same folder continues the same run."""
 
     dir: str = setting(meaning="the run folder: everything a run writes is in it; an existing run in it is continued")
     steps: int | None = setting(None, "training steps of the whole run, resumed parts included", unit="steps", ge=1)
     epochs: float | None = setting(None, "passes over the training data, instead of steps", gt=0)
+    stop_when: StopWhenConfig | None = setting(None, "end before the last step, by the score; null: never")
     max_skipped_steps: int = setting(
         10, "the run fails after this many optimizer steps in a row whose gradient was not finite", unit="steps", ge=1
     )

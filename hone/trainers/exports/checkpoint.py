@@ -16,9 +16,10 @@ from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.models.value_head import check_classifier, to_classifier
 from hone.models.vision.image_processor import load_image_processor
+from hone.trainers.exports.card import write_card
+from hone.trainers.exports.rendering import write_rendering
 from hone.trainers.policy.settings import DistillRunConfig, PolicyRunConfig
 from hone.trainers.run.checkpoints import Checkpoint, CheckpointStore
-from hone.trainers.run.exported_rendering import write_rendering
 from hone.trainers.run.launch import WARM_START
 from hone.trainers.run.run_model import recorded_model
 from hone.trainers.supervised.settings import (
@@ -108,6 +109,7 @@ def export_checkpoint(
         else:
             worker.engine.export_adapter(partial)
         write_rendering(partial, config, config.data, renderer)
+        write_card(partial, folder, config, checkpoint.step)
         if classifier:
             pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
             to_classifier(partial, pad)

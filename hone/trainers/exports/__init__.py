@@ -1,0 +1,3 @@
+"""Exports: `checkpoint` (a checkpoint as a folder), `rendering` (its chat template), `card` (its README), `push` (to a
+hub).
+"""

@@ -1,0 +1,121 @@
+"""Model card of an export: README.md with base, data, algorithm, figures, version, and how to load it.
+
+The header is what model hubs read. Paths of the machine that trained are shortened to their last part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hone import __version__
+from hone.composition import to_yaml
+from hone.data.settings import DatasetConfig
+from hone.tracking.base import printable
+from hone.tracking.trackers.jsonl import METRICS_FILE, read_metrics
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.supervised.settings import PreferenceRunConfig, RewardModelRunConfig, SupervisedConfig
+
+CARD = "README.md"
+TITLES = {
+    "rl": "reinforcement learning",
+    "distill": "distillation on the model's own samples",
+    "sft": "supervised fine-tuning",
+    "prefer": "preference optimisation",
+    "reward_model": "a reward model",
+}
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+LOADING = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+```
+"""
+ADAPTER_LOADING = """```python
+from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained("FOLDER")
+```
+"""
+VALUE_LOADING = "A run of hone uses it as `reward.components.NAME.model.path`.\n"
+
+
+def write_card(export: Path, run: Path, config: PolicyRunConfig | SupervisedConfig, step: int | None = None) -> None:
+    """Write the card of the run in folder `run` into an export, which is of `step`; None: of the last one."""
+    adapter = (export / "adapter_config.json").is_file()
+    header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    if (base := _base(config)) and HUB_NAME.fullmatch(base) and not Path(base).exists():
+        header["base_model"] = base
+    header |= {"pipeline_tag": "text-generation", "tags": ["hone", config.kind]}
+    facts = "".join(f"| {name} | {_cell(value)} |\n" for name, value in _facts(config, step))
+    loading = VALUE_LOADING if config.kind == "reward_model" else ADAPTER_LOADING if adapter else LOADING
+    figures = "".join(_figures(run, step)) or "No held-out set was measured.\n"
+    text = (
+        f"---\n{to_yaml(header)}---\n\n# {run.resolve().name}\n\n"
+        f"Trained by {TITLES[config.kind]} with hone {__version__}."
+        f"\n\n| | |\n|---|---|\n{facts}\n## Held-out figures\n\n{figures}\n## Load it\n\n{loading}"
+    )
+    (export / CARD).write_text(printable(text), encoding="utf-8")
+
+
+def _facts(config: PolicyRunConfig | SupervisedConfig, step: int | None) -> Iterator[tuple[str, str]]:
+    yield "base", _base(config) or "a model that the run built"
+    yield "data", _data(config.data.train)
+    yield "algorithm", _algorithm(config)
+    if isinstance(config, PolicyRunConfig) and config.reward.components:
+        yield "reward", ", ".join(f"{one.weight:g} x {name}" for name, one in config.reward.components.items())
+    yield "steps", str(step if step is not None else config.run.steps or f"{config.run.epochs:g} epochs")
+    yield "optimizer", f"{config.actor.optimizer.name}, learning rate {config.actor.optimizer.lr:g}"
+    if config.actor.lora is not None:
+        yield "adapter", f"LoRA of rank {config.actor.lora.rank}"
+    yield "seed", str(config.run.seed)
+
+
+def _algorithm(config: PolicyRunConfig | SupervisedConfig) -> str:
+    if isinstance(config, PolicyRunConfig):
+        chosen = config.algorithm
+        kl = "" if chosen.kl is None else f", KL {chosen.kl.coef:g}"
+        groups = f"{config.update.prompts_per_step} prompts x {config.update.samples_per_prompt} answers"
+        return f"advantage {chosen.advantage.name}, loss {chosen.loss.name}{kl}; {groups} in a step"
+    per_step = f"{config.samples_per_step} samples in a step"
+    loss = config.loss.name if isinstance(config, PreferenceRunConfig | RewardModelRunConfig) else config.kind
+    return f"loss {loss}; {per_step}"
+
+
+def _base(config: PolicyRunConfig | SupervisedConfig) -> str:
+    path = config.model.path
+    return "" if path is None else _short(path)
+
+
+def _data(train: DatasetConfig) -> str:
+    source = "" if train.source is None else train.source.name
+    return " ".join(filter(None, (_short(train.path) if train.path else "", f"({source})" if source else "")))
+
+
+def _short(path: str) -> str:
+    return Path(path).name if Path(path).is_absolute() else path
+
+
+def _figures(run: Path, step: int | None) -> Iterator[str]:
+    """The figures of the first evaluation and of the last one up to `step`, as a table."""
+    lines = read_metrics(run) if (run / METRICS_FILE).is_file() else []
+    measured = [
+        {name: value for name, value in line.items() if name.startswith("eval/") or name == "step"}
+        for line in lines
+        if any(name.startswith("eval/") for name in line) and (step is None or line["step"] <= step)
+    ]
+    if not measured:
+        return
+    first, last = measured[0], measured[-1]
+    yield f"| metric | step {first['step']:g} | step {last['step']:g} |\n|---|---|---|\n"
+    for name in last:
+        if name != "step":
+            before = f"{first[name]:.4f}" if name in first else ""
+            yield f"| {name.removeprefix('eval/')} | {before} | {last[name]:.4f} |\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

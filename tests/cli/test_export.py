@@ -1,0 +1,147 @@
+"""`hone export`: the model card, and the upload to a hub, against a server on this machine that speaks its protocol."""
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import yaml
+
+from hone import __version__
+from hone.cli.main import main
+from tests.trainers.tiny import recipe
+
+REPOSITORY, TOKEN = "team/reverse", "hf_of_the_test"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks for an upload: repository, kinds of files, large files, one commit."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.asked.append((self.path, body))
+        root = f"http://127.0.0.1:{self.server.server_port}"
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.say({"error": "Invalid username or password."}, 401)
+        if self.path == "/api/repos/create":
+            return self.say({"url": f"{root}/{REPOSITORY}"})
+        if self.path == "/api/validate-yaml":
+            return self.say({"errors": [], "warnings": []})
+        if self.path == f"/api/models/{REPOSITORY}/preupload/main":
+            modes = {True: "lfs", False: "regular"}
+            names = [one["path"] for one in json.loads(body)["files"]]
+            kinds = [{"path": name, "uploadMode": modes[name.endswith(".safetensors")]} for name in names]
+            return self.say({"files": [{**one, "shouldIgnore": False} for one in kinds]})
+        if self.path == f"/{REPOSITORY}.git/info/lfs/objects/batch":
+            objects = json.loads(body)["objects"]
+            actions = [{**one, "actions": {"upload": {"href": f"{root}/large/{one['oid']}"}}} for one in objects]
+            return self.say({"transfer": "basic", "objects": actions})
+        assert self.path == f"/api/models/{REPOSITORY}/commit/main"
+        return self.say({"success": True, "commitOid": "0" * 40, "commitUrl": f"{root}/{REPOSITORY}/commit/0"})
+
+    def do_PUT(self):
+        self.server.large[self.path.rpartition("/")[2]] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.say({})
+
+    def say(self, answer, status=200):
+        text = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *arguments):
+        """The test looks at what was asked."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of one step."""
+    folder = tmp_path_factory.mktemp("export")
+    assert main(["train", str(recipe(folder, {"run": {"steps": 1}}))]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def hub():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked, server.large = [], {}
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def export(run, output, hub, *options, token=TOKEN):
+    address = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    home = {"HF_HOME": str(run.parent / "home"), "HF_TOKEN": token, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    command = [sys.executable, "-m", "hone", "export", str(run), str(output), "--push", REPOSITORY, *options]
+    direct = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**direct, **address, **home})
+
+
+def test_every_export_has_a_model_card(run):
+    _, header, text = (run / "export" / "README.md").read_text().split("---\n", 2)
+    facts = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["hone", "rl"]}
+    assert yaml.safe_load(header) == facts
+    assert f"Trained by reinforcement learning with hone {__version__}." in text
+    assert "| algorithm | advantage grpo, loss ppo; 4 prompts x 4 answers in a step |" in text
+    assert "| reward | 1 x share |" in text
+    assert "| optimizer | AdamW, learning rate 0.003 |" in text
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    before, after = (f"{line['eval/held_out/share']:.4f}" for line in lines)
+    assert f"| held_out/share | {before} | {after} |" in text
+
+
+def test_a_dry_run_asks_nobody_and_the_upload_sends_every_file(run, hub, tmp_path):
+    output = tmp_path / "export"
+    tried = export(run, output, hub, "--dry-run", "--private", token="")
+    assert tried.returncode == 0, tried.stderr
+    files = {path.name: path.read_bytes() for path in output.iterdir()}
+    assert f"would upload {len(files)} files" in tried.stdout
+    assert all(f"{len(data):>14,} {name}" in tried.stdout for name, data in files.items())
+    assert "nothing was uploaded; no token was found" in tried.stdout
+    assert hub.asked == []
+    done = export(run, output, hub, "--private")
+    assert done.returncode == 0, done.stderr
+    asked = dict(hub.asked)
+    assert json.loads(asked["/api/repos/create"])["visibility"] == "private"
+    sent = {}
+    for line in asked[f"/api/models/{REPOSITORY}/commit/main"].splitlines():
+        entry = json.loads(line)
+        if entry["key"] == "file":
+            sent[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+        elif entry["key"] == "lfsFile":
+            data = hub.large[entry["value"]["oid"]]
+            assert hashlib.sha256(data).hexdigest() == entry["value"]["oid"]
+            sent[entry["value"]["path"]] = data
+    assert sent == files
+    assert "model.safetensors" in sent
+    assert f"{REPOSITORY}/commit/0" in done.stdout
+
+
+def test_a_refusal_says_what_the_hub_said(run, hub):
+    done = export(run, run / "export", hub, token="wrong")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: --push {REPOSITORY}: the hub refused it: Invalid username or password.")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--push", "reverse"], "--push reverse: a repository is named OWNER/NAME"),
+        (["--dry-run"], "name the repository with --push OWNER/NAME"),
+    ],
+)
+def test_options_of_an_upload_that_cannot_be(options, expected, run, tmp_path, capsys):
+    assert main(["export", str(run), str(tmp_path / "out"), *options]) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
