@@ -409,10 +409,10 @@ def _explain_error(error: ValidationError, path: str, built: Mapping[str, Any]) 
     same = [p for p in problems if _inside(p["loc"], built) == inside]  # one per arm of a union
     wanted = " or ".join(dict.fromkeys(p["msg"].removeprefix("Input ").removeprefix("Value error, ") for p in same))
     sentence = f"{key or 'the run file'}{' ' if wanted.startswith('should') else ': '}{wanted}"
-    found = first["input"]
-    if found is None or isinstance(found, Mapping | Config):
+    if (found := first["input"]) is None or isinstance(found, Mapping | Config):
         return key, sentence
-    choices = re.findall(r"'([^']*)'", str(first.get("ctx", {}).get("expected", "")))
+    size, expected = re.findall(r"\d+", str(found)), str(first.get("ctx", {}).get("expected", ""))
+    choices = [one for one in re.findall(r"'([^']*)'", expected) if size in ([], re.findall(r"\d+", one))]
     near = difflib.get_close_matches(str(found), choices, n=1, cutoff=0.5)
     return key, f"{sentence} (found {found!r}{f'; did you mean {near[0]!r}?' if near else ''})"
 

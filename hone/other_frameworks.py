@@ -32,6 +32,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "dataset": ("data.train.path",),
     "dataset_name": ("data.train.source",),
     "default_local_dir": _FOLDER,
+    "early_stopping": ("run.stop_when",),
+    "early_stopping_patience": ("run.stop_when.no_better_for",),
     "enable_gradient_checkpointing": ("actor.activation_checkpointing",),
     "entropy_coeff": ("algorithm.entropy_coef",),
     "eps_clip": _CLIP,
@@ -70,6 +72,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "max_new_tokens": _ANSWER,
     "max_prompt_length": ("data.train.max_prompt_tokens",),
     "max_response_length": _ANSWER,
+    "max_skipped_steps": ("run.stop_when.skipped_steps",),
     "max_seq_length": ("data.train.max_sample_tokens",),
     "max_steps": _STEPS,
     "max_tokens": _ANSWER,
@@ -135,7 +138,7 @@ VALUES: Mapping[tuple[str, str], str] = {
 """(last part of a key, value that others give it) -> what it is here."""
 
 COMMANDS: Mapping[str, str] = {
-    "chat": "generate",
+    "deploy": "serve",
     "dpo": "prefer",
     "evaluate": "eval",
     "finetune": "sft",

@@ -2,5 +2,6 @@
 
 `run/` (what every run has: loop, checkpoints, run folder), `policy/` (reinforcement learning and distillation),
 `supervised/` (SFT, preferences, reward models), `reward_models/` (reward models that score a policy's answers),
-`answering/` (finished models that answer, without training), `forecast/` (memory and time of a run before it starts).
+`answering/` (finished models that answer, without training), `forecast/` (memory and time of a run before it starts),
+`exports/` (what a run leaves for others).
 """

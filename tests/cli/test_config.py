@@ -89,7 +89,7 @@ def test_explain_of_a_section_prints_every_key(capsys, rl):
         "run.dir",
         "run.steps",
         "run.epochs",
-        "run.max_skipped_steps",
+        "run.stop_when",
         "run.seed",
     ]
 
@@ -179,6 +179,15 @@ def test_an_unknown_key_is_answered_with_the_key_that_was_meant(capsys, recipe, 
     assert main(["config", f"recipes/{recipe}", override]) == 2
     hint = re.search("did you mean (.*?)[?]", capsys.readouterr().err)[1]
     assert repr(meant) in hint.split(" or ")
+
+
+def test_a_number_format_that_is_not_here_suggests_none_of_another_size(capsys):
+    assert main(["config", "recipes/reverse/grpo.yaml", "actor.compute_dtype=float8"]) == 2
+    said = capsys.readouterr().err
+    assert "(found 'float8')" in said
+    assert "did you mean" not in said
+    assert main(["config", "recipes/reverse/grpo.yaml", "actor.compute_dtype=bf16"]) == 2
+    assert "did you mean 'bfloat16'?" in capsys.readouterr().err
 
 
 def test_an_algorithm_that_is_no_loss_here_is_explained(capsys):

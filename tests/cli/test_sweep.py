@@ -21,9 +21,9 @@ def test_two_values_are_two_runs_in_one_table_and_one_chart(tmp_path, capsys):
     last = {}
     for name in ("lr=1e-3", "lr=0.1"):
         _, line = metrics(folder / name)
-        last[name] = f"{line['eval/held_out/share']:.4f}"
+        last[name] = f"{line['eval/held_out/reward']:.4f}"
         assert f"done: {name}" in err
-        assert re.search(rf"│ {name[3:]} +│ eval/held_out/share │ {last[name]} ", out)
+        assert re.search(rf"│ {name[3:]} +│ eval/held_out/reward │ {last[name]} ", out)
     page = (folder / "sweep.html").read_text()
     assert page.count("<polyline") == 2
     assert all(f"<td>{value}</td>" in page for value in last.values())

@@ -177,7 +177,9 @@ def test_skipped_steps_in_a_row_end_a_run_and_say_what_was_not_finite():
     recorder.record(skipped(0.0))  # a step that was taken: the count begins anew
     for _ in range(2):
         recorder.record(skipped())
-    with pytest.raises(NotFinite, match=r"3 optimizer steps in a row .*run.max_skipped_steps = 3.*policy_loss = nan"):
+    with pytest.raises(
+        NotFinite, match=r"3 optimizer steps in a row .*run.stop_when.skipped_steps = 3.*policy_loss = nan"
+    ):
         recorder.record(skipped(policy_loss=math.nan, lr=0.1))
 
 

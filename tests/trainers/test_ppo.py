@@ -103,8 +103,8 @@ def test_actor_and_critic_report_learning_rates_of_their_own(one_step):
 def test_a_run_ends_after_so_many_steps_without_a_finite_gradient(tmp_path):
     """The first step of the critic takes its weights so far that every later value, and so every advantage, is NaN."""
     broken = {"critic": {"engine": {"compute_dtype": "float32", "optimizer": {"lr": 1e38}}}}
-    with pytest.raises(NotFinite, match=r"2 optimizer steps in a row .*run\.max_skipped_steps = 2"):
-        train(tmp_path, GAE, broken, {"run": {"steps": 9, "max_skipped_steps": 2}})
+    with pytest.raises(NotFinite, match=r"2 optimizer steps in a row .*run\.stop_when\.skipped_steps = 2"):
+        train(tmp_path, GAE, broken, {"run": {"steps": 9, "stop_when": {"skipped_steps": 2}}})
 
 
 def test_critic_warm_up_leaves_the_actor_alone_and_its_schedule_for_later(tmp_path):

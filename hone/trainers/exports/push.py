@@ -35,7 +35,7 @@ class Upload:
 
 
 def planned(folder: Path, repository: str, private: bool) -> Upload:
-    """What an upload would send. Raises ConfigError for a name that is none, and a folder without a model."""
+    """The files of an upload and their sizes. Raises ConfigError for a folder without a model, and a wrong name."""
     check_repository(repository)
     if not any((folder / name).is_file() for name in WEIGHTS):
         raise ConfigError(f"{folder} is no export: it has neither {' nor '.join(WEIGHTS)}")

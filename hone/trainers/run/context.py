@@ -39,9 +39,9 @@ class Stopping:
     reason: str = ""  # why the run ends; empty: it goes on
 
     @classmethod
-    def of(cls, config: StopWhenConfig | None) -> Stopping:
-        """The rule of a run file; without one, a run goes on to its last step."""
-        return cls() if config is None else cls(config.score_reaches, config.no_better_for)
+    def of(cls, config: StopWhenConfig) -> Stopping:
+        """The rule of a run file."""
+        return cls(config.score_reaches, config.no_better_for)
 
     def see(self, score: float) -> None:
         """Look at the score of one evaluation."""

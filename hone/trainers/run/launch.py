@@ -44,7 +44,7 @@ from hone.trainers.run.randomness import seed_everything
 from hone.trainers.run.recorder import Recorder
 from hone.trainers.run.roles import lost_updates, prepare_process
 from hone.trainers.run.run_model import FOLDER, local_model
-from hone.trainers.run.settings import CheckpointConfig, RunConfig
+from hone.trainers.run.settings import CheckpointConfig, RunConfig, StopWhenConfig
 from hone.trainers.supervised.assembly import (
     assemble_preference,
     assemble_reward_model,
@@ -83,7 +83,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
         if config.run.epochs is not None:
             config = _with_steps(config, renderer)
             _check(config, loaded)
-        recorder = Recorder(Timer(), config.run.max_skipped_steps)
+        recorder = Recorder(Timer(), config.run.stops.skipped_steps)
 
         def prepared(model: ModelConfig) -> Generation:
             generation = Generation(config, model, renderer, recorder)
@@ -152,7 +152,7 @@ def _run(
     with claim(folder):
         changes, model, renderer = _begin(config, folder)
         config = with_steps(config, renderer)
-        recorder = Recorder(Timer(), config.run.max_skipped_steps)
+        recorder = Recorder(Timer(), config.run.stops.skipped_steps)
         with _run_context(config, renderer, recorder, control) as context:
             _introduce(config, context, changes)
             trainer = assemble(config, model, renderer, context)
@@ -194,7 +194,7 @@ def _warm_start(config: PolicyRunConfig, warm: WarmStartConfig, model: ModelConf
             dir=str(Path(config.run.dir) / WARM_START),
             steps=warm.steps,
             seed=config.run.seed,
-            max_skipped_steps=config.run.max_skipped_steps,
+            stop_when=StopWhenConfig(skipped_steps=config.run.stops.skipped_steps),
         ),
         model=model,
         data=warm.data,
@@ -209,7 +209,7 @@ def _warm_start(config: PolicyRunConfig, warm: WarmStartConfig, model: ModelConf
 def _warm_up(supervised: SupervisedRunConfig, renderer: Renderer, control: RunControl) -> None:
     folder = Path(supervised.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(Timer(), supervised.run.max_skipped_steps)
+    recorder = Recorder(Timer(), supervised.run.stops.skipped_steps)
     with _run_context(supervised, renderer, recorder, control) as context:
         assemble_supervised(supervised, supervised.model, renderer, context, "warm_start.data").run()
 
@@ -246,12 +246,12 @@ def _run_context(
     ):
         recorder.timer.shown_by(watchdog.begins, hub.phase)
         profiler = Profiler(config.profile, config.run.steps, config.runtime, folder, hub)
-        yield RunContext(folder, hub, recorder, profiler, control, Stopping.of(config.run.stop_when))
+        yield RunContext(folder, hub, recorder, profiler, control, Stopping.of(config.run.stops))
 
 
 def _check_stopping(config: PolicyRunConfig | SupervisedConfig) -> None:
     """Raise ConfigError for a rule that could never end the run, because nothing has a score between its steps."""
-    if config.run.stop_when is None:
+    if not config.run.stops.by_score:
         return
     key = "run.stop_when ends a run by the score of its held-out sets"
     if not config.evaluation.sets or not config.evaluation.every_steps:

@@ -43,7 +43,7 @@ class Recorder:
             found = [f"{other} = {one.value}" for other, one in metrics.items() if not math.isfinite(one.value)]
             raise NotFinite(
                 f"{self._skipped[name]} optimizer steps in a row were skipped, because the gradient was not finite "
-                f"({name}; run.max_skipped_steps = {self._max_skipped}); in the last one, not finite: "
+                f"({name}; run.stop_when.skipped_steps = {self._max_skipped}); in the last one, not finite: "
                 f"{', '.join(found) or 'the gradient alone'}"
             )
 

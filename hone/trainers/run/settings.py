@@ -17,16 +17,21 @@ def _listed(value: Any) -> Any:
 
 
 class StopWhenConfig(Config):
-    """Early end of a run by its score: the figure of held-out sets that also chooses the best checkpoint."""
+    """End of a run before its last step.
+
+    The score is the figure of held-out sets that also chooses the best checkpoint.
+    """
 
     score_reaches: float | None = setting(None, "end when the score is at least this")
     no_better_for: int | None = setting(None, "end after so many evaluations in a row without a better score", ge=1)
+    skipped_steps: int = setting(
+        10, "the run fails after this many optimizer steps in a row whose gradient was not finite", unit="steps", ge=1
+    )
 
-    @model_validator(mode="after")
-    def _says_when(self) -> StopWhenConfig:
-        if self.score_reaches is None and self.no_better_for is None:
-            raise ValueError("set score_reaches or no_better_for, or both")
-        return self
+    @property
+    def by_score(self) -> bool:
+        """Return whether the score may end the run."""
+        return self.score_reaches is not None or self.no_better_for is not None
 
 
 class RunConfig(Config):
@@ -35,10 +40,7 @@ class RunConfig(Config):
     dir: str = setting(meaning="the run folder: everything a run writes is in it; an existing run in it is continued")
     steps: int | None = setting(None, "training steps of the whole run, resumed parts included", unit="steps", ge=1)
     epochs: float | None = setting(None, "passes over the training data, instead of steps", gt=0)
-    stop_when: StopWhenConfig | None = setting(None, "end before the last step, by the score; null: never")
-    max_skipped_steps: int = setting(
-        10, "the run fails after this many optimizer steps in a row whose gradient was not finite", unit="steps", ge=1
-    )
+    stop_when: StopWhenConfig | None = setting(None, "what ends the run before its last step")
     seed: int = setting(0, "seed of data order, sampling and new weights; the same seed gives the same run", ge=0)
 
     @model_validator(mode="after")
@@ -47,6 +49,11 @@ class RunConfig(Config):
             found = "neither is set" if self.steps is None else f"found steps {self.steps} and epochs {self.epochs:g}"
             raise ValueError(f"set steps or epochs: {found}")
         return self
+
+    @property
+    def stops(self) -> StopWhenConfig:
+        """The section `stop_when`; without it, its defaults."""
+        return self.stop_when or StopWhenConfig()
 
     @property
     def total_steps(self) -> int:
