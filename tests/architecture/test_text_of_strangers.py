@@ -208,6 +208,7 @@ OF_THE_USER: dict[str, str] = {  # file -> whose text its expressions read
     "hone/rollout/adapters.py": "names of modules",
     "hone/runtime/ray_cluster.py": "errors of Ray",
     "hone/tracking/base.py": "names of metrics",
+    "hone/trainers/exports/": "names of models in run files, and of repositories in arguments",
     "hone/tracking/catalogue.py": "names of metrics",
     "hone/tracking/names.py": "names of metrics",
     "hone/tracking/report/build.py": "hone's own page",
