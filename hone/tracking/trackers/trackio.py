@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+from hone.registry import resolve
 from hone.tracking.base import FINISHED, RolloutRecord, RunInfo, Tracker, keep_id, known_id
 from hone.tracking.settings import TrackioSettings
 from hone.tracking.trackers.completions import COLUMNS, table_of
 
 try:
     import trackio
-    from pandas import DataFrame
     from trackio.utils import TRACKIO_DIR
 except ImportError as error:
     raise ImportError(f"tracker trackio needs the package trackio: pip install 'trackio>=0.5' ({error})") from error
@@ -47,7 +47,9 @@ class TrackioTracker(Tracker):
         table = table_of(self._settings, step, records)
         if table is not None:
             rows = [dict(zip(COLUMNS, row, strict=True)) for row in table.rows]
-            self._run.log({f"completions/{table.name}": trackio.Table(dataframe=DataFrame(rows))}, step=step)
+            self._run.log(
+                {f"completions/{table.name}": trackio.Table(dataframe=resolve("pandas:DataFrame")(rows))}, step=step
+            )
 
     def close(self, outcome: str = FINISHED) -> None:
         self._run.finish()
