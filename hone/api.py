@@ -6,9 +6,9 @@
     result.metrics[-1], result.model
     hone.generate(result.model, ["2 + 2 ="], temperature=0.0)
 
-A run file may also be a mapping, which may contain functions:
+A run file may also be a mapping, which may contain functions, data sets of the library datasets, and models:
 
-    hone.train({**settings, "reward": {"components": {"right": {"reward": my_function}}}})
+    hone.train({"defaults": "run.yaml", "reward": {"components": [my_function]}, "data": {"train": {"path": dataset}}})
 
 Functions of this module work inside a running event loop too, as in a notebook. Ctrl-C (a notebook's stop button) ends
 a run after its step, saves it and raises `Interrupted`; the same call continues it.
@@ -18,8 +18,11 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import hashlib
 import inspect
+import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -35,14 +38,16 @@ from hone.registry import resolve
 from hone.rewards.settings import RewardComponent, RewardConfig
 from hone.rollout.settings import RolloutConfig, SamplingConfig
 from hone.tracking.base import Interrupted as Interrupted
+from hone.tracking.base import RolloutRecord
 from hone.tracking.notebook import LiveChart, live_chart
 from hone.tracking.table import MetricsTable
-from hone.tracking.trackers.jsonl import read_metrics
+from hone.tracking.trackers.jsonl import ROLLOUTS_FILE, read_metrics, rollout_lines
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.context import RunControl
 from hone.types import Message
 
 R = TypeVar("R")
+SAVERS = ("save_to_disk", "save_pretrained")  # methods of data sets, and of models and tokenizers
 LOOK_S = 1.0  # between two looks at a call in another thread
 RunFile = str | Path | Mapping[str, Any] | Loaded[Any]
 """Path of a run file, its content as a mapping, or what `load` returned."""
@@ -66,6 +71,15 @@ class Result:
         return MetricsTable(read_metrics(self.folder))
 
     @property
+    def rollouts(self) -> list[RolloutRecord]:
+        """The trajectories that the run kept (`tracking.rollouts_per_step`), in order: prompt, response, reward ...
+
+        `set` is None for those of training, else the held-out set.
+        """
+        path = self.folder / ROLLOUTS_FILE
+        return [json.loads(line) for line in rollout_lines(path)] if path.is_file() else []
+
+    @property
     def model(self) -> Path:
         """The trained model, as a Hugging Face folder."""
         return self.folder / "export"
@@ -79,7 +93,9 @@ def load(run_file: RunFile, *overrides: str, kind: str | None = None) -> Loaded[
     if isinstance(run_file, Loaded):
         return _of_kind(run_file, overrides, kind)
     if isinstance(run_file, Mapping):
-        layers = [Layer(MAPPING, _plain(run_file, run_file))]
+        settings = _plain(run_file, run_file)
+        base = settings.pop("defaults", None)
+        layers = [*(read_layers(Path(base)) if base else []), Layer(MAPPING, settings)]
         if overrides:
             layers.append(Layer(COMMAND_LINE, read_overrides(overrides)))
         return load_run(layers, MAPPING, kind)
@@ -225,19 +241,45 @@ def _ended(answer: Future[R], chart: LiveChart | None = None) -> R:
 
 
 def _plain(value: Any, whole: Mapping[str, Any]) -> Any:
-    """Plain data in which each function is replaced by its reference."""
+    """Plain data: a function is replaced by its reference, a data set or a model by the folder that it is saved to."""
     if isinstance(value, Mapping):
-        return {key: _plain(inner, whole) for key, inner in value.items()}
+        return {key: _plain(_by_name(inner) if key == "components" else inner, whole) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner, whole) for inner in value]
     if isinstance(value, Path):
         return str(value)
-    if inspect.isfunction(value) or inspect.isclass(value):
-        folder = whole.get("run", {}).get("dir")
-        if not folder:
-            raise ConfigError(f"run.dir is required, because {value.__qualname__} is stored there")
-        return _reference(value, Path(folder))
-    return value
+    saves = next((name for name in SAVERS if not inspect.isclass(value) and hasattr(value, name)), "")
+    if not (inspect.isfunction(value) or inspect.isclass(value) or saves):
+        return value
+    folder, name = whole.get("run", {}).get("dir"), getattr(value, "__qualname__", type(value).__name__)
+    if not folder:
+        raise ConfigError(f"run.dir is required, because {name} is stored there")
+    return _saved(value, saves, Path(folder)) if saves else _reference(value, Path(folder))
+
+
+def _by_name(components: Any) -> Any:
+    """Reward functions in a list, as components named after them."""
+    if not isinstance(components, list | tuple):
+        return components
+    named = {one.__name__: {"reward": one} for one in components}
+    if len(named) < len(components):
+        raise ConfigError("reward.components: two functions of the list have the same name; give a mapping instead")
+    return named
+
+
+def _saved(value: Any, saves: str, folder: Path) -> str:
+    """The folder in `folder` of a data set, model or tokenizer. It is named by its content: another one is another."""
+    partial = folder / "objects" / "partial"
+    getattr(value, saves)(str(partial))
+    digest = hashlib.sha256()
+    for path in sorted(path for path in partial.rglob("*") if path.is_file()):
+        digest.update(path.relative_to(partial).as_posix().encode() + path.read_bytes())
+    target = partial.with_name(f"{type(value).__name__}-{digest.hexdigest()[:12]}")
+    if target.is_dir():
+        shutil.rmtree(partial)
+    else:
+        partial.rename(target)
+    return str(target)
 
 
 def _reference(function: Any, folder: Path) -> str:

@@ -49,6 +49,7 @@ OTHER_NAMES = {  # column of hone -> what data sets often call it
 PER_STEP = 32  # samples, pairs or prompts
 ALPACA = {"instruction", "input"}  # together they are the prompt; in many rows `input` is empty
 ALPACA_PROMPT = "{{ instruction }}{% if input is defined and input %}\n\n{{ input }}{% endif %}"
+SHAREGPT = "conversations"  # its column of messages
 VERL = "reward_model.ground_truth"  # the ground truth of verl's files
 
 
@@ -117,10 +118,12 @@ def guessed_columns(kind: str, row: Mapping[str, Any]) -> dict[str, str]:
     Columns that are a prompt only together have none here: `guessed_prompt`.
     """
     found: dict[str, str] = {}
+    if SHAREGPT in row and not row.keys() & {"messages", "prompt"} and kind not in ("prefer", "reward_model"):
+        found["messages"] = SHAREGPT
     graded = row.get("reward_model")
     is_verl = isinstance(graded, Mapping) and "ground_truth" in graded
     for meaning in KINDS[kind].columns:
-        if meaning in row or (meaning in ("prompt", "completion") and "messages" in row):
+        if meaning in row or (meaning in ("prompt", "completion") and "messages" in {*row, *found}):
             continue
         if meaning == "ground_truth" and is_verl:
             found[meaning] = VERL
@@ -162,6 +165,11 @@ def write_run_file(path: Path, kind: str, settings: Mapping[str, Any]) -> None:
 def _training_set(kind: str, flags: Flags) -> dict[str, Any]:
     columns, row = dict(flags.columns), first_row(flags.data)
     template = "" if "prompt" in columns else guessed_prompt(row)
+    if kind == "sft" and not columns and set(row) == {"text"}:
+        raise ConfigError(
+            f"{flags.data} has only the column 'text', which does not say where an answer begins: hone trains on "
+            "answers. Give the rows the columns prompt and completion, or messages"
+        )
     if not columns:
         columns = guessed_columns(kind, row)
         facts = [f"{meaning} is {own!r}" for meaning, own in columns.items()]

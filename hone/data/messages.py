@@ -4,6 +4,7 @@
     tool_calls with arguments as JSON text, or without `function`       -> {"function": {"name", "arguments": {...}}}
     weight: 0, loss_mask: 0, trainable: false ...                       -> trainable: false
     reasoning, thinking                                                 -> reasoning_content
+    {"from": "human", "value": "a"}                                     -> {"role": "user", "content": "a"}
 
 Files of Parquet have a value for every key of every row: arguments of other tools' calls are null there. The schemas of
 the row's tools say which nulls are none of the call's.
@@ -23,6 +24,16 @@ DEEPEST = 64  # levels of JSON text
 _TEXTS = ("text", "input_text", "output_text")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _EXCLUDING = ("trainable", "train", "weight", "loss_mask", "loss")  # 0 or false: an answer that is not learnt
+_SHAREGPT = {  # roles of the form `from`, `value`
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
 _ROLES = {"developer": "system", "function": "tool"}  # later and earlier names, which chat templates do not have
 
 
@@ -49,6 +60,7 @@ def normal_message(
     >>> normal_message({"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "!"}]})
     {'role': 'user', 'content': 'Hi!'}
     """
+    given = _with_role(given)
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise MessageError(f"a message should have a role and a content, found {given!r:.80}")
     message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
@@ -71,6 +83,20 @@ def normal_message(
     if not learnt:
         message["trainable"] = False
     return cast(Message, message)
+
+
+def _with_role(given: Any) -> Any:
+    """A message of ShareGPT's form with a role and a content; every other one as it is. Raises MessageError.
+
+    >>> _with_role({"from": "human", "value": "Hi"})
+    {'role': 'user', 'content': 'Hi'}
+    """
+    if not isinstance(given, Mapping) or "role" in given or not given.keys() >= {"from", "value"}:
+        return given
+    if given["from"] not in _SHAREGPT:
+        raise MessageError(f"a message is from {given['from']!r:.80}; known are {', '.join(_SHAREGPT)}")
+    rest = {key: value for key, value in given.items() if key not in ("from", "value")}
+    return {"role": _SHAREGPT[given["from"]], "content": given["value"], **rest}
 
 
 def stored_messages(text: str) -> list[Any] | None:

@@ -10,8 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hone
 from hone.cli.main import main
@@ -116,6 +118,44 @@ def test_files_go_from_generate_to_score_and_a_run_s_folder_is_evaluated(done, t
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures == hone.evaluate(result.folder)
     assert figures["eval/held_out/half"] == pytest.approx(seen[3]["eval/held_out/half"])
+
+
+def test_a_run_s_rollouts_are_a_list_of_records(done):
+    _, result, _ = done
+    training = [one for one in result.rollouts if one["set"] is None]
+    assert [one["step"] for one in training] == [1, 1, 2, 2, 3, 3]  # `rollouts_per_step: 2`
+    assert all(len(one["prompt_token_ids"]) > 0 and isinstance(one["response"], str) for one in training)
+    assert {one["set"] for one in result.rollouts} == {None, "held_out"}
+    assert hone.Result(result.folder / "none").rollouts == []
+
+
+def test_a_mapping_has_defaults_and_objects(done, tmp_path):
+    """A data set, a model, its tokenizer and a list of rewards, over a run file; the same objects are the same run."""
+    _, result, _ = done
+    rows = datasets.Dataset.from_list([{"prompt": "ab", "ground_truth": "ba"}] * 4)
+    chosen = {
+        "defaults": str(recipe(tmp_path)),
+        "model": {
+            "build": None,
+            "path": AutoModelForCausalLM.from_pretrained(result.model),
+            "tokenizer": AutoTokenizer.from_pretrained(result.model),
+        },
+        "data": {"train": {"source": None, "path": rows}},
+        "reward": {"components": [half]},
+        "run": {"dir": str(tmp_path / "objects"), "steps": 1},
+    }
+    loaded = hone.load(chosen)
+    assert loaded.config.update.samples_per_prompt == BASE["update"]["samples_per_prompt"]
+    assert hone.load(chosen).config == loaded.config
+    saved = sorted(type(one).__name__ for one in (rows, chosen["model"]["path"], chosen["model"]["tokenizer"]))
+    assert sorted(one.name.partition("-")[0] for one in (tmp_path / "objects/objects").iterdir()) == saved
+    trained = hone.train(loaded)
+    assert "reward/half" in trained.metrics[-1]
+    assert {one["question"] for one in trained.rollouts if one["set"] is None} == {"ab"}
+    with pytest.raises(hone.ConfigError, match="two functions of the list have the same name"):
+        hone.load({**chosen, "reward": {"components": [half, half]}})
+    with pytest.raises(hone.ConfigError, match=r"run\.dir is required, because Dataset is stored there"):
+        hone.load({"data": {"train": {"path": rows}}})
 
 
 NOTEBOOK = """

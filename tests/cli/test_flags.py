@@ -17,6 +17,7 @@ from hone.composition import ConfigError, to_yaml
 from hone.config import build
 from hone.data.columns import SampleReader
 from hone.data.settings import DatasetConfig
+from hone.engines.settings import EngineConfig
 from hone.tracking.trackers.jsonl import read_metrics
 from tests.recipes.conftest import gsm8k_rows, save_tiny_qwen3, write_rows
 
@@ -191,6 +192,9 @@ def test_init_writes_and_checks_a_run_file(here, capsys):
     assert main(["config", "mine.yaml"]) == 0
     written = yaml.safe_load((here / "mine.yaml").read_text())
     assert written["data"]["train"]["max_rows"] == written["evaluation"]["sets"]["held_out"]["skip_rows"] == 36
+    assert written["actor"]["optimizer"]["lr"] == EngineConfig().optimizer.lr
+    assert written["actor"]["compute_dtype"] == "auto"
+    assert written["actor"]["max_tokens_per_microbatch"] == 2048  # on a CPU
     text = (here / "mine.yaml").read_text()
     assert main(given) == 2  # what is there stays
     assert (here / "mine.yaml").read_text() == text
@@ -212,6 +216,25 @@ def test_init_writes_nothing_that_does_not_run(here, capsys, changes, expected):
     assert main(["init", "wrong.yaml", *(one for pair in given.items() for one in pair)]) == 2
     assert expected in said(capsys)[-1]
     assert not (here / "wrong.yaml").exists()
+
+
+def test_init_reads_sharegpt_and_says_what_text_lacks(here, capsys):
+    said_by = [("system", "Be kind."), ("human", "2 + 2?"), ("gpt", "4")]
+    turns = [{"from": who, "value": text} for who, text in said_by]
+    write_rows(here / "sharegpt.jsonl", [{"conversations": turns}] * 3)
+    assert main(["init", "sharegpt.yaml", "--kind", "sft", "--model", "model", "--data", "sharegpt.jsonl"]) == 0
+    lines = said(capsys)
+    assert "columns: messages is 'conversations'" in lines
+    assert "data: 3 rows; the first answer is '4'" in lines
+    written = yaml.safe_load((here / "sharegpt.yaml").read_text())
+    assert written["data"]["train"]["columns"] == {"messages": "conversations"}
+    assert written["actor"]["optimizer"]["lr"] == 1e-5
+    write_rows(here / "text.jsonl", [{"text": "a text"}] * 3)
+    assert main(["init", "text.yaml", "--kind", "sft", "--model", "model", "--data", "text.jsonl"]) == 2
+    assert "text.jsonl has only the column 'text', which does not say where an answer begins" in said(capsys)[-1]
+    write_rows(here / "odd.jsonl", [{"conversations": [{"from": "bird", "value": "x"}]}] * 3)
+    assert main(["init", "odd.yaml", "--kind", "sft", "--model", "model", "--data", "odd.jsonl"]) == 2
+    assert "a message is from 'bird'; known are human, user, gpt" in said(capsys)[-1]
 
 
 def test_init_asks_in_a_terminal(here):

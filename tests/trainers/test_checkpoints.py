@@ -40,6 +40,14 @@ def test_a_part_that_the_run_did_not_have_is_named(tmp_path):
         found.part("reference")
 
 
+def test_a_checkpoint_of_another_format_names_the_version_that_reads_it(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, {"actor": writer("one")}, {})
+    monkeypatch.setattr(checkpoints, "FORMAT", checkpoints.FORMAT + 1)  # as a later version would have it
+    with pytest.raises(RunCheckpointError, match=r"step_00000001 has format 1 of hone 0\.1\.0, and .* reads format 2"):
+        store.latest()
+
+
 def test_the_last_n_and_the_best_are_kept(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step, score in ((1, 0.1), (2, 0.9), (3, 0.9), (4, None), (5, 0.3)):

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hone import __version__
 from hone.full_disk import is_full
 from hone.runtime import ranks
 from hone.runtime.watchdog import progress
@@ -131,7 +132,10 @@ class CheckpointStore:
             for name, write in parts.items():
                 write(pending.partial / name)
             if ranks.is_first():
-                _write_json(pending.partial / STATE, {"format": FORMAT, "step": step, "score": score, "state": state})
+                _write_json(
+                    pending.partial / STATE,
+                    {"format": FORMAT, "hone": __version__, "step": step, "score": score, "state": state},
+                )
         self._pending = pending
 
     @property
@@ -213,13 +217,19 @@ class CheckpointStore:
         return self.read(folders[-1]) if folders else None
 
     def read(self, folder: Path) -> Checkpoint:
-        """One verified checkpoint."""
+        """One verified checkpoint. Raises RunCheckpointError if it is damaged, or of another format."""
         problem = damage(folder)
         if problem:
             earlier = [f.name for f in self._published() if f.name < folder.name]
             way_out = f"continue from {earlier[-1]}" if earlier else "start from the beginning"
             raise RunCheckpointError(f"checkpoint {folder} is damaged: {problem}; remove it to {way_out}")
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise RunCheckpointError(
+                f"checkpoint {folder} has format {content['format']} of hone {content['hone']}, and hone {__version__} "
+                f"reads format {FORMAT}: continue with that version; or write an export with it (hone export), and "
+                "begin a run from the export (model.path)"
+            )
         return Checkpoint(folder, content["step"], content["state"], content["score"])
 
     def best(self) -> Path | None:
