@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.blocks import read_blocks
+
 PROGRAM = Path(__file__).with_name("tinker_client.py")
 PYTHON = Path(__file__).parents[2] / ".venv-tinker/bin/python"
 
@@ -56,3 +58,14 @@ def test_the_real_client_trains_samples_saves_and_is_refused(server):
     assert found["checkpoints"] == ["weights/state", "sampler_weights/named"]
     assert found["left"] == ["sampler_weights/named"]
     assert found["runs"] == 2
+
+
+def test_the_first_minutes_of_the_page_run(server, tmp_path):
+    """The block of docs/serve.md, as it is there."""
+    (block,) = [one for one in read_blocks("docs/serve.md") if one.language == "python"]
+    program = tmp_path / "first_minutes.py"
+    program.write_text(block.text)
+    *steps, answer = run(server, program).splitlines()
+    losses = [float(line.split("'loss:sum': ")[1].split("}")[0]) for line in steps]
+    assert losses[2] < losses[0]
+    assert len(json.loads(answer)) == 8
