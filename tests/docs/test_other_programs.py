@@ -47,6 +47,7 @@ def docker(verb: str) -> argparse.ArgumentParser:
         for option in ("--gpus", "--shm-size", "--network", "--entrypoint"):
             parser.add_argument(option)
         parser.add_argument("-v", "--volume", action="append", default=[])
+        parser.add_argument("-p", "--publish", action="append", default=[])
         parser.add_argument("image")
         parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser
