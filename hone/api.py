@@ -74,7 +74,7 @@ class Result:
     def rollouts(self) -> list[RolloutRecord]:
         """The trajectories that the run kept (`tracking.rollouts_per_step`), in order: prompt, response, reward ...
 
-        `set` is None for those of training, else the held-out set.
+        `set` names the held-out set that a rollout belongs to; None: the rollout was for training.
         """
         path = self.folder / ROLLOUTS_FILE
         return [json.loads(line) for line in rollout_lines(path)] if path.is_file() else []

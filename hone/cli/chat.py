@@ -43,7 +43,7 @@ def chat(
     system: Annotated[str, typer.Option(help="system prompt; empty: the chat template's own")] = "",
     beside: Annotated[str, typer.Option(help="another model, such as the one before training, that answers too")] = "",
 ) -> None:
-    """Talk to a model. Answers appear while they are generated; with --beside, those of two models in two columns.
+    """Talk to a model. Answers appear while they are generated; --beside shows two models in two columns.
 
     From a pipe, each line is a message.
     """

@@ -79,7 +79,7 @@ class Machine:
 
 
 def known_devices(extra: Path | None = None) -> dict[str, Device]:
-    """All devices by name: hone's, and those of a user's file, which may replace them. Raises ConfigError."""
+    """All devices by name; a user's file may add devices, and replace hone's. Raises ConfigError."""
     found = _read(files("hone.planner").joinpath("devices.yaml").read_text(encoding="utf-8"), "devices.yaml")
     if extra is None:
         return found

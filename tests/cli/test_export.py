@@ -20,7 +20,7 @@ REPOSITORY, TOKEN = "team/reverse", "hf_of_the_test"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks for an upload: repository, kinds of files, large files, one commit."""
+    """A hub that takes an upload of huggingface_hub: repository, kinds of files, large files, one commit."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

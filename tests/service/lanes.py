@@ -111,7 +111,7 @@ def with_failed(world, lane, numbers):
 
 
 def crashed(world, make):
-    """What `Training.restore` does with the registry's rows."""
+    """Restore a world from the registry's rows, as `Training.restore` does."""
     settled = sorted(one for one, _ in world.results)
     waiting = tuple((one, MINE) for one in sorted(world.taken - set(settled)))
     lane = make(next=settled[-1] + 1 if settled else 0, waiting=waiting, ended=tuple((one, MINE) for one in settled))
@@ -162,7 +162,7 @@ def explore(limits, make=Lane):
 
 
 def is_fault(event, world):
-    """Whether an end must be reachable without this event: a kill, and giving up when nothing is missing."""
+    """Return True for events without which an end must be reachable: a kill, and giving up when nothing is missing."""
     first = world.lane.waiting[0][0] if world.lane.waiting else 0
     return event in ("close", "crash") or (event == "give up" and set(range(first)) <= world.taken | world.refused)
 

@@ -1,4 +1,4 @@
-"""What `hone watch` reads: run folders that grow, shrink and appear, and every rollout of them."""
+"""The input of `hone watch`: run folders that grow, shrink and appear, and every rollout of them."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Tokens that end an answer: those of the template, of the tokenizer and of the model's generation config.
+"""Tokens that end an answer: from the template, the tokenizer and the model's generation config.
 
 Qwen, Llama, Mistral   one token after every answer
 gpt-oss                <|return|> after an answer, <|call|> after a call of a tool; between messages it has <|end|>

@@ -26,8 +26,8 @@ class Guard:
 
     In what others say every special token is marked. In results of tools, in tools themselves, in the names and
     arguments of calls and in what an environment says after an answer, it is every token that the tokenizer adds. The
-    policy's own words may hold such tokens (`<think>`), but none that frames a message: what begins or ends one, and
-    those of the tokenizer itself.
+    policy's own words may hold such tokens (`<think>`), but none that begins or ends a message, and no special token of
+    the tokenizer (`all_special_tokens`).
     """
 
     def __init__(self, template: Rendering, tokenizer: Any) -> None:

@@ -64,7 +64,7 @@ class GrowingText:
         self.begun = True
         text = self._decode(answer.token_ids)
         text = text if answer.stop_reason is StopReason.STOP else text.rstrip(HALF)
-        if not text.startswith(self.whole):  # a decoder that changes what it said: all is told when the answer ends
+        if not text.startswith(self.whole):  # the decoder changed earlier text: the rest goes out when the answer ends
             return ""
         new, self.whole = text[len(self.whole) :], text
         return new
