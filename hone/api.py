@@ -93,12 +93,14 @@ def load(run_file: RunFile, *overrides: str, kind: str | None = None) -> Loaded[
     if isinstance(run_file, Loaded):
         return _of_kind(run_file, overrides, kind)
     if isinstance(run_file, Mapping):
-        settings = _plain(run_file, run_file)
+        settings = dict(run_file)
         base = settings.pop("defaults", None)
-        layers = [*(read_layers(Path(base)) if base else []), Layer(MAPPING, settings)]
-        if overrides:
-            layers.append(Layer(COMMAND_LINE, read_overrides(overrides)))
-        return load_run(layers, MAPPING, kind)
+        before = read_layers(Path(base)) if base else []
+        after = [Layer(COMMAND_LINE, read_overrides(overrides))] if overrides else []
+        folder = ""
+        for layer in (*before, Layer(MAPPING, settings), *after):
+            folder = (layer.data.get("run") or {}).get("dir") or folder
+        return load_run([*before, Layer(MAPPING, _plain(settings, folder)), *after], MAPPING, kind)
     return load_run(read_layers(Path(run_file), overrides), str(run_file), kind)
 
 
@@ -240,36 +242,37 @@ def _ended(answer: Future[R], chart: LiveChart | None = None) -> R:
     return answer.result(0)
 
 
-def _plain(value: Any, whole: Mapping[str, Any]) -> Any:
-    """Plain data: a function is replaced by its reference, a data set or a model by the folder that it is saved to."""
+def _plain(value: Any, folder: str) -> Any:
+    """Plain data: a function is replaced by its reference, a data set or a model by a folder in the run's `folder`."""
     if isinstance(value, Mapping):
-        return {key: _plain(_by_name(inner) if key == "components" else inner, whole) for key, inner in value.items()}
+        return {key: _plain(_by_name(inner) if key == "components" else inner, folder) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner, whole) for inner in value]
+        return [_plain(inner, folder) for inner in value]
     if isinstance(value, Path):
         return str(value)
     saves = next((name for name in SAVERS if not inspect.isclass(value) and hasattr(value, name)), "")
     if not (inspect.isfunction(value) or inspect.isclass(value) or saves):
         return value
-    folder, name = whole.get("run", {}).get("dir"), getattr(value, "__qualname__", type(value).__name__)
+    name = getattr(value, "__qualname__", type(value).__name__)
     if not folder:
         raise ConfigError(f"run.dir is required, because {name} is stored there")
     return _saved(value, saves, Path(folder)) if saves else _reference(value, Path(folder))
 
 
 def _by_name(components: Any) -> Any:
-    """Reward functions in a list, as components named after them."""
+    """Rewards in a list (functions, or names), as components named after them."""
     if not isinstance(components, list | tuple):
         return components
-    named = {one.__name__: {"reward": one} for one in components}
+    named = {getattr(one, "__name__", str(one)): {"reward": one} for one in components}
     if len(named) < len(components):
-        raise ConfigError("reward.components: two functions of the list have the same name; give a mapping instead")
+        raise ConfigError("reward.components: two rewards of the list have the same name; give a mapping instead")
     return named
 
 
 def _saved(value: Any, saves: str, folder: Path) -> str:
     """The folder in `folder` of a data set, model or tokenizer. It is named by its content: another one is another."""
     partial = folder / "objects" / "partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a call that was killed
     getattr(value, saves)(str(partial))
     digest = hashlib.sha256()
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from hone.config import ConfigError
 from hone.processes.frames import as_text
@@ -26,11 +26,13 @@ class AnswerFile:
             raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
         self._path = path
         self._lines: list[tuple[tuple[int | str, ...], str]] = []
-        self._file = None if path is None else path.open("w", encoding="utf-8", errors="backslashreplace")
+        self._file: TextIO | None = None
 
     def add(self, key: tuple[int | str, ...], row: Mapping[str, Any]) -> None:
         """Write one answer."""
-        if self._file is not None:
+        if self._path is not None:
+            if self._file is None:  # not before: a command that fails earlier leaves an older file as it is
+                self._file = self._path.open("w", encoding="utf-8", errors="backslashreplace")
             self._lines.append((key, json.dumps(row, ensure_ascii=False, default=as_text) + "\n"))
             self._file.write(self._lines[-1][1])
             self._file.flush()
@@ -41,9 +43,10 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is None or self._path is None:
+        if self._path is None:
             return
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if error is None:
             ordered = self._path.with_name(f"{self._path.name}.ordered")
             text = "".join(line for _, line in sorted(self._lines, key=lambda one: one[0]))

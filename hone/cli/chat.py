@@ -77,7 +77,7 @@ def _obey(talk: Chat, line: str, show: Show) -> None:
         try:
             show(talk, line)
         except KeyboardInterrupt:
-            say("\nended; the message counts as not said")
+            say("\nended; the message was removed from the conversation")
         except ValueError as error:  # a conversation that is too long, or that the template refuses
             say(f"error: {error}; /new begins anew")
 

@@ -49,7 +49,13 @@ def export(
     console = Console()
     if hub.push:
         resolve("hone.trainers.exports.push:check_repository")(hub.push)
-    if not (hub.push and output.is_dir()):
+    there = bool(hub.push) and output.is_dir()
+    if there and (checkpoint or merge or classifier):
+        raise ConfigError(
+            f"{output} is there already, and --push uploads it as it is: name a new folder, or leave out "
+            "--checkpoint, --merge and --classifier"
+        )
+    if not there:
         source = export_checkpoint(run, output, checkpoint, merge, classifier)
         console.print(f"{escape(str(source))} -> {escape(str(output))}", soft_wrap=True)
     if hub.push:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ STYLE = """
 :root { color-scheme: light dark } body { font: 15px/1.5 system-ui; margin: 2rem }
 table { border-collapse: collapse } td, th { border: 1px solid #8886; padding: .3rem .7rem }
 """
+LONGEST = 40  # characters of a value in a folder's name
 WIDTH, HEIGHT, LEFT, BELOW = 860, 380, 70, 40  # of the chart, in pixels
 
 
@@ -50,7 +52,7 @@ class SweptRun:
 
     @property
     def name(self) -> str:
-        """Keys without their sections, with values."""
+        """Keys and values, as the folder is named."""
         return _name_of(self.values)
 
     @property
@@ -76,6 +78,10 @@ def run_sweep(kind: str, recipe: Path, keys: Sequence[str], sweeps: Sequence[str
     runs = [SweptRun(values, folder / _name_of(values), score) for values in _combinations(sweeps)]
     for run in runs:
         load_recipe(recipe, [*keys, *_settings(run)], kind)
+    for run, other in itertools.combinations(runs, 2):
+        if run.folder == other.folder:
+            raise ConfigError(f"--sweep: {run.values} and {other.values} would share the folder {run.folder}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the runs end with this process
     folder.mkdir(parents=True, exist_ok=True)
     command = KINDS[kind].command.removeprefix("hone ")
     say(f"{len(runs)} runs in {folder}, {at_once} at a time")
@@ -95,21 +101,38 @@ def _combinations(sweeps: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]
     axes = []
     for sweep in sweeps:
         key, separator, values = sweep.partition("=")
-        found = [value.strip() for value in re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,])+", values)]
-        if not (separator and key and len(found) > 1):
-            raise ConfigError(f"--sweep {sweep!r} should be key=a,b,c with two values or more")
+        found = [value.strip() for value in _values(values)]
+        if not (separator and key and len(found) > 1 and all(found)):
+            raise ConfigError(f"--sweep {sweep!r} should be key=a,b,c with two values or more; null is a value, too")
+        if key == "run.dir":
+            raise ConfigError("--sweep run.dir: each run gets a folder of its own in <run.dir>-sweep/")
         axes.append([(key, value) for value in found])
     if len({axis[0][0] for axis in axes}) < len(axes):
         raise ConfigError("--sweep names a key twice; give all its values in one")
     return itertools.product(*axes)
 
 
+def _values(text: str) -> Iterator[str]:
+    """The parts of a text between commas that are in no brackets and no quotes."""
+    depth, quote, begin = 0, "", 0
+    for at, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        elif character == "," and depth == 0:
+            yield text[begin:at]
+            begin = at + 1
+    yield text[begin:]
+
+
 def _name_of(values: Sequence[tuple[str, str]]) -> str:
-    last = [key.rpartition(".")[2] for key, _ in values]
-    keys = last if len(set(last)) == len(last) else [key for key, _ in values]
-    return ",".join(
-        f"{key}={re.sub(r'[^0-9A-Za-z.+-]+', '_', value)}" for key, (_, value) in zip(keys, values, strict=True)
-    )
+    """A folder name: whole keys, and of a value what a folder may be called; of a long one its end."""
+    return ",".join(f"{key}={re.sub(r'[^0-9A-Za-z.+-]+', '_', value)[-LONGEST:]}" for key, value in values)
 
 
 def _settings(run: SweptRun) -> list[str]:
@@ -131,7 +154,7 @@ def _run_all(command: Sequence[str], runs: Sequence[SweptRun], at_once: int) -> 
                         stderr=subprocess.STDOUT,
                         start_new_session=True,  # Ctrl-C comes from here, once
                     )
-                say(f"begins: {run.name}")
+                say(f"{'continues' if (run.folder / METRICS_FILE).is_file() else 'begins'}: {run.name}")
             time.sleep(LOOK_S)
             for run in [run for run, process in running.items() if process.poll() is not None]:
                 code = running.pop(run).returncode

@@ -93,7 +93,7 @@ def _with_role(given: Any) -> Any:
     """
     if not isinstance(given, Mapping) or "role" in given or not given.keys() >= {"from", "value"}:
         return given
-    if given["from"] not in _SHAREGPT:
+    if not isinstance(given["from"], str) or given["from"] not in _SHAREGPT:
         raise MessageError(f"a message is from {given['from']!r:.80}; known are {', '.join(_SHAREGPT)}")
     rest = {key: value for key, value in given.items() if key not in ("from", "value")}
     return {"role": _SHAREGPT[given["from"]], "content": given["value"], **rest}

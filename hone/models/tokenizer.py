@@ -54,7 +54,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(f"{key} {source!r} has no usable tokenizer: {_first_line(error)}") from error
     if loaded.eos_token_id is None:
         raise ModelError(f"{key} {source!r} has a tokenizer without an end-of-sequence token (found {sorted(config)})")
-    loaded.generation_ends = _generation_ends(model)  # renderers end answers there too
+    known = range(len(loaded))  # some configs list -1, or ids of another vocabulary
+    loaded.generation_ends = tuple(end for end in _generation_ends(model) if end in known)  # answers end there too
     return loaded
 
 
@@ -73,7 +74,7 @@ def _generation_ends(model: ModelConfig) -> tuple[int, ...]:
     except (ValueError, AttributeError) as error:
         raise ModelError(f"{path} should hold a JSON object: {error}") from error
     ends = found if isinstance(found, list) else [found]
-    return tuple(end for end in ends if isinstance(end, int))
+    return tuple(end for end in ends if isinstance(end, int) and not isinstance(end, bool))
 
 
 def build_tokenizer(build: BuildConfig) -> PreTrainedTokenizerFast:

@@ -38,9 +38,11 @@ _CASES = re.compile(  # a system of equations, row by row
     r"((?:(?!\\(?:begin|end)\b)[^&]){1,2000})\\end\s?\{[a-z]{1,9}\*?\}(?:\s?\\right\s?\.)?"
 )
 _MONEY = re.compile(r"\\\$|[£€¥₹]|\b(?:dollars?|usd)\b", re.IGNORECASE)
-_CENTS = re.compile(r"(?<![\d.,])([\d,]++(?:\.\d++)?+)\s?(?:cents?\b|¢)", re.IGNORECASE)
+_AMOUNT = r"(?<![\d.,])([\d,]++(?:\.\d++)?+)"
+_MINUS = r"((?<![\w)\]}.%])[-−])?"  # between two amounts it is no sign
+_CENTS = re.compile(rf"{_MINUS}{_AMOUNT}\s?(?:cents?\b|¢)", re.IGNORECASE)
 _DOLLARS = re.compile(
-    r"(?<![\d.,])(?:\\?[$€£]\s?([\d,]++(?:\.\d++)?+)|([\d,]++(?:\.\d++)?+)\s?dollars?\b)", re.IGNORECASE
+    rf"{_MINUS}(?:(?<![\d.,])\\?[$€£]\s?([-−]?[\d,]++(?:\.\d++)?+)|{_AMOUNT}\s?dollars?\b)", re.IGNORECASE
 )
 _TAG = re.compile(r"</?[A-Za-z][\w-]{0,30}>")
 _WITH_UNIT = re.compile(rf"([-+]?\s{{0,9}}(?=[.\d]){_NUMBER})\s{{0,9}}([A-Za-z][A-Za-z .'/-]*)(?:\^\{{?(\d)\}}?)?")
@@ -197,7 +199,7 @@ def cents_at_the_end(text: str) -> Fraction | None:
     *_, last = (None, *_CENTS.finditer(text))
     if last is None or any(character.isdigit() for character in text[last.end() :]):
         return None
-    return number(last[1])
+    return _signed(last[1], last[2])
 
 
 def dollars_at_the_end(text: str) -> Fraction | None:
@@ -209,7 +211,12 @@ def dollars_at_the_end(text: str) -> Fraction | None:
     *_, last = (None, *_DOLLARS.finditer(text))
     if last is None or not is_money(text) or any(character.isdigit() for character in text[last.end() :]):
         return None
-    return number(last[1] or last[2])
+    return _signed(last[1], last[2] or last[3])
+
+
+def _signed(minus: str | None, amount: str) -> Fraction | None:
+    found = number(amount.replace("−", "-"))
+    return -found if found is not None and minus else found
 
 
 def prose(text: str) -> str:

@@ -278,6 +278,7 @@ def test_expressions_of_users_run_under_a_deadline(package):
         assert not unbounded, f"{module.path}: {unbounded}"
 
 
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of the packages behind rewards, when Python compiles them first
 def test_every_setting_that_is_an_expression_is_known(package):
     found = set()
     for module in package:

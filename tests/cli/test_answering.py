@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -19,6 +20,9 @@ from hone.cli.answer_file import AnswerFile
 from hone.cli.main import main
 from hone.config import ConfigError, build
 from hone.models.settings import ModelConfig
+from hone.rollout.settings import RolloutConfig
+from hone.trainers.answering.chat import chatting
+from hone.trainers.answering.model import Answering, name_of
 from hone.trainers.run.run_model import local_model
 from tests.trainers.tiny import BASE, recipe
 
@@ -56,6 +60,31 @@ def chat(capsys, monkeypatch, lines, *arguments):
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     code = main(["chat", *arguments, "--temperature", "0", "--max-response-tokens", "12"])
     return code, *capsys.readouterr()
+
+
+def test_models_with_one_name_and_a_model_that_fails(models):
+    """Two models are two conversations whatever their folders are called, and a turn that fails leaves nothing."""
+    one = ModelConfig(path=str(models / "one"))
+    assert [name_of(one, "one"), name_of(one, "one", one.path)] == [one.path, "one (2)"]
+    how, heard = Answering(build(RolloutConfig, {"sampling": GREEDY}, "test")), []
+    with chatting({"a": one, "b": ModelConfig(path=str(models / "two"))}, how, "", 0) as talk:
+        failing = talk._conversations["a"].model
+        talk._conversations["a"].model = SimpleNamespace(request=failing.request, growing=fails)
+        with pytest.raises(ValueError, match="no room"):
+            talk.say("abc", lambda *said: heard.append(said))
+        talk._conversations["a"].model = failing
+        heard.clear()
+        talk.say("d", lambda *said: heard.append(said))
+        roles = [[message["role"] for message in one.messages] for one in talk._conversations.values()]
+        assert roles == [["user", "assistant"]] * 2
+        said_by = {name: "".join(text for of, text in heard if of == name) for name in ("a", "b")}
+        assert said_by == {name: one.messages[-1]["content"] for name, one in talk._conversations.items()}
+
+
+async def fails(request):
+    """A model that has no room for the conversation."""
+    raise ValueError("no room")
+    yield
 
 
 def test_a_chat_streams_the_answers_that_generate_gives_and_remembers_them(models, capsys, monkeypatch):

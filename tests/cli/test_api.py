@@ -152,8 +152,12 @@ def test_a_mapping_has_defaults_and_objects(done, tmp_path):
     trained = hone.train(loaded)
     assert "reward/half" in trained.metrics[-1]
     assert {one["question"] for one in trained.rollouts if one["set"] is None} == {"ab"}
-    with pytest.raises(hone.ConfigError, match="two functions of the list have the same name"):
+    with pytest.raises(hone.ConfigError, match="two rewards of the list have the same name"):
         hone.load({**chosen, "reward": {"components": [half, half]}})
+    short = {"defaults": chosen["defaults"], "reward": {"components": [half, "gsm8k"]}}
+    named = hone.load(short).config
+    assert named.reward.components["gsm8k"].reward == "gsm8k"
+    assert hone.load(short, f"run.dir={tmp_path / 'other'}").config.run.dir == str(tmp_path / "other")
     with pytest.raises(hone.ConfigError, match=r"run\.dir is required, because Dataset is stored there"):
         hone.load({"data": {"train": {"path": rows}}})
 

@@ -14,6 +14,8 @@ import yaml
 
 from hone import __version__
 from hone.cli.main import main
+from hone.composition import ConfigError
+from hone.trainers.exports.push import planned
 from tests.trainers.tiny import recipe
 
 REPOSITORY, TOKEN = "team/reverse", "hf_of_the_test"
@@ -44,6 +46,10 @@ class Hub(BaseHTTPRequestHandler):
         assert self.path == f"/api/models/{REPOSITORY}/commit/main"
         return self.say({"success": True, "commitOid": "0" * 40, "commitUrl": f"{root}/{REPOSITORY}/commit/0"})
 
+    def do_GET(self):
+        assert self.path == f"/api/models/{REPOSITORY}"
+        self.say({"id": REPOSITORY, "private": self.server.private})
+
     def do_PUT(self):
         self.server.large[self.path.rpartition("/")[2]] = self.rfile.read(int(self.headers["Content-Length"]))
         self.say({})
@@ -71,7 +77,7 @@ def run(tmp_path_factory):
 @pytest.fixture
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked, server.large = [], {}
+    server.asked, server.large, server.private = [], {}, True
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -126,6 +132,26 @@ def test_a_dry_run_asks_nobody_and_the_upload_sends_every_file(run, hub, tmp_pat
     assert sent == files
     assert "model.safetensors" in sent
     assert f"{REPOSITORY}/commit/0" in done.stdout
+
+
+def test_a_private_upload_to_a_public_repository_sends_nothing(run, hub, tmp_path):
+    hub.private = False
+    done = export(run, tmp_path / "export", hub, "--private")
+    assert done.returncode == 2
+    assert "--private: this repository is there already, and public; nothing was uploaded" in done.stderr
+    assert [path for path, _ in hub.asked] == ["/api/repos/create"]
+
+
+def test_hidden_files_stay_here_and_links_that_lead_out_are_refused(tmp_path):
+    folder = tmp_path / "export"
+    (folder / ".git").mkdir(parents=True)
+    for name in ("config.json", ".env", ".git/config", "a[1].json"):
+        (folder / name).write_text("{}")
+    assert [path for path, _ in planned(folder, REPOSITORY, False).files] == ["a[1].json", "config.json"]
+    (tmp_path / "secret").write_text("x")
+    (folder / "linked").symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=r"linked is a link out of .*export; put the file itself there"):
+        planned(folder, REPOSITORY, False)
 
 
 def test_a_refusal_says_what_the_hub_said(run, hub):

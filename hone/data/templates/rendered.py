@@ -23,8 +23,8 @@ def tell_rendered(row: Mapping[str, Any], where: str, expected: bool) -> None:
     found = sorted({mark for text in _texts(row, _DEEPEST) for mark in _FRAMES.findall(text)})
     if len(found) > 1:
         LOG.warning(
-            "%s holds %s, as if a chat template had rendered it. Here they are ordinary text, within a message that is "
-            "rendered again; give messages instead, or set data.chat.special_tokens_in_rows=true if they are tokens "
+            "%s holds %s, as if a chat template had rendered it. hone reads these marks as plain text and renders the "
+            "row once more; give messages instead, or set data.chat.special_tokens_in_rows=true if they are tokens "
             "of this model",
             where, " and ".join(found[:3]),
         )  # fmt: skip

@@ -46,7 +46,8 @@ class Chat:
     def say(self, text: str, on_text: OnText) -> None:
         """Add the user's message, and every model's answer to it.
 
-        An interrupt ends the answers; the message then counts as not said. Raises RenderingError, and PromptTooLong.
+        An interrupt ends the answers, and removes the message from the conversation. Raises RenderingError and
+        PromptTooLong.
         """
         before = {name: len(one.messages) for name, one in self._conversations.items()}
         try:
@@ -57,7 +58,13 @@ class Chat:
             raise
 
     async def _answered(self, text: str, seed: int, on_text: OnText) -> None:
-        await asyncio.gather(*(self._answer(name, text, seed, on_text) for name in self._conversations))
+        answers = [asyncio.create_task(self._answer(name, text, seed, on_text)) for name in self._conversations]
+        try:
+            await asyncio.gather(*answers)
+        finally:  # where one model fails, the others must not answer into the next turn
+            for one in answers:
+                one.cancel()
+            await asyncio.gather(*answers, return_exceptions=True)
 
     async def _answer(self, name: str, text: str, seed: int, on_text: OnText) -> None:
         one = self._conversations[name]

@@ -111,5 +111,6 @@ def finished_model(name: str) -> ModelConfig:
 def name_of(model: ModelConfig, *taken: str) -> str:
     """A short name of a model for people: its folder's, or for the export of a run the run's; unlike those `taken`."""
     path = Path(str(model.path))
-    short = path.parent.name if path.name == EXPORT else path.name
-    return str(path) if short in taken or not short else short
+    short = (path.parent.name if path.name == EXPORT else path.name) or str(path)
+    numbered = (f"{short} ({number})" for number in itertools.count(2))
+    return next(name for name in itertools.chain((short, str(path)), numbered) if name not in taken)

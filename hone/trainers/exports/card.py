@@ -49,7 +49,9 @@ def write_card(export: Path, run: Path, config: PolicyRunConfig | SupervisedConf
     header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     if (base := _base(config)) and HUB_NAME.fullmatch(base) and not Path(base).exists():
         header["base_model"] = base
-    header |= {"pipeline_tag": "text-generation", "tags": ["hone", config.kind]}
+    if config.kind != "reward_model":
+        header["pipeline_tag"] = "text-generation"
+    header["tags"] = ["hone", config.kind]
     facts = "".join(f"| {name} | {_cell(value)} |\n" for name, value in _facts(config, step))
     loading = VALUE_LOADING if config.kind == "reward_model" else ADAPTER_LOADING if adapter else LOADING
     figures = "".join(_figures(run, step)) or "No held-out set was measured.\n"
@@ -96,7 +98,10 @@ def _data(train: DatasetConfig) -> str:
 
 
 def _short(path: str) -> str:
-    return Path(path).name if Path(path).is_absolute() else path
+    """A path without the folders of this machine; an address without a password and a signature."""
+    if "://" in path:
+        return re.sub(r"(?<=://)[^/@]*@", "", path.partition("?")[0])
+    return Path(path).name if Path(path).expanduser().is_absolute() else path
 
 
 def _figures(run: Path, step: int | None) -> Iterator[str]:

@@ -80,7 +80,7 @@ def export_checkpoint(
     """
     if output.exists():
         raise ConfigError(f"{output} exists already; name a new folder")
-    if which not in ("latest", "best") and not which.isdigit():
+    if which not in ("latest", "best") and not which.isdecimal():
         raise ConfigError(f"--checkpoint should be latest, best or a step number, found {which!r}")
     config = read_run(folder)
     checkpoint = choose(folder, which)

@@ -5,6 +5,7 @@ folder --plan--> files and sizes --> repository (created if it is not there) -->
 
 from __future__ import annotations
 
+import glob
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,21 @@ class Upload:
 
 
 def planned(folder: Path, repository: str, private: bool) -> Upload:
-    """The files of an upload and their sizes. Raises ConfigError for a folder without a model, and a wrong name."""
+    """The files of an upload and their sizes, without hidden ones (a .env or .git is nobody's business).
+
+    Raises ConfigError for a folder without a model, a wrong name, and a link to a file outside the folder.
+    """
     check_repository(repository)
     if not any((folder / name).is_file() for name in WEIGHTS):
         raise ConfigError(f"{folder} is no export: it has neither {' nor '.join(WEIGHTS)}")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    inside = folder.resolve()
+    shown = (
+        path for path in folder.rglob("*") if not any(one.startswith(".") for one in path.relative_to(folder).parts)
+    )
+    files = sorted(path for path in shown if path.is_file())
+    for path in files:
+        if not path.resolve().is_relative_to(inside):
+            raise ConfigError(f"{path} is a link out of {folder}; put the file itself there, or remove the link")
     sizes = tuple((path.relative_to(folder).as_posix(), path.stat().st_size) for path in files)
     return Upload(folder, repository, private, sizes)
 
@@ -61,12 +72,14 @@ def push(upload: Upload) -> str:
     name = f"--push {upload.repository}"
     try:
         api.create_repo(upload.repository, private=upload.private or None, exist_ok=True)
+        if upload.private and not api.repo_info(upload.repository).private:
+            raise ConfigError(f"{name} --private: this repository is there already, and public; nothing was uploaded")
         message = f"Upload {upload.folder.name} with hone"
         done = api.upload_folder(
             repo_id=upload.repository,
             folder_path=upload.folder,
             commit_message=message,
-            allow_patterns=[path for path, _ in upload.files],
+            allow_patterns=[glob.escape(path) for path, _ in upload.files],
         )
     except HfHubHTTPError as error:
         remedy = "" if has_token() else "; no token was found: log in with `hf auth login`, or set HF_TOKEN"

@@ -117,7 +117,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
             require_all_read(loaded)
             trainer.run()
             write_rendering(folder / "export", config, config.data, renderer)
-            write_card(folder / "export", folder, config)
+            write_card(folder / "export", folder, config, trainer.steps)
     return folder
 
 
@@ -161,7 +161,7 @@ def _run(
             trainer.run()
             if ranks.is_first():
                 write_rendering(folder / "export", config, config.data, renderer)
-                write_card(folder / "export", folder, config)
+                write_card(folder / "export", folder, config, trainer.steps)
     return folder
 
 
