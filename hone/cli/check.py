@@ -18,6 +18,7 @@ from hone.cli.errors import EXIT_FAILED
 from hone.cli.init import READERS
 from hone.cli.recipe import load_recipe
 from hone.cli.score import outcomes_of
+from hone.composition import ConfigError
 from hone.data.columns import PromptReader
 from hone.data.stream import PromptMaker, TooLong, make_renderer
 from hone.models.settings import ModelConfig
@@ -133,8 +134,12 @@ def _memory(config: Any, model: ModelConfig) -> Iterator[str]:
     facts = platform.memory()
     yield f"model: {anatomy.family}, {anatomy.parameters / 1e6:,.1f} M parameters, context {anatomy.context:,} tokens"
     sizes = Sizes({POLICY: anatomy}, measured_lengths(config, model))
-    machine = this_machine(known_devices())
-    most = peak(phases(checked_setup(config, sizes, placement_of(config, machine), Given())))
+    try:
+        machine = this_machine(known_devices())
+        most = peak(phases(checked_setup(config, sizes, placement_of(config, machine), Given())))
+    except ConfigError as error:  # a device without facts, or a run file for more devices than there are here
+        yield f"memory: not computed for this machine: {error}; hone plan --devices computes it for another"
+        return
     fits = "" if most.total < facts.free else ": too much, see hone plan"
     yield (
         f"memory: about {most.total / GIB:.1f} GiB at the most, in {most.name}; {facts.free / GIB:.1f} of "

@@ -50,7 +50,7 @@ def export(
     if hub.push:
         resolve("hone.trainers.exports.push:check_repository")(hub.push)
     there = bool(hub.push) and output.is_dir()
-    if there and (checkpoint or merge or classifier):
+    if there and (checkpoint != "latest" or merge or classifier):
         raise ConfigError(
             f"{output} is there already, and --push uploads it as it is: name a new folder, or leave out "
             "--checkpoint, --merge and --classifier"

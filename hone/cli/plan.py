@@ -54,9 +54,9 @@ class Hardware:
     def machine(self) -> Machine:
         """The devices by their facts. Raises ConfigError for devices that no file describes."""
         known = known_devices(self.device_facts)
-        if self.devices or self.nodes > 1:
+        if self.devices:
             return parse_devices(self.devices, self.nodes, known)
-        return this_machine(known)
+        return replace(this_machine(known), nodes=self.nodes)
 
 
 @dataclass(frozen=True, slots=True)

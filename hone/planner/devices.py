@@ -30,7 +30,7 @@ _COPIED = 1 << 26  # bytes, more than caches hold
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device. The shares say how much of its speed programs reach; `hone plan --calibrate` measures instead."""
+    """One device. The shares are assumptions: how much of its speed programs reach."""
 
     name: str
     memory_gib: float

@@ -14,7 +14,11 @@ from hone.tracking.base import FINISHED, INTERRUPTED, RunInfo, Tracker
 CONFIG = {"run": {"seed": 3}, "lists": [1, 2], "none": None}
 RECORD: Mapping[str, Any] = {
     "step": 1,
+    "set": "held_out",
     "prompt_id": "set/1",
+    "question": "a | b",
+    "prompt": "user: a | b",
+    "status": "complete",
     "response": "naïve ☃\x00",
     "reward": math.nan,
     "token_ids": [1, 2],

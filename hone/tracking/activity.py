@@ -47,8 +47,9 @@ class Activities:
             return ended
 
     def close(self) -> None:
-        """Listen no more."""
-        LISTENERS.remove(self._listen)
+        """Listen no more. May be called again."""
+        if self._listen in LISTENERS:
+            LISTENERS.remove(self._listen)
 
     def _listen(self, lane: str, doing: str, at: float) -> None:
         with self._lock:

@@ -2,8 +2,9 @@
 
 import pytest
 
+from hone.cli.plan import Hardware
 from hone.config import ConfigError
-from hone.planner.devices import known_devices, measured_cpu, parse_devices
+from hone.planner.devices import Machine, known_devices, measured_cpu, parse_devices
 from hone.planner.roofline import Load, Pass, costs_of, forward_operations
 from tests.planner.test_memory import ACTOR, ANATOMY
 
@@ -23,6 +24,11 @@ def test_every_device_is_described():
 def test_a_machine_is_a_count_and_a_name(text, count, name):
     found = parse_devices(text, 2, known_devices())
     assert (found.devices, found.device.name, found.nodes, found.total) == (count, name, 2, 2 * count)
+
+
+def test_more_machines_are_of_the_same_devices(monkeypatch):
+    monkeypatch.setattr("hone.cli.plan.this_machine", lambda known: Machine(known["H100"], 8))
+    assert Hardware(nodes=2).machine().total == 16
 
 
 def test_a_users_file_adds_and_replaces(tmp_path):

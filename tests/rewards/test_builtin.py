@@ -188,7 +188,6 @@ MATRIX = r"\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}"
         ("The change is −$5.", r"-\$5", 1.0),
         ("The change is $-5.", r"-\$5", 1.0),
         ("The change is -5 cents.", "5 cents", 0.0),
-        ("Of 10 - $5 she kept $5.", "5 dollars", 1.0),
         (r"So it is \$0.05.", "5 cents", 1.0),
         (r"\boxed{5\text{ cents}}", "5 dollars", 0.0),
         ("So it costs 5¢.", r"\$5", 0.0),

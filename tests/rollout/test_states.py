@@ -149,5 +149,7 @@ def test_memory_of_states_is_counted_and_given_back(finish):
 
 def test_states_that_are_not_in_a_cache_are_refused():
     config = AutoConfig.for_model("recurrent_gemma", vocab_size=32, hidden_size=16, num_hidden_layers=3)
-    with pytest.raises(ValueError, match="carry a state in a way that hone does not know"):
+    with pytest.raises(
+        ValueError, match="its layers carry a state from token to token, which would leak between packed sequences"
+    ):
         BuiltinEngine(BuiltinSettings(), config)

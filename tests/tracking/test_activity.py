@@ -15,7 +15,7 @@ import pytest
 
 from hone.config import build
 from hone.tracking.activity import Activities
-from hone.tracking.base import RunInfo, TrackingError, note
+from hone.tracking.base import LISTENERS, RunInfo, TrackingError, note
 from hone.tracking.catalogue import describe_metric
 from hone.tracking.hub import Tracking
 from hone.tracking.settings import PrometheusSettings, TraceSettings, TrackingConfig
@@ -89,8 +89,28 @@ def test_a_timeline_ends_at_its_limit(tmp_path):
     tracker = TraceTracker(TraceSettings(max_mib=1), RunInfo(tmp_path))
     with pytest.raises(TrackingError, match=r"trace\.json has reached its limit, max_mib of the tracker trace"):
         all(tracker.log(step, {}) is None for step in range(20_000))
+    assert LISTENERS == [], "nobody takes activities any more, so nobody collects them"
     tracker.close()
     assert (tmp_path / "trace.json").stat().st_size <= 2**20
+
+
+def test_a_timeline_goes_on_after_a_killed_launch_in_the_same_lanes(tmp_path):
+    path = tmp_path / "trace.json"
+    first = TraceTracker(TraceSettings(), RunInfo(tmp_path))
+    note("vllm-0", "generate")
+    first.log(1, {})
+    first.close()
+    with path.open("a") as file:
+        file.write('{"name": "gener')
+    again = TraceTracker(TraceSettings(), RunInfo(tmp_path, resumed_from=1))
+    note("driver", "backward")
+    note("vllm-0", "generate")
+    again.log(2, {})
+    again.close()
+    events = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines()[1:]]
+    lanes = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    assert len(set(lanes.values())) == len(lanes) == 3
+    assert {event["tid"] for event in events if event["name"] == "generate"} == {lanes["vllm-0"]}
 
 
 def test_prometheus_scrapes_the_newest_values(tmp_path):

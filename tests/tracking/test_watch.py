@@ -139,6 +139,33 @@ def test_a_folder_of_runs_is_watched_and_new_runs_join(folder):
     assert names_of([folder, folder.parent / "b" / "run"]) == [f"{folder.parent.name}/run", "b/run"]
 
 
+def test_a_run_that_is_removed_or_has_odd_values_hides_no_other(folder):
+    """What one folder holds never ends the look at all of them; why a run failed is seen without a new metric."""
+    odd = folder.parent / "odd"
+    shutil.copytree(folder, odd)
+    (odd / "config.yaml").write_text("a: 2024-13-45\n")
+    huge = {"step": 9, "reward/mean": 10**400, "perf/step_s": 1e300}
+    (odd / "metrics.jsonl").write_bytes(line({"step": 10**23, "reward/mean": 1.0}) + line(huge))
+    watched, told = Watched([folder, odd]), Told({})
+    watched.look()
+    assert {row["name"]: row["step"] for row in watched.news(told)["runs"]} == {"run": 3, "odd": 9}
+    (folder / "failure.txt").write_text("Traceback\nValueError: bad\n")
+    assert watched.look() is True
+    shutil.rmtree(odd)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(line({"step": 4, "reward/mean": 0.25}))
+    watched.look()
+    assert {row["name"]: row["step"] for row in watched.news(told)["runs"]}["run"] == 4
+
+
+def test_a_curve_whose_sum_is_too_large_is_thinned_all_the_same(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(line({"step": i, "a": 1e308}) for i in range(3000)))
+    file = MetricsFile(path)
+    file.read()
+    assert {value for _, value in thinned(file.columns["a"], 100)} == {1e308}
+
+
 def test_a_place_without_runs_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"no run folder .*nowhere"):
         Watched([tmp_path / "nowhere"])
@@ -228,6 +255,18 @@ def test_a_damaged_place_and_lines_without_a_step_are_left_out(tmp_path):
     found = index.find(Query(down=False))
     assert [(row["number"], row["response"]) for row in found["rows"]] == [(0, "It is 1."), (2, "odd")]
     assert "is damaged after byte" in index.note
+
+
+def test_odd_rollouts_are_left_out_and_a_removed_file_has_none(tmp_path):
+    path = tmp_path / "rollouts.jsonl.gz"
+    strange = [rollout(1, sample=[1]), rollout(1, reward=10**400), rollout(2**70), rollout(1, logprob_gap=[10**400])]
+    path.write_bytes(member(rollout(1), *strange, rollout(2)))
+    index = RolloutIndex(path)
+    assert [row["number"] for row in index.find(Query(down=False))["rows"]] == [0, 5]
+    path.unlink()
+    assert index.group(0) == []
+    assert index.of_evaluations() == []
+    assert index.find(Query())["all"] == 0
 
 
 def test_lines_of_the_first_and_the_last_evaluation(index):

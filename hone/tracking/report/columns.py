@@ -34,7 +34,7 @@ class Column:
         """
         try:
             numbers = array("d", values)
-        except TypeError:
+        except (TypeError, OverflowError):
             known = [
                 (step, number)
                 for step, value in zip(steps, values, strict=True)
@@ -166,9 +166,10 @@ def thinned(column: Column, most: int) -> Iterator[tuple[int, float]]:
         end = i * count // stretches
         part = values[start:end]
         if not math.isfinite(sum(part)):
-            odd = next(place for place, value in enumerate(part) if not math.isfinite(value))
-            kept[start + odd] = 1
-            part = array("d", filter(math.isfinite, part))
+            odd = next((place for place, value in enumerate(part) if not math.isfinite(value)), None)
+            if odd is not None:  # else only the sum is too large
+                kept[start + odd] = 1
+                part = array("d", filter(math.isfinite, part))
         if part:
             kept[values.index(min(part), start, end)] = kept[values.index(max(part), start, end)] = 1
         start = end
@@ -180,5 +181,5 @@ def _record(line: bytes) -> Mapping[str, Any] | None:
         record = from_json(line)
     except ValueError:
         return None
-    whole = isinstance(record, dict) and isinstance(record.get("step"), int)
+    whole = isinstance(record, dict) and isinstance(record.get("step"), int) and abs(record["step"]) < 2**63
     return record if whole else None

@@ -19,6 +19,7 @@ from hone.tracking.names import POLICY_LOSS, Headline, held_out_headlines, train
 from hone.tracking.report.charts import explained
 from hone.tracking.report.rundata import RunData
 
+LONGEST_S = 1e9  # that is shown: thirty years
 COMMANDS = {"rl": "train", "sft": "sft", "prefer": "prefer", "reward_model": "reward-model", "distill": "distill"}
 
 _MOST_SETS = 4  # held-out sets that have a tile
@@ -94,7 +95,7 @@ def settings_of(text: str) -> dict[str, Any]:
     """The settings of a `config.yaml` by dotted key; none if it is not valid YAML (the page still shows its text)."""
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # the second: a date such as 2024-13-45
         return {}
     flat: dict[str, Any] = {}
     waiting: list[tuple[str, Any]] = [("", tree)]
@@ -114,7 +115,7 @@ def seconds_of(data: RunData) -> float:
 
 def duration(seconds: float) -> str:
     """A time for people: `34 s`, `5 min 02 s`, `1:02:03`."""
-    whole = timedelta(seconds=round(seconds))
+    whole = timedelta(seconds=round(min(seconds, LONGEST_S)))
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:

@@ -114,6 +114,8 @@ def to_float(value: Any) -> float | None:
     """A number from a line (NaN and infinities are text there); None for anything else. An int stays an int."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value)
+    if isinstance(value, int) and value.bit_length() > 1000:  # more than a float holds
+        return None
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

@@ -43,7 +43,9 @@ class PrometheusTracker(Tracker):
     def __init__(self, settings: Choice, run: RunInfo) -> None:
         chosen = settings if isinstance(settings, PrometheusSettings) else PrometheusSettings()
         token = Path(chosen.token_file).read_text(encoding="utf-8").strip() if chosen.token_file else ""
-        if chosen.host != LOOPBACK and not token:
+        if chosen.token_file and not token:
+            raise TrackingError(f"tracker prometheus: token_file {chosen.token_file} is empty; write a token into it")
+        if chosen.host not in (LOOPBACK, "localhost", "::1") and not token:
             raise TrackingError(
                 f"tracker prometheus: host = {chosen.host!r} is reachable from other machines: set token_file to a "
                 f"file with a token, which Prometheus sends as `authorization`, or leave host at {LOOPBACK}"
@@ -83,10 +85,20 @@ class _Newest:
         self._logged_at = time.time()  # the run's start, before its first step
         self._seconds: dict[tuple[str, str], float] = {}
         self._activities = Activities()
+        self._lock = threading.Lock()  # a request has a thread of its own
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._values = {**self._values, **values}  # a request may read the old ones meanwhile
         self._step, self._logged_at = step, time.time()
+        self._add_up()  # here too, or the list would grow for as long as nobody asks
+
+    def _add_up(self) -> dict[tuple[str, str], float]:
+        """Seconds by lane and activity until now."""
+        with self._lock:
+            for lane, doing, start, end in self._activities.take(until_now=True):
+                place = lane, doing or "idle"
+                self._seconds[place] = self._seconds.get(place, 0.0) + end - start
+            return dict(self._seconds)
 
     def close(self) -> None:
         self._activities.close()
@@ -111,11 +123,8 @@ class _Newest:
                 families[name] = GaugeMetricFamily(name, meaning, labels=["run", "metric", "set", "role"])
             families[name].add_metric([self._run, metric, own.get("set") or "", own.get("role") or ""], value)
         yield from families.values()
-        for lane, doing, start, end in self._activities.take(until_now=True):
-            place = lane, doing or "idle"
-            self._seconds[place] = self._seconds.get(place, 0.0) + end - start
         spent = CounterMetricFamily("hone_activity_seconds", "time by lane", labels=["run", "lane", "doing"])
-        for (lane, doing), seconds in sorted(self._seconds.items()):
+        for (lane, doing), seconds in sorted(self._add_up().items()):
             spent.add_metric([self._run, lane, doing], seconds)
         yield spent
 

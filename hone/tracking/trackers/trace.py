@@ -7,6 +7,7 @@ trace.json     [                                      an array without an end: b
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,10 +36,15 @@ class TraceTracker(Tracker):
         self._lanes: dict[str, int] = {}
         self._step_began = time.time()
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = run.resumed_from is None or not path.is_file()
-        self._file = path.open("w" if fresh else "a", encoding="utf-8")
-        if fresh:
-            self._file.write("[\n")
+        if run.resumed_from is None or not path.is_file():
+            path.write_text("[\n", encoding="utf-8")
+        else:  # a killed launch may have left half a line
+            whole = path.read_bytes()
+            os.truncate(path, whole.rfind(b"\n") + 1)
+            names = [event for event in read_trace(path) if event["name"] == "thread_name"]
+            self._lanes = {event["args"]["name"]: event["tid"] for event in names}
+        self._room -= path.stat().st_size
+        self._file = path.open("a", encoding="utf-8")
         self._activities = Activities()
         self._write({"name": "process_name", "ph": "M", "pid": 1, "tid": 0, "args": {"name": run.name}})
 
@@ -52,9 +58,11 @@ class TraceTracker(Tracker):
         self._file.flush()
 
     def close(self, outcome: str = FINISHED) -> None:
-        self._take()
-        self._activities.close()
-        self._file.close()
+        try:
+            self._take()
+        finally:
+            self._activities.close()
+            self._file.close()
 
     def _take(self) -> None:
         for lane, doing, start, end in self._activities.take(until_now=True):
@@ -74,6 +82,7 @@ class TraceTracker(Tracker):
         line = f"{json.dumps(event)},\n"
         self._room -= len(line)
         if self._room < 0:
+            self._activities.close()  # nobody takes them any more
             raise TrackingError(f"{self.where} has reached its limit, max_mib of the tracker trace")
         self._file.write(line)
 

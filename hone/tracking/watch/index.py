@@ -61,7 +61,7 @@ GLIMPSE = 300  # characters of a text in the table
 AT_ONCE = 1 << 23  # bytes of text that one read takes, so that the page can show what is there meanwhile
 _TRAINING = "training"
 _TOKENS, _GAP = b', "weight_versions": ', b', "logprob_gap": '  # after and before them in a line, a key each
-_DAMAGED = (ValueError, KeyError, TypeError, AttributeError)  # what a line that somebody edited leads to
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError)  # what a line that somebody edited leads to
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +185,8 @@ class RolloutIndex:
             self._db = sqlite3.connect("", check_same_thread=False)  # a file that only SQLite knows
             self._clear()
         if not self._path.is_file():
+            if self._count:  # removed since
+                self._clear()
             self.whole = True
             return
         with self._path.open("rb") as file:
@@ -246,7 +248,12 @@ class RolloutIndex:
         kept: tuple[int, list[bytes]] = (-1, [])
         for number, start, line in found:
             if kept[0] != start:
-                member = next(iter(members(self._path, start)))
+                try:
+                    member = next(iter(members(self._path, start)), None)
+                except (OSError, TrackingError):  # removed, or cut, since it was indexed
+                    member = None
+                if member is None:
+                    return
                 kept = (start, member.text.splitlines())
             yield number, kept[1][line]
 
@@ -274,23 +281,32 @@ def _record(line: bytes) -> dict[str, Any]:
     return dict(from_json(line))
 
 
+def _stored(value: Any) -> int:
+    """A whole number that SQLite holds. Raises OverflowError for a larger one."""
+    number = int(value)
+    if abs(number) >= 2**63:
+        raise OverflowError(f"{number:.3e} is too large")
+    return number
+
+
 def _values(record: dict[str, Any]) -> dict[str, Any]:
     """The columns of a line that it has itself, and `text`: what is searched, in lower case."""
-    gaps = [abs(gap) for gap in record.get("logprob_gap") or [] if isinstance(gap, int | float)]
+    gaps = [abs(float(gap)) for gap in record.get("logprob_gap") or [] if isinstance(gap, int | float)]
+    gaps = [gap for gap in gaps if math.isfinite(gap)]
     prompt, response = cut(record.get("prompt", "")), cut(record.get("response", ""))
     question = cut(record.get("question") or prompt)
     place, reward = record.get("set"), record.get("reward")
-    sample, role = record.get("sample", 0), record.get("role") or ""
+    sample, role = _stored(record.get("sample", 0)), str(record.get("role") or "")
     return {
-        "step": int(record["step"]),
-        "place": place or _TRAINING,
+        "step": _stored(record["step"]),
+        "place": str(place or _TRAINING),
         "prompt": f"{record['step']} {place or ''} {record.get('prompt_id', '')} {record.get('draw', '')}",
         "id": f"{record.get('prompt_id', '')} #{sample} {role}".rstrip(),
         "sample": sample,
         "role": role,
         "status": str(record.get("status", "")),
         "reward": reward if isinstance(reward, int | float) and math.isfinite(reward) else None,
-        "length": record.get("response_length", len(record.get("tokens") or [])),
+        "length": _stored(record.get("response_length", len(record.get("tokens") or []))),
         "worst": max(gaps) if gaps else None,
         "question": question[:GLIMPSE],
         "response": response[:GLIMPSE],

@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Any
 
 from hone.config import ConfigError
+from hone.tracking.base import FAILURE_FILE
 from hone.tracking.facts import RUN_FILE
 from hone.tracking.names import Headline
 from hone.tracking.report.charts import Chart, charts, explained
@@ -34,7 +35,7 @@ from hone.tracking.report.rundata import (
 from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE
 from hone.tracking.watch.index import RolloutIndex
 
-FILES = (METRICS_FILE, RUN_FILE, CONFIG_FILE, ROLLOUTS_FILE)
+FILES = (METRICS_FILE, RUN_FILE, CONFIG_FILE, ROLLOUTS_FILE, FAILURE_FILE)
 NOT_COMPARED = ("run.dir",)  # settings that differ in all runs
 MOST_RUNS = 100
 _TURN_S = 0.002  # between two parts of a file: a lock is not fair, and requests wait for it
@@ -56,15 +57,22 @@ class LiveRun:
 
     def has_changed(self) -> bool:
         """Return whether a file of the folder was written since the last call."""
-        before, self._seen = self._seen, tuple(_stamp(self.folder / name) for name in FILES)
+        before = self._seen
+        self._seen = (
+            *(_stamp(self.folder / name) for name in FILES),
+            state_of(self.data)[0],
+        )  # which time changes, too
         return self._seen != before
 
     def read(self) -> bool:
         """Read the next part of the metrics; returns whether there is more. After the last part the version changes."""
         path = self.folder / METRICS_FILE
-        if path.is_file() and self._metrics.read():
-            return True
-        self._take_facts()
+        try:
+            if path.is_file() and self._metrics.read():
+                return True
+            self._take_facts()
+        except (OSError, ValueError, ArithmeticError) as error:  # of this run; the page shows the others
+            self.data.notes.append(f"this folder cannot be read: {error}")
         self._curves.clear()
         self.version += 1
         return False
@@ -188,7 +196,8 @@ class Watched:
         """Add run folders that have appeared."""
         known = {run.folder for run in self.runs}
         found = [folder for place in self._places for folder in run_folders(place) if folder not in known]
-        self.runs += [LiveRun(folder) for folder in dict.fromkeys(found)][: MOST_RUNS - len(self.runs)]
+        room, found = MOST_RUNS - len(self.runs), list(dict.fromkeys(found))
+        self.runs += [LiveRun(folder) for folder in found[len(found) - room if len(found) > room else 0 :]]
         if len(self.names) != len(self.runs):
             self.names = names_of([run.folder for run in self.runs])
 
@@ -208,8 +217,11 @@ def run_folders(place: Path) -> list[Path]:
     """The place itself if it is a run folder, else the run folders in it, the oldest first."""
     if is_run(place):
         return [place]
-    inside = [folder for folder in place.iterdir() if folder.is_dir() and is_run(folder)]
-    return sorted(inside, key=lambda folder: (folder.stat().st_ctime, folder.name))
+    try:
+        inside = [folder for folder in place.iterdir() if folder.is_dir() and is_run(folder)]
+        return sorted(inside, key=lambda folder: (folder.stat().st_ctime, folder.name))
+    except OSError:  # it was removed meanwhile, or its file system does not answer
+        return []
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -251,6 +263,6 @@ def _stamp(path: Path) -> object:
     """Something that differs after a file was written."""
     try:
         found = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return found.st_size, found.st_mtime_ns, found.st_ino

@@ -1,7 +1,7 @@
 """Forecast of a run: memory by phase, seconds of a step by phase, cost to the last step.
 
 settings, sizes, devices --> Setup --> phases of memory
-                         --> costs (roofline, calibration, or an earlier run) --> the run's own schedule --> seconds
+                         --> costs (roofline, or an earlier run) --> the run's own schedule --> seconds
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Forecast:
         return self.device_hours * self.placement.machine.device.price_per_hour
 
     def plain(self) -> dict[str, Any]:
-        """The forecast as JSON-compatible data; a run writes it to `forecast.json`."""
+        """The forecast as JSON-compatible data."""
         return {
             "device": str(self.placement.machine),
             "devices": self.placement.devices,
