@@ -43,6 +43,7 @@ class Done:
     outcome: Outcome
     commit: Callable[[], None] = _nothing  # rows, in the transaction of the result
     after: Callable[[], None] = _nothing
+    replays: bool = False  # whether its content is needed to take the model up again
 
 
 def reply(kind: str, **fields: Any) -> Outcome:
@@ -79,9 +80,13 @@ class Commands:
         except (Refused, ConfigError, ValueError, ModelError) as error:
             refused = error if isinstance(error, Refused) else BadRequest(str(error))
             found = Outcome.failed(refused)
+            if command.kind == "optim_step" and model.id in self._machine.models:
+                self._broken.pop(model.id, None)
+                await self._machine.call(self._machine.clear_gradients, model.id)  # as every step that fails
         except Exception as error:
             LOG.exception("command %s of %s failed", command.number, model.id)
             found = Outcome.failed(error)
+            await self.close(model.id)  # memory may be ahead of the disk: the next command takes up what is there
         if command.kind == "train":
             self._broken.setdefault(model.id, f"forward_backward (seq_id {command.number}) failed: {found.error}")
         return Done(found)
@@ -124,7 +129,14 @@ class Commands:
         first = self._registry.one(CommandRow, "model = ? AND number = 0", (model.id,))
         if first is not None and first.error:
             raise BadRequest(f"the model could not be made: {first.error}")
-        await self._machine.call(self._machine.open, model.id, self._lora(model))
+        try:
+            await self._machine.call(self._machine.open, model.id, self._lora(model))
+            await self._take_up(model, command)
+        except BaseException:
+            await self.close(model.id)  # or the next command would train weights that are not the model's
+            raise
+
+    async def _take_up(self, model: Model, command: CommandRow) -> None:
         if model.state_folder:
             folder = self._checkpoints.folder_named(model.state_folder)
             await self._machine.call(self._machine.load, model.id, folder, True)
@@ -197,7 +209,7 @@ class Commands:
         work = await asyncio.to_thread(self._packed, parsed)
         self._shared.quotas.spend(model.tenant, work.batch.num_tokens)
         body = await self._machine.call(self._machine.train, model.id, work, parsed.forward_only)
-        return Done(Outcome(body, PROTOBUF))
+        return Done(Outcome(body, PROTOBUF), replays=not parsed.forward_only)
 
     async def _optim_step(self, model: Model, command: CommandRow) -> Done:
         adam = messages.read(messages.OptimStep, json.loads(command.body or b"")).adam_params or messages.AdamParams()

@@ -46,9 +46,10 @@ class Futures:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def open(self, request_id: str, tenant: str) -> bool:
-        """Begin a result; returns False if there is one of this id."""
-        if request_id in self._entries:
+    def open(self, request_id: str, tenant: str, anew: bool = False) -> bool:
+        """Begin a result; returns False if there is one of this id. `anew`: one that has ended gives way."""
+        entry = self._entries.get(request_id)
+        if entry is not None and not (anew and entry.outcome is not None):
             return False
         self._entries[request_id] = _Entry(tenant)
         return True

@@ -94,6 +94,7 @@ class Sampling:
 
     def retire(self, folder: str) -> None:
         """Let the rollout forget the snapshot in a folder."""
+        self._snapshots = self._snapshots.without(folder)
         self._shared.machine.post(self._rollout.drop, folder)
 
     def _opened(self, row: SnapshotRow) -> str:
@@ -126,9 +127,12 @@ class Sampling:
         ids = [f"{request_id}:{number}" for number in range(message.num_samples)]
         snapshot = self._opened(row)
         if self._futures.open(request_id, tenant.name):
-            work = partial(self._answer, request_id, tenant.name, snapshot, message)
-            self._queue(Job(tenant.name, snapshot, message.num_samples, work))
+            self._ask(request_id, row, snapshot, message)
         return request_id, ids
+
+    def _ask(self, request_id: str, row: SnapshotRow, snapshot: str, message: Sample) -> None:
+        work = partial(self._answer, request_id, row, snapshot, message)
+        self._queue(Job(row.tenant, snapshot, message.num_samples, work))
 
     def _queue(self, job: Job) -> None:
         self._queues.setdefault(job.snapshot, {}).setdefault(job.tenant, deque()).append(job)
@@ -144,10 +148,13 @@ class Sampling:
         found: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
         async def work() -> None:
+            if found.done():  # the caller has gone
+                return
             try:
                 completion = await self._shared.machine.run(self._rollout.generate(request))
             except Exception as error:  # noqa: BLE001 (the caller's)
-                found.set_exception(error)
+                if not found.done():
+                    found.set_exception(error)
                 return
             self._shared.quotas.spend(tenant, len(request.tokens) + len(completion.token_ids))
             if not found.done():
@@ -206,13 +213,16 @@ class Sampling:
         self._samples -= self._running.pop(task).samples
         self._wake.set()
 
-    async def _answer(self, request_id: str, tenant: str, snapshot: str, message: Sample) -> None:
+    async def _answer(self, request_id: str, row: SnapshotRow, snapshot: str, message: Sample) -> None:
         try:
+            if row.follows and (newest := self._opened(row)) != snapshot:  # newer weights came while it waited
+                self._ask(request_id, row, newest, message)
+                return
             seed = seed_of(message)
             found = await self._shared.machine.run(answer(self._rollout, snapshot, message, seed, request_id))
             outcome = Outcome(sampling_reply(found), PROTOBUF)
             sampled = sum(len(one.tokens) for one in found.sequences)
-            self._shared.quotas.spend(tenant, len(message.prompt.tokens) + sampled)
+            self._shared.quotas.spend(row.tenant, len(message.prompt.tokens) + sampled)
         except (Refused, ValueError) as error:
             outcome = Outcome.failed(error if isinstance(error, Refused) else BadRequest(str(error)))
         except Exception as error:

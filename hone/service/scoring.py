@@ -76,7 +76,7 @@ def seeded(sampling: SamplingParams, seed: int, number: int) -> SamplingParams:
 
 
 def _check(rollout: SnapshotRollout, message: Sample, prompt: Sequence[int]) -> None:
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if (asked := getattr(message, name)) > MOST_LIKELY:
             raise BadRequest(f"{name} = {asked}: at most {MOST_LIKELY} are served")
     last = message.prompt_logprobs_last_n
@@ -121,12 +121,17 @@ def _targets(targets: TensorData, every: NDArray[np.float32]) -> NDArray[np.floa
     shape = targets.shape or []
     if targets.dtype != "int64" or len(shape) != 2 or shape[0] != len(every):
         raise BadRequest(f"target_prompt_logprobs should be int64 [{len(every)}, K], found {targets.dtype} {shape}")
+    if not 0 < shape[1] <= MOST_LIKELY:
+        raise BadRequest(
+            f"target_prompt_logprobs asks for {shape[1]} tokens at each place: 1 to {MOST_LIKELY} are served"
+        )
     wanted = np.full(shape, -1, np.int64)
     data = np.asarray(targets.data, np.int64)
     if targets.sparse_crow_indices is not None:
         counts = np.diff(targets.sparse_crow_indices)
         columns = np.asarray(targets.sparse_col_indices or [], np.int64)
-        if len(counts) != shape[0] or counts.sum() != len(data) or len(columns) != len(data):
+        fits = len(counts) == shape[0] and counts.sum() == len(data) == len(columns)
+        if not fits or (counts < 0).any() or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
             raise BadRequest("target_prompt_logprobs is no valid CSR tensor")
         wanted[np.repeat(np.arange(shape[0]), counts), columns] = data
     elif data.size == wanted.size:

@@ -67,7 +67,10 @@ async def _listen(config: ServeConfig, service: Service, listener: socket.socket
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.end)
+    service.on_failure(server.end)
     await server.serve([listener])
+    if (error := service.failed()) is not None:
+        raise error
 
 
 class _Server(uvicorn.Server):

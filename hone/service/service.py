@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
+from hone.config import ConfigError
 from hone.service.commands import Commands
 from hone.service.disk.checkpoints import SAMPLING, STATE, Checkpoints, described, stamp
 from hone.service.disk.keys import tenant_of
@@ -24,6 +27,7 @@ from hone.service.shared import Shared
 from hone.service.training import Training
 
 LOG = logging.getLogger(__name__)
+LOCK = "service.lock"  # in the folder of a service
 LOOK_S = 5.0  # between two looks at what has expired
 
 
@@ -36,7 +40,18 @@ class Service:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Load the model and take up what the folder has. Raises ModelError, OSError or ValueError."""
+        """Load the model and take up what the folder has. Raises ModelError, OSError or ValueError.
+
+        Raises ConfigError if another process serves the folder.
+        """
+        self.config.root.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.config.root / LOCK).open("a", encoding="utf-8")  # the kernel frees it with the process
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"folder: another process serves {self.config.root}; end it, or name another folder"
+            ) from error
         await self.machine.start()
         self.registry = registry = Registry(self.config.root / REGISTRY_FILE)
         self.shared = Shared(self.config, self.machine, registry, Futures(self.config.limits.result_s), Quotas())
@@ -49,6 +64,9 @@ class Service:
         commands = Commands(self.shared, self.checkpoints, self.sampling.retire)
         self.training = Training(self.shared, self.checkpoints, commands)
         self.training.restore()
+        self._seen: dict[str, float] = {}
+        for one in registry.find(Session, "ended != '' AND id IN (SELECT session FROM models WHERE closed = 0)"):
+            await self._end(one.id, one.ended)  # the process ended in between
         now = time.monotonic()
         self._seen = {one.id: now for one in registry.find(Session, "ended = ''")}
         self._tasks = [
@@ -66,6 +84,12 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.machine.stop()
+        self._lock.close()
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Call a function if a task ends, which none should: without it, clients would wait for ever."""
+        for task in self._tasks:
+            task.add_done_callback(lambda ended: None if ended.cancelled() else call())
 
     def failed(self) -> BaseException | None:
         """The error of a task that ended, which none should; None: they run."""

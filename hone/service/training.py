@@ -20,7 +20,7 @@ from hashlib import sha256
 
 from hone.service.commands import Commands, Done
 from hone.service.disk.checkpoints import Checkpoints
-from hone.service.disk.registry import CommandRow, Key, Model, Session
+from hone.service.disk.registry import Checkpoint, CommandRow, Key, Model, Session
 from hone.service.futures import Outcome
 from hone.service.order import Lane, Turns, Verdict
 from hone.service.protocol.messages import CreateModel, LoadWeights
@@ -60,15 +60,19 @@ class Training:
         """Take the first command of a new model: make it, or load it. Returns the request's id."""
         model_id = f"{session.id}:train:{message.model_seq_id}"
         if model_id not in self._models:
-            self._check_room(tenant)
-            now = time.time()
             lora = message.lora_config if isinstance(message, CreateModel) else None
+            stored = json.dumps(None if lora is None else lora.model_dump(exclude={"type"}))
+            if isinstance(message, LoadWeights):  # a path that is none fails when it is the command's turn
+                found = self._registry.one(Checkpoint, "path = ? AND tenant = ?", (message.path, tenant.name))
+                stored = "{}" if found is None else found.lora
+            self._check_room(tenant, stored == "null")
+            now = time.time()
             row = Model(
                 id=model_id,
                 tenant=tenant.name,
                 session=session.id,
                 seed=secrets.randbelow(1 << 31) if lora is None or lora.seed is None else lora.seed,
-                lora=json.dumps(None if lora is None else lora.model_dump(exclude={"type"})),
+                lora=stored,
                 metadata=json.dumps(message.user_metadata),
                 created=now,
                 used=now,
@@ -82,12 +86,14 @@ class Training:
         kind = CREATE if isinstance(message, CreateModel) else "load_new"
         return self.submit(tenant, model_id, 0, kind, body)
 
-    def _check_room(self, tenant: Key) -> None:
+    def _check_room(self, tenant: Key, whole: bool) -> None:
         most = tenant.models or self._shared.config.limits.models
         if sum(one.row.tenant == tenant.name for one in self._models.values()) >= most:
             raise BadRequest(
                 f"{tenant.name} has {most} open models already, which is its limit; finish a session first"
             )
+        if whole and self._models and self._shared.config.training.whole_weights:
+            raise BadRequest("a model with all weights in training takes this service alone, and others are open")
         if any(one.row.lora == "null" for one in self._models.values()):
             raise BadRequest("a model with all weights in training takes this service alone; finish its session first")
 
@@ -108,7 +114,7 @@ class Training:
         if verdict is Verdict.QUEUED:
             self._registry.put(CommandRow(model_id, number, kind, digest, body, None, "", "", "", 0.0))
             found.lane = lane
-            self._futures.open(request_id, tenant.name)
+            self._futures.open(request_id, tenant.name, anew=number == 0)  # a model that could not be made, once more
             self._wake.set()
         return request_id
 
@@ -180,7 +186,7 @@ class Training:
             done.commit()
             row = replace(
                 command,
-                body=command.body if command.kind == TRAIN and not done.outcome.error else None,
+                body=command.body if done.replays else None,
                 result=done.outcome.body,
                 media=done.outcome.media,
                 error=done.outcome.error,
@@ -198,7 +204,10 @@ class Training:
         self._futures.resolve(request_id, done.outcome)
         if number == 0 and done.outcome.error and not model.lane.closed:  # there is no model
             self._registry.change(Model, "closed = 1", "id = ?", (model.row.id,))
-            del self._models[model.row.id]
+            model.lane, failed = model.lane.close()
+            self._fail(model.row.id, failed, f"the model could not be made: {done.outcome.error}")
+            self._models.pop(model.row.id, None)
+            await self._commands.close(model.row.id)
 
     # ---------------------------------------------------------------------------------------------- time and ends
 
@@ -219,14 +228,15 @@ class Training:
 
     async def end_session(self, session_id: str, why: str) -> None:
         """Close the models of a session: what waits fails, and their memory is given back."""
-        for name, one in [*self._models.items()]:
-            if one.row.session != session_id:
-                continue
+        ended = {name: one for name, one in self._models.items() if one.row.session == session_id}
+        for name, one in ended.items():
             one.lane, failed = one.lane.close()
             self._fail(name, failed, f"the session has ended: {why}")
             self._registry.change(Model, "closed = 1, state_folder = ''", "id = ?", (name,))
+            self._registry.change(CommandRow, "body = NULL", "model = ?", (name,))
             self._checkpoints.discard(one.row.state_folder)
-            del self._models[name]
+            self._models.pop(name, None)
+        for name in ended:  # after the rows: a process that ends here leaves no model of an ended session
             await self._commands.close(name)
 
     def _fail(self, model_id: str, numbers: tuple[int, ...], error: str) -> None:

@@ -1,6 +1,8 @@
 """The service over plain HTTP: what is served, in which order, for whom, and what is refused."""
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from itertools import pairwise
@@ -11,7 +13,7 @@ import openai
 import pyarrow as pa
 import pytest
 
-from tests.service.conftest import Client
+from tests.service.conftest import PROGRAM, Client
 
 TEXT = [10, 11, 12, 13, 14, 15]
 DATUM = (TEXT[:-1], {"target_tokens": TEXT[1:], "weights": [1.0] * 5})
@@ -108,6 +110,39 @@ def test_a_failed_command_says_why_and_no_step_follows_it(client):
     assert client.trained(model, 6, [DATUM], forward_only=True)[1]["loss:sum"] < alone[1]["loss:sum"]
 
 
+def test_a_folder_is_served_by_one_process(server):
+    command = [sys.executable, "-c", PROGRAM, "serve", str(server.file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "another process serves" in done.stderr
+
+
+def test_a_step_that_is_refused_drops_its_gradients(client):
+    session, found = client.session(), []
+    for number, refused in enumerate((False, True)):
+        model, seq = client.model(session, number), 1
+        if refused:
+            client.trained(model, 1, [DATUM])
+            assert client.do("optim_step", model_id=model, seq_id=2, adam_params={"beta1": 7})["category"] == "user"
+            seq = 3
+        client.trained(model, seq, [DATUM])
+        client.step(model, seq + 1, learning_rate=0.1)
+        found.append(client.trained(model, seq + 2, [DATUM], forward_only=True)[0][0].tobytes())
+    assert found[0] == found[1]
+
+
+def test_a_model_that_could_not_be_made_is_made_in_its_place(client):
+    session = client.session()
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    failed = client.post("create_model", lora_config={"rank": 10**6, "seed": 1}, **body)
+    waiting = client.train(f"{session}:train:0", 1, [DATUM])
+    assert "is served here" in client.result(*failed)["error"]
+    if waiting[0] == 200:  # it came before the model had failed
+        assert "could not be made" in client.result(*waiting)["error"]
+    model = client.model(session)
+    assert "error" not in client.trained(model, 1, [DATUM])
+
+
 def test_a_state_is_loaded_with_its_optimizer_or_without(client):
     session = client.session()
     model = client.model(session)
@@ -130,7 +165,7 @@ def test_a_state_is_loaded_with_its_optimizer_or_without(client):
     whole, fresh = (go_on(one, 1) for one in loaded)
     assert whole == go_on(model, 7)
     assert fresh != whole
-    assert client.post("training_runs/x")[0] == 404
+    assert client.call("GET", "training_runs/x")[0] == 404
     assert [
         one["checkpoint_id"] for one in client.call("GET", f"training_runs/{model}/checkpoints")[1]["checkpoints"]
     ] == ["weights/here"]
@@ -150,6 +185,9 @@ def test_samples_depend_on_seeds_and_stops_and_prompts_are_scored(client):
     assert len({tuple(one) for one in drawn}) == 3
     stopped, message = client.sample(session, 3, TEXT, sampling_params={"stop": [drawn[0][1]]})
     assert (stopped[0], message.sequences[0].stop_reason) == (drawn[0][:2], 0)
+    wide = {"data": [], "dtype": "int64", "shape": [5, 2_000_000_000]}
+    assert "1 to 128 are served" in client.sample(session, 7, TEXT, target_prompt_logprobs=wide)["error"]
+    assert "at most 128" in client.sample(session, 8, TEXT, prompt_alt_tokens_k=10**9)["error"]
     targets = {"data": [TEXT[1], -1, 3, -1, -1], "dtype": "int64", "shape": [5, 1]}
     _, scored = client.sample(
         session,
@@ -213,6 +251,16 @@ def test_an_inflight_client_samples_from_the_newest_weights(client):
     client.do("save_weights_for_sampler", model_id=model, seq_id=4, sampling_session_seq_id=1, kind="inflight")
     second, _ = client.sample(saved["sampling_session_id"], 1, TEXT)
     assert first != second
+    # weights that are saved while a request waits: it is answered by them
+    opened = client.post("create_sampling_session", session_id=session, sampling_session_seq_id=9, base_model="tiny")
+    base = opened[1]["sampling_session_id"]
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": TEXT}]}, "num_samples": 8}
+    client.post("asample", sampling_session_id=base, seq_id=0, sampling_params={"max_tokens": 40}, **body)
+    asked = client.post(
+        "asample", sampling_session_id=saved["sampling_session_id"], seq_id=2, sampling_params={"max_tokens": 4}, **body
+    )
+    client.do("save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=2, kind="inflight")
+    assert isinstance(client.result(*asked), bytes)
 
 
 def test_a_tenant_sees_nothing_of_another(server, client):

@@ -147,7 +147,7 @@ class Registry:
         self._db = sqlite3.connect(path, isolation_level=None, timeout=30.0)
         path.chmod(0o600)
         self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.execute("PRAGMA synchronous=FULL")
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
         if found not in (0, FORMAT):
             raise ValueError(
