@@ -35,11 +35,10 @@ def diagnose(
 
 
 def _head(evidence: Evidence, found: list[Finding]) -> str:
-    steps = len(evidence.steps)
     what = (
         f"{len(found)} of {len(RULES)} rules found something" if found else f"none of {len(RULES)} rules found anything"
     )
-    return f"{evidence.folder}: {steps} logged steps; {what}"
+    return f"{evidence.folder}: {evidence.steps} logged steps; {what}"
 
 
 def _paragraph(found: Finding) -> Text:

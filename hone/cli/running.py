@@ -11,6 +11,7 @@ from rich.text import Text
 
 from hone.cli.errors import BAD_INPUT, EXIT_FAILED, RunFailed, keep_traceback, one_line, say
 from hone.composition import ConfigError
+from hone.diagnosis.live import tell_of_memory
 from hone.runtime import ranks
 from hone.runtime.base import RankLost
 from hone.tracking.base import Interrupted, TrackingError, printable
@@ -52,6 +53,8 @@ def report_run(folder: Path, run: Callable[[], Path], restart: bool = False) -> 
         raise
     except Exception as error:  # every other failure is reported with the run folder
         kept = keep_traceback(folder, error)
+        if ranks.is_first() and _begun(folder) != before:
+            tell_of_memory(folder, say)
         _try_page(folder)
         raise RunFailed(folder, error, kept) from error
     page = _build_page(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,9 @@ import yaml
 
 from hone.composition import ConfigError, from_yaml
 from hone.diagnosis.trends import Curve, Point
-from hone.tracking.report.rundata import read_run
+from hone.tracking.report.columns import Column, MetricsFile
+from hone.tracking.report.rundata import CONFIG_FILE, read_failure, require_run
+from hone.tracking.trackers.jsonl import METRICS_FILE
 
 Weight = Literal["stops", "hurts", "note"]
 """Weight of a finding: it ended the run, the run learns worse or slower, or it is worth knowing."""
@@ -35,23 +37,26 @@ class Finding:
 
 @dataclass(slots=True)
 class Evidence:
-    """Files of a run folder, read once."""
+    """Metrics, settings and failure of a run, read once."""
 
     folder: Path
-    steps: list[dict[str, float]]
+    columns: Mapping[str, Column]
     settings: dict[str, Any]
-    facts: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
+    steps: int = 0  # that were logged
+    last_step: int = 0
+    _curves: dict[str, Curve] = field(default_factory=dict)
 
     def curve(self, name: str) -> Curve:
         """Return the finite values of a metric, evaluation before training (step 0) included."""
-        return Curve(
-            Point(int(step["step"]), step[name]) for step in self.steps if name in step and math.isfinite(step[name])
-        )
+        if name not in self._curves:
+            column = self.columns.get(name)
+            self._curves[name] = Curve(Point(*pair) for pair in column.finite()) if column else Curve()
+        return self._curves[name]
 
     def names(self, prefix: str) -> list[str]:
         """Return the metrics whose names begin so, sorted."""
-        return sorted({name for step in self.steps for name in step if name.startswith(prefix)})
+        return sorted(name for name in self.columns if name.startswith(prefix))
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return a setting by its dotted key; the default if it is null or absent."""
@@ -63,9 +68,20 @@ class Evidence:
 
 def read_evidence(folder: Path) -> Evidence:
     """Read a run folder; the run may still go on. Raises ConfigError if it is none."""
-    data = read_run(folder)
+    require_run(folder)
+    metrics = MetricsFile(folder / METRICS_FILE)
+    if (folder / METRICS_FILE).is_file():
+        while metrics.read():
+            pass
+    columns = metrics.columns
+    return Evidence(folder, columns, read_settings(folder), read_failure(folder), columns.lines, columns.last_step)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of a run; empty without a `config.yaml`. Raises ConfigError if that is not valid YAML."""
+    path = folder / CONFIG_FILE
     try:
-        settings = from_yaml(data.config) if data.config else {}
+        settings = from_yaml(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.yaml'} is not valid YAML: {' '.join(str(error).split())}") from error
-    return Evidence(folder, data.steps, settings if isinstance(settings, dict) else {}, data.facts, data.failure)
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    return settings if isinstance(settings, dict) else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hone.diagnosis.evidence import Evidence, Finding
-from hone.diagnosis.trends import Curve, correlation
+from hone.diagnosis.trends import RECENT, Curve, correlation
 
 
 def _from_to(curve: Curve) -> str:
@@ -65,6 +65,19 @@ def gradient_spikes(run: Evidence) -> Iterator[Finding]:
         tries = ("read the rollouts of these steps", "a lower actor.optimizer.lr", "actor.schedule.warmup_steps=10")
         meaning = "Single batches pull hard: very long or strange answers, a ratio far from 1, or too large a step."
         yield Finding("hurts", "gradient spikes", "; ".join(parts), meaning, tries, ("train/grad_norm", "train/ratio"))
+
+
+def no_gradient(run: Evidence) -> Iterator[Finding]:
+    """Nothing was learnt in the last steps."""
+    norms = run.curve("train/grad_norm").last(RECENT)
+    if len(norms) == RECENT and all(point.value == 0 for point in norms):
+        tries = (
+            "rewards: do they differ within a group?",
+            "the loss mask: excluded answers, generation marks of the chat template",
+        )
+        seen = f"train/grad_norm is 0 in the last {RECENT} steps"
+        meaning = "Every advantage is 0, or no token has a loss, so the weights stay as they are."
+        yield Finding("hurts", "the gradient is 0", seen, meaning, tries, ("train/grad_norm",))
 
 
 def rollout_gap(run: Evidence) -> Iterator[Finding]:
@@ -180,6 +193,7 @@ RULES = (
     entropy_explosion,
     kl_blow_up,
     gradient_spikes,
+    no_gradient,
     rollout_gap,
     rewards_at_odds,
     evaluation_falls,

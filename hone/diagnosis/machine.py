@@ -92,12 +92,13 @@ def servers_restarted(run: Evidence) -> Iterator[Finding]:
     """Rollout servers died or stopped serving."""
     restarts = [point for point in run.curve("rollout/replica_restarts") if point.value > 0]
     serving = run.curve("rollout/replicas_serving")
-    fewer = [point for point in serving if point.value < max(other.value for other in serving)] if serving else []
+    most = max((point.value for point in serving), default=0.0)
+    fewer = [point for point in serving if point.value < most]
     if restarts:
         total, first = sum(point.value for point in restarts), restarts[0].step
         seen = f"{total:.0f} restarts, the first in step {first}"
     elif fewer:
-        seen = f"{fewer[0].value:.0f} of {max(p.value for p in serving):.0f} replicas served from step {fewer[0].step}"
+        seen = f"{fewer[0].value:.0f} of {most:.0f} replicas served from step {fewer[0].step}"
     else:
         return
     tries = (

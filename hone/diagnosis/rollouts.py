@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hone.diagnosis.evidence import Evidence, Finding
-
-RECENT = 10
-"""Steps that speak for the present."""
+from hone.diagnosis.trends import RECENT
 
 
 def rewards_fail(run: Evidence) -> Iterator[Finding]:
@@ -41,12 +39,12 @@ def every_reward_is_zero(run: Evidence) -> Iterator[Finding]:
 def answers_are_cut(run: Evidence) -> Iterator[Finding]:
     """Many answers end at the length limit."""
     cut, length = run.curve("rollout/truncated_fraction"), run.curve("rollout/response_length")
-    if len(cut) >= 3 and cut.last(RECENT).end() > 0.3:
+    if len(cut) >= 3 and cut.last(RECENT).level() > 0.3:
         limit = run.setting("rollout.sampling.max_response_tokens")
         grew = length.long and length.end() > 2 * length.beginning()
         tries = [f"rollout.sampling.max_response_tokens={2 * limit}"] if isinstance(limit, int) else []
         tries += ["algorithm.overlong.buffer_fraction=0.2 (a penalty near the limit)", "the chat template's end token"]
-        seen = f"{cut.last(RECENT).end():.0%} of the answers reach {limit} tokens" + (
+        seen = f"{cut.last(RECENT).level():.0%} of the answers reach {limit} tokens" + (
             f"; length {length.beginning():.0f} -> {length.end():.0f}" if grew else ""
         )
         meaning = (
@@ -76,12 +74,12 @@ def answers_shrink(run: Evidence) -> Iterator[Finding]:
 def groups_without_variance(run: Evidence) -> Iterator[Finding]:
     """Most groups have one reward for all answers, so they teach nothing."""
     alike = run.curve("rollout/zero_variance_fraction").last(RECENT)
-    if len(alike) >= 3 and alike.end() > 0.7:
+    if run.setting("update.samples_per_prompt", 2) > 1 and len(alike) >= 3 and alike.level() > 0.7:
         mean = run.curve("reward/mean").last(RECENT)
-        easy = bool(mean) and mean.end() > 0.8
+        easy = bool(mean) and mean.level() > 0.8
         tries = ["algorithm.dynamic_sampling={} (replace such groups)", "a larger update.samples_per_prompt"]
         tries += ["harder prompts"] if easy else ["easier prompts", "a higher rollout.sampling.temperature"]
-        seen = f"{alike.end():.0%} of the groups of the last {len(alike)} steps"
+        seen = f"{alike.level():.0%} of the groups of the last {len(alike)} steps"
         meaning = "All answers are right." if easy else "All answers are wrong, or equal."
         yield Finding(
             "hurts", "groups without variance", seen, meaning, tuple(tries), ("rollout/zero_variance_fraction",)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hone.diagnosis import learning, machine, rollouts
 from hone.diagnosis.evidence import Evidence, Finding
 
@@ -11,5 +13,9 @@ ORDER = ("stops", "hurts", "note")
 
 def findings(run: Evidence) -> list[Finding]:
     """Return what every rule finds, the heaviest first."""
-    found = [finding for rule in RULES for finding in rule(run)]
+    return sorted_by_weight(finding for rule in RULES for finding in rule(run))
+
+
+def sorted_by_weight(found: Iterable[Finding]) -> list[Finding]:
+    """Findings with the heaviest first, otherwise in their order."""
     return sorted(found, key=lambda one: ORDER.index(one.weight))

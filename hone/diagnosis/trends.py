@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 LEAST = 6
 """Steps below which no rule speaks of a trend."""
+RECENT = 10
+"""Steps that speak for the present."""
 
 
 class Point(NamedTuple):
@@ -27,6 +29,10 @@ class Curve(tuple[Point, ...]):
     def end(self) -> float:
         """Median of the last fifth, at least three steps."""
         return median(point.value for point in self[-self._part() :])
+
+    def level(self) -> float:
+        """Median of all values."""
+        return median(point.value for point in self)
 
     def _part(self) -> int:
         return max(3, len(self) // 5)

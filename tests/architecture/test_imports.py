@@ -35,7 +35,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "sandboxes": LEVEL_0 | {"processes"},  # a sandbox is a child process with less rights
     **dict.fromkeys(LEVEL_2, NOT_THE_MATHEMATICS),
     "workers": LEVEL_0 | LEVEL_1 | {"engines", "rollout", "weights", "runtime"},
-    "trainers": LEVEL_0 | LEVEL_1 | {"workers", "runtime", "envs", "rewards", "planner"},
+    "trainers": LEVEL_0 | LEVEL_1 | {"workers", "runtime", "envs", "rewards", "planner", "diagnosis"},
     "service": LEVEL_0 | LEVEL_1 | {"workers", "envs"},
     "testing": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers"},
     "cli": LEVEL_0 | LEVEL_1 | LEVEL_2 | {"workers", "trainers", "service", "testing", "migration", "diagnosis"},

@@ -109,6 +109,7 @@ CASES = {
     "entropy explosion": ({"train/entropy": rising(0.5, 6.0)}, "train/entropy"),
     "the KL to the reference blew up": ({"train/reference_kl": rising(0.01, 4.0)}, "train/reference_kl"),
     "gradient spikes": ({"train/grad_norm": [0.5] * 8 + [9.0, 0.5, 0.5] * 4}, "in steps 9, 12, 15, 18"),
+    "the gradient is 0": ({"train/grad_norm": [0.5] * 10 + [0.0] * 10}, "0 in the last 10 steps"),
     "the gap between rollout and trainer grows": (
         {"correction/mean_abs_difference": rising(0.004, 0.2)},
         "correction/mean_abs_difference",
@@ -136,6 +137,12 @@ def test_every_rule_is_tried():
     """Apart from the two that read how a run ended (below), and the one about the disk, which a test cannot fill."""
     twice = 2  # titles of one rule: answers that grow or are cut, a gap that grows or is there
     assert len(CASES) - twice == len(RULES) - 3
+
+
+def test_one_answer_to_a_prompt_has_no_variance_to_miss(tmp_path):
+    metrics = {**HEALTHY, "rollout/zero_variance_fraction": flat(1.0)}
+    settings = {**SETTINGS, "update": {"samples_per_prompt": 1}}
+    assert titles(run_folder(tmp_path, metrics, settings=settings)) == {}
 
 
 def test_a_run_that_ended_says_why(tmp_path):

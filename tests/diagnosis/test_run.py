@@ -3,6 +3,7 @@
 from hone.config import load
 from hone.diagnosis.evidence import read_evidence
 from hone.diagnosis.rules import findings
+from hone.tracking.findings import read_findings
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.trainers.tiny import recipe
@@ -15,7 +16,7 @@ def judge(response, ground_truth, row):
 """
 
 
-def test_faults_of_a_real_run_are_found(tmp_path):
+def test_faults_of_a_real_run_are_found_told_and_marked(tmp_path, capsys):
     (tmp_path / "judge.py").write_text(JUDGE)
     path = recipe(
         tmp_path,
@@ -31,3 +32,8 @@ def test_faults_of_a_real_run_are_found(tmp_path):
     found = {one.title: one for one in findings(read_evidence(tmp_path / "run"))}
     assert {"rewards fail", "every reward is 0", "answers are cut at the limit"} <= set(found)
     assert "reach 3 tokens" in found["answers are cut at the limit"].seen
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("finding in step")]
+    assert any(line.startswith("finding in step 3: every reward is 0: reward/max is 0 in the last 3") for line in lines)
+    marks = [(one["step"], one["title"]) for one in read_findings(tmp_path / "run")]
+    assert (3, "every reward is 0") in marks
+    assert len(lines) == len(marks) == len(set(marks))

@@ -39,6 +39,18 @@ def step(number):
     return line({"step": number, "reward/mean": number / 10, "perf/step_s": 2.0, "perf/generate_s": 1.0})
 
 
+def finding(number, title):
+    """A mark on the chart of the reward, in the words of a rule."""
+    words = {
+        "title": title,
+        "weight": "hurts",
+        "seen": "it <b>fell</b>",
+        "meaning": "hacking",
+        "tries": ["read", "ask"],
+    }
+    return line({"step": number, "metrics": ["reward/mean"], **words})
+
+
 @pytest.fixture
 def runs(tmp_path):
     """A run in progress and one that has finished."""
@@ -51,6 +63,7 @@ def runs(tmp_path):
             b"".join(member(*(rollout(i, sample=j, reward=j / 2) for j in range(3))) for i in range(1, 6))
         )
         (folder / "run.json").write_text(json.dumps({"total_steps": 5 if name == "fast" else 9}))
+    (tmp_path / "runs" / "slow" / "findings.jsonl").write_bytes(finding(3, "rewards at odds"))
     return tmp_path / "runs"
 
 
@@ -90,15 +103,26 @@ async def follow(runs, tmp_path):
             tile = "document.querySelector('#part-tiles .value').textContent"
             await page.until(f"{tile} === '5'")
 
+            # what a rule found: a mark with its sentence, where it began, and a list
+            await page.until("document.querySelectorAll('.finding').length === 1")
+            await page.run("document.querySelector('.finding').dispatchEvent(new PointerEvent('pointerenter'))")
+            shown = await page.run("document.getElementById('tip').innerText")
+            assert shown.split("\n")[0] == "slow, step 3: rewards at odds"
+            assert "it <b>fell</b>" in shown
+            await page.until("document.querySelector('#part-findings li')?.innerText.includes('Try read; ask.')")
+
             # the run takes a step: its curve, tiles and rollouts follow, and the other run is left alone
             with (runs / "slow" / "rollouts.jsonl.gz").open("ab") as file:
                 file.write(member(*(rollout(6, sample=j, response="a needle") for j in range(3))))
             with (runs / "slow" / "metrics.jsonl").open("ab") as file:
                 file.write(step(6))
+            with (runs / "slow" / "findings.jsonl").open("ab") as file:
+                file.write(finding(6, "entropy collapse"))
             await page.until(f"{tile} === '6' && document.body.dataset.rows === '18'")
             last = "page.runs.map((run) => [run.name, run.series['reward/mean'].values.at(-1)]).sort()"
             await page.until(f"JSON.stringify({last}) === JSON.stringify([['fast', 0.5], ['slow', 0.6]])")
             assert await page.run("window.before") == "the same page"
+            await page.until("document.querySelectorAll('.finding').length === 2")
             assert await page.run("document.querySelector('tr.group').innerText.includes('3 answers')")
 
             # search in all steps, side by side, and a link to one rollout

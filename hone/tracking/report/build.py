@@ -1,8 +1,8 @@
 """`report.html`: one file that shows what a run did. It needs no network, server or other file.
 
-    run.json, config.yaml, metrics.jsonl, rollouts.jsonl.gz --rundata--> RunData --charts--> which charts
-                                                                         |
-                                       page/ (HTML, CSS, JavaScript) + data as JSON --> report.html
+    run.json, config.yaml, metrics.jsonl,     --rundata--> RunData --charts--> which charts
+    findings.jsonl, rollouts.jsonl.gz                         |
+                     page/ (HTML, CSS, JavaScript) + data as JSON --> report.html
 
 Text from models and data sets is embedded as JSON and shown as plain text, and a content security policy in the page
 stops it from loading anything. The live page of `hone watch` is the same page, which asks its server for the data.
@@ -54,7 +54,7 @@ def build_report(run_dir: Path | str) -> Path:
 def render(data: RunData, name: str, beside: str = "") -> str:
     """The page of a report as HTML; `beside`: its section of answers before and after."""
     axes, series = curves(data)
-    run = {"name": name, "axes": axes, "series": series, "phases": time_by_phase(data)}
+    run = {"name": name, "axes": axes, "series": series, "phases": time_by_phase(data), "marks": data.marks}
     embedded = {"runs": [run], "charts": [chart.plain() for chart in charts(data.names)], "rollouts": data.rollouts}
     return page_of(name, embedded, {**page_parts(data), "BESIDE": beside})
 

@@ -59,6 +59,7 @@ def page_parts(data: RunData) -> dict[str, str]:
         "TILES": "".join(_tiles(data)),
         "FAILURE": _failure(data),
         "NOTES": _notes(data),
+        "FINDINGS": _findings(data),
         "FACTS": _facts(data),
         "CONFIG": _config(data),
     }
@@ -201,6 +202,23 @@ def _change(headline: Headline, change: float, first: float) -> str:
 def _notes(data: RunData) -> str:
     lines = [f"<li>{escape(note)}</li>" for note in data.notes]
     return f'<ul class="notes">{"".join(lines)}</ul>' if lines else ""
+
+
+def _findings(data: RunData) -> str:
+    """Findings of the rules during the run, the newest first; the charts have a mark at each."""
+    if not data.marks:
+        return ""
+    lines = []
+    for mark in reversed(data.marks):
+        remedy = f" Try {'; '.join(mark['tries'])}." if mark["tries"] else ""
+        lines.append(
+            f'<li class="{escape(mark["weight"])}"><b>step {mark["step"]:,}: {escape(mark["title"])}</b> '
+            f"{escape(mark['seen'])}. {escape(mark['meaning'])}{escape(remedy)}</li>"
+        )
+    count = f'<span class="count">{len(lines)}, each with a mark on its charts</span>'
+    return (
+        f'<details class="findings" open><summary><h2>Findings</h2>{count}</summary><ul>{"".join(lines)}</ul></details>'
+    )
 
 
 # --------------------------------------------------------------------------------------------------- the page's end

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from hone.config import ConfigError
 from hone.tracking.base import FAILURE_FILE, TrackingError
 from hone.tracking.facts import RUN_FILE
+from hone.tracking.findings import marks_of, read_findings
 from hone.tracking.report.charts import step_phases
 from hone.tracking.report.columns import Columns, MetricsFile, thinned
 from hone.tracking.report.rows import MAX_TEXT, MAX_TOKENS, rollout_row, short
@@ -48,6 +49,7 @@ class RunData:
     rollouts_total: int = 0
     notes: list[str] = field(default_factory=list)
     failure: str = ""  # the traceback of a run that failed
+    marks: list[dict[str, Any]] = field(default_factory=list)  # on its charts: what its rules found, and when
     written: float | None = None  # when metrics.jsonl was last written, seconds since the epoch
 
     @property
@@ -61,16 +63,22 @@ class RunData:
         return self.columns.rows()
 
 
-def read_run(run_dir: Path) -> RunData:
-    """Read everything that a report shows. Raises ConfigError if the folder is not a run folder."""
+def require_run(run_dir: Path) -> None:
+    """Raise ConfigError if the folder is not a run folder."""
     if not run_dir.is_dir():
         raise ConfigError(f"no run folder {run_dir}")
     if not any((run_dir / name).is_file() for name in (METRICS_FILE, CONFIG_FILE, RUN_FILE)):
         raise ConfigError(f"{run_dir} is not a run folder: it has no {METRICS_FILE}, {CONFIG_FILE} or {RUN_FILE}")
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Read everything that a report shows. Raises ConfigError if the folder is not a run folder."""
+    require_run(run_dir)
     data = RunData()
     data.facts = read_facts(run_dir / RUN_FILE, data.notes)
     data.config = read_text(run_dir / CONFIG_FILE, data.notes)
     data.failure = read_failure(run_dir)
+    data.marks = marks_of(read_findings(run_dir))
     _read_steps(run_dir / METRICS_FILE, data)
     _read_rollouts(run_dir / ROLLOUTS_FILE, data)
     for other in sorted(run_dir.glob(f"*/{METRICS_FILE}")):

@@ -17,6 +17,7 @@ from typing import Any
 from hone.config import ConfigError
 from hone.tracking.base import FAILURE_FILE
 from hone.tracking.facts import RUN_FILE
+from hone.tracking.findings import FINDINGS_FILE, marks_of, read_findings
 from hone.tracking.names import Headline
 from hone.tracking.report.charts import Chart, charts, explained
 from hone.tracking.report.columns import MetricsFile
@@ -35,7 +36,7 @@ from hone.tracking.report.rundata import (
 from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE
 from hone.tracking.watch.index import RolloutIndex
 
-FILES = (METRICS_FILE, RUN_FILE, CONFIG_FILE, ROLLOUTS_FILE, FAILURE_FILE)
+FILES = (METRICS_FILE, RUN_FILE, CONFIG_FILE, ROLLOUTS_FILE, FAILURE_FILE, FINDINGS_FILE)
 NOT_COMPARED = ("run.dir",)  # settings that differ in all runs
 MOST_RUNS = 100
 _TURN_S = 0.002  # between two parts of a file: a lock is not fair, and requests wait for it
@@ -83,6 +84,7 @@ class LiveRun:
         data.facts = read_facts(self.folder / RUN_FILE, data.notes)
         data.config = read_text(self.folder / CONFIG_FILE, data.notes)
         data.failure = read_failure(self.folder)
+        data.marks = marks_of(read_findings(self.folder))
         data.notes += metrics_notes(self.folder / METRICS_FILE, data.columns)
         data.notes += limit_notes(self.folder / ROLLOUTS_FILE, data.columns)
         if data.config != self.data.config:
@@ -107,13 +109,13 @@ class LiveRun:
         }
 
     def curves(self, section: str, chosen: Sequence[Chart], points: int) -> dict[str, Any]:
-        """The curves of a section's charts, thinned; with the phases of a step if a chart shows these."""
+        """The curves of a section's charts, thinned, and the marks on all charts; phases if a chart has them."""
         key = (section, points, self.version)
         if key not in self._curves:
             names = {name for chart in chosen for name in chart.series if name in self.data.columns}
             axes, series = curves(self.data, sorted(names), points)
             phases = time_by_phase(self.data) if any(chart.kind == "stack" for chart in chosen) else None
-            self._curves[key] = {"axes": axes, "series": series, "phases": phases}
+            self._curves[key] = {"axes": axes, "series": series, "phases": phases, "marks": self.data.marks}
         return self._curves[key]
 
 

@@ -72,8 +72,7 @@ class PolicyTrainer(Trainer):
         self.rollout_log = parts.rollout_log
         self.evaluator = parts.evaluator
         self.rollout = parts.rollout
-        grouped = config.update.samples_per_prompt > 1
-        self.health = RunHealth(config.reward.max_failed_fraction, grouped, self.tracking.message)
+        self.health = RunHealth(config.reward.max_failed_fraction)
         self.watchers.append(self.health.look)
         self.lost = LostSteps(self.steps, self.tracking.message)
         self.prompts_per_step = config.update.prompts_per_step

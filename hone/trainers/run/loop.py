@@ -20,11 +20,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
 from hone import full_disk
+from hone.diagnosis.live import LiveRules
 from hone.platforms.host_memory import give_back_when_short
 from hone.runtime import ranks
 from hone.runtime.base import WorkerFailed
@@ -35,7 +35,6 @@ from hone.trainers.run.context import RunContext
 from hone.trainers.run.randomness import load_random_state, save_random_state
 from hone.trainers.run.settings import CheckpointConfig
 
-WARN_AFTER = 10  # steps in a row
 STOPPING = "stopping"  # key of a checkpoint's state
 
 Values = Mapping[str, float]
@@ -47,44 +46,6 @@ class Changing(Protocol):
     updates: int  # how often they were changed
 
 
-@dataclass(frozen=True, slots=True)
-class Symptom:
-    """Something that a healthy run does not show for long."""
-
-    shows: Callable[[Values], bool]
-    told: str
-
-
-NO_GRADIENT = Symptom(
-    lambda v: v["train/grad_norm"] == 0.0,
-    "the gradient was 0, so nothing was learnt: look at the loss mask (generation marks of the chat template, excluded "
-    "answers) and, with rewards, at the advantages (do rewards differ?)",
-)
-
-
-class Symptoms:
-    """Looks at each step's metrics, and tells `say` what the user should know."""
-
-    def __init__(self, symptoms: Sequence[Symptom], say: Callable[[str], None]) -> None:
-        self._symptoms = tuple(symptoms)
-        self._say = say
-        self._seen = [0] * len(self._symptoms)  # steps in a row
-
-    def look(self, values: Values) -> None:
-        """Look at one step's metrics."""
-        for index, symptom in enumerate(self._symptoms):
-            self._seen[index] = self._seen[index] + 1 if _shows(symptom, values) else 0
-            if self._seen[index] == WARN_AFTER:
-                self._say(f"warning: in the last {WARN_AFTER} steps, {symptom.told}")
-
-
-def _shows(symptom: Symptom, values: Values) -> bool:
-    try:
-        return symptom.shows(values)
-    except KeyError:  # the step did not measure it
-        return False
-
-
 class Trainer(ABC):
     """Runs steps 1 to `steps` over parts that it was given; subclasses say what a step is."""
 
@@ -94,7 +55,8 @@ class Trainer(ABC):
         self.folder = context.folder
         self.tracking = context.tracking
         self.recorder = context.recorder
-        self.watchers: list[Callable[[Mapping[str, float]], None]] = []  # see each step's metrics; may end the run
+        rules = [LiveRules(context.folder, context.tracking.message).look] if ranks.is_first() else []
+        self.watchers: list[Callable[[Values], None]] = [*rules]  # see `step` and its metrics; may end the run
         self._profiler = context.profiler
         self._control = context.control
         self._stopping = context.stopping
@@ -278,7 +240,7 @@ class Trainer(ABC):
         self._settled |= {STOPPING: self._stopping.state}
         self._written_step = step
         for watch in self.watchers:
-            watch(values)
+            watch({"step": step, **values})
         if self._control.on_step is not None:
             self._control.on_step(step, values)
 

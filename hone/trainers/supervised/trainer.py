@@ -20,7 +20,7 @@ from hone.data.packing import Sample, pack_samples
 from hone.trainers.run.checkpoints import Checkpoint, PartWriter
 from hone.trainers.run.context import RunContext
 from hone.trainers.run.learners import Follower
-from hone.trainers.run.loop import NO_GRADIENT, Symptoms, Trainer
+from hone.trainers.run.loop import Trainer
 from hone.trainers.run.settings import CheckpointConfig
 from hone.trainers.supervised.budget import RowBudget
 from hone.types import Batch, LossFn, LossOutput, Metric
@@ -111,7 +111,6 @@ class SupervisedTrainer(Trainer, Generic[T]):
         self.samples_per_step = parts.samples_per_step
         self.evaluate_every = parts.evaluate_every
         self.following = parts.following
-        self.watchers.append(Symptoms([NO_GRADIENT], self.tracking.message).look)
 
     def step(self, step: int) -> None:
         batch = self.collect()

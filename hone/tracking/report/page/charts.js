@@ -159,6 +159,7 @@ class Chart {
     this.scale();
     this.axes();
     if (this.stack) this.bands(); else this.series.forEach((s) => this.line(s));
+    this.findings();
     this.cursor = draw(this.svg, "line", { class: "cursor", y1: MARGIN.top, y2: this.height - MARGIN.bottom, visibility: "hidden" });
   }
 
@@ -240,6 +241,26 @@ class Chart {
     s.dot = draw(this.svg, "circle", { r: 3.5, style: `fill:${s.colour}`, visibility: "hidden" });
   }
 
+  // A mark at each step at which a rule began to find something in a metric of this chart.
+  findings() {
+    const names = this.spec.series.map(([name]) => name);
+    const [first, last] = page.span();
+    for (const run of this.stack ? [page.run] : page.runs.filter((one) => one.shown)) {
+      for (const mark of run.marks) {
+        if (mark.step < first || mark.step > last || !mark.metrics.some((name) => names.includes(name))) continue;
+        const x = this.x(mark.step).toFixed(1), y = MARGIN.top;
+        const group = draw(this.svg, "g", { class: `finding ${mark.weight}`, tabindex: "0", role: "img", "aria-label": `step ${mark.step}: ${mark.title}: ${mark.seen}` });
+        draw(group, "line", { x1: x, x2: x, y1: y, y2: this.height - MARGIN.bottom });
+        draw(group, "path", { d: `M${x} ${y + 7}l-5 -8h10z` });
+        draw(group, "rect", { x: x - 7, y: y - 4, width: 14, height: 18 });
+        const where = page.runs.length > 1 ? `${run.name}, step` : "step";
+        const show = () => showTip(group, `${where} ${mark.step.toLocaleString("en")}: ${mark.title}`, [["seen", mark.seen], ["means", mark.meaning], ...mark.tries.map((one, i) => [i ? "" : "try", one])], "sentences");
+        for (const event of ["pointerenter", "focus"]) group.addEventListener(event, show);
+        for (const event of ["pointerleave", "blur"]) group.addEventListener(event, hideTip);
+      }
+    }
+  }
+
   bands() {
     const steps = this.series[0].steps;
     const under = steps.map(() => 0);
@@ -300,8 +321,9 @@ function ends(values) {
 }
 
 // Facts about what is under the pointer, near it: rows of a name, a value and perhaps the colour of a curve.
-function showTip(target, title, lines) {
+function showTip(target, title, lines, kind = "") {
   const tip = document.getElementById("tip");
+  tip.className = `tip ${kind}`;
   const table = make("table");
   for (const [name, value, colour] of lines) {
     const swatch = make("i");

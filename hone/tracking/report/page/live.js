@@ -56,6 +56,7 @@ async function loadOne() {
       const found = answer[run.index];
       Object.assign(run.series, unpack(found));
       if (found.phases) run.phases = found.phases;
+      run.marks = found.marks;
       run.have[name] = version;
     }
     const before = String(page.ends);

@@ -145,7 +145,7 @@ function followAddress() {
 }
 
 function addRun(run) {
-  page.runs.push({ index: page.runs.length, dash: Math.floor(page.runs.length / 8), shown: true, series: {}, figures: [], have: {}, ...run });
+  page.runs.push({ index: page.runs.length, dash: Math.floor(page.runs.length / 8), shown: true, series: {}, marks: [], figures: [], have: {}, ...run });
 }
 
 function report() {
