@@ -2,9 +2,9 @@
 
 Read `base` (what a tracker is), `settings`, `hub` (`Tracking` sends everything to the trackers of the run file),
 `rollouts` (the lines of rollouts.jsonl.gz), `metrics` (timing), `table` (metrics of all steps), `catalogue` (every
-metric), `names` (headline metrics), `facts` (run.json), `findings` (marks on charts), `activity` (which part of a run does what), `muted` (ranks that
-write nothing), `terminal` and `notebook` (where a run is watched), `trackers/`, `report/`, `watch/`. This file only
-names where each tracker is and imports none of them.
+metric), `names` (headline metrics), `facts` (run.json), `findings` (marks on charts), `activity` (which part of a run
+does what), `muted` (ranks that write nothing), `terminal` and `notebook` (where a run is watched), `trackers/`,
+`report/`, `watch/`. This file only names where each tracker is and imports none of them.
 """
 
 from __future__ import annotations
