@@ -22,6 +22,7 @@ from rich.table import Table
 from hone.cli.comparison import COSTS, compare
 from hone.cli.errors import EXIT_FAILED
 from hone.cli.grouping import grouped
+from hone.cli.prediction import show_held
 from hone.cli.recipe import load_recipe
 from hone.config import ConfigError, forget_reads
 from hone.planner.costs import fitted
@@ -70,7 +71,7 @@ class Known:
 
 @grouped
 def plan(
-    recipe: Annotated[Path, typer.Argument(help="run file (YAML)")],
+    recipe: Annotated[Path, typer.Argument(help="run file (YAML), or the folder of a run")],
     hardware: Hardware,
     known: Known,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings of the run file")] = None,
@@ -82,8 +83,12 @@ def plan(
 ) -> None:
     """Predict memory by phase, time, cost and the arithmetic of a step, without running anything.
 
-    With `--grid` or `--cost`, compare settings of the schedule instead. The exit code is 1 if the run does not fit.
+    With `--grid` or `--cost`, compare settings of the schedule instead. For the folder of a run, show the prediction
+    that was made when it was launched beside what happened. The exit code is 1 if the run does not fit.
     """
+    if recipe.is_dir():
+        show_held(recipe, as_json)
+        return
     loaded = load_recipe(recipe, overrides or [])
     config = loaded.config
     if grid or known.cost:

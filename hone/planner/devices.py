@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -148,8 +149,9 @@ def this_machine(known: Mapping[str, Device]) -> Machine:
     )
 
 
+@lru_cache(maxsize=1)
 def measured_cpu() -> Device:
-    """Facts about this CPU: float32 products of square matrices and a copy of memory, timed for a moment."""
+    """Facts about this CPU: float32 products of square matrices and a copy of memory, timed once for a moment."""
     total, _ = machine.memory()
     return Device(
         name=CPU,

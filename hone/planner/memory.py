@@ -230,12 +230,17 @@ def peak(found: Sequence[Phase]) -> Phase:
 
 
 def certain_bytes(setup: Setup) -> int:
-    """Bytes without which the run cannot be: weights, gradients, optimizer state; no estimate of activations."""
+    """Bytes without which the run cannot be: weights, gradients, optimizer state; no estimate of activations.
+
+    Of gradients the narrower kind, of the built-in engine its weights: its cache grows with what is asked.
+    """
     sizes = [(static(role), role) for role in setup.roles]
     kept = sum(one.weights + one.optimizer for one, role in sizes if not role.offload)
-    awake = setup.serving is not None and not setup.serving.sleeps
-    served = sum(part.bytes for part in _serving(setup)) if awake else 0
-    return setup.base + kept + max((one.gradients for one, _ in sizes), default=0) + served
+    gradients = max((min(role.stored, role.computed) * role.learnt // role.layout.holders for _, role in sizes))
+    serving, served = setup.serving, 0
+    if serving is not None and not serving.sleeps:
+        served = round(serving.reserved * setup.device_bytes) if serving.reserved else serving.weights
+    return setup.base + kept + gradients + served
 
 
 def _part(role: str, what: str, size: int) -> list[Part]:

@@ -16,6 +16,7 @@ TRACKERS = Registry(
     {
         "console": Entry("hone.tracking.trackers.console:ConsoleTracker"),
         "jsonl": Entry("hone.tracking.trackers.jsonl:JsonlTracker", "hone.tracking.settings:JsonlSettings"),
+        "memory": Entry("hone.tracking.trackers.memory:MemoryTracker"),
         "trace": Entry("hone.tracking.trackers.trace:TraceTracker", "hone.tracking.settings:TraceSettings"),
         "prometheus": Entry(
             "hone.tracking.trackers.prometheus:PrometheusTracker", "hone.tracking.settings:PrometheusSettings"

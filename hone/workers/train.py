@@ -97,11 +97,12 @@ class TrainWorker:
         current_platform().empty_cache()
 
     def device_memory(self) -> Metrics:
-        """Bytes of this rank's device: all, what this process has allocated, and what the first step adds."""
+        """Bytes of this rank's device: all, allocated by this process now and at most, added by the first step."""
         memory, needs = current_platform().memory(), self.engine.memory_needs()
         return {
             "total": Metric.min(memory.total),
             "allocated": Metric.max(memory.allocated),
+            "peak": Metric.max(memory.peak),
             "kept": Metric.max(needs.kept),
             "training": Metric.max(needs.training),
         }

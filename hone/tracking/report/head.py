@@ -17,6 +17,7 @@ import yaml
 from hone.tracking.base import FINISHED, INTERRUPTED
 from hone.tracking.names import POLICY_LOSS, Headline, held_out_headlines, training_headlines
 from hone.tracking.report.charts import explained
+from hone.tracking.report.prediction import prediction_section
 from hone.tracking.report.rundata import RunData
 
 LONGEST_S = 1e9  # that is shown: thirty years
@@ -61,6 +62,7 @@ def page_parts(data: RunData) -> dict[str, str]:
         "NOTES": _notes(data),
         "FINDINGS": _findings(data),
         "FACTS": _facts(data),
+        "PREDICTION": prediction_section(data.prediction),
         "CONFIG": _config(data),
     }
 

@@ -16,6 +16,7 @@ from hone.tracking.facts import RUN_FILE
 from hone.tracking.findings import marks_of, read_findings
 from hone.tracking.report.charts import step_phases
 from hone.tracking.report.columns import Columns, MetricsFile, thinned
+from hone.tracking.report.prediction import Prediction, read_prediction
 from hone.tracking.report.rows import MAX_TEXT, MAX_TOKENS, rollout_row, short
 from hone.tracking.rollouts import spread
 from hone.tracking.trackers.jsonl import (
@@ -50,6 +51,7 @@ class RunData:
     notes: list[str] = field(default_factory=list)
     failure: str = ""  # the traceback of a run that failed
     marks: list[dict[str, Any]] = field(default_factory=list)  # on its charts: what its rules found, and when
+    prediction: Prediction | None = None
     written: float | None = None  # when metrics.jsonl was last written, seconds since the epoch
 
     @property
@@ -80,6 +82,7 @@ def read_run(run_dir: Path) -> RunData:
     data.failure = read_failure(run_dir)
     data.marks = marks_of(read_findings(run_dir))
     _read_steps(run_dir / METRICS_FILE, data)
+    data.prediction = read_prediction(run_dir, data.columns)
     _read_rollouts(run_dir / ROLLOUTS_FILE, data)
     for other in sorted(run_dir.glob(f"*/{METRICS_FILE}")):
         data.notes.append(f"{other.parent.name}/ is a separate run with its own page: hone report {other.parent}")

@@ -22,6 +22,8 @@ from hone.tracking.names import Headline
 from hone.tracking.report.charts import Chart, charts, explained
 from hone.tracking.report.columns import MetricsFile
 from hone.tracking.report.head import duration, seconds_of, settings_of, shown_headlines, state_of
+from hone.tracking.report.prediction import FILES as PREDICTION_FILES
+from hone.tracking.report.prediction import read_prediction
 from hone.tracking.report.rundata import (
     CONFIG_FILE,
     RunData,
@@ -36,7 +38,7 @@ from hone.tracking.report.rundata import (
 from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE
 from hone.tracking.watch.index import RolloutIndex
 
-FILES = (METRICS_FILE, RUN_FILE, CONFIG_FILE, ROLLOUTS_FILE, FAILURE_FILE, FINDINGS_FILE)
+FILES = (METRICS_FILE, RUN_FILE, CONFIG_FILE, ROLLOUTS_FILE, FAILURE_FILE, FINDINGS_FILE, *PREDICTION_FILES)
 NOT_COMPARED = ("run.dir",)  # settings that differ in all runs
 MOST_RUNS = 100
 _TURN_S = 0.002  # between two parts of a file: a lock is not fair, and requests wait for it
@@ -87,6 +89,7 @@ class LiveRun:
         data.marks = marks_of(read_findings(self.folder))
         data.notes += metrics_notes(self.folder / METRICS_FILE, data.columns)
         data.notes += limit_notes(self.folder / ROLLOUTS_FILE, data.columns)
+        data.prediction = read_prediction(self.folder, data.columns)
         if data.config != self.data.config:
             self.settings = settings_of(data.config)
         self.data = data

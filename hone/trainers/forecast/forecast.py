@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hone.config import ConfigError
+from hone.machine import MEMINFO
 from hone.planner.costs import Costs
 from hone.planner.lengths import Lengths as LengthsOfAnswers
 from hone.planner.lengths import parse_lengths
@@ -178,10 +179,13 @@ def _is_ahead(config: PolicyRunConfig) -> bool:
     return config.asynchrony is not None and config.asynchrony.staleness > 0
 
 
-def why_it_cannot_fit(found: Forecast) -> str:
-    """Empty if the run may fit, else the arithmetic: only of what is certain, so no run is refused for an estimate."""
+def why_it_cannot_fit(found: Forecast, more: int = 0) -> str:
+    """Empty if the run may fit, else the arithmetic: only of what is certain, so no run is refused for an estimate.
+
+    `more`: bytes that the system has beyond the device's memory.
+    """
     needed = certain_bytes(found.setup)
-    if needed <= found.device_bytes:
+    if needed <= found.device_bytes + more:
         return ""
     parts = [
         f"{part.role} {part.what} {part.bytes / GIB:.1f} GiB" for part in found.peak.parts if part.bytes > GIB / 20
@@ -190,6 +194,14 @@ def why_it_cannot_fit(found: Forecast) -> str:
         f"this run cannot fit: weights, gradients and optimizer state alone take {needed / GIB:.1f} GiB of "
         f"{found.placement.machine.device.name}'s {found.device_bytes / GIB:.1f} ({', '.join(parts)})"
     )
+
+
+def swap_bytes() -> int:
+    """Bytes of swap on this machine, which a CPU's processes may use, too; 0 where they are not known."""
+    if not MEMINFO.is_file():
+        return 0
+    lines = MEMINFO.read_text(encoding="ascii").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:")), 0)
 
 
 def step_tokens(config: Any, lengths: Lengths) -> float:
@@ -273,6 +285,7 @@ __all__ = [
     "rows_of",
     "setting_of",
     "step_tokens",
+    "swap_bytes",
     "total_steps",
     "why_it_cannot_fit",
 ]

@@ -23,7 +23,10 @@ from hone.trainers.policy.settings import PolicyRunConfig, is_asynchronous
 from hone.trainers.run.roles import is_its_own_reference
 
 WIDTHS = {"bfloat16": BFLOAT16, "float16": 2, "float32": FLOAT32, "float64": 8}
-STATES = {"SGD": 0.0, "Adafactor": 0.05, "Adagrad": 1.0, "RMSprop": 1.0, "Lion": 1.0, "Muon": 1.0}  # per weight
+STATES = {"SGD": 0.0, "Adafactor": 0.05} | dict.fromkeys(
+    ("ASGD", "Adagrad", "RMSprop", "Lion", "Muon"), 1.0
+)  # a weight
+
 EIGHT_BIT = {"Adam8bit": 2.0, "AdamW8bit": 2.0, "Lion8bit": 1.0, "AdEMAMix8bit": 3.0}  # codes per weight
 CODE = (1 + 4 / 256) / FLOAT32  # of a weight of float32: a code, and its share of a block's scale
 SHARES = ("gpu_memory_utilization", "mem_fraction_static")  # options of servers for their share of a device

@@ -32,6 +32,7 @@ from hone.tracking.metrics import Timer
 from hone.tracking.muted import MutedTracking
 from hone.trainers.exports.card import write_card
 from hone.trainers.exports.rendering import write_rendering
+from hone.trainers.forecast.record import Peaks, foretell
 from hone.trainers.policy.assembly import PolicyAssembly
 from hone.trainers.policy.checks import check_replay, check_room, check_settings
 from hone.trainers.policy.generation import Generation, has_servers
@@ -83,6 +84,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
         if config.run.epochs is not None:
             config = _with_steps(config, renderer)
             _check(config, loaded)
+        predicted = foretell(config, model, folder)
         recorder = Recorder(Timer(), config.run.stops.skipped_steps)
 
         def prepared(model: ModelConfig) -> Generation:
@@ -107,8 +109,10 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
             model = model.at(folder / WARM_START / "export")
         with _run_context(config, renderer, recorder, control) as context:
             _introduce(config, context, changes)
+            context.tracking.message(predicted)
             generation = generation or prepared(model)
             trainer = PolicyAssembly(config, model, renderer, context, generation).build()
+            trainer.watchers.append(Peaks(trainer.changing_roles, folder))
             _require_read_before_servers(loaded)
             trainer.actor.release_memory()  # for servers on the devices of its ranks
             require_room(trainer.actor, trainer.trained_roles(), generation.rollout)
@@ -152,10 +156,13 @@ def _run(
     with claim(folder):
         changes, model, renderer = _begin(config, folder)
         config = with_steps(config, renderer)
+        predicted = foretell(config, model, folder)
         recorder = Recorder(Timer(), config.run.stops.skipped_steps)
         with _run_context(config, renderer, recorder, control) as context:
             _introduce(config, context, changes)
+            context.tracking.message(predicted)
             trainer = assemble(config, model, renderer, context)
+            trainer.watchers.append(Peaks(trainer.changing_roles, folder))
             if ranks.is_first():  # the trackers' settings are read by its trackers only
                 require_all_read(loaded)
             trainer.run()

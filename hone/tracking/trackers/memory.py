@@ -1,0 +1,161 @@
+"""Peak memory of this process by phase, in `memory.json` of the run folder.
+
+    CPU            a thread looks every few milliseconds: what the process holds, without freed memory that is kept
+    accelerator    the peak of torch's allocator, which begins anew with each phase
+
+In a run by Ray the ranks are other processes; their peaks are in `peaks.json`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from hone.config import Choice
+from hone.tracking.base import FINISHED, RunInfo, Tracker
+
+MEMORY_FILE = "memory.json"
+LOAD = "load"  # everything before the first step
+BETWEEN = "other"  # no phase
+EVERY_S = 0.01
+_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+STATM, STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
+
+
+class Gauge(Protocol):
+    """Memory of a process."""
+
+    @property
+    def loaded(self) -> int:
+        """Peak bytes until now."""
+
+    def take(self) -> int:
+        """Peak bytes since the last call, or bytes of this moment where only these are known."""
+
+
+class MemoryTracker(Tracker):
+    """Writes the largest number of bytes that each phase has held."""
+
+    own_thread = False
+
+    def __init__(self, settings: Choice, run: RunInfo) -> None:
+        self._path = run.run_dir / MEMORY_FILE
+        self.where = str(self._path)
+        self._device = _accelerator()
+        self._gauge: Gauge = _Accelerator(self._device) if self._device else _Host()
+        self._phase = BETWEEN
+        self._peaks = {LOAD: self._gauge.loaded}
+        self._written: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        if not self._device:
+            threading.Thread(target=self._look, name="hone-memory", daemon=True).start()
+
+    def phase(self, name: str) -> None:
+        self._see()
+        self._phase = name or BETWEEN
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        with self._lock:
+            found = dict(self._peaks)
+        if found != self._written:
+            self._written = found
+            _write(self._path, {"device": self._device or "cpu", "phases": found})
+
+    def close(self, outcome: str = FINISHED) -> None:
+        self._over.set()
+
+    def _look(self) -> None:
+        while not self._over.wait(EVERY_S):
+            self._see()
+
+    def _see(self) -> None:
+        with self._lock:
+            self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), self._gauge.take())
+
+
+class _Accelerator:
+    def __init__(self, kind: str) -> None:
+        self._module = getattr(sys.modules["torch"], kind)
+        self.loaded = int(self._module.max_memory_allocated())
+        self._module.reset_peak_memory_stats()
+
+    def take(self) -> int:
+        peak = int(self._module.max_memory_allocated())
+        self._module.reset_peak_memory_stats()
+        return peak
+
+
+class _Heap(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
+
+
+class _Host:
+    """Memory of this process on Linux; elsewhere, and with another C library, its resident size."""
+
+    def __init__(self) -> None:
+        self.loaded = _peak_resident()
+        self._heap = _mallinfo()
+        if self._heap is None:
+            return
+        resident, shared = _sizes()
+        heap = self._heap()
+        self._rest = resident - shared - heap.uordblks - heap.hblkhd - heap.fordblks  # Python's own memory, stacks
+
+    def take(self) -> int:
+        resident, shared = _sizes()
+        if self._heap is None:
+            return resident
+        heap = self._heap()
+        return int(self._rest + shared + heap.uordblks + heap.hblkhd)
+
+
+@lru_cache(maxsize=1)
+def _mallinfo() -> Any:
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2") or not STATM.is_file():
+        return None
+    library.mallinfo2.restype = _Heap
+    return library.mallinfo2
+
+
+def _sizes() -> tuple[int, int]:
+    """Resident bytes, and the part of them that is of files or shared."""
+    if not STATM.is_file():
+        return 0, 0
+    fields = STATM.read_text(encoding="ascii").split()
+    page = os.sysconf("SC_PAGE_SIZE")
+    return int(fields[1]) * page, int(fields[2]) * page
+
+
+def _peak_resident() -> int:
+    if not STATUS.is_file():
+        return 0
+    lines = STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def _accelerator() -> str:
+    """The kind of accelerator that torch computes on in this process, such as `cuda`; empty: a CPU."""
+    torch = sys.modules.get("torch")
+    found = getattr(torch, "accelerator", None)
+    if found is None or not found.is_available():
+        return ""
+    kind = str(found.current_accelerator().type)
+    return kind if hasattr(getattr(torch, kind, None), "reset_peak_memory_stats") else ""
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,117 @@
+"""The prediction of a run that is launched: made from a copy of its settings, held against the run by the report.
+
+launch --> sizes from files --> forecast --> prediction.json    what cannot fit is refused before anything is loaded
+steps 1, 2, 4, 8 ... -----> memory of the ranks --> peaks.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from hone.config import ConfigError
+from hone.models.settings import ModelConfig
+from hone.planner.devices import GIB, Machine, known_devices, this_machine
+from hone.platforms.base import current_platform
+from hone.runtime import ranks
+from hone.tracking.report.prediction import PEAKS_FILE, PREDICTION_FILE
+from hone.trainers.forecast.changes import changed, ways_to_fit
+from hone.trainers.forecast.forecast import Forecast, Given, forecast, swap_bytes, why_it_cannot_fit
+from hone.trainers.forecast.setup import placement_of
+from hone.trainers.forecast.sizes import Sizes, sizes_of
+from hone.workers.train import TrainHandle
+
+LAUNCH_ANYWAY = "HONE_LAUNCH_OVER_MEMORY"  # environment variable: 1 launches what cannot fit
+UNPREDICTABLE = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,  # ConfigError, DataError and ModelError are such
+)
+"""Errors of a model, a data set or a device that the planner does not understand: the run is launched without it."""
+
+
+def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
+    """Write the prediction of a run into its folder, before anything is loaded; returns the line that says so.
+
+    `model` is the run's model in its folder. Raises ConfigError for a run whose weights, gradients and optimizer state
+    alone are more than the device has; every other run starts, without a prediction where none can be made.
+    """
+    with torch.random.fork_rng(devices=[]), TemporaryDirectory(prefix="hone-prediction-") as made:
+        try:
+            # a copy, because what the planner reads is not read by the run
+            copy = changed(config.model_copy(update={"model": model}), {})
+            machine = this_machine(known_devices())
+            sizes = sizes_of(copy, Path(made))
+            given = Given(base=current_platform().memory().allocated if machine.is_cpu else 0)
+            found = forecast(copy, sizes, placement_of(copy, machine), given)
+        except UNPREDICTABLE as error:
+            return _unpredicted(folder, error)
+        apart = copy.runtime.backend.name != "local"
+        if not apart and os.environ.get(LAUNCH_ANYWAY, "") != "1":
+            refuse_what_cannot_fit(copy, sizes, machine, given, found)
+    _write(folder / PREDICTION_FILE, {**found.plain(), "on_cpu": machine.is_cpu, "ranks_apart": apart})
+    return (
+        f"predicted: {found.peak_bytes / GIB:.2f} GiB at most, in {found.peak.name}, {found.step_s:.3g} s a step "
+        f"({found.rates.source}); the report compares"
+    )
+
+
+def _unpredicted(folder: Path, error: Exception) -> str:
+    why = " ".join(str(error).split()) or type(error).__name__
+    _write(folder / PREDICTION_FILE, {"why_not": why})
+    return f"no prediction of memory and time for this run: {why}"
+
+
+def refuse_what_cannot_fit(config: Any, sizes: Sizes, machine: Machine, given: Given, found: Forecast) -> None:
+    """Raise ConfigError if a run in this process cannot fit on its device."""
+    why = why_it_cannot_fit(found, swap_bytes() if machine.is_cpu else 0)
+    if not why:
+        return
+    fits = next((one for one in ways_to_fit(config, sizes, machine, given) if one.fits), None)
+    change = "No single setting makes it fit: take a smaller model or more devices"
+    if fits is not None:
+        change = f"The smallest change that makes it fit: {fits.text} ({fits.peak_bytes / GIB:.1f} GiB)"
+    raise ConfigError(f"{why}. {change}. To launch it all the same, set {LAUNCH_ANYWAY}=1 in the environment")
+
+
+class Peaks:
+    """A watcher of a trainer, which asks the ranks for their peaks of memory after steps 1, 2, 4, 8 and so on."""
+
+    def __init__(self, roles: Callable[[], Iterable[Any]], folder: Path) -> None:
+        self._roles = roles
+        self._path = folder / PEAKS_FILE
+        self._steps = 0
+        self._found: dict[str, int] = {}
+
+    def __call__(self, values: Mapping[str, float]) -> None:
+        self._steps += 1
+        if self._steps & (self._steps - 1):
+            return
+        for role in self._roles():
+            if isinstance(role, TrainHandle):
+                peak = ranks.agree(int(role.device_memory()["peak"].value))
+                self._found[role.role] = max(peak, self._found.get(role.role, 0))
+        if ranks.is_first():
+            _write(self._path, {"roles": self._found})
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
+    if not ranks.is_first():
+        return
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+__all__ = ["Peaks", "foretell", "refuse_what_cannot_fit"]

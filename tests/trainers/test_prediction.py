@@ -1,0 +1,76 @@
+"""Each launch writes down what it expects, and the report shows it beside what happened."""
+
+import json
+
+import pytest
+
+from hone.cli.main import main
+from hone.cli.recipe import load_recipe
+from hone.config import ConfigError
+from hone.models.settings import ModelConfig
+from hone.planner.devices import Device, Machine
+from hone.tracking.report.build import build_report
+from hone.trainers.forecast.forecast import Given, forecast
+from hone.trainers.forecast.record import foretell, refuse_what_cannot_fit
+from hone.trainers.forecast.setup import placement_of
+from hone.trainers.forecast.sizes import sizes_of
+from hone.trainers.run.launch import run_policy
+from tests.trainers import tiny
+
+MIB = 2**20
+
+
+def loaded(folder, *changes):
+    return load_recipe(tiny.recipe(folder, *changes), [], kind="rl")
+
+
+def test_a_run_has_its_prediction_beside_what_happened(tmp_path, capsys):
+    short = {"run": {"steps": 4}, "evaluation": {"sets": {}}, "tracking": {"trackers": ["jsonl", "memory"]}}
+    run = run_policy(loaded(tmp_path, short))
+    capsys.readouterr()
+    assert main(["plan", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    memory = {one["what"]: one for one in found["memory"]}
+    seconds = {one["what"]: one for one in found["seconds"]}
+    assert {"generate", "forward", "backward", "sync", "checkpoint"} <= {k for k, v in memory.items() if v["measured"]}
+    assert {"generate", "backward", "step"} <= {k for k, v in seconds.items() if v["measured"] and v["predicted"]}
+    ratio = memory["peak"]["predicted"] / memory["peak"]["measured"]
+    assert 0.7 < ratio < 1.3  # a tiny model: the process itself is almost all of it
+    assert json.loads((run / "peaks.json").read_text())["roles"]["actor"] > 100 * MIB
+    assert "Predicted and measured" in build_report(run).read_text()
+    assert main(["plan", str(run)]) == 0
+    assert "weight sync" in capsys.readouterr().out
+
+
+def test_a_run_whose_model_cannot_be_understood_starts_and_says_why_there_is_no_prediction(tmp_path, capsys):
+    line = foretell(loaded(tmp_path).config, ModelConfig(path=str(tmp_path / "none")), tmp_path)
+    assert line.startswith("no prediction of memory and time for this run: ")
+    assert "none" in line
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "no prediction was made" in capsys.readouterr().out
+
+
+def test_a_folder_without_a_prediction_is_an_error(tmp_path, capsys):
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "has no prediction.json" in capsys.readouterr().err
+
+
+def on(device_mib, config, folder):
+    device = Device("Small", device_mib / 1024, tflops=1, memory_gb_s=10, link_gb_s=1, network_gb_s=1, context_gib=0)
+    machine = Machine(device)
+    sizes = sizes_of(config, folder / "made")
+    return sizes, machine, Given(), forecast(config, sizes, placement_of(config, machine), Given())
+
+
+def test_only_what_cannot_fit_is_refused(tmp_path):
+    """13,000 weights: 4 bytes each for the weight and the gradient, 8 for AdamW's state; the rollout sleeps."""
+    config = loaded(tmp_path).config
+    sizes, *_, found = on(100, config, tmp_path)
+    weights = sizes.models["actor"].parameters
+    least = weights * (4 + 4 + 8) / MIB
+    assert 0.15 < least < 0.25
+    with pytest.raises(ConfigError, match=r"cannot fit.*HONE_LAUNCH_OVER_MEMORY=1"):
+        refuse_what_cannot_fit(config, *on(least * 0.99, config, tmp_path))
+    sizes, machine, given, found = on(least * 1.01, config, tmp_path)
+    assert not found.fits  # activations do not fit by the estimate, which refuses nothing
+    refuse_what_cannot_fit(config, sizes, machine, given, found)
