@@ -10,10 +10,9 @@ import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
@@ -23,8 +22,9 @@ from hone.cli.listing import REGISTRIES, registered
 from hone.cli.main import COMMANDS
 from hone.cli.recipe import KINDS
 from hone.config import Choice, Config, default_of
-from hone.explain import registry_of, type_text, value_text
-from hone.registry import CannotLoad, Registry, resolve
+from hone.every_key import KeySection, entries, label, sections
+from hone.explain import registry_of, type_text
+from hone.registry import Registry, resolve
 from hone.tracking.catalogue import METRICS
 
 FOLDER = Path(__file__).with_name("reference")
@@ -33,7 +33,11 @@ FOLDER = Path(__file__).with_name("reference")
 def pages() -> dict[str, str]:
     """File name -> Markdown."""
     seen: dict[type[Config], str] = {}
-    keys = {page: text for name in KINDS for page, text in keys_pages(name, sections(name, seen)).items()}
+    keys = {
+        page: text
+        for name, kind in KINDS.items()
+        for page, text in keys_pages(name, sections(name, kind.load(), seen)).items()
+    }
     others = {
         "metrics.md": metrics_page(),
         "commands.md": commands_page(),
@@ -71,80 +75,6 @@ def code(text: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- keys
-
-
-@dataclass(frozen=True, slots=True)
-class KeySection:
-    """One section of a run file: where it is, its class, and the object that its owner has as its default, if any."""
-
-    path: str
-    cls: type[Config]
-    default: Config | None
-    chosen: str = ""  # the registry entry that has these settings
-    within: str = ""  # the registry entry whose settings contain this section
-    same_as: str = ""  # the label of the section that lists the keys of this class
-
-    def key(self, name: str) -> str:
-        return f"{self.path}.{name}" if self.path else name
-
-    def default_text(self, name: str) -> str:
-        if isinstance(self.default, self.cls):
-            return value_text(self.default.__dict__[name])
-        return value_text(default_of(self.cls.model_fields[name]))
-
-
-def sections(kind: str, seen: dict[type[Config], str]) -> list[KeySection]:
-    """The sections of a run file of this kind. `seen`: the label of each class that an earlier section lists."""
-    found: list[KeySection] = []
-    _collect(KeySection("", KINDS[kind].load(), None), kind, seen, found)
-    return found
-
-
-def _collect(section: KeySection, kind: str, seen: dict[type[Config], str], found: list[KeySection]) -> None:
-    if section.cls in seen:
-        found.append(replace(section, same_as=seen[section.cls]))
-        return
-    seen[section.cls] = label(kind, section)
-    found.append(section)
-    within = section.chosen or section.within
-    for name, info in section.cls.model_fields.items():
-        owned = section.default.__dict__[name] if isinstance(section.default, section.cls) else default_of(info)
-        for cls, place in _inside(info.annotation, section.key(name)):
-            if (mark := registry_of(info)) is not None and issubclass(cls, Choice):
-                for entry, settings in _entries(mark.registry):
-                    _collect(KeySection(place, settings, None, entry, within), kind, seen, found)
-            else:
-                inner = KeySection(place, cls, owned if isinstance(owned, cls) else None, within=within)
-                _collect(inner, kind, seen, found)
-
-
-def _entries(registry: Registry) -> Iterator[tuple[str, type[Config]]]:
-    """The entries of a registry that have settings, with their classes."""
-    for entry in registry:
-        try:
-            settings = registry.settings(entry)
-        except CannotLoad:
-            continue  # a plug-in that cannot be imported here; `hone doctor` says why
-        if settings is not None and set(settings.model_fields) - {"name"}:
-            yield entry, settings
-
-
-def _inside(annotation: Any, path: str) -> Iterator[tuple[type[Config], str]]:
-    """The settings classes of a field, each with its path: `<name>` for an entry of a mapping, `<n>` for a list's."""
-    if isinstance(annotation, type) and issubclass(annotation, Config):
-        yield annotation, path
-        return
-    place = {dict: f"{path}.<name>", list: f"{path}.<n>", tuple: f"{path}.<n>"}.get(get_origin(annotation), path)
-    for inner in get_args(annotation):
-        yield from _inside(inner, place)
-
-
-def label(kind: str, section: KeySection) -> str:
-    return (
-        "-".join(filter(None, ["key", kind, section.path, section.within, section.chosen]))
-        .replace("<", "")
-        .replace(">", "")
-    )
 
 
 def keys_pages(kind: str, found: Sequence[KeySection]) -> dict[str, str]:
@@ -303,7 +233,7 @@ def registries_page() -> str:
 
 
 def _settings_text(registry: Registry, name: str) -> str:
-    found = dict(_entries(registry)).get(name)
+    found = dict(entries(registry)).get(name)
     if found is None:
         return ""
     section = KeySection("", found, None)

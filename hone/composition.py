@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,7 +178,12 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return tree
 
 
-def _split(override: str) -> tuple[list[str], Any]:
+def _split(override: Any) -> tuple[list[str], Any]:
+    if not isinstance(override, str):
+        given = [f"{key}={value}" for key, value in override.items()] if isinstance(override, Mapping) else []
+        raise ConfigError(
+            f"override {override!r} should be text: {', '.join(map(repr, given)) or repr('run.steps=10')}"
+        )
     key, separator, text = override.partition("=")
     keys = key.split(".")
     if not separator or not all(keys):

@@ -218,9 +218,14 @@ class _Builder:
         """A sentence with the keys that may have been meant: a near one here, another framework's, or one elsewhere."""
         known, own = list(cls.model_fields), _join(path, key)
         spelled = [_join(path, one) for one in difflib.get_close_matches(key, known, n=1, cutoff=0.75)]
+        spelled = spelled or [_join(path, one) for one in known if key in one.split("_")]
         near = [_join(path, one) for one in _in_choices(cls, key)] or spelled or self.elsewhere(own, value)
         near = near or [_join(path, one) for one in difflib.get_close_matches(key, known, n=1, cutoff=0.5)]
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        if "." in key and own in key_paths(self.root):
+            inner = key.replace(".", ": {")
+            hint = f"; write it in its section: {inner}: ...{'}' * key.count('.')}"
+        hint = f"; {other_frameworks.INSTEAD[key]}" if key in other_frameworks.INSTEAD else hint
         return f"unknown key {own!r}{hint} ({path or 'the top level'} has: {', '.join(known)})"
 
     def elsewhere(self, key: str, value: Any) -> list[str]:
@@ -292,6 +297,11 @@ class _Builder:
             raise ConfigError(f"{named[-1].source}: {path}: {meant}") from error
         if all("name" not in layer.data for layer in kept):
             kept.insert(0, Layer(DEFAULT, {"name": name}))
+        for source, data in kept:
+            for key in data.keys() - cls.model_fields.keys():
+                if others := [entry for entry in registry if key in _keys_of(registry, entry)]:
+                    having = f"a setting of {path}={' or '.join(others)}, and {path} is {name}"
+                    raise ConfigError(f"{source}: {_join(path, key)} is {having}: set {path}={others[0]} too")
         same = isinstance(default, Choice) and default.__dict__["name"] == name
         return self.section(cls, kept, path, default if same else None)
 

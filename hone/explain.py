@@ -42,7 +42,8 @@ def explain(loaded: Loaded[Any], key: str) -> list[Explanation]:
     if empty:
         raise ConfigError(f"{key} has no value in this run, because {empty[0]} is not set")
     near = difflib.get_close_matches(key, list(loaded.provenance), n=3, cutoff=0.4)
-    raise ConfigError(f"unknown key {key!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ConfigError(f"unknown key {key!r}{meant} (without a run file, --explain looks among all keys, by words too)")
 
 
 def _explain_one(tree: Mapping[str, Section], loaded: Loaded[Any], key: str) -> Explanation:

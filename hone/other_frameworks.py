@@ -137,6 +137,10 @@ VALUES: Mapping[tuple[str, str], str] = {
 }
 """(last part of a key, value that others give it) -> what it is here."""
 
+_PUSH = "a finished model is uploaded by `hone export RUN OUTPUT --push OWNER/NAME`"
+INSTEAD: Mapping[str, str] = {"hub_model_id": _PUSH, "push_to_hub": _PUSH}
+"""Key of another framework -> what one does instead of setting a key."""
+
 COMMANDS: Mapping[str, str] = {
     "deploy": "serve",
     "dpo": "prefer",

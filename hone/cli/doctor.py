@@ -1,7 +1,8 @@
 """`hone doctor`: what this machine can run, and why it cannot run the rest. It changes nothing and uses no network.
 
-With `--model`, it describes a model instead (see `model_doctor`), and looks up a hub name on that hub. With
-`--conformance`, it computes on the device and compares the results with the CPU's (see `conformance`).
+With a run file, it shows what that run needs of the machine, and its model. With `--model`, it describes a model
+instead (see `model_doctor`), and looks up a hub name on that hub. With `--conformance`, it computes on the device and
+compares the results with the CPU's (see `conformance`).
 
 machine    processor, the features that speed up training, threads, memory, disk
 software   Python, torch and the other required packages, optional packages with the extra that installs each
@@ -69,10 +70,13 @@ CPU_FEATURES = {  # flag of /proc/cpuinfo -> what it speeds up
 SERVERS = ("vllm", *elsewhere("rollout engine"))  # rollout engines that run in a Python environment of their own
 UNWANTED = ("torchvision", "torchaudio")  # their CUDA builds break every model import when torch is a CPU build
 CONFORMANCE = "hone.cli.conformance.kit:conformance"  # imports engines and rollouts
+RUN_REPORT = "hone.cli.model_doctor:run_report"
 MODEL_REPORT = "hone.cli.model_doctor:model_report"  # imports transformers: seconds that the machine's report saves
 
 
 def doctor(
+    recipe: Annotated[Path | None, typer.Argument(help="show what this run file needs, instead of everything")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings of the run file")] = None,
     model: Annotated[str, typer.Option(help="describe this model instead: a folder, or a name on a hub")] = "",
     revision: Annotated[str, typer.Option(help="branch, tag or commit of a model on a hub")] = "",
     devices: Annotated[int, typer.Option(help="devices that train the model; default: 1, 2, 4 and 8", min=0)] = 0,
@@ -84,6 +88,11 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show what this machine can run, and why it cannot run the rest; with --model, what a model needs and supports."""
+    if recipe is not None and (model or full or conformance or as_json):
+        raise ConfigError("a run file is shown with its model: leave out --model, --full, --conformance and --json")
+    if recipe is not None:
+        _show(resolve(RUN_REPORT)(recipe, overrides or [], examine(full=False)))
+        return
     if conformance and (model or full):
         raise ConfigError("--conformance tries the device: give it without --model and --full")
     if not model and (revision or devices):

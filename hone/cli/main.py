@@ -62,11 +62,13 @@ PANELS = {  # of `hone --help`; the others train
     "Models": ("chat", "eval", "export", "generate", "serve"),
     "Machine": ("doctor", "list", "rollout"),
 }
+KEYS_LIKE = "hone.cli.config:keys_like"  # imports all settings
 EXIT_S = 60.0  # for the exit handlers of libraries, and for threads of tools that still run
 TAKES_KEYS = {
     "quickstart",
     "eval",
     "check",
+    "doctor",
     "plan",
     "env",
     "config",
@@ -150,5 +152,8 @@ def _usage_error(error: BaseException, name: str) -> int:
     message = getattr(error, "format_message", None)
     if message is None:
         return EXIT_DONE
-    say(f"error: {' '.join(message().split())} (see: hone {f'{name} ' if name else ''}--help)")
+    option = getattr(error, "option_name", "").lstrip("-") if name in TAKES_KEYS else ""
+    keys = resolve(KEYS_LIKE)(option) if option else []
+    meant = f"; a key of the run file is meant? --{' or --'.join(keys)}" if keys else ""
+    say(f"error: {' '.join(message().split())}{meant} (see: hone {f'{name} ' if name else ''}--help)")
     return EXIT_BAD_INPUT

@@ -1,18 +1,22 @@
-"""`hone doctor --model`: describe a model, the features of hone that it supports, and its memory in training."""
+"""`hone doctor --model` and `hone doctor RUN.yaml`: a model, the features of hone that it supports, its memory."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hone.cli.finding import Finding
+from hone.cli.recipe import load_recipe
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
 from hone.planner.anatomy import Anatomy, examine
 from hone.planner.memory import Layout, Role, activation_bytes_per_token, logits_bytes, static
 from hone.rollout import ROLLOUT_ENGINES
+from hone.trainers.run.run_model import FOLDER, local_model
 
 LARGEST_DEGREE = 64
 DEVICES = (1, 2, 4, 8)
@@ -26,7 +30,7 @@ class ModelReport:
     numbers: dict[str, Any]  # for --json
 
 
-def model_report(path: str, revision: str | None, devices: int | None, lora_rank: int) -> ModelReport:
+def model_report(path: str, revision: str | None, devices: int | None, lora_rank: int = 16) -> ModelReport:
     """Describe the model at `path`. Raises ModelError for a model that hone would not load."""
     anatomy = examine(ModelConfig(path=path, revision=revision))
     counts = (devices,) if devices else DEVICES
@@ -52,6 +56,27 @@ def model_report(path: str, revision: str | None, devices: int | None, lora_rank
     }
     facts = (*_what(anatomy), *_features(anatomy, degrees), *_memory(memory, numbers, chunk))
     return ModelReport(facts, numbers)
+
+
+def run_report(recipe: Path, overrides: Sequence[str], machine: Iterable[Finding]) -> Iterator[Finding]:
+    """The findings about a machine that concern one run file, then its model. Raises ConfigError and ModelError.
+
+    Of engines and servers only those that the run uses are shown.
+    """
+    config = load_recipe(recipe, overrides).config
+    backends = {"training engines": {config.actor.backend.name}}
+    if (rollout := getattr(config, "rollout", None)) is not None:
+        backends["rollout servers"] = {rollout.backend}
+    wanted = {"machine", "platforms", *backends} | ({"sandboxes"} if rollout is not None else set())
+    for found in machine:
+        if found.section in wanted and found.name in backends.get(found.section, {found.name}):
+            yield found
+    with TemporaryDirectory(prefix="hone-doctor-") as folder:
+        model = local_model(config.model, Path(folder) / FOLDER)
+        lora = config.actor.lora
+        rank = {} if lora is None else {"lora_rank": lora.rank}
+        yield from model_report(model.path, model.revision, config.runtime.most_ranks(), **rank).facts
+    yield Finding("data and rewards", "not tried", None, f"hone check {recipe} tries them, and the memory of this run")
 
 
 def _role(anatomy: Anatomy, devices: int = 1, lora_rank: int = 0, four_bit: bool = False) -> Role:

@@ -271,6 +271,12 @@ def test_what_cannot_be_used_is_one_error(done):
         hone.ConfigError, match=r"the mapping has kind: rl, expected sft; run it with hone\.train\(\.\.\.\)"
     ):
         hone.sft(settings)
+    with pytest.raises(hone.ConfigError, match=r"override .* should be text: 'run.steps=2', 'run.seed=1'"):
+        hone.train(settings, {"run.steps": 2, "run.seed": 1})
+    with pytest.raises(
+        hone.ConfigError, match=r"unknown key 'run.steps'; write it in its section: run: \{steps: ...\}"
+    ):
+        hone.train({**settings, "run.steps": 2})
     with pytest.raises(hone.ConfigError, match=r"the mapping: unknown key 'learning_rate'; did you mean 'actor.optim"):
         hone.load({**settings, "learning_rate": 1})
     with pytest.raises(AttributeError, match=r"has no attribute 'fit' \(it has: .*train\)"):

@@ -99,6 +99,59 @@ def test_explain_of_an_unknown_key(capsys, rl):
     assert capsys.readouterr().err.startswith("error: unknown key 'run.step'; did you mean run.steps")
 
 
+def test_without_a_run_file_a_key_is_explained_with_the_kinds_that_have_it(capsys):
+    text = shown(capsys, "--explain", "algorithm.kl.coef")
+    assert [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in text.splitlines()] == [
+        ["algorithm.kl.coef"],
+        ["meaning", "weight of the penalty (its first value, if it is adaptive)"],
+        ["type", "number >= 0"],
+        ["default", "0.0"],
+        ["kinds", "rl, distill"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ("learning rate", "actor.schedule"),  # a section counts
+        ("lr", "actor.optimizer.lr"),  # not `already`
+        ("checkpoint", "checkpoint.every_steps"),  # of a section, each key
+        ("reward.components.mine.weight", "reward.components.mine.weight"),  # under any name
+        ("evaluation.sets.held_out.path", "evaluation.sets.held_out.path"),
+    ],
+)
+def test_keys_are_found_by_words(capsys, asked, first):
+    assert shown(capsys, "--explain", asked).splitlines()[0] == first
+
+
+def test_words_that_no_key_has(capsys):
+    assert main(["config", "--explain", "xyzzy"]) == 2
+    assert "no key has 'xyzzy'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "runtime.backend.devices=8",
+            "runtime.backend.devices is a setting of runtime.backend=ray, and runtime.backend is",
+        ),
+        ("algorithm.loss.beta=1", "algorithm.loss=dro, and algorithm.loss is ppo: set algorithm.loss=dro too"),
+        ("actor.dtype=bf16", "did you mean 'actor.compute_dtype' or 'actor.head_dtype'?"),
+        ("push_to_hub=true", "a finished model is uploaded by `hone export RUN OUTPUT --push OWNER/NAME`"),
+    ],
+)
+def test_a_key_that_is_elsewhere_says_where(capsys, rl, override, said):
+    assert main(["config", str(rl), override]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "key"), [("--lr", "actor.optimizer.lr"), ("--run-steps", "run.steps")])
+def test_an_option_that_is_a_key_says_which(capsys, option, key):
+    assert main(["train", option, "1"]) == 2
+    assert f"a key of the run file is meant? --{key} (see" in capsys.readouterr().err
+
+
 def test_a_wrong_override_is_one_line(capsys, rl):
     assert main(["config", str(rl), "run.stesp=1"]) == 2
     captured = capsys.readouterr()

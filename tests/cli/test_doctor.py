@@ -1,8 +1,10 @@
 """`hone doctor` on this very machine, and with things that are broken."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from hone.cli.doctor import _show, examine
 from hone.cli.finding import Finding
 from hone.cli.main import main
 from hone.engines.registry import EngineRegistry, Package
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def findings(full=False) -> dict[tuple[str, str], list]:
@@ -148,3 +152,29 @@ def test_broken_parts_and_plugins_are_named_with_their_reason(tmp_path):
     assert "reward 'theirs' (package_that_is_not_there:fn) cannot be loaded: No module named" in done.stdout
     assert "RuntimeError: driver too old" in done.stdout
     assert done.stderr == "warning: plug-in dead_plugin failed to load: RuntimeError: driver too old\n"
+
+
+def test_a_run_file_is_shown_with_its_engine_its_server_and_its_model(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor", str(ROOT / "recipes/quickstart/grpo.yaml"), "rollout.backend=vllm"]) == 0
+    shown = capsys.readouterr().out
+    sections = [line for line in shown.splitlines() if line and not line.startswith(" ")]
+    assert [one.strip() for one in sections] == [
+        "machine",
+        "platforms",
+        "sandboxes",
+        "training engines",
+        "rollout servers",
+        "model",
+        "features",
+        "memory in training",
+        "memory in rollout",
+        "data and rewards",
+    ]
+    assert re.search(r"training engines\s+fsdp2 .*\s+rollout servers\s+vllm ", shown)
+    assert "596.54 k" in shown
+
+
+def test_a_folder_is_no_run_file(capsys):
+    assert main(["doctor", str(ROOT / "recipes")]) == 2
+    assert "no run file" in capsys.readouterr().err
