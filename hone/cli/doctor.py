@@ -75,8 +75,13 @@ MODEL_REPORT = "hone.cli.model_doctor:model_report"  # imports transformers: sec
 
 
 def doctor(
-    recipe: Annotated[Path | None, typer.Argument(help="show what this run file needs, instead of everything")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings of the run file")] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN_FILE] [KEY=VALUE]...",
+            help="show what this run file needs, with these settings, not everything",
+        ),
+    ] = None,
     model: Annotated[str, typer.Option(help="describe this model instead: a folder, or a name on a hub")] = "",
     revision: Annotated[str, typer.Option(help="branch, tag or commit of a model on a hub")] = "",
     devices: Annotated[int, typer.Option(help="devices that train the model; default: 1, 2, 4 and 8", min=0)] = 0,
@@ -88,10 +93,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show what this machine can run, and why it cannot run the rest; with --model, what a model needs and supports."""
-    if recipe is not None and (model or full or conformance or as_json):
+    if run and (model or full or conformance or as_json):
         raise ConfigError("a run file is shown with its model: leave out --model, --full, --conformance and --json")
-    if recipe is not None:
-        _show(resolve(RUN_REPORT)(recipe, overrides or [], examine(full=False)))
+    if run:
+        _show(resolve(RUN_REPORT)(Path(run[0]), run[1:], examine(full=False)))
         return
     if conformance and (model or full):
         raise ConfigError("--conformance tries the device: give it without --model and --full")
