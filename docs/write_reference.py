@@ -18,11 +18,11 @@ import typer
 from pydantic.fields import FieldInfo
 
 import hone
+from hone.cli.every_key import KeySection, entries, label, sections
 from hone.cli.listing import REGISTRIES, registered
 from hone.cli.main import COMMANDS
 from hone.cli.recipe import KINDS
 from hone.config import Choice, Config, default_of
-from hone.every_key import KeySection, entries, label, sections
 from hone.explain import registry_of, type_text
 from hone.registry import Registry, resolve
 from hone.tracking.catalogue import METRICS

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hone.cli.every_key import KnownKey, about, at_path, every_key
 from hone.cli.recipe import DEFAULT_KIND, KINDS, load_recipe
 from hone.config import ConfigError, Loaded, default_of
-from hone.every_key import KnownKey, about, at_path, every_key
 from hone.explain import Explanation, annotated, explain, schema, type_text, value_text
 
 MOST_KEYS = 20  # that are shown for words
