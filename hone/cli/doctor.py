@@ -82,8 +82,9 @@ def doctor(
             help="show what this run file needs, with these settings, not everything",
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help="describe this model instead: a folder, or a name on a hub")] = "",
-    revision: Annotated[str, typer.Option(help="branch, tag or commit of a model on a hub")] = "",
+    model: Annotated[
+        str, typer.Option(help="describe this model instead: a folder, or NAME or NAME@REVISION on a hub")
+    ] = "",
     devices: Annotated[int, typer.Option(help="devices that train the model; default: 1, 2, 4 and 8", min=0)] = 0,
     lora_rank: Annotated[int, typer.Option(help="rank of the LoRA adapter in the memory table", min=1)] = 16,
     conformance: Annotated[
@@ -100,10 +101,11 @@ def doctor(
         return
     if conformance and (model or full):
         raise ConfigError("--conformance tries the device: give it without --model and --full")
-    if not model and (revision or devices):
-        raise ConfigError("--revision and --devices describe a model: give --model too")
+    if not model and devices:
+        raise ConfigError("--devices is for a model: give --model too")
     if model:
-        report = resolve(MODEL_REPORT)(model, revision or None, devices or None, lora_rank)
+        name, _, revision = model.partition("@") if not Path(model).exists() else (model, "", "")
+        report = resolve(MODEL_REPORT)(name, revision or None, devices or None, lora_rank)
         if as_json:
             typer.echo(json.dumps(report.numbers, indent=1))
         else:

@@ -64,7 +64,7 @@ def test_states_that_hone_cannot_separate_are_no_good(tmp_path, capsys, monkeypa
     ("arguments", "message"),
     [
         (["--model", "no/such/folder"], "error: model.path: no folder no/such/folder"),
-        (["--devices", "4"], "error: --revision and --devices describe a model: give --model too"),
+        (["--devices", "4"], "error: --devices is for a model: give --model too"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments, message, capsys):
