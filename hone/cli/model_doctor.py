@@ -30,9 +30,13 @@ class ModelReport:
     numbers: dict[str, Any]  # for --json
 
 
-def model_report(path: str, revision: str | None, devices: int | None, lora_rank: int = 16) -> ModelReport:
+def model_report(path: str, revision: str | None, devices: int | None, lora_rank: int) -> ModelReport:
     """Describe the model at `path`. Raises ModelError for a model that hone would not load."""
-    anatomy = examine(ModelConfig(path=path, revision=revision))
+    return _report(ModelConfig(path=path, revision=revision), devices, lora_rank)
+
+
+def _report(model: ModelConfig, devices: int | None, lora_rank: int = 16) -> ModelReport:
+    anatomy = examine(model)
     counts = (devices,) if devices else DEVICES
     kinds = [(0, False), (lora_rank, False), *([(lora_rank, True)] if anatomy.linear else [])]
     memory = [
@@ -75,7 +79,7 @@ def run_report(recipe: Path, overrides: Sequence[str], machine: Iterable[Finding
         model = local_model(config.model, Path(folder) / FOLDER)
         lora = config.actor.lora
         rank = {} if lora is None else {"lora_rank": lora.rank}
-        yield from model_report(model.path, model.revision, config.runtime.most_ranks(), **rank).facts
+        yield from _report(model, config.runtime.most_ranks(), **rank).facts
     yield Finding("data and rewards", "not tried", None, f"hone check {recipe} tries them, and the memory of this run")
 
 
