@@ -1,11 +1,15 @@
 """A full disk: whoever writes the record of a run tries again for a while, because somebody may make room.
 
-attempt = 0
-while rest:
-    try:
-        rest = rest[os.write(file, rest) :]
-    except OSError as error:
-        attempt = wait_for_room(error, attempt)
+    until_room(lambda: path.write_text(text))     a file that is written as a whole
+
+    attempt = 0                                   a file that grows
+    while rest:
+        try:
+            rest = rest[os.write(file, rest) :]
+        except OSError as error:
+            attempt = wait_for_room(error, attempt)
+
+Each rank waits for its own files, and the others wait for the rank.
 """
 
 from __future__ import annotations
@@ -13,6 +17,10 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from collections.abc import Callable
+from typing import TypeVar
+
+R = TypeVar("R")
 
 LOG = logging.getLogger("hone")
 PATIENCE_S = 120.0  # then the run stops so that it can be continued
@@ -38,4 +46,14 @@ def wait_for_room(error: OSError, attempt: int) -> int:
     return attempt + 1
 
 
-__all__ = ["PATIENCE_S", "PAUSE_S", "is_full", "wait_for_room"]
+def until_room(write: Callable[[], R]) -> R:
+    """Call `write`, which writes a whole file each time, until the disk has room for it; see `wait_for_room`."""
+    attempt = 0
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            attempt = wait_for_room(error, attempt)
+
+
+__all__ = ["PATIENCE_S", "PAUSE_S", "is_full", "until_room", "wait_for_room"]

@@ -73,7 +73,7 @@ class Renderer:
         self._template = ChatTemplate(tokenizer, chat_template, chat_options or {}, unrendered)
         self._own_template = not chat_template
         self._guard = Guard(self._template, tokenizer)
-        self._guards_rows = not special_tokens_in_rows
+        self.guards_rows = not special_tokens_in_rows
         self._keeps_special = special_tokens_in_answers
         self._first = [] if self._template.text is not None else _first_ids(tokenizer)
         marks = marks_only_the_first_word(tokenizer) and self._template.special
@@ -185,7 +185,7 @@ class Renderer:
         for number, step in enumerate(steps):
             if number and separator:
                 ids += self._encode(separator, later=True)
-            ids += self._encode(self._guard.said(step) if self._guards_rows else step, later=True)
+            ids += self._encode(self._guard.said(step) if self.guards_rows else step, later=True)
             marks.append(len(ids))
         ids.append(self._template.end_with(tools))
         return tuple(ids), tuple(int(position in marks) for position in range(len(ids)))
@@ -273,10 +273,10 @@ class Renderer:
 
     def _in_form(self, message: Message) -> Message:
         plain = is_plain(message)
-        if plain and not (self._guards_rows and self._guard.anything.search(message["content"])):
+        if plain and not (self.guards_rows and self._guard.anything.search(message["content"])):
             return message
         normal = message if plain else normal_message(message, lenient=True)
-        return self._guard.message(normal) if self._guards_rows else normal
+        return self._guard.message(normal) if self.guards_rows else normal
 
     def _encode(self, text: str, later: bool = False) -> list[int]:
         """The ids of a piece; one that is `later` than others gets no mark of a first word.

@@ -227,8 +227,7 @@ class _Set(Generic[T]):
         return int(self._order[self.position - 1])
 
     def state(self) -> dict[str, int]:
-        names = ("epoch", "position", "taken", "dropped")
-        return {"rows": self.size} | {name: getattr(self, name) for name in names}
+        return {"rows": self.size} | {name: getattr(self, name) for name in ("epoch", "position", "taken", "dropped")}
 
     def restore(self, state: Mapping[str, int]) -> None:
         if state["rows"] != self.size:
@@ -279,12 +278,11 @@ class _Stream(Generic[T]):
     """The sets of a mixture, drawn from by weight."""
 
     def __init__(self, makers: Mapping[str, Maker[T]], config: DataConfig, seed: int) -> None:
-        shuffle = config.shuffle
         self._seed = seed
-        self._shuffle = shuffle
+        self._shuffle = shuffle = config.shuffle
         self._sets: dict[str, _Set[T]] = {}
         for name, maker in makers.items():
-            tell_rendered(maker.reader.row(maker.reader.first), maker.reader.key, config.rows_hold_tokens)
+            tell_rendered(maker.reader, config.rows_hold_tokens)
             weight = config.mix.get(name, config.train).weight if config.mix else 1.0
             self._sets[name] = _Set(maker, weight, _order_seed(seed, name) if shuffle else None)
 
@@ -417,7 +415,9 @@ def read_prompts(name: str, config: PromptSetConfig, renderer: Renderer, key: st
 
     Raises DataError if all of them are.
     """
-    prompts, dropped = read_all(PromptMaker(name, config, renderer, key))
+    maker = PromptMaker(name, config, renderer, key)
+    tell_rendered(maker.reader, not renderer.guards_rows)
+    prompts, dropped = read_all(maker)
     return [replace(prompt, draw=number) for number, prompt in enumerate(prompts)], dropped
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from hone.engines.checkpoint.files import save_tensors
+from hone.full_disk import until_room
 from hone.models.building import save_configs
 from hone.models.checkpoint_names import by_layer
 from hone.models.loading import ValueModel
@@ -38,7 +39,7 @@ def export_weights(model: Any, weights: Iterable[Named], folder: Path, writes: b
     head: dict[str, Tensor] = {}
     _export(model.body, _of_the_body(weights, head), folder, writes)
     if writes:
-        save_file(head, folder / VALUE_HEAD_FILE)
+        save_tensors(head, folder / VALUE_HEAD_FILE)
 
 
 def _export(model: Any, weights: Iterable[Named], folder: Path, writes: bool) -> None:
@@ -52,7 +53,7 @@ def _export(model: Any, weights: Iterable[Named], folder: Path, writes: bool) ->
             folder.mkdir(parents=True, exist_ok=True)
             tensors = {n: t.contiguous().cpu() for n, t in revert_weight_conversion(model, chunk).items()}
             path = folder / f"model-{len(files) + 1:05d}.safetensors"
-            save_file(tensors, path, metadata={"format": "pt"})
+            save_tensors(tensors, path)
             files[path] = list(tensors)
             dtype = next(one.dtype for one in tensors.values() if one.is_floating_point())
             total += sum(one.numel() * one.element_size() for one in tensors.values())
@@ -81,11 +82,12 @@ def _name_files(folder: Path, files: dict[Path, list[str]], total: int) -> None:
         path.rename(folder / final)
         where |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": total}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    text = json.dumps(index, indent=1)
+    until_room(lambda: (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8"))
 
 
 def _save_configs(model: Any, folder: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # the name that `fully_shard` gives a class
     config.dtype = dtype
-    save_configs(model, config, folder)
+    until_room(lambda: save_configs(model, config, folder))

@@ -9,11 +9,13 @@ import base64
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hone.full_disk import until_room
 from hone.types import (
     Called,
     Metric,
@@ -33,7 +35,11 @@ TUPLES = ("token_ids", "loss_mask", "rollout_logprobs", "weight_versions")
 
 def write_groups(folder: Path, groups: Iterable[TrajectoryGroup]) -> None:
     """Write groups into an existing folder."""
-    with (folder / GROUPS).open("w", encoding="utf-8") as file:
+    until_room(partial(_write, folder / GROUPS, list(groups)))
+
+
+def _write(path: Path, groups: Iterable[TrajectoryGroup]) -> None:
+    with path.open("w", encoding="utf-8") as file:
         for group in groups:
             greedy = None if group.greedy is None else _plain(group.greedy)
             line = {

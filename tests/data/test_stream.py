@@ -12,7 +12,7 @@ from hone.data.counting import count_items
 from hone.data.packing import pack_samples
 from hone.data.preference_readers import PairMaker
 from hone.data.rendering import Renderer
-from hone.data.settings import DataConfig
+from hone.data.settings import DataConfig, PromptSetConfig
 from hone.data.sources.base import DataError
 from hone.data.sources.files import GROUPS_IN_MEMORY
 from hone.data.stream import (
@@ -432,3 +432,14 @@ def test_rows_that_a_template_has_rendered_are_noticed(tmp_path, make_tokenizer,
         config = build(DataConfig, {"train": {"path": str(tmp_path / f"{name}.jsonl")}, "chat": chat}, "run.yaml")
         PromptStream(config, make_renderer(config, make_tokenizer()), seed=0)
         assert ("as if a chat template had rendered it" in caplog.text) == (name != "plain" and not allowed), name
+
+
+def test_rendered_rows_of_an_evaluation_set_are_noticed(tmp_path, make_tokenizer, caplog, write_jsonl):
+    text = "<|im_start|>user\n2?<|im_end|>"
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": text, "completion": "4"}])
+    for allowed in (True, False):
+        caplog.clear()
+        renderer = Renderer(make_tokenizer(), special_tokens_in_rows=allowed)
+        read_prompts("all", build(PromptSetConfig, {"path": str(path)}, "run.yaml"), renderer, "evaluation.sets.one")
+        told = "evaluation.sets.one holds <|im_end|> and <|im_start|>" in caplog.text
+        assert told == (not allowed), caplog.text

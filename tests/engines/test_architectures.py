@@ -68,6 +68,44 @@ def test_it_trains_and_scores_like_the_model_itself(architecture, make_engine, m
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+WITHOUT_CHOICE = {  # every token takes all experts: rounding changes choices between near ties, in transformers too
+    "gpt_oss": {**TRAINED["gpt_oss"], "num_experts_per_tok": 4, "sliding_window": 5},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("architecture", WITHOUT_CHOICE)
+def test_gradients_in_bfloat16_are_as_close_as_those_of_transformers(architecture, make_engine, make_batch, losses):
+    build = BuildConfig(**SIZES, kv_heads=2, architecture=architecture, options=WITHOUT_CHOICE[architecture])
+    batch = make_batch(lengths=(13, 9, 12, 7, 20, 12), prompt=6, groups=[0, 0, 1, 2, 1, 0])
+    engine = make_engine(model=ModelConfig(build=build), compute_dtype="bfloat16", max_tokens_per_microbatch=999)
+    drawn = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in engine.weights.masters.items():
+            near = 1.0 if name.endswith("norm.weight") else 0.0
+            weight.copy_(near + 0.15 * torch.randn(weight.shape, generator=drawn))
+    engine.weights.publish()
+    masters = {name: weight.detach().clone() for name, weight in engine.weights.masters.items()}
+
+    def of_transformers(dtype):
+        engine.model.config._attn_implementation = engine.model.config._experts_implementation = "eager"
+        model = type(engine.model)(engine.model.config)
+        model.load_state_dict(masters, strict=False)
+        model.to(dtype)
+        for i in range(batch.num_sequences):
+            one = select(batch, [i])
+            logits = model(one.token_ids[None], use_cache=False).logits[0].float()
+            logprobs = torch.log_softmax(logits[:-1], -1).gather(1, one.token_ids[1:, None])[:, 0]
+            (-logprobs * one.loss_mask[1:] * one.loss_weights[1:]).sum().backward()
+        return torch.cat([model.get_parameter(name).grad.double().flatten() for name in masters])
+
+    engine.forward_backward(batch, losses.likelihood)
+    ours = torch.cat([weight.grad.double().flatten() for weight in engine.weights.masters.values()])
+    exact, theirs = of_transformers(torch.float64), of_transformers(torch.bfloat16)
+    errors = [float((found - exact).norm() / exact.norm()) for found in (ours, theirs)]
+    assert errors[0] < 1.5 * errors[1] < 0.1, errors
+
+
 @pytest.mark.filterwarnings("ignore")  # transformers mentions kernels that are not installed
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_it_is_refused_before_the_first_step(architecture, make_engine):

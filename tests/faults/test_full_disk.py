@@ -4,19 +4,25 @@ import os
 import subprocess
 import tempfile
 import threading
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import hone
 from hone import full_disk
+from hone.runtime import ranks
+from hone.runtime.base import RankLost
 from hone.tracking.base import TrackingError
 from hone.trainers.run.checkpoints import RunCheckpointError
 from hone.weights.base import WeightSyncError
 from hone.weights.transports.memory import SharedBuffers
+from tests.ranks import run_ranks
 from tests.trainers.test_resume import assert_same_run
 from tests.trainers.tiny import recipe
 
-FULL = r"No space left on device|no room for the checkpoint"
+FULL = r"No space left on device|no room for a checkpoint"
 
 
 @pytest.fixture
@@ -76,6 +82,65 @@ def test_a_disk_that_is_full_for_a_moment_costs_nothing(disk, tmp_path):
     hone.train(waiting, on_step=full_after_the_third)
     timers[0].join()
     assert_same_run(tmp_path / "whole" / "run", disk / "waiting" / "run")
+
+
+SFT = """
+kind: sft
+run: {{dir: {folder}/run, steps: 4, seed: 0}}
+model:
+  build: {{hidden_size: 32, layers: 1, heads: 4, kv_heads: 2, mlp_size: 48, max_positions: 64, characters: abcdefghij}}
+data: {{train: {{source: {{name: python, function: "{folder}/task.py:rows", size: 64, seed: 1}}}}}}
+samples_per_step: 6
+actor: {{compute_dtype: float32, max_tokens_per_microbatch: 64, optimizer: {{lr: 3.0e-3}}}}
+checkpoint: {{every_steps: 2, keep: 9}}
+tracking: {{trackers: [jsonl]}}
+runtime: {{threads: 1, collective_timeout_s: 60}}
+"""
+
+
+def spread_run(folder, zeros, full_s, patience_s=120.0):
+    """Train on this rank; the first one fills the disk for `full_s` after step 1, when the metrics are written."""
+    full_disk.PATIENCE_S = patience_s  # in this process, which ends afterwards
+    timer = threading.Timer(full_s, lambda: Path(zeros).unlink())
+    timer.daemon = True
+
+    def full_after_the_first(step, _):
+        if step == 1 and ranks.is_first() and full_s:
+            fill(Path(zeros), 256 * 1024)
+            timer.start()
+
+    try:
+        hone.sft(Path(folder) / "run.yaml", on_step=full_after_the_first)
+    except (RunCheckpointError, RankLost) as error:
+        return {"alone": True, "error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
+
+
+@pytest.mark.slow
+def test_with_two_ranks_a_full_disk_is_waited_for_as_with_one(disk, tmp_path, capfd):
+    def laid_out(folder):
+        folder.mkdir(exist_ok=True)
+        (folder / "task.py").write_text(
+            "def rows(size, seed):\n    for n in range(size):\n        word = 'abcdefghij'[n % 9 :]\n"
+            "        yield {'messages': [{'role': 'user', 'content': word}, {'role': 'assistant', 'content': word}]}\n"
+        )
+        (folder / "run.yaml").write_text(SFT.format(folder=folder))
+        return str(folder)
+
+    zeros = str(disk / "zeros")
+    whole, waiting, lasting = (laid_out(one) for one in (tmp_path / "whole", disk / "waiting", disk / "lasting"))
+    assert run_ranks(2, spread_run, whole, zeros, 0.0) == [{"error": ""}] * 2
+    capfd.readouterr()
+    assert run_ranks(2, spread_run, waiting, zeros, 0.6) == [{"error": ""}] * 2
+    assert "hone tries again for 120 s" in capfd.readouterr().err
+    found = run_ranks(2, spread_run, lasting, zeros, 600.0, 0.5)
+    assert any("DiskFull: cannot write the checkpoint of step" in one["error"] for one in found), found
+    assert all(one["error"].startswith(("DiskFull", "RankLost")) for one in found)
+    Path(zeros).unlink()
+    assert run_ranks(2, spread_run, lasting, zeros, 0.0) == [{"error": ""}] * 2
+    for other in (waiting, lasting):
+        a, b = (load_file(Path(one) / "run" / "export" / "model.safetensors") for one in (whole, other))
+        assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_bucket_of_weights_that_finds_no_memory_is_an_error_before_it_is_written(disk, monkeypatch):

@@ -12,8 +12,9 @@ from collections import namedtuple
 
 import pytest
 
+from hone import full_disk
 from hone.trainers.run import checkpoints
-from hone.trainers.run.checkpoints import CheckpointStore, RunCheckpointError, damage
+from hone.trainers.run.checkpoints import CheckpointStore, DiskFull, RunCheckpointError, damage
 
 
 def writer(text):
@@ -162,8 +163,9 @@ def test_too_little_room_is_noticed_before_anything_is_written(tmp_path, monkeyp
     store = CheckpointStore(tmp_path, keep=2)
     store.save(1, {"actor": writer("x" * 1000)}, {})
     usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(full_disk, "PATIENCE_S", 0.0)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 10, 500))
-    with pytest.raises(RunCheckpointError, match="no room for the checkpoint of step 2"):
+    with pytest.raises(DiskFull, match=r"the checkpoint of step 2 .*no room for a checkpoint: .* earlier ones stand"):
         store.save(2, {"actor": writer("y")}, {})
     assert [f.name for f in tmp_path.iterdir()] == ["step_00000001"]
 

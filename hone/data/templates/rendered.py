@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hone.data.columns import RowReader
+
 LOG = logging.getLogger("hone")
 _DEEPEST = 4  # a row, a list of messages, a message, its content
 _FRAMES = re.compile(  # what begins or ends a message in the templates of common models
@@ -16,17 +18,20 @@ _FRAMES = re.compile(  # what begins or ends a message in the templates of commo
 )
 
 
-def tell_rendered(row: Mapping[str, Any], where: str, expected: bool) -> None:
-    """Warn if a row holds two different marks of messages; `expected`: `data.chat.special_tokens_in_rows` is set."""
+def tell_rendered(reader: RowReader, expected: bool) -> None:
+    """Warn if the first row holds two different marks of messages.
+
+    `expected`: `data.chat.special_tokens_in_rows` is set.
+    """
     if expected:
         return
-    found = sorted({mark for text in _texts(row, _DEEPEST) for mark in _FRAMES.findall(text)})
+    found = sorted({mark for text in _texts(reader.row(reader.first), _DEEPEST) for mark in _FRAMES.findall(text)})
     if len(found) > 1:
         LOG.warning(
             "%s holds %s, as if a chat template had rendered it. hone reads these marks as plain text and renders the "
             "row once more; give messages instead, or set data.chat.special_tokens_in_rows=true if they are tokens "
             "of this model",
-            where, " and ".join(found[:3]),
+            reader.key, " and ".join(found[:3]),
         )  # fmt: skip
 
 

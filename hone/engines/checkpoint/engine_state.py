@@ -26,6 +26,7 @@ from hone.engines.checkpoint.files import (
 from hone.engines.checkpoint.optimizer_state import optimizer_parts, read_optimizer
 from hone.engines.optimizers import Update
 from hone.engines.parts import Part, Weights
+from hone.full_disk import until_room
 
 if TYPE_CHECKING:
     from hone.engines.lora.adapter import Adapter
@@ -72,7 +73,8 @@ class Checkpoint:
             "adapter": None if self._adapter is None else self._adapter.identity(),
         }
         if rank == 0:
-            (folder / ENGINE_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+            text = json.dumps(facts, indent=1)
+            until_room(lambda: (folder / ENGINE_FILE).write_text(text, encoding="utf-8"))
 
     def written(self, wait: bool) -> bool:
         """Return whether all ranks have written their files; with `wait`, wait until they have. Raises OSError."""

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
+from hone.engines.checkpoint.files import save_tensors
+from hone.full_disk import until_room
 from hone.models.errors import ModelError
 from hone.models.settings import ModelConfig
 from hone.models.value_head import VALUE_HEAD_FILE
@@ -99,10 +101,11 @@ def write_adapter(
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(found, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    save_tensors(found, folder / WEIGHTS_FILE)
+    text = json.dumps(config, indent=2, sort_keys=True)
+    until_room(lambda: (folder / CONFIG_FILE).write_text(text, encoding="utf-8"))
     if head:
-        save_file({name: tensor.contiguous().cpu() for name, tensor in head.items()}, folder / VALUE_HEAD_FILE)
+        save_tensors({name: tensor.contiguous().cpu() for name, tensor in head.items()}, folder / VALUE_HEAD_FILE)
 
 
 def base_identity(model: ModelConfig) -> dict[str, Any]:

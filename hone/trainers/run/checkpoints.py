@@ -13,6 +13,7 @@ tensors are safetensors, the rest is JSON.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -24,11 +25,12 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hone import __version__
-from hone.full_disk import is_full
+from hone.full_disk import is_full, until_room
 from hone.runtime import ranks
 from hone.runtime.watchdog import progress
 
@@ -51,7 +53,7 @@ class RunCheckpointError(RuntimeError):
 
 
 class DiskFull(RunCheckpointError):
-    """The disk has no room for a checkpoint now; somebody may make some."""
+    """The disk had no room for a checkpoint, and nobody made any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +125,18 @@ class CheckpointStore:
         Every rank calls this, and `publish`: each writes its own files, and the first seals what all have written. An
         earlier checkpoint that is still being written is waited for.
 
-        Raises DiskFull if the disk has less room than the last checkpoint's size and a tenth more.
+        Each rank waits while the disk is full, also if it has less room than the last checkpoint's size and a tenth
+        more. Raises DiskFull if that lasts.
         """
         self.publish(wait=True)
         pending = _Pending(step, self._folder / f".step_{step:08d}.partial", written)
         with self._abandon_on_error(pending):
-            self._make_room(step, pending.partial, parts)
+            self._make_room(pending.partial, parts)
             for name, write in parts.items():
                 write(pending.partial / name)
             if ranks.is_first():
-                _write_json(
-                    pending.partial / STATE,
-                    {"format": FORMAT, "hone": __version__, "step": step, "score": score, "state": state},
-                )
+                content = {"format": FORMAT, "hone": __version__, "step": step, "score": score, "state": state}
+                until_room(lambda: _write_json(pending.partial / STATE, content))
         self._pending = pending
 
     @property
@@ -147,7 +148,7 @@ class CheckpointStore:
         """Make what was begun visible if all of it is on the disk, and remove those that are no longer kept.
 
         Returns whether nothing is left to do; with `wait`, once that is so. Raises RunCheckpointError if it cannot be
-        written, DiskFull if the disk is full: the checkpoint is given up, and earlier ones stay.
+        written, DiskFull if the disk stays full: the checkpoint is given up, and earlier ones stay.
         """
         pending = self._pending
         if pending is None:
@@ -181,10 +182,12 @@ class CheckpointStore:
         except OSError as error:
             self._pending = None
             shutil.rmtree(pending.partial, ignore_errors=True)
-            kind = DiskFull if is_full(error) else RunCheckpointError
-            raise kind(
+            said = (
                 f"cannot write the checkpoint of step {pending.step} into {self._folder}: {error}; earlier ones stand"
-            ) from error
+            )
+            if is_full(error):
+                raise DiskFull(f"{said}: make room, and run the same command again to continue") from error
+            raise RunCheckpointError(said) from error
 
     def _make_visible(self, pending: _Pending) -> None:
         final = self._final(pending.step)
@@ -197,15 +200,14 @@ class CheckpointStore:
     def _final(self, step: int) -> Path:
         return self._folder / f"step_{step:08d}"
 
-    def _make_room(self, step: int, partial: Path, parts: Mapping[str, PartWriter]) -> None:
+    def _make_room(self, whole: Path, parts: Mapping[str, PartWriter]) -> None:
         """Empty folders for the parts, there for every rank when this returns."""
         if ranks.is_first():
-            self._require_room(step)
-            if partial.exists():
-                shutil.rmtree(partial)
-            for name in parts:
-                (partial / name).mkdir(parents=True)
-            partial.mkdir(parents=True, exist_ok=True)
+            if whole.exists():
+                shutil.rmtree(whole)
+            until_room(self._require_room)
+            for folder in (whole, *(whole / name for name in parts)):
+                until_room(partial(folder.mkdir, parents=True, exist_ok=True))
         ranks.meet()
 
     def latest(self) -> Checkpoint | None:
@@ -256,7 +258,7 @@ class CheckpointStore:
                 folder.rename(doomed)
                 shutil.rmtree(doomed)
 
-    def _require_room(self, step: int) -> None:
+    def _require_room(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         published = self._published()
         if not published:
@@ -264,10 +266,8 @@ class CheckpointStore:
         needed = int(1.1 * sum(f.stat().st_size for f in published[-1].rglob("*") if f.is_file()))
         free = shutil.disk_usage(self._folder).free
         if free < needed:
-            raise DiskFull(
-                f"no room for the checkpoint of step {step}: {self._folder} has {free / 2**20:,.1f} MiB free, "
-                f"it takes about {needed / 2**20:,.1f} MiB; {published[-1].name} stands"
-            )
+            told = f"{free / 2**20:,.1f} MiB are free, and it takes about {needed / 2**20:,.1f} MiB"
+            raise OSError(errno.ENOSPC, f"no room for a checkpoint: {told}", str(self._folder))
 
 
 def damage(folder: Path) -> str:
@@ -291,7 +291,8 @@ def damage(folder: Path) -> str:
 
 
 def _seal(partial: Path) -> None:
-    _write_json(partial / MANIFEST, {"format": FORMAT, "files": _fingerprints(partial)})
+    content = {"format": FORMAT, "files": _fingerprints(partial)}
+    until_room(lambda: _write_json(partial / MANIFEST, content))
     _sync_folder(partial)
 
 

@@ -4,7 +4,7 @@
                  |                                             ^
                  `-- an error or a second Ctrl-C: the state after the last whole step is saved first, if it is intact
 
-A full disk costs a checkpoint, which is made after the next step, and ends the run if that lasts.
+A full disk is waited for, and ends the run if that lasts.
 A first Ctrl-C (or SIGTERM) lets the current step end, saves, and leaves with `Interrupted`, or after the last step
 finishes the run; a second one leaves at once. The loop waits for nothing by itself: deadlines belong to the parts it
 calls.
@@ -16,19 +16,16 @@ import gc
 import math
 import signal
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
-from hone import full_disk
 from hone.diagnosis.live import LiveRules
 from hone.platforms.host_memory import give_back_when_short
 from hone.runtime import ranks
 from hone.runtime.base import WorkerFailed
-from hone.runtime.watchdog import progress
 from hone.tracking.base import Interrupted, TrackingError
 from hone.trainers.run.checkpoints import Checkpoint, CheckpointStore, DiskFull, PartWriter
 from hone.trainers.run.context import RunContext
@@ -68,7 +65,6 @@ class Trainer(ABC):
         self._updates: list[int] = []  # of each model, when its weights belonged to the step of `_settled`
         self._saved_step = -1
         self._written_step = -1
-        self._full_since: float | None = None  # when the disk was first too full for the checkpoint that is due
         self._scores: dict[int, float] = {}  # of the last step, if it was evaluated
         self._best_score: float | None = None  # of all evaluated steps
 
@@ -126,9 +122,10 @@ class Trainer(ABC):
                     self._keep(step)
                     if step < self.steps and ranks.agree(self._interrupts or int(self._control.stop.is_set())):
                         raise Interrupted(step)
-                self._keep_last(step)
+                self.save(step)
+                self._publish(wait=True)
                 self.finish()
-            except TrackingError:  # the record cannot be written: a checkpoint ahead of it would leave a gap in it
+            except (TrackingError, DiskFull):  # a checkpoint ahead of the record would leave a gap in it
                 raise
             except BaseException as error:
                 # a save is a meeting of all ranks: where one fails alone, the others do not come
@@ -170,50 +167,23 @@ class Trainer(ABC):
         self._saved_step = step
 
     def _keep(self, step: int) -> None:
-        """Publish what has been written, and save `step` if that is due; a full disk leaves it to the next step."""
-        try:
-            self._publish(wait=False)
-            if self._save_is_due(step):
-                self.save(step)
-        except DiskFull as error:
-            self._bear(error, "after the next step")
-
-    def _keep_last(self, step: int) -> None:
-        """Have the checkpoint of the last step on the disk."""
-        while True:
-            try:
-                self.save(step)
-                self._publish(wait=True)
-                return
-            except DiskFull as error:
-                self._bear(error, "until there is room")
-                progress()
-                time.sleep(full_disk.PAUSE_S)
-
-    def _bear(self, error: DiskFull, again: str) -> None:
-        """Note that a checkpoint found no room. Raises the error if that lasts, or where several ranks would differ."""
-        now = time.monotonic()
-        first, self._full_since = self._full_since is None, self._full_since or now
-        self._saved_step = -1
-        if ranks.ranks() > 1 or now - self._full_since >= full_disk.PATIENCE_S:
-            raise error
-        if first or again == "after the next step":
-            self.tracking.message(f"error: {error}. It is tried again {again}")
+        """Publish what has been written, and save `step` if that is due."""
+        self._publish(wait=False)
+        if self._save_is_due(step):
+            self.save(step)
 
     def _save_is_due(self, step: int) -> bool:
-        """Every so many steps, after the last one, where an evaluation is the best so far, and after a full disk."""
+        """Every so many steps, after the last one, and where an evaluation is the best so far."""
         score, best = self._scores.get(step), self._best_score
         improved = score is not None and (best is None or score > best)
         if improved:
             self._best_score = score
-        late = self._full_since is not None
-        return late or step % self._save_every == 0 or step == self.steps or (improved and self._keep_best)
+        return step % self._save_every == 0 or step == self.steps or (improved and self._keep_best)
 
     def _publish(self, wait: bool) -> None:
         if self.store.has_pending:
             with self.recorder.phase("save_checkpoint"):
-                if self.store.publish(wait):
-                    self._full_since = None
+                self.store.publish(wait)
 
     def _stop_early(self, step: int) -> None:
         """Make `step` the last one, if the score says so."""

@@ -12,8 +12,10 @@ import random
 from pathlib import Path
 
 import numpy as np
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from hone.engines.checkpoint.files import save_tensors
+from hone.full_disk import until_room
 from hone.platforms.base import current_platform
 
 
@@ -36,14 +38,15 @@ def seed_everything(seed: int) -> None:
 
 def save_random_state(folder: Path) -> None:
     """Write the states of Python, NumPy, torch and the accelerator into `folder`."""
-    save_file(current_platform().rng_state(), folder / "torch.safetensors")
+    save_tensors(current_platform().rng_state(), folder / "torch.safetensors")
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states = {
         "python": [version, list(internal), gauss],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
     }
-    (folder / "python.json").write_text(json.dumps(states), encoding="utf-8")
+    text = json.dumps(states)
+    until_room(lambda: (folder / "python.json").write_text(text, encoding="utf-8"))
 
 
 def load_random_state(folder: Path) -> None:

@@ -20,6 +20,7 @@ from hone.data.preference_readers import JudgedMaker, PairMaker, StepsMaker
 from hone.data.rendering import Renderer
 from hone.data.settings import DatasetConfig
 from hone.data.stream import ItemStream, MakerOf, SampleMaker, read_all
+from hone.data.templates.rendered import tell_rendered
 from hone.models.settings import ModelConfig
 from hone.platforms.base import compute_dtype, current_platform
 from hone.trainers.run.context import RunContext
@@ -113,7 +114,9 @@ class SupervisedAssembly:
         return SupervisedTrainer(config.run.total_steps, config.checkpoint, parts, self._context)
 
     def _held_out(self, maker: MakerOf[T], name: str, config: DatasetConfig) -> Sequence[T]:
-        items, dropped = read_all(maker(name, config, self._renderer, f"evaluation.sets.{name}"))
+        rows = maker(name, config, self._renderer, f"evaluation.sets.{name}")
+        tell_rendered(rows.reader, not self._renderer.guards_rows)
+        items, dropped = read_all(rows)
         if dropped:
             self._context.tracking.message(f"evaluation set {name}: {dropped} rows are too long and were dropped")
         return items
