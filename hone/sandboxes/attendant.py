@@ -443,9 +443,8 @@ def _has_ended(pid: int) -> bool:
 def _memory(pid: int) -> int:
     """Bytes that a process holds; memory that several share is divided between them, where the kernel counts that."""
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss:", "SwapPss:")))
     if not Path("/proc/self/smaps_rollup").exists():
         with suppress(OSError):  # it has ended
             return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -12,6 +12,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hone.sandboxes.kernel.mounts import ZEROS
+
 TRIAL_S = 30.0
 
 
@@ -51,6 +53,9 @@ def command(
         "/proc",
         "--dev",
         "/dev",
+        "--dev-bind",
+        ZEROS,
+        "/dev/zero",
         "--tmpfs",
         "/dev/shm",
         "--remount-ro",

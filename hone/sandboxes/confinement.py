@@ -24,7 +24,7 @@ from hone.sandboxes.base import Limits
 from hone.sandboxes.kernel import landlock
 from hone.sandboxes.kernel.system_calls import ARCHITECTURES, seccomp_filter
 
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"),
     *("/proc/cpuinfo", "/proc/meminfo"),
@@ -77,7 +77,8 @@ def prepare(backend: str, folder: str, limits: Limits, user: int, others: int, *
     program = seccomp_filter(network=limits.network, signals=scoped, attributes=alone or inside, fixed=fixed)
     rules = -1
     if not inside:
-        rules = landlock.ruleset(readable(limits), [folder], DEVICES, network=limits.network)
+        devices = (*DEVICES, "/dev/zero") if fixed else DEVICES  # see `mounts.ZEROS`
+        rules = landlock.ruleset(readable(limits), [folder], devices, network=limits.network)
     return Confinement(folder, limits, user, alone and not inside and _is_hidden(), others, rules, program)
 
 

@@ -116,7 +116,7 @@ for number in range(3, 4096):
     "calls of another architecture": """
 import mmap
 if os.uname().machine == "x86_64":
-    memory = mmap.mmap(-1, 4096, prot=7)
+    memory = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)
     memory.write(b"\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3")  # getpid by int 0x80
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     print("ESCAPED", ctypes.CFUNCTYPE(ctypes.c_int)(address)())
@@ -247,6 +247,26 @@ for _ in range(8):
             time.sleep(60)
 time.sleep(6)
 print("ESCAPED")
+""",
+    "memory that one page keeps": """
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+size, held = 8 << 20, 0
+try:
+    zeros = os.open("/dev/zero", os.O_RDWR)
+except OSError:
+    zeros = None
+for flags, descriptor in [(0x21, -1), (0x01, zeros), (0x03, zeros)]:
+    if descriptor is None:
+        continue
+    address = libc.mmap(None, size, 3, flags, descriptor, 0)
+    if address != 2 ** 64 - 1:
+        ctypes.memset(address, 1, size)
+        libc.munmap(ctypes.c_void_p(address + 4096), ctypes.c_size_t(size - 4096))
+        held += size
+if zeros is not None and os.read(zeros, 3) != bytes(3):
+    print("ESCAPED: these are no zeros")
+print("ESCAPED" if held else "refused", held)
 """,
     "endless output": "while True: print('x' * 1000)",
     "endless loop": "while True: pass",

@@ -75,6 +75,8 @@ def test_arguments_decide():
     owner = {8: "EPERM", 10: "EPERM", 15: "EPERM", 4: ALLOW, 1030: ALLOW}
     assert {command: decide(closed, X86, 72, 3, command) for command in owner} == owner  # fcntl: F_SETOWN, F_SETSIG
     assert [decide(closed, X86, 16, 3, request) for request in (0x8901, 0x8902)] == ["EPERM"] * 2  # ioctl: FIOSETOWN
+    mapped = {0x21: "EPERM", 0x23: "EPERM", 0x8021: "EPERM", 0x22: ALLOW, 0x01: ALLOW, 0x02: ALLOW}
+    assert {flags: decide(closed, X86, 9, 0, 1, 3, flags) for flags in mapped} == mapped  # mmap: shared and anonymous
     counted, online = (
         seccomp_filter(network=network, signals=True, attributes=True, fixed=False, machine="x86_64")
         for network in (False, True)
@@ -94,7 +96,7 @@ def test_what_nobody_named_is_refused(machine, architecture):
     numbers = ARCHITECTURES[machine][1]
     named = {numbers[name] for name in (*ALLOWED, *SENDING, *SIGNALS) if name in numbers}
     special = {numbers[name] for name in ("prctl", "ioctl", "fcntl", "fallocate", "clone", "personality", "clone3")}
-    special |= {numbers[name] for name in ("prlimit64", "sched_setaffinity")}
+    special |= {numbers[name] for name in ("prlimit64", "sched_setaffinity", "mmap")}
     found = {number for number in range(NEWEST + 1) if decide(program, architecture, number) == ALLOW}
     assert found - special == named
     refused = [name for name in numbers if numbers[name] not in named | special and name not in FILE_ATTRIBUTES]

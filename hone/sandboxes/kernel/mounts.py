@@ -12,7 +12,8 @@ import os
 from pathlib import Path
 
 _NEW_MOUNTS, _NEW_USER = 0x20000, 0x10000000  # CLONE_NEWNS, CLONE_NEWUSER
-_NO_SUID, _NO_DEVICES, _RECURSIVE, _PRIVATE, _DETACH = 2, 4, 0x4000, 1 << 18, 2
+_NO_SUID, _NO_DEVICES, _BIND, _RECURSIVE, _PRIVATE, _DETACH = 2, 4, 0x1000, 0x4000, 1 << 18, 2
+ZEROS = "/dev/full"  # in place of /dev/zero: it reads as zeros too, and cannot be mapped as memory that nobody counts
 SPARE = 1 << 20  # bytes beyond the limit, so that a program that fills its folder is seen to exceed it
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,6 +29,7 @@ def own_mounts() -> str:
             Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
             Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
         _checked("mount", _libc.mount(None, b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None))
+        _checked("mount", _libc.mount(ZEROS.encode(), b"/dev/zero", None, ctypes.c_ulong(_BIND), None))
     except OSError as error:
         return str(error)
     return ""
@@ -51,4 +53,4 @@ def _checked(name: str, done: int) -> None:
         raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
-__all__ = ["SPARE", "mount_folder", "own_mounts", "unmount"]
+__all__ = ["SPARE", "ZEROS", "mount_folder", "own_mounts", "unmount"]

@@ -36,7 +36,7 @@ ALLOWED = _names(
     getrlimit getrusage getsid getsockname getsockopt gettid gettimeofday getuid getxattr ioprio_get
     landlock_add_rule landlock_create_ruleset landlock_restrict_self lgetxattr link linkat listen listxattr
     llistxattr lseek lstat madvise map_shadow_stack membarrier mincore mkdir mkdirat mknod mknodat mlock mlock2
-    mlockall mmap mprotect mremap mseal msync munlock munlockall munmap nanosleep newfstatat open openat openat2
+    mlockall mprotect mremap mseal msync munlock munlockall munmap nanosleep newfstatat open openat openat2
     pause pidfd_open pipe pipe2 pkey_alloc pkey_free pkey_mprotect poll ppoll pread64 preadv preadv2 pselect6
     pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv recvfrom recvmmsg recvmsg rename renameat
     renameat2 restart_syscall rmdir rseq rt_sigaction rt_sigpending rt_sigprocmask rt_sigreturn rt_sigsuspend
@@ -167,6 +167,7 @@ AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 STREAM, SEQPACKET = 1, 5  # pairs of these are connected; one of datagrams can still send to any address
 SOCKET_FLAGS = 0x80800  # SOCK_CLOEXEC, SOCK_NONBLOCK
 F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15
+SHARED_AND_ANONYMOUS = 0x21  # MAP_SHARED, MAP_ANONYMOUS
 FIOSETOWN, SIOCSPGRP = 0x8901, 0x8902  # as F_SETOWN: the kernel then sends signals for this process
 PR_SET_DUMPABLE, PR_SET_PTRACER = 4, 0x59616D61
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # they type into a terminal
@@ -218,6 +219,7 @@ def seccomp_filter(*, network: bool, signals: bool, attributes: bool, fixed: boo
     program += _block(
         numbers["ioctl"], 1, [(_EQUALS, one) for one in (TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP)], refuse=True
     )
+    program += _mappings(numbers["mmap"])
     program += _block(numbers["fcntl"], 1, [(_EQUALS, one) for one in (F_SETOWN, F_SETSIG, F_SETOWN_EX)], refuse=True)
     program += [
         (_EQUALS, 0, 1, numbers["fallocate"]),
@@ -262,6 +264,21 @@ def _pairs(number: int) -> list[Instruction]:
         (_EQUALS, 0, 1, SEQPACKET),
         (_RETURN, 0, 0, _ALLOW),
         _fail(errno.EPERM),
+    ]
+    return [(_EQUALS, 0, len(body), number), *body]
+
+
+def _mappings(number: int) -> list[Instruction]:
+    """Allow mmap (call `number`), except for shared memory without a file.
+
+    Of that a page that stays mapped keeps the whole, whose size is in no figure of the process.
+    """
+    body: list[Instruction] = [
+        (_LOAD, 0, 0, _ARGUMENTS + 8 * 3),
+        (_AND, 0, 0, SHARED_AND_ANONYMOUS),
+        (_EQUALS, 0, 1, SHARED_AND_ANONYMOUS),
+        _fail(errno.EPERM),
+        (_RETURN, 0, 0, _ALLOW),
     ]
     return [(_EQUALS, 0, len(body), number), *body]
 
