@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from hone.engines.checkpoint.files import save_tensors
 from hone.full_disk import until_room
 from hone.models.building import save_configs
 from hone.models.checkpoint_names import by_layer
+from hone.models.files.tensors import save_tensors
 from hone.models.loading import ValueModel
 from hone.models.value_head import VALUE_HEAD_FILE
 

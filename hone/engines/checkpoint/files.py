@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +13,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.engines.parts import Part, Piece, Shard
-from hone.full_disk import until_room
+from hone.models.files.tensors import save_tensors
 
 FORMAT = 2
 MODEL, OPTIMIZER, ENGINE_FILE = "model", "optimizer", "engine.json"
@@ -44,25 +41,6 @@ def snapshot(path: Path, parts: Iterable[Part]) -> Callable[[], None]:
             tensors[key] = local.detach()[piece.at].to("cpu", copy=True).contiguous()
             boxes[key] = {"name": name, "whole": list(shard.shape), "offset": list(piece.offset)}
     return partial(save_tensors, tensors, path, {"boxes": json.dumps(boxes)})
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file that is on the disk when this returns. A full disk is waited for; see `full_disk`.
-
-    Raises OSError.
-    """
-    until_room(partial(_save_synced, dict(tensors), path, dict(metadata or {"format": "pt"})))
-
-
-def _save_synced(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    try:
-        save_file(tensors, path, metadata=metadata)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # some file systems find out here that they are full
-    except SafetensorError as error:  # it names an error of the system by its number only
-        path.unlink(missing_ok=True)  # half a file would take the room that the record of the run needs
-        number = str(error).rpartition("(os error ")[2].removesuffix(")")
-        raise OSError(int(number) if number.isdecimal() else errno.EIO, f"safetensors: {error}", str(path)) from error
 
 
 def load_json(path: Path) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from hone.engines.checkpoint.files import save_tensors
 from hone.full_disk import until_room
 from hone.models.errors import ModelError
+from hone.models.files.tensors import save_tensors
 from hone.models.settings import ModelConfig
 from hone.models.value_head import VALUE_HEAD_FILE
 

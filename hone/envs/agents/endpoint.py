@@ -406,8 +406,10 @@ def _client_errors() -> Iterator[None]:
     """Treat failed lookups and conversions as errors in the client's request."""
     try:
         yield
+    except KeyError as error:
+        raise BadRequest(f"a part of the request has no field {error}") from error
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
-        raise BadRequest(f"{type(error).__name__}: {error}") from error
+        raise BadRequest(f"a part of the request has the wrong type or size ({error})") from error
 
 
 @contextmanager

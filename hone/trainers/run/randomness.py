@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file
 
-from hone.engines.checkpoint.files import save_tensors
 from hone.full_disk import until_room
+from hone.models.files.tensors import save_tensors
 from hone.platforms.base import current_platform
 
 
