@@ -260,10 +260,20 @@ class ReplicaPool:
             for one in up
         ]
 
+    def outdated(self) -> None:
+        """No replica serves the current weights any more: each has to prove them again."""
+        for one in self.members:
+            if one.state == "serving":
+                one.state, one.why = "empty", "it has not proved the current weights yet"
+
     def has_proven(self, version: int) -> bool:
         """Return whether every running replica has proven this weight version or a newer one."""
         up = [one for one in self.members if one.is_up]
         return bool(up) and all(one.version >= version for one in up)
+
+    def why_lost(self) -> str:
+        """Each replica with the reason why it does not serve."""
+        return "; ".join(f"{one.name}: {one.why}" for one in self.members)
 
     def describe(self) -> str:
         """Each replica with its state and the version that it has proven, for an error."""

@@ -134,9 +134,8 @@ class Seats:
 
     def refuse(self, error: BaseException | None = None) -> None:
         """Every waiting request gets the error; without one, that no replica serves, and why."""
-        whole = "; ".join(f"{one.name}: {one.why}" for one in self._pool.members)
         for _, seat in self._take_all():
-            seat.set_exception(error or RuntimeError(f"no rollout replica is left ({whole})"))
+            seat.set_exception(error or RuntimeError(f"no rollout replica is left ({self._pool.why_lost()})"))
 
     def _take_all(self) -> list[_Waiting]:
         found = [one for some in self._waiting.values() for one in some if not one[1].done()]

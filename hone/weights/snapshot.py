@@ -1,16 +1,18 @@
-"""Weights as the trainer holds them (`Source`), and an immutable copy of them in host memory (`Snapshot`).
+"""The weights of one version: as the trainer holds them (`Live`), or an immutable copy in host memory (`Snapshot`).
 
     trainer's thread   Snapshot.of(source, version): copy, digest    train ...........................
     loop's thread                                                    send | send again to a replica that restarted
 
-The live tensors are never read while training runs. Before and after each send the snapshot can be compared with the
-digest of its copying (`verify`), so weights that were changed meanwhile never count as sent.
+The live tensors are never read while training runs. After each send `is_current` says whether what was sent is still
+this version, so weights that were changed meanwhile never count as sent.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -27,6 +29,33 @@ class Source:
 
     whole: StreamFn  # every weight, without an adapter that is sent separately
     adapter: tuple[StreamFn, Adapter] | None = None  # tensors and description of a separate adapter
+
+
+class VersionWeights(Protocol):
+    """The weights of one version, to be sent."""
+
+    @property
+    def version(self) -> int: ...
+
+    def source(self) -> Source: ...
+
+    async def is_current(self) -> bool:
+        """Whether the tensors are still those of this version. Raises WeightSyncError where nothing may change them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The tensors that the trainer trains: they are sent while it waits."""
+
+    version: int
+    weights: Source
+    is_unchanged: Callable[[], bool]  # whether the trainer has made no update since
+
+    def source(self) -> Source:
+        return self.weights
+
+    async def is_current(self) -> bool:
+        return self.is_unchanged()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +109,12 @@ class Snapshot:
         copied, adapter = self.adapter
         return Source(self.whole.stream, (copied.stream, adapter))
 
-    def verify(self) -> None:
-        """Raise WeightSyncError if a tensor has changed since it was copied."""
+    async def is_current(self) -> bool:
+        """True. Raises WeightSyncError if a tensor has changed since it was copied."""
+        await asyncio.to_thread(self._verify)
+        return True
+
+    def _verify(self) -> None:
         parts = [self.whole, *([self.adapter[0]] if self.adapter is not None else [])]
         if not all(part.is_whole for part in parts):
             raise WeightSyncError(

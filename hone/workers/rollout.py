@@ -1,7 +1,7 @@
 """Start the rollout that a run file names: an engine in this process, or servers behind a router.
 
-    backend builtin, process inside      BuiltinEngine here; several behind a Router     LocalPublisher copies weights
-            builtin, process separate    Router -> BuiltinServer x replicas              ServerPublisher sends them by
+    backend builtin, process inside      BuiltinEngine here; several behind a Router     InProcess copies weights
+            builtin, process separate    Router -> BuiltinServer x replicas              ToServers sends them by
             vllm, or a plug-in's         Router -> its adapter x replicas                `weights.transport`
 
 Only this file knows the difference.
@@ -49,17 +49,17 @@ from hone.workers.attaching import attached, serve_at
 from hone.workers.control import CONTROL
 from hone.workers.placing import hosts_of, reaching
 from hone.workers.probe import QUANTISED, Probe
-from hone.workers.publication import (
+from hone.workers.publication import InProcess, ToServers
+from hone.workers.rollout_role import (
     ADAPTER,
     AdapterRule,
     Background,
     DeviceShare,
-    LocalPublisher,
     Loop,
     RolloutHandle,
     RolloutParts,
-    ServerPublisher,
 )
+from hone.workers.sending import WeightSender
 from hone.workers.spanning_hosts import SpanningHost
 
 NewWeights = Literal["finish", "recompute", "keep_cache"]
@@ -215,11 +215,19 @@ def _inside(spec: RolloutSpec, engine_class: Any, rule: AdapterRule | None) -> R
         engine_class(settings.builtin, config, spec.tokenizer, device, f"{settings.backend}-{number}", **named)
         for number in range(settings.replicas)
     ]
-    engine = engines[0] if len(engines) == 1 else Router(engines, settings, spec.tokenizer)
+    router = None if len(engines) == 1 else Router(engines, settings, spec.tokenizer)
     dtype = served_dtype(engines[0])
-    publisher = LocalPublisher(engines, spec.weights)
-    level = _sleep_level(settings, level_auto=1)
-    return RolloutParts(engine, dtype, False, publisher, level, _probe(spec, dtype), rule)
+    return RolloutParts(
+        engine=engines[0] if router is None else router,
+        dtype=dtype,
+        in_files=False,
+        publication=InProcess(engines, spec.weights),
+        replicas=lambda: engines,
+        sleep_level=_sleep_level(settings, level_auto=1),
+        probe=_probe(spec, dtype),
+        adapter=rule,
+        end=None if router is None else router.close,
+    )
 
 
 def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: tuple[int, ...] = ()) -> RolloutParts:
@@ -240,7 +248,7 @@ def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: 
         specs = attached(specs, spec.tokenizer)
     replicas: list[ServerAdapter] = [adapter(one) for one in specs]
     router = Router(replicas, spec.settings, spec.tokenizer)
-    publisher = ServerPublisher(router, reaching(spec.weights, [one.host for one in specs]), token)
+    sender = WeightSender(router, reaching(spec.weights, [one.host for one in specs]), token)
     dtype = replicas[0].dtype
     level_auto = 2 if rule is None else 1  # level 1 keeps the base, which is not sent again
     takes_turns = spec.new_weights is None and any(one.host.is_shared for one in specs)
@@ -265,7 +273,7 @@ def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: 
         if spec.lends:
             devices = () if current_platform().device == "cpu" else TRAINERS
             lent = _lent(spec, router, another(devices=devices, environment=_environment(devices)))
-        background = Background(spec.weights.timeout_s, another, spec.folder / CONTROL, lent)
+        background = Background(router, spec.weights.timeout_s, another, spec.folder / CONTROL, lent)
     in_files = bool(getattr(adapter, "loads_files", False))
 
     async def start() -> None:
@@ -273,8 +281,21 @@ def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: 
         if background is not None and background.lent is not None:
             await background.lent.start()
 
-    share = device_share(specs, replicas[0], _trainers_here(spec))
-    parts = RolloutParts(router, dtype, in_files, publisher, level, _probe(spec, dtype), rule, background, start, share)
+    parts = RolloutParts(
+        engine=router,
+        dtype=dtype,
+        in_files=in_files,
+        publication=ToServers(router, sender, copies=background is not None),
+        replicas=lambda: router.serving,
+        sleep_level=level,
+        probe=_probe(spec, dtype),
+        adapter=rule,
+        background=background,
+        lost=router.replica_failed,
+        start=start,
+        end=router.close,
+        share=device_share(specs, replicas[0], _trainers_here(spec)),
+    )
     if spec.new_weights is not None:
         _check_asynchronous(parts)
     return parts

@@ -26,8 +26,8 @@ from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.router import Router
 from hone.rollout.settings import BuiltinSettings
 from hone.types import Batch, ModelOutput, Need, Scored, TopK
-from hone.workers.publication import RunFn
 from hone.workers.rollout import RolloutSpec, server_specs, start_all
+from hone.workers.rollout_role import RunFn
 from hone.workers.train import TrainHandle
 
 

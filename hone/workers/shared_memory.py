@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from hone.config import ConfigError
-from hone.workers.publication import DeviceShare, RolloutHandle
+from hone.workers.rollout_role import DeviceShare, RolloutHandle
 from hone.workers.train import TrainHandle
 
 GIB = 2**30

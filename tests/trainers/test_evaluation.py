@@ -15,7 +15,7 @@ from hone.trainers.policy.evaluation import EvaluationSet, Evaluator, Vote, redu
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
-from hone.workers.publication import RolloutHandle
+from hone.workers.rollout_role import RolloutHandle
 from tests.trainers.tiny import recipe
 
 

@@ -39,7 +39,7 @@ from hone.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from hone.workers.snapshots import SnapshotPublication
+from hone.workers.publication import ToServers
 
 TOKEN_S, TAIL, PATIENCE_S = 0.01, 20, 600.0
 
@@ -139,11 +139,11 @@ class Rollout:
     def __init__(self, loop, load):
         self._loop, self._load = loop, load
         self.router = Router([Server("s-0"), Server("s-1")], RolloutConfig(requests_per_replica=load.seats))
-        self.snapshots = SnapshotPublication(self.router, self)
+        self.snapshots = ToServers(self.router, self, copies=True)
         self.most_kept = 0
         self._joined = 2
 
-    async def send_snapshot(self, snapshot, names):
+    async def send(self, snapshot, names):
         chosen = [one for one in self.router.replicas if one.name in names]
         with self.router.updating(chosen):
             for one in chosen:
@@ -160,7 +160,8 @@ class Rollout:
         return {}
 
     def publish(self, actor, version):
-        self._loop.start(self.snapshots.send(Copy(version)))
+        self._loop.start(self.snapshots.publish(Copy(version)))
+        return {}
 
     def make_room(self):
         """It shares no device with the trainer."""

@@ -18,8 +18,10 @@ from hone.tracking.metrics import Timer
 from hone.trainers.run.event_loop import EventLoop
 from hone.weights import sync
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.publication import RolloutHandle, ServerPublisher
+from hone.workers.publication import ToServers
 from hone.workers.rollout import RolloutSpec, prepare_rollout, start_rollout
+from hone.workers.rollout_role import RolloutHandle
+from hone.workers.sending import WeightSender
 from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 
 BUILD = BuildConfig(hidden_size=32, layers=2, heads=2, mlp_size=64, max_positions=128)
@@ -98,19 +100,22 @@ class Sharer(Starter):
     def __call__(self, **settings):
         spec = self.spec(**settings)
         router = Router(self.servers[: spec.settings.replicas], spec.settings, spec.tokenizer)
-        publisher = ServerPublisher(router, spec.weights, self.servers[0]._spec.token)
-        parts = prepare_rollout(spec, self.loop, Timer().phase)._parts
-        self.rollouts.append(
-            RolloutHandle(replace(parts, engine=router, publisher=publisher, start=None), self.loop, Timer().phase)
+        sender = WeightSender(router, spec.weights, self.servers[0]._spec.token)
+        parts = replace(
+            prepare_rollout(spec, self.loop, Timer().phase)._parts,
+            engine=router,
+            publication=ToServers(router, sender, copies=spec.new_weights is not None),
+            replicas=lambda: router.serving,
+            lost=router.replica_failed,
+            start=None,
         )
+        self.rollouts.append(RolloutHandle(parts, self.loop, Timer().phase))
         return self.rollouts[-1]
 
     async def end(self):
         for rollout in self.rollouts:
-            if rollout._snapshots is not None:
-                await rollout._snapshots.close()
+            await rollout._publication.close()
             await rollout._engine.revived()
-            await rollout._parts.publisher.close()
         self.rollouts.clear()
         for server in self.servers:
             await empty(server)

@@ -158,6 +158,7 @@ def test_the_same_adapter_gives_the_same_tokens_merged_alone_and_in_a_process_of
         return finished
 
     finished = loop.run(with_a_death())
+    served.wait_for(6, 60)
     assert {version for one in finished for version in one.weight_versions} == {6}
     assert (victim.weight_version, victim.has_base) == (6, True), "it was brought the base, then the adapter"
     learn(actor)
@@ -178,7 +179,7 @@ def test_nothing_is_sampled_from_the_base_while_its_adapter_is_under_way(start, 
     actor = lora_actor()
     learn(actor)
     rollout = start(replicas=1, lora=actor_lora({}))
-    way = rollout._parts.publisher
+    way = rollout._publication.sender
     plain, asked = way._sync, []
 
     async def with_a_request(*arguments, **named):

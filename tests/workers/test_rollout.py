@@ -82,6 +82,7 @@ def test_servers_say_what_the_engine_inside_says_and_outlive_a_dead_one(start, a
         return await running, await servers._engine.revived()
 
     finished, _ = loop.run(with_a_death())
+    servers.wait_for(3, 60)
     assert [c.token_ids for c in finished] == [c.token_ids for c in loop.run(many(inside, 16, max_tokens=100))]
     assert {version for c in finished for version in c.weight_versions} == {3}
     assert servers.metrics()["rollout/replica_restarts"].value == 1
@@ -93,6 +94,7 @@ def test_servers_say_what_the_engine_inside_says_and_outlive_a_dead_one(start, a
     servers.sync_from(actor, 4)  # reaches the other; the dead one gets it when it has started again
     assert other.weight_version == 4
     loop.run(servers._engine.revived())
+    servers.wait_for(4, 60)
     assert (victim.alive, victim.weight_version) == (True, 4)
 
     assert len(living(start.model.path)) >= 2
@@ -165,11 +167,11 @@ def test_every_door_of_a_server_asks_for_the_token(start, actor, loop, tmp_path)
     loop.run(server.resume())
     rollout.sync_from(actor, 1)
     before = [c.token_ids for c in loop.run(many(rollout, 2))]
-    right = rollout._parts.publisher._engine._token
-    rollout._parts.publisher._engine._token = "not " + right
+    right = rollout._publication.sender._engine._token
+    rollout._publication.sender._engine._token = "not " + right
     with pytest.raises(WeightSyncError):
         rollout.sync_from(actor, 2)
-    rollout._parts.publisher._engine._token = right
+    rollout._publication.sender._engine._token = right
     rollout.sync_from(actor, 3)
     after = loop.run(many(rollout, 2))
     assert [c.token_ids for c in after] == before

@@ -8,7 +8,7 @@ from hone.engines.fsdp2.settings import Fsdp2Settings
 from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.rollout.servers import vllm
-from hone.workers.publication import DeviceShare
+from hone.workers.rollout_role import DeviceShare
 from hone.workers.shared_memory import GIB, why_no_room
 from hone.workers.train import TrainSpec
 from tests.engines.spread import LOSSES, make_batch

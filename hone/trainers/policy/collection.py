@@ -30,7 +30,7 @@ from hone.types import (
     TrajectoryGroup,
     Versions,
 )
-from hone.workers.publication import RolloutHandle
+from hone.workers.rollout_role import RolloutHandle
 from hone.workers.train import TrainHandle
 
 Position = tuple[int, int]  # group, trajectory within the group

@@ -37,7 +37,7 @@ from hone.trainers.policy.collection import Collector
 from hone.trainers.run.checkpoints import Checkpoint
 from hone.trainers.run.recorder import Recorder
 from hone.types import COLUMNS, Batch, Metric, Metrics, Prompt, Trajectory, TrajectoryGroup
-from hone.workers.publication import RolloutHandle
+from hone.workers.rollout_role import RolloutHandle
 from hone.workers.train import TrainHandle
 
 PART = "draws"  # folder of a checkpoint
@@ -181,12 +181,9 @@ class Feed:
         }
 
     def publish(self, actor: TrainHandle, version: int) -> Metrics:
-        """Send the actor's new weights. With staleness 0, return when every replica has proved that it serves them."""
+        """Publish the actor's new weights; return when the actor may train again."""
         self._window = self._window.trained(version)
-        if not self._window.staleness:
-            return self._rollout.sync_from(actor, version)
-        self._rollout.publish(actor, version)
-        return {}
+        return self._rollout.publish(actor, version)
 
     def versions_of_evaluation(self) -> tuple[int, int] | None:
         """Wait until every replica serves the newest weights, and nothing else is answered; None: they always do.

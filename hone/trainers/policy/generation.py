@@ -39,8 +39,8 @@ from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
 from hone.trainers.run.roles import place_role
 from hone.types import Prompt, SamplingParams, TrajectoryGroup
-from hone.workers.publication import RolloutHandle
 from hone.workers.rollout import NewWeights, RolloutSpec, prepare_rollout
+from hone.workers.rollout_role import RolloutHandle
 from hone.workers.train import TrainHandle, TrainSpec
 
 R = TypeVar("R")

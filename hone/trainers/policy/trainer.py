@@ -33,7 +33,7 @@ from hone.trainers.run.loop import Trainer
 from hone.trainers.run.lost_steps import LostSteps
 from hone.trainers.run.recorder import NotFinite
 from hone.types import Axis, Batch, merge_metrics
-from hone.workers.publication import RolloutHandle
+from hone.workers.rollout_role import RolloutHandle
 from hone.workers.train import TrainHandle
 
 
