@@ -40,7 +40,7 @@ class VersionWeights(Protocol):
     def source(self) -> Source: ...
 
     async def is_current(self) -> bool:
-        """Whether the tensors are still those of this version. Raises WeightSyncError where nothing may change them."""
+        """Return whether the tensors are still those of this version. Raises WeightSyncError if nothing may change them."""
 
 
 @dataclass(frozen=True, slots=True)

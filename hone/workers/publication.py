@@ -116,7 +116,7 @@ class InProcess:
 
 
 class Sender(Protocol):
-    """What sends weights to some replicas, which serve them afterwards."""
+    """Sender of weights to some replicas, which serve them afterwards."""
 
     async def send(self, weights: VersionWeights, names: Collection[str]) -> Metrics: ...
 

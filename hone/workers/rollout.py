@@ -230,14 +230,16 @@ def _inside(spec: RolloutSpec, engine_class: Any, rule: AdapterRule | None) -> R
     )
 
 
-def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: tuple[int, ...] = ()) -> RolloutParts:
+def _servers(
+    spec: RolloutSpec, server_class: Any, rule: AdapterRule | None, routed: tuple[int, ...] = ()
+) -> RolloutParts:
     kind = str(check_model_source(spec.model).get("model_type"))
-    if kind in FAMILIES and not getattr(adapter, "takes_images", False):
+    if kind in FAMILIES and not getattr(server_class, "takes_images", False):
         raise ConfigError(
             f"rollout.backend = {spec.settings.backend}: its servers are sent text only, and {kind} sees images; use "
             "backend vllm, or builtin with rollout.builtin.process: inside"
         )
-    if spec.new_weights == "keep_cache" and not getattr(adapter, "keeps_cache", False):
+    if spec.new_weights == "keep_cache" and not getattr(server_class, "keeps_cache", False):
         raise ConfigError(
             f"asynchrony.new_weights: keep_cache, but rollout.backend={spec.settings.backend} does not keep prefix "
             "caches of two weight versions apart, so new prompts would use old KV; set recompute, or finish"
@@ -246,7 +248,7 @@ def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: 
     specs = _specs(spec, token, rule, routed)
     if spec.settings.addresses:
         specs = attached(specs, spec.tokenizer)
-    replicas: list[ServerAdapter] = [adapter(one) for one in specs]
+    replicas: list[ServerAdapter] = [server_class(one) for one in specs]
     router = Router(replicas, spec.settings, spec.tokenizer)
     sender = WeightSender(router, reaching(spec.weights, [one.host for one in specs]), token)
     dtype = replicas[0].dtype
@@ -264,7 +266,7 @@ def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: 
         number = next(numbers)
         more = replace(spec, settings=spec.settings.model_copy(update={"replicas": number + 1}))
         one = replace(_specs(more, token, rule, routed)[number], **changed)
-        made: ServerAdapter = adapter(one)
+        made: ServerAdapter = server_class(one)
         return made
 
     background = None
@@ -274,7 +276,7 @@ def _servers(spec: RolloutSpec, adapter: Any, rule: AdapterRule | None, routed: 
             devices = () if current_platform().device == "cpu" else TRAINERS
             lent = _lent(spec, router, another(devices=devices, environment=_environment(devices)))
         background = Background(router, spec.weights.timeout_s, another, spec.folder / CONTROL, lent)
-    in_files = bool(getattr(adapter, "loads_files", False))
+    in_files = bool(getattr(server_class, "loads_files", False))
 
     async def start() -> None:
         await start_all(replicas)

@@ -48,7 +48,7 @@ class AdapterRule:
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What a rollout needs to receive weights while training goes on."""
+    """Parts with which a rollout receives weights while training goes on."""
 
     router: Router
     timeout_s: float  # deadline of a publication that is waited for
@@ -59,7 +59,7 @@ class Background:
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What the rollout servers take of each device that they share with the trainer, while they are awake."""
+    """Memory that the rollout servers take of each device that they share with the trainer, while they are awake."""
 
     fraction: float  # of its memory, for one server
     servers: int  # on one device
@@ -67,7 +67,7 @@ class DeviceShare:
 
 
 class Generator(Protocol):
-    """What a run asks of its rollout engine: the one in this process, or the router of several."""
+    """The rollout engine of a run: the one in this process, or the router of several."""
 
     @property
     def weight_version(self) -> int: ...
@@ -162,12 +162,12 @@ class RolloutHandle:
 
     @property
     def share(self) -> DeviceShare | None:
-        """What it takes of the trainer's device; None: nothing, or not known."""
+        """Return the memory that it takes of the trainer's device; None: nothing, or not known."""
         return self._parts.share
 
     @property
     def sleeps(self) -> bool:
-        """Whether it frees its memory while the policy is trained."""
+        """Return whether it frees its memory while the policy is trained."""
         return self._parts.sleep_level > 0
 
     def make_room(self) -> None:
@@ -253,7 +253,7 @@ class RolloutHandle:
         return Source(lambda: actor.base_weights(dtype, in_files), alone)
 
     def _goes_alone(self, config: Mapping[str, Any]) -> bool:
-        """Whether the rollout takes the adapter by itself. Raises ConfigError if it must but cannot."""
+        """Return whether the rollout takes the adapter by itself. Raises ConfigError if it must but cannot."""
         rule = self._parts.adapter
         reason = "" if rule is None else rule.unfit(AdapterKind.of(config, rule.model))
         if reason and rule is not None and rule.required:

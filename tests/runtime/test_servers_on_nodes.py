@@ -208,6 +208,7 @@ def test_a_server_elsewhere_answers_with_the_token_only_and_is_started_again(sta
         return found, server.ended
 
     finished, ended = loop.run(with_a_death())
+    rollout.wait_for(3, 60)
     assert ended == f"signal SIGKILL on {SECOND}"
     assert [one.token_ids[:24] for one in finished] == expected
     assert {version for one in finished for version in one.weight_versions} == {3}
@@ -332,6 +333,7 @@ def test_a_lost_machine_costs_its_server_a_move_and_then_the_run_a_server(machin
     found, noticed = loop.run(losing(SECOND))
     assert found == expected
     assert noticed < BOUND_S
+    rollout.wait_for(0, 60)
     assert (there.alive, there.weight_version, machine_of(there)) == (True, 0, THIRD)
     assert rollout.metrics()["rollout/replica_restarts"].value == 1
     assert rollout.sync_from(actor, 1)["weights/replicas"].value == 2

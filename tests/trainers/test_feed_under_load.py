@@ -264,7 +264,7 @@ def train(load, staleness, one_version, dropped, folder):
         collector = Collector(Samples(load), rollout, Rewards(load), loop, recorder)
         feed = Feed(window, collector, rollout, recorder, Journal(folder / JOURNAL), PATIENCE_S)
         play = Play(rollout.generate, SamplingParams(max_tokens=1), 0, SAMPLES)
-        loop.run(rollout.snapshots.send(Copy(0)))
+        loop.run(rollout.snapshots.publish(Copy(0)))
         drawn, figures = 0, []
         for step in range(1, STEPS + 1):
             kept, played = [], []
