@@ -261,7 +261,7 @@ class ReplicaPool:
         ]
 
     def outdated(self) -> None:
-        """No replica serves the current weights any more: each has to prove them again."""
+        """Take every replica out of service until it proves the current weights."""
         for one in self.members:
             if one.state == "serving":
                 one.state, one.why = "empty", "it has not proved the current weights yet"

@@ -40,7 +40,7 @@ class VersionWeights(Protocol):
     def source(self) -> Source: ...
 
     async def is_current(self) -> bool:
-        """Return whether the tensors are still those of this version. Raises WeightSyncError if nothing may change them."""
+        """Return whether the tensors are still of this version. Raises WeightSyncError if nothing may change them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Snapshot:
         return Source(self.whole.stream, (copied.stream, adapter))
 
     async def is_current(self) -> bool:
-        """True. Raises WeightSyncError if a tensor has changed since it was copied."""
+        """Return True. Raises WeightSyncError if a tensor has changed since it was copied."""
         await asyncio.to_thread(self._verify)
         return True
 
