@@ -17,7 +17,7 @@ pyzmq and xxhash, nothing else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -317,6 +317,32 @@ class Replica(Protocol):
 
     async def stop(self, reason: str) -> None:
         """Serve nothing more: its weights are unknown or partly new. Its owner restarts it, or it gets a whole sync."""
+
+
+StreamFn = Callable[[], NamedTensors]
+"""Function that starts a new stream of tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The weights that the trainer has to send."""
+
+    whole: StreamFn  # every weight, without an adapter that is sent separately
+    adapter: tuple[StreamFn, Adapter] | None = None  # tensors and description of a separate adapter
+
+
+@dataclass(frozen=True, slots=True)
+class VersionWeights:
+    """The weights of one version, to be sent: the trainer's own tensors while it waits, or a copy while it trains."""
+
+    version: int
+    source: Source
+    is_current: Callable[[], bool]
+    """Whether the tensors are still of this version; for a copy it takes a while.
+
+    Asked after each send too, so weights that were changed meanwhile never count as sent. Raises WeightSyncError if
+    nothing may change them, and something did.
+    """
 
 
 def verify(sent: Sent, receipts: Sequence[Receipt]) -> None:

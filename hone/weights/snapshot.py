@@ -1,61 +1,21 @@
-"""The weights of one version: as the trainer holds them (`Live`), or an immutable copy in host memory (`Snapshot`).
+"""An immutable copy of the weights of one version, in host memory.
 
     trainer's thread   Snapshot.of(source, version): copy, digest    train ...........................
     loop's thread                                                    send | send again to a replica that restarted
 
-The live tensors are never read while training runs. After each send `is_current` says whether what was sent is still
-this version, so weights that were changed meanwhile never count as sent.
+The trainer's own tensors are never read while training runs. Nothing may change a copy, and after each send its digest
+proves that nothing has.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from hone.weights.base import Adapter, NamedTensors, WeightSyncError
+from hone.weights.base import Adapter, NamedTensors, Source, VersionWeights, WeightSyncError
 from hone.weights.digests.digest import digest_tensors, new_digest
-
-StreamFn = Callable[[], NamedTensors]
-"""Function that starts a new stream of tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The weights that the trainer has to send."""
-
-    whole: StreamFn  # every weight, without an adapter that is sent separately
-    adapter: tuple[StreamFn, Adapter] | None = None  # tensors and description of a separate adapter
-
-
-class VersionWeights(Protocol):
-    """The weights of one version, to be sent."""
-
-    @property
-    def version(self) -> int: ...
-
-    def source(self) -> Source: ...
-
-    async def is_current(self) -> bool:
-        """Return whether the tensors are still of this version. Raises WeightSyncError if nothing may change them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """The tensors that the trainer trains: they are sent while it waits."""
-
-    version: int
-    weights: Source
-    is_unchanged: Callable[[], bool]  # whether the trainer has made no update since
-
-    def source(self) -> Source:
-        return self.weights
-
-    async def is_current(self) -> bool:
-        return self.is_unchanged()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +63,18 @@ class Snapshot:
         whole = earlier.whole if earlier is not None and has_base else Copied.of(source.whole())
         return cls(version, whole, (Copied.of(stream()), adapter))
 
-    def source(self) -> Source:
+    def weights(self) -> VersionWeights:
         if self.adapter is None:
-            return Source(self.whole.stream)
+            return VersionWeights(self.version, Source(self.whole.stream), self.is_whole)
         copied, adapter = self.adapter
-        return Source(self.whole.stream, (copied.stream, adapter))
+        return VersionWeights(self.version, Source(self.whole.stream, (copied.stream, adapter)), self.is_whole)
 
-    async def is_current(self) -> bool:
+    def is_whole(self) -> bool:
         """Return True. Raises WeightSyncError if a tensor has changed since it was copied."""
-        await asyncio.to_thread(self._verify)
-        return True
-
-    def _verify(self) -> None:
         parts = [self.whole, *([self.adapter[0]] if self.adapter is not None else [])]
         if not all(part.is_whole for part in parts):
             raise WeightSyncError(
                 f"the snapshot of weight version {self.version} was changed while it was kept: replicas may have "
                 "received parts of two versions"
             )
+        return True

@@ -1,6 +1,6 @@
-"""Publication of weights: which versions are kept, and which replica is brought which of them.
+"""Publication of weights to servers: which versions are kept, and which replica is brought which of them.
 
-    trainer's thread   take(source) --> Live or Snapshot, publish --.     train              reached
+    trainer's thread   take(source) --> itself or a copy, publish --.     train              reached
                                                                     v                          |
     event loop         kept versions --> moves? --> WeightSender.send --> proven -------- signal
                             ^              ^  ^
@@ -10,7 +10,7 @@
 `hone.schedule.seats` decides which replicas take which version. One send happens at a time, because there is one
 sender; replicas that are not part of it go on. A replica that restarts is empty, and gets its weights in the same way.
 
-With a staleness of 0 the trainer's own tensors are sent (`Live`), so `publish` returns when every replica serves them.
+With a staleness of 0 the trainer's own tensors are sent, so `publish` returns when every replica serves them.
 With more a copy is sent (`Snapshot`), so `publish` returns at once.
 """
 
@@ -19,100 +19,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from math import inf
 from typing import Protocol
 
-from hone.config import ConfigError
-from hone.rollout.base import RolloutEngine
 from hone.rollout.router import Router
 from hone.schedule.seats import moves, needed
 from hone.types import Metric, Metrics, Versions, merge_metrics
-from hone.weights.base import LoadedWeights, NamedTensors, WeightSyncError
-from hone.weights.in_process import sync
-from hone.weights.settings import WeightSyncConfig
-from hone.weights.snapshot import Live, Snapshot, Source, VersionWeights
+from hone.weights.base import Source, VersionWeights, WeightSyncError
+from hone.weights.snapshot import Snapshot
 
 LOOK_S = 0.5  # between two looks at the replicas while nothing happens
-
-
-class Publication(Protocol):
-    """Brings the trainer's weights to every replica."""
-
-    def take(self, source: Source, version: int, is_unchanged: Callable[[], bool]) -> VersionWeights:
-        """Take the weights to publish, on the trainer's thread. `is_unchanged`: whether they are still `version`."""
-
-    async def publish(self, weights: VersionWeights) -> Metrics:
-        """Return when the trainer may change its weights. Raises WeightSyncError."""
-
-    async def reached(self, version: int, timeout_s: float) -> None:
-        """Wait until every running replica has proven `version` or a newer one. Raises TimeoutError."""
-
-    def hold(self, versions: Versions) -> AbstractContextManager[None]:
-        """Keep these versions available to one draw."""
-
-    def keep_while(self, is_needed: Callable[[int], bool]) -> None:
-        """Keep each version while `is_needed` says so, also for a draw that is not open yet."""
-
-    def check(self) -> None:
-        """Raise the error of a publication that failed."""
-
-    async def metrics(self) -> Metrics:
-        """Figures of publications since the last call."""
-
-    async def close(self) -> None: ...
-
-
-class InProcess:
-    """Publication to engines in this process, which copy the trainer's tensors while it waits."""
-
-    def __init__(self, engines: Sequence[RolloutEngine], config: WeightSyncConfig) -> None:
-        if config.transport is not None:
-            raise ConfigError(
-                f"weights.transport: {config.transport.name!r} is for servers; the rollout runs in the trainer's "
-                "process, where weights are copied"
-            )
-        self._engines = engines
-
-    def take(self, source: Source, version: int, is_unchanged: Callable[[], bool]) -> VersionWeights:
-        return Live(version, source, is_unchanged)
-
-    async def publish(self, weights: VersionWeights) -> Metrics:
-        metrics: Metrics = {}
-        for engine in self._engines:
-            metrics = await self._to(engine, weights.source(), weights.version)
-        return {**metrics, "weights/replicas": Metric.max(len(self._engines))}
-
-    async def _to(self, engine: RolloutEngine, source: Source, version: int) -> Metrics:
-        """Load base and adapter together, so that the engine never samples from the base alone."""
-        if source.adapter is None:
-            return await sync(source.whole(), engine.update_weights, version)
-        stream, payload = source.adapter
-
-        async def put(tensors: NamedTensors, version: int) -> LoadedWeights:
-            return await engine.update_adapter(tensors, payload.config, version)
-
-        metrics = {} if engine.has_base else await sync(source.whole(), engine.update_weights, version)
-        return merge_metrics(metrics, await sync(stream(), put, version))
-
-    async def reached(self, version: int, timeout_s: float) -> None:
-        return None  # `publish` has copied them
-
-    def hold(self, versions: Versions) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def keep_while(self, is_needed: Callable[[int], bool]) -> None:
-        return None
-
-    def check(self) -> None:
-        return None
-
-    async def metrics(self) -> Metrics:
-        return {}
-
-    async def close(self) -> None:
-        return None
 
 
 class Sender(Protocol):
@@ -149,11 +67,11 @@ class ToServers:
 
     def take(self, source: Source, version: int, is_unchanged: Callable[[], bool]) -> VersionWeights:
         if not self._copies:
-            return Live(version, source, is_unchanged)
+            return VersionWeights(version, source, is_unchanged)
         began = time.perf_counter()
         self._newest = Snapshot.of(source, version, self._newest)
         self._times.copied += time.perf_counter() - began
-        return self._newest
+        return self._newest.weights()
 
     def keep_while(self, is_needed: Callable[[int], bool]) -> None:
         self._is_needed = is_needed
@@ -246,7 +164,7 @@ class ToServers:
         if not self._kept or (not waits and pool.has_proven(max(self._kept))):
             return {}
         if not self._copies:
-            self._kept = {version: one for version, one in self._kept.items() if await one.is_current()}
+            self._kept = {version: one for version, one in self._kept.items() if one.is_current()}
         return moves(pool.standings(), self._router.seats.waiting, self._held, self._kept)
 
     def _forget(self) -> None:
@@ -263,7 +181,7 @@ class ToServers:
         try:
             metrics = await self.sender.send(weights, names)
         except WeightSyncError as error:
-            if version > self._proven and await weights.is_current():
+            if version > self._proven and await asyncio.to_thread(weights.is_current):
                 raise
             for one in self._router.replicas:  # others have proven it, or the trainer went on: start these again
                 if one.name in error.replicas:
@@ -302,4 +220,4 @@ class _Times:
         return {"perf/publication_hidden_fraction": Metric.mean(hidden / whole, whole)}
 
 
-__all__ = ["InProcess", "Publication", "Sender", "ToServers"]
+__all__ = ["Sender", "ToServers"]

@@ -49,12 +49,13 @@ from hone.workers.attaching import attached, serve_at
 from hone.workers.control import CONTROL
 from hone.workers.placing import hosts_of, reaching
 from hone.workers.probe import QUANTISED, Probe
-from hone.workers.publication import InProcess, ToServers
+from hone.workers.publication import ToServers
 from hone.workers.rollout_role import (
     ADAPTER,
     AdapterRule,
     Background,
     DeviceShare,
+    InProcess,
     Loop,
     RolloutHandle,
     RolloutParts,

@@ -1,7 +1,8 @@
 """The rollout role as the trainer uses it: generation for episodes, and publication of weights.
 
     RolloutHandle --generate--> engine or router
-                  --publish(actor)--> Publication: copies inside this process, or sends to servers
+                  --publish(actor)--> Publication: copies inside this process (`InProcess`, here), or sends to
+                                      servers (`publication.ToServers`)
 
 Engines of `rollout` and transports of `weights` meet only in this package; neither imports the other.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,17 +20,17 @@ import torch
 
 from hone.config import ConfigError
 from hone.rollout.adapters import AdapterKind
-from hone.rollout.base import ServerAdapter
+from hone.rollout.base import RolloutEngine, ServerAdapter
 from hone.rollout.lending import LentServer
 from hone.rollout.router import Router
 from hone.runtime.base import PhaseFn
 from hone.runtime.watchdog import progress
-from hone.types import Completion, GenerationRequest, Metrics, Versions, merge_metrics
-from hone.weights.base import Adapter
-from hone.weights.snapshot import Source, VersionWeights
+from hone.types import Completion, GenerationRequest, Metric, Metrics, Versions, merge_metrics
+from hone.weights.base import Adapter, LoadedWeights, NamedTensors, Source, VersionWeights
+from hone.weights.in_process import sync
+from hone.weights.settings import WeightSyncConfig
 from hone.workers.control import Membership, serve_control
 from hone.workers.probe import Probe
-from hone.workers.publication import Publication
 from hone.workers.train import TrainHandle
 
 R = TypeVar("R")
@@ -81,6 +82,33 @@ class Generator(Protocol):
     async def wake_up(self, tags: tuple[str, ...]) -> None: ...
 
     def metrics(self) -> Metrics: ...
+
+
+class Publication(Protocol):
+    """Brings the trainer's weights to every replica."""
+
+    def take(self, source: Source, version: int, is_unchanged: Callable[[], bool]) -> VersionWeights:
+        """Take the weights to publish, on the trainer's thread. `is_unchanged`: whether they are still `version`."""
+
+    async def publish(self, weights: VersionWeights) -> Metrics:
+        """Return when the trainer may change its weights. Raises WeightSyncError."""
+
+    async def reached(self, version: int, timeout_s: float) -> None:
+        """Wait until every running replica has proven `version` or a newer one. Raises TimeoutError."""
+
+    def hold(self, versions: Versions) -> AbstractContextManager[None]:
+        """Keep these versions available to one draw."""
+
+    def keep_while(self, is_needed: Callable[[int], bool]) -> None:
+        """Keep each version while `is_needed` says so, also for a draw that is not open yet."""
+
+    def check(self) -> None:
+        """Raise the error of a publication that failed."""
+
+    async def metrics(self) -> Metrics:
+        """Figures of publications since the last call."""
+
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,12 +318,65 @@ class RolloutHandle:
                 self._run(self._parts.end())
 
 
+class InProcess:
+    """Publication to engines in this process, which copy the trainer's tensors while it waits."""
+
+    def __init__(self, engines: Sequence[RolloutEngine], config: WeightSyncConfig) -> None:
+        if config.transport is not None:
+            raise ConfigError(
+                f"weights.transport: {config.transport.name!r} is for servers; the rollout runs in the trainer's "
+                "process, where weights are copied"
+            )
+        self._engines = engines
+
+    def take(self, source: Source, version: int, is_unchanged: Callable[[], bool]) -> VersionWeights:
+        return VersionWeights(version, source, is_unchanged)
+
+    async def publish(self, weights: VersionWeights) -> Metrics:
+        metrics: Metrics = {}
+        for engine in self._engines:
+            metrics = await self._to(engine, weights.source, weights.version)
+        return {**metrics, "weights/replicas": Metric.max(len(self._engines))}
+
+    async def _to(self, engine: RolloutEngine, source: Source, version: int) -> Metrics:
+        """Load base and adapter together, so that the engine never samples from the base alone."""
+        if source.adapter is None:
+            return await sync(source.whole(), engine.update_weights, version)
+        stream, payload = source.adapter
+
+        async def put(tensors: NamedTensors, version: int) -> LoadedWeights:
+            return await engine.update_adapter(tensors, payload.config, version)
+
+        metrics = {} if engine.has_base else await sync(source.whole(), engine.update_weights, version)
+        return merge_metrics(metrics, await sync(stream(), put, version))
+
+    async def reached(self, version: int, timeout_s: float) -> None:
+        return None  # `publish` has copied them
+
+    def hold(self, versions: Versions) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def keep_while(self, is_needed: Callable[[int], bool]) -> None:
+        return None
+
+    def check(self) -> None:
+        return None
+
+    async def metrics(self) -> Metrics:
+        return {}
+
+    async def close(self) -> None:
+        return None
+
+
 __all__ = [
     "ADAPTER",
     "AdapterRule",
     "Background",
     "DeviceShare",
+    "InProcess",
     "Loop",
+    "Publication",
     "RolloutHandle",
     "RolloutParts",
     "RunFn",

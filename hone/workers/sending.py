@@ -16,10 +16,9 @@ from contextlib import asynccontextmanager
 from hone.rollout.base import ServerAdapter
 from hone.rollout.router import Router
 from hone.types import Metric, Metrics, merge_metrics
-from hone.weights.base import Full, Payload, WeightSyncError
+from hone.weights.base import Full, Payload, Source, StreamFn, VersionWeights, WeightSyncError
 from hone.weights.sender import make_sender
 from hone.weights.settings import WeightSyncConfig
-from hone.weights.snapshot import Source, StreamFn, VersionWeights
 from hone.weights.sync import CheckpointEngineManager
 
 WATCH_S = 0.5  # between two looks at whether the receivers of a sync are alive
@@ -47,9 +46,9 @@ class WeightSender:
             self._manager.remove_replica(name)
         with self._router.updating(replicas.values()):
             try:
-                return await self._send(weights.source(), weights.version, replicas)
+                return await self._send(weights.source, weights.version, replicas)
             finally:  # also if the sync failed for others
-                if await weights.is_current():
+                if await asyncio.to_thread(weights.is_current):
                     self._serve(weights.version, replicas)
 
     def _serve(self, version: int, replicas: Mapping[str, ServerAdapter]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.architecture.step_files import PAGE, Traced, files_in, listed, summary_in
 
-FILES, LINES, CLASSES = 71, 16_100, 92  # ceilings at what was reached; the goal is 55, 12,500 and 60
+FILES, LINES, CLASSES = 71, 16_000, 92  # ceilings at what was reached; the goal is 55, 12,500 and 60
 
 
 @pytest.fixture(scope="module")

@@ -198,7 +198,7 @@ def test_a_replica_that_dies_or_hangs_while_weights_are_sent_is_replaced(share, 
     events.append(lambda: os.kill(first, stroke))
     train(actor)
     copied = Copied.of(actor.weights(torch.float32))
-    loop.run(rollout._publication.publish(Snapshot(1, Eventful(copied.tensors, copied.digest))))
+    loop.run(rollout._publication.publish(Snapshot(1, Eventful(copied.tensors, copied.digest)).weights()))
     rollout.wait_for(1, WAIT_S)
     assert set(loop.run(play(rollout, "1/0/0/0", (1, 1))).weight_versions) == {1}
     loop.run(router.revived())
@@ -213,7 +213,7 @@ def test_a_snapshot_that_training_writes_to_is_never_served(share, actor):
     live = actor._group._worker.engine.model.state_dict()
     torn = Snapshot(1, Copied(live, Copied.of(live.items()).digest))
     train(actor)
-    share.loop.run(rollout._publication.publish(torn))
+    share.loop.run(rollout._publication.publish(torn.weights()))
     with pytest.raises(WeightSyncError, match="version 1 was changed"):
         share.loop.run(play(rollout, "1/0/0/0", (1, 1)))
     with pytest.raises(WeightSyncError, match="version 1 was changed"):
