@@ -201,11 +201,11 @@ def test_evaluation_samples_as_its_own_section_says(answers):
 def test_the_rollout_has_made_room_before_the_log_asks_the_trainers_model(tmp_path, monkeypatch):
     """The log's log-probs are a forward of the model, on a device that the rollout's cache may fill."""
     events = []
-    for owner, name in ((RolloutHandle, "make_room"), (RolloutLog, "write"), (RolloutHandle, "sync_from")):
+    for owner, name in ((RolloutHandle, "make_room"), (RolloutLog, "write"), (RolloutHandle, "publish")):
         real = getattr(owner, name)
         monkeypatch.setattr(
             owner, name, lambda *given, real=real, name=name, **named: events.append(name) or real(*given, **named)
         )
     path = recipe(tmp_path, {"run": {"steps": 1}, "evaluation": {}})
     run_policy(load(PolicyRunConfig, path, []))
-    assert events == ["sync_from", "make_room", "write", "sync_from", "make_room"]  # the last one: for the export
+    assert events == ["publish", "make_room", "write", "publish", "make_room"]  # the last one: for the export
