@@ -31,8 +31,8 @@ from hone.trainers.run.recorder import Recorder
 from hone.trainers.run.roles import place_role, prepare_process
 from hone.types import Completion, GenerationRequest, Message, SamplingParams
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.publication import RolloutHandle
 from hone.workers.rollout import RolloutSpec, start_rollout
+from hone.workers.rollout_role import RolloutHandle
 from hone.workers.train import TrainSpec
 
 RUN_FILE, EXPORT = "config.yaml", "export"
