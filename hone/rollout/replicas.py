@@ -271,13 +271,14 @@ class ReplicaPool:
         up = [one for one in self.members if one.is_up]
         return bool(up) and all(one.version >= version for one in up)
 
-    def why_lost(self) -> str:
-        """Each replica with the reason why it does not serve."""
-        return "; ".join(f"{one.name}: {one.why}" for one in self.members)
-
     def describe(self) -> str:
-        """Each replica with its state and the version that it has proven, for an error."""
-        return ", ".join(f"{one.name} is {one.state} with {one.version}" for one in self.members)
+        """Each replica with its state, or the version that it has proven, or why it does not serve, for an error."""
+        return "; ".join(
+            f"{one.name} is {one.state} with {one.version}"
+            if one.state == "serving"
+            else f"{one.name} is {one.state}: {one.why}"
+            for one in self.members
+        )
 
     async def each(self, verb: str, *arguments: Any) -> None:
         """Call a verb on every replica that is up; one that turns out to be dead is revived, other failures raise."""

@@ -135,7 +135,7 @@ class Seats:
     def refuse(self, error: BaseException | None = None) -> None:
         """Every waiting request gets the error; without one, that no replica serves, and why."""
         for _, seat in self._take_all():
-            seat.set_exception(error or RuntimeError(f"no rollout replica is left ({self._pool.why_lost()})"))
+            seat.set_exception(error or RuntimeError(f"no rollout replica is left ({self._pool.describe()})"))
 
     def _take_all(self) -> list[_Waiting]:
         found = [one for some in self._waiting.values() for one in some if not one[1].done()]

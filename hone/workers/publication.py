@@ -120,7 +120,7 @@ class ToServers:
             self.check()
             if self._router.pool.are_all_lost:
                 raise WeightSyncError(
-                    f"no rollout replica is left to receive weight version {version}: {self._router.pool.why_lost()}"
+                    f"no rollout replica is left to receive weight version {version}: {self._router.pool.describe()}"
                 )
             if time.monotonic() > deadline:
                 raise TimeoutError(
