@@ -85,9 +85,10 @@ class Loop:
         self.run(asyncio.wait([asyncio.wrap_future(one, loop=self.clock) for one in futures]))
 
     def close(self):
-        for task in asyncio.all_tasks(self.clock):
-            task.cancel()
-        self.run(asyncio.sleep(0))
+        while tasks := asyncio.all_tasks(self.clock):  # the end of one may start another
+            for task in tasks:
+                task.cancel()
+            self.run(asyncio.wait(tasks))
         self.clock.close()
 
 
