@@ -319,6 +319,7 @@ class Trajectory:
     status: Status = Status.OK
     reward: float = 0.0  # meaningful only if status.trainable
     components: Mapping[str, float] = field(default_factory=dict)
+    printed: Mapping[str, str] = field(default_factory=dict)  # component -> what its function printed, shortened
     error: str = ""  # the reason, if status is a failure
     unfinished_tokens: int = 0  # of an answer that was cancelled: sampled and lost, as far as its engine knows
     episode: int = 0  # unique within the group; trajectories of one episode share it

@@ -88,27 +88,68 @@ def rollout_gap(run: Evidence) -> Iterator[Finding]:
     grows = gap.end() > max(0.02, 3 * gap.beginning())
     if not (grows or gap.end() > 0.1):
         return
-    probe = run.curve("correction/probe_max_abs_difference")
-    routed = run.curve("train/routes_replaced")
-    tries = []
-    if probe and probe.end() > 0.05:
-        tries.append("the probe text differs after a weight sync: weights.verify=probe names the tensors")
-    if routed or run.curve("train/router_entropy"):
-        tries.append("routers choose other experts: actor.moe.routing_replay=rollout")
-    if run.setting("rollout.sampling.top_p", 1.0) < 1 or run.setting("rollout.sampling.top_k", 0) > 0:
-        tries.append("sampling cuts the vocabulary: rollout.sampling.top_p=1 rollout.sampling.top_k=0")
-    if run.setting("asynchrony.staleness", 0):
-        tries.append("old weights sampled the tokens: compare with asynchrony.staleness=0")
-    tries += ["actor.head_dtype=float32", "algorithm.correction.weights=token algorithm.correction.truncate=2"]
+    causes = list(_causes_of_gap(run, gap.end()))
     meaning = (
-        "Both sides should give the same log-probs. A gap from the start is precision, sampling or tokens; a growing "
-        "one is weights or routing."
+        f"Both sides should give the same log-probs. Likely, from the metrics and settings: {causes[0][0]}."
+        if causes
+        else "Both sides should give the same log-probs; without another sign, a gap is precision or the kernels."
     )
+    tries = [remedy for _, remedy in causes]
+    tries += ["actor.head_dtype=float32", "algorithm.correction.weights=token algorithm.correction.truncate=2"]
     seen = f"correction/mean_abs_difference {_from_to(gap)} nats"
     title = "the gap between rollout and trainer grows" if grows else "rollout and trainer disagree"
     yield Finding(
         "hurts", title, seen, meaning, tuple(tries), ("correction/mean_abs_difference", "correction/outside_band")
     )
+
+
+def _causes_of_gap(run: Evidence, gap: float) -> Iterator[tuple[str, str]]:
+    """Causes of a gap that the run shows signs of, and what to try; the surest first."""
+    probe, largest = (run.curve(f"correction/{name}") for name in ("probe_max_abs_difference", "max_abs_difference"))
+    top_k = run.setting("rollout.sampling.top_k") or 0
+    if run.setting("rollout.sampling.top_p", 1.0) < 1 or top_k > 0 or run.setting("rollout.sampling.min_p", 0.0) > 0:
+        yield (
+            "the sampling support, because sampling cuts the vocabulary",
+            "rollout.sampling.top_p=1 rollout.sampling.top_k=0 rollout.sampling.min_p=0",
+        )
+    if len(probe) >= 3 and probe.end() > 0.05:
+        yield "the weights, because the probe differs after a sync", "weights.verify=probe names the tensors"
+    if run.curve("train/routes_replaced") or run.curve("train/router_entropy"):
+        yield "the router, because experts are chosen twice", "actor.moe.routing_replay=rollout"
+    if run.setting("asynchrony.staleness", 0):
+        yield "old weights, because answers are drawn ahead", "compare with asynchrony.staleness=0"
+    if len(largest) >= 3 and largest.end() > max(5.0, 20 * gap):
+        yield (
+            "tokenisation or the end token, because single tokens differ by far",
+            "in the report, sort answers by max gap and look at their coloured tokens",
+        )
+    dtypes = {str(run.setting("actor.compute_dtype", "")), str(run.setting("rollout.builtin.dtype", ""))} - {"", "auto"}
+    if len(dtypes) > 1:
+        yield f"precision, because the sides compute in {' and '.join(sorted(dtypes))}", "one dtype on both sides"
+
+
+def dominating_reward(run: Evidence) -> Iterator[Finding]:
+    """One part of the reward makes nearly all of the differences within groups."""
+    prefix = "rollout/reward_spread/"
+    parts = {name.removeprefix(prefix): run.curve(name).last(RECENT) for name in run.names(prefix)}
+    weights = {name: abs(run.setting(f"reward.components.{name}.weight", 1.0)) for name in parts}
+    spreads = {name: weights[name] * curve.level() for name, curve in parts.items() if len(curve) >= 3}
+    total = sum(spreads.values())
+    if len([name for name in spreads if weights[name]]) < 2 or total <= 0:
+        return
+    name = max(spreads, key=lambda one: spreads[one])
+    share = spreads[name] / total
+    if share > 0.9:
+        tries = (
+            f"a lower reward.components.{name}.weight",
+            "algorithm.advantage.name=gdpo (each part is normalised alone)",
+            "remove parts that no answer gets or all get",
+        )
+        seen = f"{name}, of {len(spreads)} parts, makes {share:.0%} of the spread within groups (last {RECENT} steps)"
+        meaning = "Advantages follow this part alone, so the policy does not learn from the others."
+        yield Finding(
+            "note", "one part of the reward dominates", seen, meaning, tries, (f"{prefix}{name}", f"reward/{name}")
+        )
 
 
 def rewards_at_odds(run: Evidence) -> Iterator[Finding]:
@@ -195,6 +236,7 @@ RULES = (
     gradient_spikes,
     no_gradient,
     rollout_gap,
+    dominating_reward,
     rewards_at_odds,
     evaluation_falls,
     stale_at_the_bound,

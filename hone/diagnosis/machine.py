@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from statistics import median
+from statistics import median, mode
 
 from hone.diagnosis.evidence import Evidence, Finding
+from hone.diagnosis.trends import RECENT
+from hone.tracking.report.rundata import IN_PHASE, cause_of
 
 MEMORY_WORDS = ("out of memory", "outofmemory", "memoryerror", "cannot allocate memory", "defaultcpuallocator")
 PHASES = ("generate", "reward", "forward", "backward", "weight_sync", "trainer_wait")
 FULL_DISK = 0.03
+SLOW_REPLICA = 0.5
+"""Share of the speed of the others."""
 
 
 def out_of_memory(run: Evidence) -> Iterator[Finding]:
     """The run ended because memory was short."""
-    text = run.failure.lower()
-    if not any(words in text for words in MEMORY_WORDS):
+    if not any(words in run.failure.lower() for words in MEMORY_WORDS):
         return
-    where = next((phase for phase in ("generate", "backward", "forward", "weight") if f"in {phase}" in text), "")
+    phases = [line.removeprefix(IN_PHASE) for line in run.failure.splitlines() if line.startswith(IN_PHASE)]
+    where = f" in {phases[0]}" if phases else ""  # the innermost
     tokens = run.setting("actor.max_tokens_per_microbatch")
     tries = [f"actor.max_tokens_per_microbatch={tokens // 2}"] if isinstance(tokens, int) else []
     if not run.setting("actor.activation_checkpointing", False):
@@ -30,11 +34,10 @@ def out_of_memory(run: Evidence) -> Iterator[Finding]:
         tries.append(f"rollout.builtin.kv_cache_tokens={kept // 2}")
     else:
         tries.append("a lower rollout.engine.gpu_memory_utilization")
-    last = run.failure.strip().splitlines()[-1][:200]
     yield Finding(
         "stops",
-        f"out of memory{f' in {where}' if where else ''}",
-        last,
+        f"out of memory{where}",
+        cause_of(run.failure)[:200],
         "Weights, optimizer state, activations of one micro-batch and the KV cache share the memory; "
         "`hone plan` computes them, by phase.",
         tuple(tries),
@@ -44,12 +47,17 @@ def out_of_memory(run: Evidence) -> Iterator[Finding]:
 def ended_in_an_error(run: Evidence) -> Iterator[Finding]:
     """The run failed for another reason than memory."""
     if run.failure and not any(words in run.failure.lower() for words in MEMORY_WORDS):
-        last = run.failure.strip().splitlines()[-1][:300]
         tries = (
             f"read {run.folder / 'failure.txt'}",
             "run the same command again: it continues from the last checkpoint",
         )
-        yield Finding("stops", "the run ended in an error", last, "The traceback names the part that failed.", tries)
+        yield Finding(
+            "stops",
+            "the run ended in an error",
+            cause_of(run.failure)[:300],
+            "The traceback names the part that failed.",
+            tries,
+        )
 
 
 def throughput_fell(run: Evidence) -> Iterator[Finding]:
@@ -69,6 +77,9 @@ def throughput_fell(run: Evidence) -> Iterator[Finding]:
             grown.append((median(new) - median(old), phase, median(old), median(new)))
     slow = max(grown, default=None)
     cause = f"; perf/{slow[1]}_s grew from {slow[2]:.3g} to {slow[3]:.3g} s" if slow else ""
+    slowest = next(iter(replica_is_slow(run)), None)
+    if slowest is not None:
+        cause += f"; {slowest.seen}"
     tries = {
         "generate": (
             "longer answers take longer: see rollout/response_length",
@@ -108,6 +119,20 @@ def servers_restarted(run: Evidence) -> Iterator[Finding]:
     )
     meaning = "A server crashed, hung, or was killed for its memory. The run went on with the others."
     yield Finding("hurts", "a rollout server failed", seen, meaning, tries, ("rollout/replica_restarts",))
+
+
+def replica_is_slow(run: Evidence) -> Iterator[Finding]:
+    """One rollout replica generates far more slowly than the others."""
+    speed, which = (run.curve(f"perf/slowest_replica{end}").last(RECENT) for end in ("_speed", ""))
+    if len(speed) >= 3 and speed.level() < SLOW_REPLICA:
+        number = mode(int(point.value) for point in which)
+        tries = (
+            f"read servers/*.log of replica {number}, and look at the load and clock of its device",
+            "rollout.replicas on equal devices",
+        )
+        seen = f"replica {number} generates at {speed.level():.0%} of the speed of the others (last {len(speed)} steps)"
+        meaning = "Every step waits for its answers: a shared, throttled or failing device, or a longer queue there."
+        yield Finding("hurts", "a rollout replica is slow", seen, meaning, tries, ("perf/slowest_replica_speed",))
 
 
 def trainer_waits(run: Evidence) -> Iterator[Finding]:
@@ -159,6 +184,7 @@ RULES = (
     ended_in_an_error,
     throughput_fell,
     servers_restarted,
+    replica_is_slow,
     trainer_waits,
     servers_idle,
     driver_is_slow,

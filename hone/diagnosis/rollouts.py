@@ -58,6 +58,20 @@ def answers_are_cut(run: Evidence) -> Iterator[Finding]:
         )
 
 
+def answers_explode(run: Evidence) -> Iterator[Finding]:
+    """Answers became several times as long."""
+    length = run.curve("rollout/response_length")
+    if length.long and length.end() > max(3 * length.beginning(), 16):
+        tries = (
+            "read the longest answers in the report: do they repeat themselves?",
+            "algorithm.overlong.buffer_fraction=0.2 (a penalty near the limit)",
+            "a loss that does not favour long answers: algorithm.aggregation.mode=token_mean",
+        )
+        seen = f"rollout/response_length {length.beginning():.0f} -> {length.end():.0f} tokens"
+        meaning = "Long answers pay, or the policy has lost its end token. Steps become slow, and answers will be cut."
+        yield Finding("note", "answers grow several times", seen, meaning, tries, ("rollout/response_length",))
+
+
 def answers_shrink(run: Evidence) -> Iterator[Finding]:
     """Answers became very short."""
     length = run.curve("rollout/response_length")
@@ -111,6 +125,7 @@ RULES = (
     rewards_fail,
     every_reward_is_zero,
     answers_are_cut,
+    answers_explode,
     answers_shrink,
     groups_without_variance,
     data_repeats,

@@ -49,6 +49,7 @@ class Outcome:
     error: str = ""
     late: bool = False
     seconds: float = 0.0
+    printed: str = ""  # by the function
     answers: tuple[Outcome, ...] = ()  # of a call for a whole group: one for each answer, unless the call failed
 
     def of_each(self, answers: int) -> tuple[Outcome, ...]:
@@ -385,7 +386,7 @@ def _outcome(reply: Mapping[str, Any], timeout_s: float) -> tuple[int, Outcome]:
     try:
         index, seconds = int(reply["item"]), float(reply["seconds"])
         if reply.get("late"):
-            return index, _late(timeout_s)
+            return index, replace(_late(timeout_s), printed=str(reply.get("printed", "")))
         if "answers" in reply:
             return index, Outcome(seconds=seconds, answers=tuple(_value(one) for one in reply["answers"]))
         return index, replace(_value(reply), seconds=seconds)
@@ -394,9 +395,10 @@ def _outcome(reply: Mapping[str, Any], timeout_s: float) -> tuple[int, Outcome]:
 
 
 def _value(reply: Mapping[str, Any]) -> Outcome:
+    printed = str(reply.get("printed", ""))
     if "error" in reply:
-        return Outcome(error=str(reply["error"]))
-    return Outcome(float(reply["value"]), {str(name): float(value) for name, value in reply["parts"].items()})
+        return Outcome(error=str(reply["error"]), printed=printed)
+    return Outcome(float(reply["value"]), {str(k): float(v) for k, v in reply["parts"].items()}, printed=printed)
 
 
 def _late(timeout_s: float) -> Outcome:

@@ -172,6 +172,8 @@ class Rubric:
         errors = [f"{name}: {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
         fresh = flatten({name: outcome for name, outcome in outcomes.items() if not outcome.error})
         components = {**trajectory.components, **fresh}
+        if printed := {name: outcome.printed for name, outcome in outcomes.items() if outcome.printed}:
+            trajectory = trajectory.with_(printed={**trajectory.printed, **printed})
         if not errors and not self._weights.keys() <= components.keys():
             return trajectory.with_(reward=math.nan, components=components)  # a colocated model has not scored it yet
         reward = math.nan if errors else sum(weight * components[name] for name, weight in self._weights.items())

@@ -4,6 +4,7 @@
                                                              "needs_ground_truth", "whole_groups": ...} or {"error"}
     request  {"component": name, "items": [[response, role, ground_truth, row], ...]}
     reply    {"item": i, "value", "parts", "seconds"}  or  {"item": i, "error", "late", "seconds"}    as each is done
+             "printed" is there if the function printed something
 
 For a component that scores whole groups, `response` and `role` are lists, and a reply has one answer for each entry:
 
@@ -24,6 +25,7 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping
+from contextvars import copy_context
 from typing import Any
 
 from hone import machine
@@ -31,11 +33,13 @@ from hone.processes.frames import Frame
 from hone.processes.request_loop import RequestLoop
 from hone.rewards.base import BadReward, LoadedReward, describe, judge, judge_group, load_reward
 from hone.rewards.binding import Case
+from hone.rewards.hosting.printed import Printed, one_call, watch_output
 
 
 def main() -> None:
     """Serve until hone closes the socket or is gone."""
     loop = RequestLoop()
+    watch_output()
     limit_memory(machine.memory()[0] // 2)
     requests = loop.requests()
     with asyncio.Runner() as runner:
@@ -84,14 +88,15 @@ class RewardWorker:
     def _call(self, reward: LoadedReward, item: list[Any]) -> dict[str, Any]:
         _seed(item[0])
         began = time.perf_counter()
-        try:
-            returned = reward.call(Case(*item))
-            if inspect.isawaitable(returned):
-                returned = self._runner.run(_wait(returned))
-            answer = _verdict(reward, item, returned)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code: reported, never scored
-            answer = {"error": describe(error)}
-        return {**answer, "seconds": time.perf_counter() - began}
+        with one_call() as printed:
+            try:
+                returned = reward.call(Case(*item))
+                if inspect.isawaitable(returned):
+                    returned = self._runner.run(_wait(returned), context=copy_context())
+                answer = _verdict(reward, item, returned)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code: reported, never scored
+                answer = {"error": describe(error)}
+        return {**_with_printed(answer, printed), "seconds": time.perf_counter() - began}
 
     async def _serve_together(self, reward: LoadedReward, batch: int, items: list[list[Any]]) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -101,12 +106,14 @@ class RewardWorker:
     async def _serve_waiting(self, reward: LoadedReward, batch: int, index: int, item: list[Any]) -> None:
         began = time.perf_counter()
         deadline = asyncio.timeout(self._timeouts[reward.name])
-        try:
-            async with deadline:
-                answer = _verdict(reward, item, await reward.call(Case(*item)))
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as above
-            late = deadline.expired()
-            answer = {"error": "" if late else describe(error), "late": late}
+        with one_call() as printed:
+            try:
+                async with deadline:
+                    answer = _verdict(reward, item, await reward.call(Case(*item)))
+            except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as above
+                late = deadline.expired()
+                answer = {"error": "" if late else describe(error), "late": late}
+        answer = _with_printed(answer, printed)
         self._loop.reply(batch, {"item": index, **answer, "seconds": time.perf_counter() - began})
 
 
@@ -118,6 +125,16 @@ def _verdict(reward: LoadedReward, item: list[Any], returned: Any) -> dict[str, 
     if not reward.binding.whole_group:
         return _value(judge(returned))
     return {"answers": [_value(one) for one in judge_group(returned, len(item[0]))]}
+
+
+def _with_printed(answer: dict[str, Any], printed: Printed) -> dict[str, Any]:
+    """The answer with what its function printed; each answer of a group has all that the call printed."""
+    text = str(printed)
+    if not text:
+        return answer
+    if "answers" in answer:
+        return {"answers": [{**one, "printed": text} for one in answer["answers"]]}
+    return {**answer, "printed": text}
 
 
 def _value(judged: tuple[float, dict[str, float]] | Exception) -> dict[str, Any]:

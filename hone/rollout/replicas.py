@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import mean
+from statistics import mean, median
 from typing import Any, Literal
 
 from hone.processes.restarts import Restarts
@@ -317,7 +317,18 @@ class ReplicaPool:
             "perf/rollout_utilisation": Metric.mean(1 - idle_s / max(seconds, idle_s, SHORTEST_S), seconds),
             "rollout/replicas_serving": Metric.min(sum(one.state in ("serving", "updating") for one in self.members)),
             "rollout/replica_restarts": Metric.sum(restarted),
+            **_slowest([one.get("perf/rollout_tokens_per_s") for one in own]),
         }
+
+
+def _slowest(speeds: Sequence[Metric | None]) -> Metrics:
+    """The replica with the lowest speed, and its share of the median speed; empty if fewer than two have generated."""
+    known = {number: one.value for number, one in enumerate(speeds) if one is not None}
+    if len(known) < 2:
+        return {}
+    slowest = min(known, key=lambda number: known[number])
+    share = known[slowest] / max(median(one for number, one in known.items() if number != slowest), SHORTEST_S)
+    return {"perf/slowest_replica": Metric.max(slowest), "perf/slowest_replica_speed": Metric.min(share)}
 
 
 def _blame(running: set[PendingRequest]) -> None:

@@ -78,6 +78,9 @@ _REWARD = (
     Described("reward/min", "", MIN, "smallest reward of the step's answers"),
     Described("reward/<component>", "", MEAN, "one component of the reward, before its weight", own=True),
     Described("reward/<component>/<part>", "", MEAN, "a part that a reward function returned by name", own=True),
+    Described(
+        "rollout/reward_spread/<component>", "", MEAN, "standard deviation of a component within a group", own=True
+    ),
     Described("reward/scored", "answers", SUM, "answers that were scored"),
     Described("reward/failed", "answers", SUM, "answers whose reward failed; they are not trained on"),
     Described("reward/timeouts", "calls", SUM, "reward calls that took longer than their timeout_s"),
@@ -269,6 +272,8 @@ _PERF = (
     Described("perf/driver_fraction", "share", MEAN, "perf/driver_s as a share of the step"),
     Described("perf/tokens_per_s", "tokens/s", MEAN, "tokens of the batch, prompts included, over the step's time"),
     Described("perf/rollout_tokens_per_s", "tokens/s", MEAN, "sampled tokens over the engine's time at work"),
+    Described("perf/slowest_replica", "", MAX, "number of the replica that generates most slowly, from 0"),
+    Described("perf/slowest_replica_speed", "share", MIN, "its tokens per second over the median of the others"),
     Described("perf/rollout_busy_seconds", "s", SUM, "time at work of the rollout engines"),
     Described("perf/trainer_utilisation", "share", MEAN, "step without generation, rewards, waiting for answers"),
     Described("perf/rollout_utilisation", "share", MEAN, "time in which a replica had a request, mean over replicas"),

@@ -33,7 +33,7 @@ from hone.tracking.base import (
     printable,
 )
 from hone.tracking.facts import RUN_FILE, write_facts
-from hone.tracking.rollouts import Decode, TokenTexts, TrainerLogprobs, places_to_keep, rollout_record
+from hone.tracking.rollouts import NONE, ByPlace, Decode, TokenTexts, places_to_keep, rollout_record
 from hone.tracking.settings import JsonlSettings, TrackerSettings, TrackingConfig
 from hone.tracking.trackers.background import Background
 from hone.tracking.trackers.jsonl import LEFT_OUT, JsonlTracker
@@ -109,14 +109,9 @@ class Tracking:
             self._try(name, lambda tracker: tracker.log(step, figures))
         self._last_step = step
 
-    def rollouts(
-        self, step: int, groups: Sequence[TrajectoryGroup], trainer_logprobs: TrainerLogprobs | None = None
-    ) -> None:
-        """Write `rollouts_per_step` of a step's training trajectories. Called before `log`.
-
-        `trainer_logprobs` may cover any of them: (group, trajectory in the group) -> one log-prob per token.
-        """
-        self._write_rollouts(step, None, groups, trainer_logprobs or {})
+    def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], of_trainer: ByPlace | None = None) -> None:
+        """Write `rollouts_per_step` of a step's training trajectories, before `log`; `of_trainer` may lack some."""
+        self._write_rollouts(step, None, groups, of_trainer or {})
 
     def evaluated(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
         """Write `rollouts_per_step` of an evaluation set, of the same prompts each time. Called before `log`."""
@@ -188,19 +183,20 @@ class Tracking:
             self._switch_off(name, error)
 
     def _switch_off(self, name: str, error: Exception) -> None:
-        self._trackers.pop(name, None)
+        tracker = self._trackers.pop(name, None)
         self._failed += 1
         self.message(f"{_sentence(name, error)}; it is switched off, and the run continues")
+        if tracker is not None and not tracker.own_thread:  # others close themselves, in their thread
+            with suppress(Exception):
+                tracker.close()
 
-    def _write_rollouts(
-        self, step: int, set_name: str | None, groups: Sequence[TrajectoryGroup], logprobs: TrainerLogprobs
-    ) -> None:
+    def _write_rollouts(self, step: int, place: str | None, groups: Sequence[TrajectoryGroup], known: ByPlace) -> None:
         if self._texts is None:
             raise ValueError("cannot write rollouts: this Tracking was built without `decode`")
         keep = self._config.rollouts_per_step  # read here: a run without rollouts has no use for it
         records = [
-            {"step": step, "set": set_name, **rollout_record(groups[i], j, self._texts, logprobs.get((i, j)))}
-            for i, j in places_to_keep(groups, None if keep == "all" else keep, step if set_name is None else 0)
+            {"step": step, "set": place, **rollout_record(groups[i], j, self._texts, known.get((i, j), NONE))}
+            for i, j in places_to_keep(groups, None if keep == "all" else keep, step if place is None else 0)
         ]
         for name in list(self._trackers):
             self._try(name, lambda tracker: tracker.rollouts(step, records))

@@ -61,12 +61,15 @@ class Timer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of the block in `perf/<name>_s`."""
+        """Count the time of the block in `perf/<name>_s`. An error of the block gets a note with the phase."""
         self._charge()
         self._running.append(name)
         self._show(name)
         try:
             yield
+        except Exception as error:
+            error.add_note(f"in phase {name}")  # `hone diagnose` reads it in the traceback
+            raise
         finally:
             self._charge()
             self._running.pop()

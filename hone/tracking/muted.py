@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hone.tracking.hub import Tracking
-from hone.tracking.rollouts import TrainerLogprobs
+from hone.tracking.rollouts import ByPlace
 from hone.types import TrajectoryGroup
 
 
@@ -18,9 +18,7 @@ class MutedTracking(Tracking):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Do nothing: the first rank logs it."""
 
-    def rollouts(
-        self, step: int, groups: Sequence[TrajectoryGroup], trainer_logprobs: TrainerLogprobs | None = None
-    ) -> None:
+    def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], of_trainer: ByPlace | None = None) -> None:
         """Do nothing: the first rank writes it."""
 
     def evaluated(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:

@@ -9,15 +9,23 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from hone.types import FAILED, Trajectory, TrajectoryGroup
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text: a tokenizer's `decode` that keeps special tokens."""
 
-TrainerLogprobs = Mapping[tuple[int, int], Sequence[float]]
-"""(group, trajectory in the group) -> the trainer's log-prob of every token, aligned with `token_ids`."""
+
+class OfTrainer(NamedTuple):
+    """A number for each token of a trajectory, aligned with `token_ids`; None: the trainer computed none."""
+
+    logprobs: Sequence[float] | None = None
+    advantages: Sequence[float] | None = None
+
+
+NONE = OfTrainer()
+ByPlace = Mapping[tuple[int, int], OfTrainer]  # by group, and trajectory in the group
 
 _DIGITS = 7  # log-probs are float32 sums; more digits would be noise, and they take most of the file
 
@@ -76,15 +84,15 @@ def places_to_keep(groups: Sequence[TrajectoryGroup], keep: int | None, step: in
 
 
 def rollout_record(
-    group: TrajectoryGroup, position: int, texts: TokenTexts, trainer_logprobs: Sequence[float] | None = None
+    group: TrajectoryGroup, position: int, texts: TokenTexts, trainer: OfTrainer = NONE
 ) -> dict[str, Any]:
     """One line of `rollouts.jsonl.gz`; the caller prepends the step and the evaluation set (null: training).
 
     Lists per token (`token_ids`, `tokens`, `rollout_logprobs`, `logprob_gap`) cover everything after the prompt.
     Log-probs are null for tokens that the policy did not sample. `logprob_gap` is trainer minus rollout, or null if the
-    trainer computed no log-probs. A failed trajectory was not scored: its reward is null. `weight_versions` is
-    run-length encoded: [version, number of sampled tokens]. `conversation` has what was said, called and read in each
-    turn, if there are several turns or calls.
+    trainer computed no log-probs. `advantages` is one number if all sampled tokens have the same. A failed trajectory
+    was not scored: its reward is null. `weight_versions` is run-length encoded: [version, number of sampled tokens].
+    `conversation` has what was said, called and read in each turn, if there are several turns or calls.
     """
     trajectory = group.trajectories[position]
     start = trajectory.prompt_length
@@ -99,6 +107,8 @@ def rollout_record(
         "stop_reason": str(trajectory.stop_reason),
         "reward": trajectory.reward if trajectory.status.trainable else None,
         "components": dict(trajectory.components),
+        "printed": dict(trajectory.printed),
+        "advantages": _shared(trainer.advantages and _where(sampled, trainer.advantages[start:])),
         "error": trajectory.error,
         "question": _question(group),
         "prompt": texts.joined(prompt_ids),
@@ -112,7 +122,7 @@ def rollout_record(
         "token_ids": list(token_ids),
         "tokens": texts(token_ids),
         "rollout_logprobs": _where(sampled, trajectory.rollout_logprobs[start:]),
-        "logprob_gap": _gap(trajectory, sampled, trainer_logprobs),
+        "logprob_gap": _gap(trajectory, sampled, trainer.logprobs),
     }
 
 
@@ -149,6 +159,12 @@ def _spans(trajectory: Trajectory) -> list[list[int]]:
 
 def _where(sampled: Sequence[bool], values: Sequence[float]) -> list[float | None]:
     return [_rounded(value) if mask else None for mask, value in zip(sampled, values, strict=True)]
+
+
+def _shared(values: list[float | None] | Sequence[float] | None) -> Any:
+    """The only number among the values, or all of them."""
+    numbers = {value for value in values or () if value is not None}
+    return numbers.pop() if len(numbers) == 1 else values
 
 
 def _rounded(value: float) -> float:

@@ -19,6 +19,7 @@ from hone.tracking.base import Interrupted, RunInfo, Tracker, TrackingError
 from hone.tracking.facts import RUN_FILE
 from hone.tracking.hub import Tracking
 from hone.tracking.report.build import build_report
+from hone.tracking.rollouts import OfTrainer
 from hone.tracking.settings import TrackerSettings, TrackingConfig
 from hone.tracking.trackers.jsonl import METRICS_FILE, ROLLOUTS_FILE, read_metrics
 from hone.types import Status
@@ -109,7 +110,7 @@ def wait_for(condition):
 
 def test_a_step_and_its_rollouts_reach_every_tracker(start, tmp_path, group, lines):
     hub = start("jsonl", "recording")
-    hub.rollouts(1, [group((3,), (4,))], {(0, 1): (0.0, 0.0, -0.75)})
+    hub.rollouts(1, [group((3,), (4,))], {(0, 1): OfTrainer((0.0, 0.0, -0.75))})
     hub.evaluated(1, "held_out", [group((5, 6))])
     hub.log(1, {"reward/mean": 0.5})
     hub.close()

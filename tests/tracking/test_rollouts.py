@@ -4,14 +4,15 @@ import math
 
 import pytest
 
-from hone.tracking.rollouts import TokenTexts, places_to_keep, rollout_record, spread
+from hone.tracking.report.rows import advantage_of
+from hone.tracking.rollouts import OfTrainer, TokenTexts, places_to_keep, rollout_record, spread
 from hone.types import Called, Status, TrajectoryGroup, TurnSpan
 
 from .conftest import decode
 
 
 def test_a_record_tells_the_answer_token_by_token(group):
-    record = rollout_record(group((5,), (3, 4, 8)), 1, TokenTexts(decode), (0.0, 0.0, -0.5, -1.25, -1.5))
+    record = rollout_record(group((5,), (3, 4, 8)), 1, TokenTexts(decode), OfTrainer((0.0, 0.0, -0.5, -1.25, -1.5)))
     assert record == {
         "prompt_id": "sort/1",
         "draw": 4,
@@ -20,6 +21,8 @@ def test_a_record_tells_the_answer_token_by_token(group):
         "status": "ok",
         "stop_reason": "stop",
         "reward": 0.25,
+        "printed": {},
+        "advantages": None,
         "components": {"exact_match": 1.0},
         "error": "",
         "question": "Sort:",
@@ -41,7 +44,7 @@ def test_a_record_tells_the_answer_token_by_token(group):
 def test_observed_tokens_have_no_logprob(group):
     made = group((3, 5, 4))
     trajectory = made.trajectories[0].with_(loss_mask=(0, 0, 1, 0, 1), weight_versions=(-1, -1, 7, -1, 8))
-    record = rollout_record(type(made)(made.prompt, (trajectory,)), 0, TokenTexts(decode), (0.0,) * 5)
+    record = rollout_record(type(made)(made.prompt, (trajectory,)), 0, TokenTexts(decode), OfTrainer((0.0,) * 5))
     assert record["rollout_logprobs"] == [-0.5, None, -1.5]
     assert record["logprob_gap"] == [0.5, None, 1.5]
     assert record["weight_versions"] == [[7, 1], [8, 1]]
@@ -60,9 +63,16 @@ def test_logprobs_that_are_not_finite_stay_so(group):
     assert record["rollout_logprobs"] == [-math.inf]
 
 
+def test_an_advantage_is_one_number_where_tokens_share_it(group):
+    shared, of_tokens = OfTrainer(None, (0.0, 0.0, 0.5, 0.5, 0.5)), OfTrainer(None, (0.0, 0.0, 0.5, -0.25, 1.0))
+    given = [rollout_record(group((3, 4, 8)), 0, TokenTexts(decode), one) for one in (shared, of_tokens, OfTrainer())]
+    assert [one["advantages"] for one in given] == [0.5, [0.5, -0.25, 1.0], None]
+    assert [advantage_of(one) for one in given] == [0.5, pytest.approx(1.25 / 3, abs=1e-6), None]
+
+
 def test_trainer_logprobs_of_another_length_are_an_error(group):
     with pytest.raises(ValueError, match="sort/1 sample 0: 2 trainer log-probs for 3 tokens"):
-        rollout_record(group((3,)), 0, TokenTexts(decode), (0.0, 0.0))
+        rollout_record(group((3,)), 0, TokenTexts(decode), OfTrainer((0.0, 0.0)))
 
 
 def test_each_token_is_decoded_once():

@@ -21,6 +21,7 @@ def rollout(step, prompt=0, sample=0, **changes):
     return {
         "step": step, "set": None, "prompt_id": f"p/{prompt}", "draw": step, "sample": sample, "role": "",
         "status": "ok", "stop_reason": "stop", "reward": 0.5, "components": {"right": 0.5}, "error": "",
+        "printed": {"right": "<i>compared</i>"}, "advantages": -1.0 if sample == 0 else 0.0 if sample == 1 else 1.0,
         "question": f"what is {prompt}?", "prompt": f"<|system|>be kind<|user|>what is {prompt}?",
         "response": f"It is {step}.", "ground_truth": 1, "response_length": 2, "turns": 1, "conversation": [],
         "weight_versions": [[step - 1, 2]], "prompt_token_ids": [1], "token_ids": [1, 2], "tokens": ["It", " is"],
@@ -203,6 +204,7 @@ def test_rollouts_are_filtered_sorted_and_paged(index):
     relative = index.find(Query(sort="relative", count=1))["rows"][0]
     assert (relative["mean"], relative["relative"], relative["members"]) == (0.5, 0.5, 3)
     assert relative["worst"] == 3e-5
+    assert [row["advantage"] for row in index.find(Query(sort="advantage", count=9))["rows"]] == [1.0] * 8 + [0.0]
 
 
 def test_answers_to_one_prompt_are_together(index):
@@ -226,6 +228,7 @@ def test_a_rollout_is_read_with_its_group_and_tokens(index):
     group = index.group(number)
     assert [row["id"] for row in group] == ["p/1 #0", "p/1 #1", "p/1 #2"]
     assert group[1]["number"] == number
+    assert (group[1]["advantage"], group[1]["printed"]) == (0.0, {"right": "<i>compared</i>"})
     assert (group[1]["tokens"], group[1]["gap"]) == (["It", " is"], [1e-5, -3e-5])
     assert index.group(999) == []
 

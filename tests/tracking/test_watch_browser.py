@@ -132,6 +132,10 @@ async def follow(runs, tmp_path):
             )
             await page.until("document.body.dataset.rows === '3'")
             await page.until("document.querySelectorAll('.siblings button').length === 4")
+            read = await page.run("document.querySelector('.detail').innerText")
+            assert "right printed\n<i>compared</i>" in read
+            assert "advantage −1.00" in read or "advantage −1" in read
+            assert "advantage" in await page.run("document.querySelector('.rollouts thead').innerText")
             await page.run("document.querySelector('.beside-button').click()")
             assert await page.run("document.querySelectorAll('.answer').length") == 3
             link = await page.run("document.querySelector('.detail h3 a').href")

@@ -18,7 +18,7 @@ from hone.tracking.base import FINISHED, INTERRUPTED
 from hone.tracking.names import POLICY_LOSS, Headline, held_out_headlines, training_headlines
 from hone.tracking.report.charts import explained
 from hone.tracking.report.prediction import prediction_section
-from hone.tracking.report.rundata import RunData
+from hone.tracking.report.rundata import RunData, cause_of
 
 LONGEST_S = 1e9  # that is shown: thirty years
 COMMANDS = {"rl": "train", "sft": "sft", "prefer": "prefer", "reward_model": "reward-model", "distill": "distill"}
@@ -137,8 +137,7 @@ def _badge(data: RunData) -> str:
 def _failure(data: RunData) -> str:
     """Why a run failed, how to continue it, and the traceback."""
     outcome = str(data.facts.get("outcome") or "")
-    last = next((line for line in reversed(data.failure.splitlines()) if line.strip()), "")
-    cause = outcome.removeprefix("failed: ") if outcome.startswith("failed: ") else last
+    cause = outcome.removeprefix("failed: ") if outcome.startswith("failed: ") else cause_of(data.failure)
     if not cause:
         return ""
     settings = settings_of(data.config)

@@ -32,6 +32,9 @@ def rollout_row(number: int, record: Mapping[str, Any]) -> dict[str, Any]:
         "stop": str(record.get("stop_reason", "")),
         "reward": _number(record.get("reward")),
         "components": {str(k): _number(v) for k, v in (record.get("components") or {}).items()},
+        "printed": {str(name): cut(text) for name, text in (record.get("printed") or {}).items()},
+        "advantage": advantage_of(record),
+        "advantages": _digits(given, 4) if isinstance(given := record.get("advantages"), list) else None,
         "error": record.get("error", ""),
         "question": cut(record.get("question") or prompt),
         "prompt": cut(prompt),
@@ -45,6 +48,15 @@ def rollout_row(number: int, record: Mapping[str, Any]) -> dict[str, Any]:
         "gap": None if gap is None else _digits(gap, 3),
         "hidden": max(len(tokens) - MAX_TOKENS, 0),
     }
+
+
+def advantage_of(record: Mapping[str, Any]) -> float | str | None:
+    """The advantage of a rollout, the mean where its tokens have different ones; None if the record has none."""
+    given = record.get("advantages")
+    if not isinstance(given, list):
+        return _number(given)
+    numbers = [number for one in given if (number := to_float(one)) is not None]
+    return short(math.fsum(numbers) / len(numbers)) if numbers else None
 
 
 def short(value: float, digits: int = 6) -> float | str:

@@ -28,6 +28,7 @@ from hone.tracking.trackers.jsonl import (
 )
 
 CONFIG_FILE = "config.yaml"
+IN_PHASE = "in phase "  # begins the note that `Timer.phase` adds to an error
 
 MAX_POINTS = 2_000  # per curve; more are thinned to the minimum and maximum of each interval
 MAX_COLUMNS = 300  # of the chart of a step's time
@@ -165,6 +166,12 @@ def read_failure(run_dir: Path) -> str:
     if not path.is_file() or (facts.is_file() and path.stat().st_mtime_ns < facts.stat().st_mtime_ns):
         return ""
     return path.read_text(encoding="utf-8", errors="replace")[-MAX_TEXT:]
+
+
+def cause_of(failure: str) -> str:
+    """The line of a traceback that names the error; the notes below it name the phase."""
+    lines = (line for line in reversed(failure.splitlines()) if line.strip() and not line.startswith(IN_PHASE))
+    return next(lines, "")
 
 
 def read_text(path: Path, notes: list[str]) -> str:

@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from hone.tracking.base import FINISHED, RolloutRecord, Tracker, TrackingError
 
@@ -32,6 +33,7 @@ class Background(Tracker):
         self._outcome = FINISHED
         self._busy_since: float | None = time.monotonic()
         self._ready = threading.Event()
+        self._given_up = threading.Event()  # the run calls no more, and does not wait for the end
         self._thread = threading.Thread(target=self._serve, args=(build,), name=f"tracker {name}", daemon=True)
         self._thread.start()
         if not self._ready.wait(timeout_s):
@@ -50,10 +52,12 @@ class Background(Tracker):
         self._raise_failure()
         since = self._busy_since
         if since is not None and time.monotonic() - since > self._timeout_s:
+            self._given_up.set()
             raise TrackingError(f"tracker {self._name!r} has not answered for {self._timeout_s:g} s")
         try:
             self._items.put_nowait(call)
         except queue.Full as error:
+            self._given_up.set()
             raise TrackingError(f"tracker {self._name!r} has fallen {_WAITING_CALLS} calls behind") from error
 
     def close(self, outcome: str = FINISHED) -> None:
@@ -77,7 +81,11 @@ class Background(Tracker):
             raise TrackingError(f"tracker {self._name!r} failed: {_one_line(self._error)}") from self._error
 
     def _serve(self, build: Callable[[], Tracker]) -> None:
-        """Consume calls until None or an error; the next call raises that error."""
+        """Consume calls until None, an error, or the run gives up; the next call raises that error.
+
+        Whatever ends it, the tracker is closed, so that no port, file or listener of it stays open.
+        """
+        tracker: Tracker | None = None
         try:
             tracker = build()
             if self._error is not None:  # the run gave up waiting for it
@@ -85,15 +93,19 @@ class Background(Tracker):
             self._tracker = tracker
             self._busy_since = None
             self._ready.set()
-            while (call := self._items.get()) is not None:
+            while not self._given_up.is_set() and (call := self._items.get()) is not None:
                 self._busy_since = time.monotonic()
                 call(tracker)
                 self._busy_since = None
-            tracker.close(self._outcome)
+            closing, tracker = tracker, None
+            closing.close(self._outcome)
         except Exception as error:  # noqa: BLE001 (foreign code may raise anything; the next call reports it)
             self._error = error
         finally:
             self._ready.set()
+            if tracker is not None:
+                with suppress(Exception):  # it has failed, and that is reported
+                    tracker.close(self._outcome)
 
 
 def _one_line(error: Exception) -> str:

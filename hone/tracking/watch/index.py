@@ -21,7 +21,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from hone.tracking.base import TrackingError
-from hone.tracking.report.rows import cut, rollout_row
+from hone.tracking.report.rows import advantage_of, cut, rollout_row
 from hone.tracking.trackers.jsonl import members
 
 COLUMNS = {
@@ -37,6 +37,7 @@ COLUMNS = {
     "mean": "REAL",  # reward of the group; all of its answers are in one member
     "members": "INTEGER",  # answers of the group
     "relative": "REAL",  # reward minus mean, in a group of several
+    "advantage": "REAL",
     "length": "INTEGER",
     "worst": "REAL",
     "question": "TEXT",
@@ -56,6 +57,7 @@ SORTED_BY = {
     "question": "question",
     "response": "response",
     "relative": "relative",
+    "advantage": "advantage",
 }
 GLIMPSE = 300  # characters of a text in the table
 AT_ONCE = 1 << 23  # bytes of text that one read takes, so that the page can show what is there meanwhile
@@ -306,6 +308,7 @@ def _values(record: dict[str, Any]) -> dict[str, Any]:
         "role": role,
         "status": str(record.get("status", "")),
         "reward": reward if isinstance(reward, int | float) and math.isfinite(reward) else None,
+        "advantage": advantage if isinstance(advantage := advantage_of(record), float) else None,
         "length": _stored(record.get("response_length", len(record.get("tokens") or []))),
         "worst": max(gaps) if gaps else None,
         "question": question[:GLIMPSE],

@@ -16,7 +16,7 @@ from hone.rewards.rubric import Rubric
 from hone.schedule.replay import RecordedDraw
 from hone.schedule.window import Enough
 from hone.tracking.hub import Tracking
-from hone.tracking.rollouts import places_to_keep
+from hone.tracking.rollouts import OfTrainer, places_to_keep
 from hone.trainers.run.event_loop import EventLoop
 from hone.trainers.run.recorder import Recorder
 from hone.types import (
@@ -159,29 +159,36 @@ class Collector:
 
 
 class RolloutLog:
-    """Writes the trajectories that the trackers keep; computes the actor's log-probs of these only."""
+    """Writes the trajectories that the trackers keep, with their advantages and the actor's log-probs of these only."""
 
     def __init__(self, tracking: Tracking, per_step: int | None) -> None:
         self._tracking = tracking
         self._per_step = per_step  # None: all of them
+        self._chosen: dict[Position, int] = {}  # row of each in the batch
+        self._logprobs: dict[Position, list[float]] = {}
 
-    def write(self, step: int, played: Sequence[TrajectoryGroup], batch: Batch | None, actor: TrainHandle) -> None:
-        """Write a step's trajectories, dropped groups included. `batch` holds those that are trained on, if any.
+    def infer(self, step: int, played: Sequence[TrajectoryGroup], batch: Batch | None, actor: TrainHandle) -> None:
+        """Compute the log-probs of a step's trajectories; `batch` holds those that are trained on, if any.
 
         Call it before the update, so that the actor still has the weights that sampled.
         """
-        if self._per_step == 0:
-            return
         packed = _packed_positions(played)
-        chosen = [position for position in places_to_keep(played, self._per_step, step) if position in packed]
-        logprobs: dict[Position, list[float]] = {}
-        if chosen and batch is not None:
-            part = select(batch, [packed[position] for position in chosen])
+        kept = places_to_keep(played, self._per_step, step)
+        self._chosen, self._logprobs = {one: packed[one] for one in kept if one in packed}, {}
+        if self._chosen and batch is not None:
+            part = select(batch, list(self._chosen.values()))
             found = actor.infer_batch(part).logprobs
             assert found is not None  # an actor is a language model
             split = found.split(part.lengths.tolist())
-            logprobs = {position: one.tolist() for position, one in zip(chosen, split, strict=True)}
-        self._tracking.rollouts(step, played, logprobs)
+            self._logprobs = {position: one.tolist() for position, one in zip(self._chosen, split, strict=True)}
+
+    def write(self, step: int, played: Sequence[TrajectoryGroup], batch: Batch | None) -> None:
+        """Write the trajectories, dropped groups included; `batch` has advantages."""
+        known = None if batch is None or batch.advantages is None else batch.advantages.split(batch.lengths.tolist())
+        of = {
+            p: OfTrainer(self._logprobs.get(p), known[i].tolist() if known else None) for p, i in self._chosen.items()
+        }
+        self._tracking.rollouts(step, played, of)
 
 
 def _packed_positions(played: Sequence[TrajectoryGroup]) -> dict[Position, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean, pstdev
 
 from hone.types import Called, Metric, Metrics, Status, Trajectory, TrajectoryGroup, merge_metrics
 
@@ -37,9 +38,7 @@ def describe(groups: Sequence[TrajectoryGroup]) -> Metrics:
     metrics: Metrics = {"rollout/trajectories": Metric.sum(len(every))}
     if not usable:
         return metrics
-    lengths = [one.response_length for one in usable]
-    rewards = [one.reward for one in usable]
-    count = len(usable)
+    lengths, rewards, count = [one.response_length for one in usable], [one.reward for one in usable], len(usable)
     metrics |= {
         "reward/mean": Metric.mean(sum(rewards) / count, count),
         "reward/max": Metric.max(max(rewards)),
@@ -49,9 +48,12 @@ def describe(groups: Sequence[TrajectoryGroup]) -> Metrics:
         "rollout/truncated_fraction": Metric.mean(sum(one.status is Status.TRUNCATED for one in usable) / count, count),
         "rollout/zero_variance_fraction": Metric.mean(_zero_variance(groups), len(groups)),
     }
-    for name in sorted({name for one in usable for name in one.components}):
+    names = sorted({name for one in usable for name in one.components})
+    for name in names:
         found = [one.components[name] for one in usable if name in one.components]
         metrics[f"reward/{name}"] = Metric.mean(sum(found) / len(found), len(found))
+    if len(parts := [name for name in names if "/" not in name]) > 1:
+        metrics |= {f"rollout/reward_spread/{name}": _spread(groups, name) for name in parts}
     for role in sorted({one.role for one in usable} - {""}):
         found = [one.reward for one in usable if one.role == role]
         metrics[f"rollout/roles/{role}/trajectories"] = Metric.sum(len(found))
@@ -83,13 +85,16 @@ def describe_lengths(drawn: Sequence[TrajectoryGroup], kept: Sequence[Trajectory
     return metrics
 
 
+def _spread(groups: Sequence[TrajectoryGroup], name: str) -> Metric:
+    """The standard deviation of a component among the answers to a prompt, on average: what advantages are made of."""
+    values = [[one.components[name] for one in group.trainable if name in one.components] for group in groups]
+    return Metric.mean(fmean(pstdev(found) if len(found) > 1 else 0.0 for found in values), len(values))
+
+
 def _zero_variance(groups: Sequence[TrajectoryGroup]) -> float:
     """The share of groups whose members all have the same reward: their group-relative advantages are 0."""
-    return sum(all(map(_equal_rewards, group.compared.values())) for group in groups) / len(groups)
-
-
-def _equal_rewards(compared: Sequence[Trajectory]) -> bool:
-    return len({one.reward for one in compared}) <= 1
+    alike = [all(len({one.reward for one in found}) <= 1 for found in group.compared.values()) for group in groups]
+    return sum(alike) / len(groups)
 
 
 def describe_turns(groups: Sequence[TrajectoryGroup]) -> Metrics:

@@ -29,18 +29,15 @@ class RunHealth:
         """Remember why the first of these answers could not be scored."""
         failed = (one for group in groups for one in group.trajectories if one.status is Status.REWARD_FAILED)
         if (first := next(failed, None)) is not None:
-            self._cause = (
-                f"{first.prompt_id} sample {first.sample}: {' '.join(first.error.split()) or 'no reason given'}"
-            )
+            reason = " ".join(first.error.split()) or "no reason given"
+            self._cause = f"{first.prompt_id} sample {first.sample}: {reason}"
 
     def look(self, values: Mapping[str, float]) -> None:
         """Look at one step's metrics. Raises RewardsFailed."""
-        if "rollout/trajectories" in values:
-            failed = values.get(f"rollout/status/{Status.REWARD_FAILED}", 0.0)
-            self._answers.append((values["rollout/trajectories"], failed))
-            self._check_failed()
-
-    def _check_failed(self) -> None:
+        if "rollout/trajectories" not in values:
+            return
+        bad = values.get(f"rollout/status/{Status.REWARD_FAILED}", 0.0)
+        self._answers.append((values["rollout/trajectories"], bad))
         answers, failed = (sum(counts) for counts in zip(*self._answers, strict=True))
         if len(self._answers) == FAILED_STEPS and all(one > self._most * many for many, one in self._answers):
             raise RewardsFailed(

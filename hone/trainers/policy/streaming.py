@@ -101,8 +101,8 @@ def edges_of(prompts_per_step: int, minibatches: int) -> list[int]:
 class RolloutLogWithoutGap(RolloutLog):
     """Leaves `logprob_gap` empty: when a step's groups are all there, the weights before its updates are gone."""
 
-    def write(self, step: int, played: Sequence[TrajectoryGroup], batch: Batch | None, actor: TrainHandle) -> None:
-        super().write(step, played, None, actor)
+    def infer(self, step: int, played: Sequence[TrajectoryGroup], batch: Batch | None, actor: TrainHandle) -> None:
+        super().infer(step, played, None, actor)
 
 
 __all__ = ["RolloutLogWithoutGap", "StreamingSupply", "StreamingTrainer", "edges_of"]

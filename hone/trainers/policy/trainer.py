@@ -88,6 +88,8 @@ class PolicyTrainer(Trainer):
         measured = [groups.measure()]
         if batch is not None:
             batch = self.advantages(self.annotate(batch), step)
+        self.rollout_log.write(step, groups.settled, batch)
+        if batch is not None:
             self.learn(batch, self.cut(batch, step), step)
             measured.append(self.algorithm.measure(batch))
         for learner in self.learners:
@@ -98,7 +100,7 @@ class PolicyTrainer(Trainer):
         self.recorder.record(merge_metrics(*measured))
 
     def collect(self, step: int) -> tuple[StepGroups, Batch | None]:
-        """The groups of a step, written down, and one packed batch of them; None if filters or failures left nothing.
+        """The groups of a step, and one packed batch of them; None if filters or failures left nothing.
 
         Raises RewardsFailed, with the first failure's text, if failures have left nothing for several steps.
         """
@@ -108,7 +110,7 @@ class PolicyTrainer(Trainer):
         if batch is None:
             self.lost.note(step, groups.settled)
         self.feed.commit(step, groups.settled, batch)
-        self.rollout_log.write(step, groups.settled, batch, self.actor)
+        self.rollout_log.infer(step, groups.settled, batch, self.actor)
         if batch is not None:
             self.recorder.tokens(batch.num_tokens)
             if self.teacher_choice is not None:

@@ -38,6 +38,8 @@ class Reader {
       for (const [name, value] of components) list.append(make("span", {}, `${name} `, make("b", {}, number(value))));
       this.host.append(make("h4", { title: "what each function of the reward gave, before its weight" }, "reward parts"), list);
     }
+    for (const [name, text] of Object.entries(row.printed))
+      this.host.append(make("h4", { title: "what this function printed while it scored this answer" }, `${name} printed`), make("div", { class: "text-box short" }, text));
     this.host.append(make("h4", {}, "prompt"), make("div", { class: "text-box short" }, row.prompt));
     if (row.conversation.length) this.host.append(make("h4", {}, "turns and tool calls"), conversation(row.conversation));
     if (this.beside && group.length > 1) this.host.append(this.columns(group));
@@ -70,6 +72,7 @@ class Reader {
 
   marks(row) {
     const marks = make("div", { class: "marks" }, badge(row.status), plain(`reward ${number(row.reward)}`));
+    if (row.advantage !== null) marks.append(plain(`advantage ${signed(row.advantage)}`, ADVANTAGE));
     if (row.relative !== null) marks.append(plain(`${signed(row.relative)} to the group`, RELATIVE));
     marks.append(plain(`${row.length} tokens`), plain(`ended by ${row.stop}`, "why generation ended: stop is the end token, length the limit"));
     if (row.versions.length) marks.append(plain(`weights ${[...new Set(row.versions.map(([v]) => v))].join(", ")}`, "versions of the weights that sampled it; each training step makes one"));
@@ -114,7 +117,7 @@ class Reader {
       if (mode === "gap" && Number.isFinite(gap)) span.style.background = `rgb(var(${gap > 0 ? "--cold" : "--hot"}) / ${Math.min(Math.abs(gap) / most, 1) * 0.75})`;
       const version = logprob === null ? null : versions[sampled++];
       if (mode === "version" && Number.isFinite(version)) span.style.background = `color-mix(in srgb, var(--c${version % 8}) 35%, transparent)`;
-      span.addEventListener("pointerenter", () => showTip(span, JSON.stringify(text), facts(logprob, gap, version, i)));
+      span.addEventListener("pointerenter", () => showTip(span, JSON.stringify(text), facts(logprob, gap, version, i, row.advantages?.[i])));
       span.addEventListener("pointerleave", hideTip);
       box.append(span);
     });
@@ -123,7 +126,8 @@ class Reader {
   }
 }
 
-const RELATIVE = "reward minus the mean reward of the answers to this prompt. GRPO's advantage is this, divided by their standard deviation";
+const ADVANTAGE = "the advantage that the policy was trained with; the mean where tokens have different ones. Filtered and held-out answers have none";
+const RELATIVE = "reward minus the mean reward of the answers to this prompt";
 const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "") + number(Math.abs(value));
 const sampleOf = (row) => row.id.match(/#\d+.*$/)?.[0] ?? row.id;
 
@@ -150,12 +154,13 @@ function conversation(turns) {
   return list;
 }
 
-function facts(logprob, gap, version, position) {
+function facts(logprob, gap, version, position, advantage) {
   const lines = [["position", String(position)]];
   if (logprob === null) return [...lines, ["not sampled", "from the environment"]];
   lines.push(["rollout log-prob", number(logprob)]);
   if (Number.isFinite(logprob)) lines.push(["probability", `${number(100 * Math.exp(logprob))} %`]);
   if (gap !== null) lines.push(["trainer − rollout", number(gap)]);
+  if (Number.isFinite(advantage)) lines.push(["advantage", signed(advantage)]);
   if (version !== undefined && version !== null) lines.push(["weight version", String(version)]);
   return lines;
 }

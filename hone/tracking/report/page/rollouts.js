@@ -6,6 +6,7 @@ const COLUMNS = [
   { key: "step", title: "step", width: "62px", numeric: true, about: "the training step, or the step after which a set was evaluated" },
   { key: "set", title: "set", width: "80px", show: (row) => row.set ?? "training", about: "training, or the held-out set" },
   { key: "reward", title: "reward", width: "70px", numeric: true, about: "the weighted sum of the reward parts; empty if scoring failed" },
+  { key: "advantage", title: "advantage", width: "84px", numeric: true, about: ADVANTAGE },
   { key: "relative", title: "to group", width: "76px", numeric: true, about: RELATIVE },
   { key: "length", title: "tokens", width: "64px", numeric: true, about: "sampled tokens of the answer" },
   { key: "worst", title: "max gap", width: "76px", numeric: true, about: "the largest difference between a token's log-probs of trainer and rollout engine" },
@@ -107,7 +108,8 @@ class Rollouts {
       this.rows = found.rows;
       this.pages = Math.max(Math.ceil(found.units / size), 1);
       this.facets = found.facets;
-      this.columns = COLUMNS.filter((c) => (c.key !== "set" || found.facets.sets.length > 1) && (c.key !== "question" || !this.grouped));
+      const trained = found.rows.some((row) => row.advantage !== null); // held-out answers have no advantage
+      this.columns = COLUMNS.filter((c) => (c.key !== "advantage" || trained) && (c.key !== "relative" || !trained) && (c.key !== "set" || found.facets.sets.length > 1) && (c.key !== "question" || !this.grouped));
       this.offer("step", found.facets.steps, (s) => `step ${s.toLocaleString("en")}`);
       this.offer("set", found.facets.sets, String);
       this.offer("status", found.facets.statuses, (s) => s.replaceAll("_", " "));
@@ -180,7 +182,7 @@ class Rollouts {
       const cell = make("td", { class: column.numeric ? "number" : column.text ? "text" : "" });
       if (column.key === "status") cell.append(badge(row.status));
       else if (column.text) cell.append(glimpse(row[column.key]) || make("i", { class: "nothing" }, "(empty)"));
-      else if (column.key === "relative") cell.textContent = row.relative === null ? "–" : signed(row.relative);
+      else if (column.key === "relative" || column.key === "advantage") cell.textContent = row[column.key] === null ? "–" : signed(row[column.key]);
       else cell.textContent = column.show ? column.show(row) : column.key === "step" ? row.step.toLocaleString("en") : number(row[column.key]);
       line.append(cell);
     }
