@@ -16,7 +16,12 @@ from hone.trainers.supervised.trainer import SupervisedTrainer
 def save_nothing(trainer: type[Trainer]) -> None:
     """Leave out the checkpoints and the export of a trainer's runs in this process."""
     trainer.save = lambda self, step: None  # type: ignore[method-assign]
-    trainer.finish = lambda self: None  # type: ignore[method-assign]
+    trainer.finish = _only_a_folder  # type: ignore[method-assign]
+
+
+def _only_a_folder(trainer: Trainer) -> None:
+    """Make the folder of the export, which gets a model card."""
+    (trainer.folder / "export").mkdir(exist_ok=True)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ SMALL = {  # what a rehearsal changes
     "quickstart": ("run.steps=1", "evaluation.every_steps=0"),
     "reverse": ("run.steps=1", "evaluation.every_steps=0"),
 }
+GAP = "correction/mean_abs_difference"  # of log-probs
 WARM_UP_STEPS = 2  # of a run that is measured
 PEAKS = {  # of a card, whose name contains the key: dense bfloat16 FLOP/s, from the vendor's data sheets
     "H100 PCIe": 756e12,
@@ -81,9 +82,22 @@ PEAKS = {  # of a card, whose name contains the key: dense bfloat16 FLOP/s, from
 PLANS = {  # for a machine that is there for a quarter of an hour: what to run first, and what when that works
     "first": (
         *("doctor", "tests", "grpo-0.6b", "sft-0.6b", "decode-0.6b", "weight-sync", "sft-1.7b", "grpo-1.7b"),
-        *("decode-1.7b", "reverse"),
+        *("decode-1.7b", "hybrid", "reverse"),
     ),
-    "second": ("trl-0.6b", "sft-4b", "profile-0.6b", "trl-1.7b", "ungraphed-0.6b", "head", "quickstart"),
+    "second": (
+        *("trl-0.6b", "sft-4b", "profile-0.6b", "sleep-0.6b", "qlora-1.7b", "offload-1.7b", "long-0.6b", "trl-1.7b"),
+        *("ungraphed-0.6b", "head", "quickstart"),
+    ),
+}
+VARIANTS = {  # of the run of SFT or GRPO with a shape: the algorithm, its data, and the keys that differ
+    "sft": ("sft", "samples", ()),
+    "grpo": ("grpo", "prompts", ()),
+    "profile": ("grpo", "prompts", ("rollout.sampling.max_response_tokens=64", "run.steps=3", "profile.steps=3")),
+    "sleep": ("grpo", "prompts", ("rollout.sleep_while_training=level_2",)),
+    "hybrid": ("grpo", "prompts", ("rollout.sampling.max_response_tokens=128",)),
+    "offload": ("grpo", "prompts", ("actor.backend.offload=true", "actor.activation_checkpointing=offload")),
+    "qlora": ("sft", "samples", ("actor.lora={rank: 16, quantise: {}}", "actor.activation_checkpointing=true")),
+    "long": ("sft", "long", ("samples_per_step=8", "actor.activation_checkpointing=true")),
 }
 TEST_CORES = 2  # that a process of tests keeps busy
 
@@ -134,16 +148,17 @@ def exact_match(output: str) -> Figures:
 def step_figures(run: Path, parameters: int, output: str) -> Figures:
     """Medians over the steps after the first two of what the run wrote down: `perf/*`, and MFU of an update.
 
-    An update is the phase `backward`; generation, rewards and the weight sync are not part of it. MFU is that of a card
-    in `PEAKS`.
+    The gap between rollout and trainer is among them. An update is the phase `backward`; generation, rewards and the
+    weight sync are not part of it. MFU is that of a card in `PEAKS`. `parameters` is 0 where the arithmetic of MFU does
+    not hold: weights are frozen, rows are long or layers have a state.
     """
     path = run / "metrics.jsonl"
     steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     steps = [step for step in steps if step["step"] > WARM_UP_STEPS]
-    names = sorted({name for step in steps for name in step if name.startswith("perf/")})
+    names = sorted({name for step in steps for name in step if name.startswith("perf/") or name == GAP})
     figures = {name: statistics.median(s[name] for s in steps if name in s) for name in names}
     peak = peak_flops(card())
-    if "perf/backward_s" in figures and peak:
+    if "perf/backward_s" in figures and peak and parameters:
         tokens = figures["perf/tokens_per_s"] * figures["perf/step_s"]
         figures["mfu"] = tokens / figures["perf/backward_s"] * 6 * parameters / peak
     return figures
@@ -229,17 +244,20 @@ class Kit:
             Stage("head", [*head, *self._small("head")], 60, printed_numbers),
         ]
         makers: dict[str, Callable[[], Stage]] = {stage.name: partial(_same, stage) for stage in stages}
-        kinds = ("sft", "grpo", "decode", "profile", "trl")
+        kinds = ("sft", "grpo", "decode", "profile", "trl", "sleep", "offload", "qlora", "long")
         for kind in kinds if self.rehearse else (*kinds, "ungraphed"):  # no CPU records graphs
             makers |= {f"{kind}-{shape}": partial(self._of_shape, kind, shape) for shape in self.shapes_of(kind)}
+        makers["hybrid"] = partial(self._training, "hybrid", "hybrid-tiny" if self.rehearse else "hybrid", "hybrid")
         recipes = self._recipe("quickstart", 150), self._recipe("reverse", 120)
         return makers | {one.name: partial(_same, one) for one in recipes}
 
     def shapes_of(self, kind: str) -> Sequence[str]:
-        """The largest shape trains by SFT only, and a trace is of the first."""
+        """The largest trains by SFT only; what is tried once, with the first or the second."""
         if kind in ("decode", "ungraphed", "grpo", "trl"):
             return [shape for shape in self.shapes if shape != "4b"]
-        return self.shapes[:1] if kind == "profile" else self.shapes
+        if kind in ("offload", "qlora"):
+            return self.shapes[1:2] or self.shapes[:1]
+        return self.shapes[:1] if kind in ("profile", "sleep", "long") else self.shapes
 
     def _small(self, kind: str, *otherwise: str) -> tuple[str, ...]:
         return SMALL.get(kind, ()) if self.rehearse else otherwise
@@ -257,31 +275,39 @@ class Kit:
 
     def _of_shape(self, kind: str, shape: str) -> Stage:
         """A stage with a model of this shape, which is made when the first of them begins."""
-        folder, run = self.work / "models" / shape, self.work / f"{kind}-{shape}"
-        if shape not in self.parameters:
-            self.parameters[shape] = make_material(shape, folder)
-        parameters, name = self.parameters[shape], f"{kind}-{shape}"
+        name = f"{kind}-{shape}"
+        if kind not in ("decode", "ungraphed", "trl"):
+            return self._training(kind, shape, name)
+        folder = self._material(shape)
         if kind in ("decode", "ungraphed"):
             how = ["--execution", "fused"] if kind == "ungraphed" else []
             command = [PYTHON, str(ROOT / "benchmarks/decode.py"), str(folder / "model"), *how, *self._small(kind)]
             return Stage(name, command, 150, json_lines)
-        if kind == "trl":
-            batch = "16" if shape == "0.6b" else "8"
-            fits = ("--batch", batch, "--rounds", "1", "actor.max_tokens_per_microbatch=16384")
-            peer = ["--peer-python", str(PEER)] if self.rehearse and PEER.exists() else []
-            command = [PYTHON, str(HERE / "beside_trl.py"), str(folder), *peer, *self._small(kind, *fits)]
-            return Stage(name, command, 300, json_lines)
-        algorithm = "sft" if kind == "sft" else "grpo"
-        data = folder / ("samples.jsonl" if kind == "sft" else "prompts.jsonl")
-        keys = [f"run.dir={run}", f"model.path={folder / 'model'}", f"data.train.path={data}"]
+        batch = "16" if shape == "0.6b" else "8"
+        fits = ("--batch", batch, "--rounds", "1", "actor.max_tokens_per_microbatch=16384")
+        peer = ["--peer-python", str(PEER)] if self.rehearse and PEER.exists() else []
+        command = [PYTHON, str(HERE / "beside_trl.py"), str(folder), *peer, *self._small(kind, *fits)]
+        return Stage(name, command, 300, json_lines)
+
+    def _material(self, shape: str) -> Path:
+        """The folder of a model and its data, made once."""
+        folder = self.work / "models" / shape
+        if shape not in self.parameters:
+            self.parameters[shape] = make_material(shape, folder)
+        return folder
+
+    def _training(self, kind: str, shape: str, name: str) -> Stage:
+        """A run of one of `VARIANTS`."""
+        folder, run = self._material(shape), self.work / name
+        algorithm, data, keys = VARIANTS[kind]
+        given = [f"run.dir={run}", f"model.path={folder / 'model'}", f"data.train.path={folder / data}.jsonl", *keys]
         if shape == "4b":
-            keys.append("actor.activation_checkpointing=true")
-        if kind == "profile":
-            keys += ["rollout.sampling.max_response_tokens=64", "run.steps=3", "profile.steps=3"]
-        training = [PYTHON, str(ROOT / "benchmarks/unsaved.py"), "sft" if kind == "sft" else "train"]
-        command = [*training, str(HERE / f"{algorithm}.yaml"), *keys]
-        figures = partial(profile_figures, run, 3) if kind == "profile" else partial(step_figures, run, parameters)
-        return Stage(name, [*command, *self._small(algorithm)], 150, figures)
+            given.append("actor.activation_checkpointing=true")
+        training = [PYTHON, str(ROOT / "benchmarks/unsaved.py"), "sft" if algorithm == "sft" else "train"]
+        command = [*training, str(HERE / f"{algorithm}.yaml"), *given, *self._small(algorithm)]
+        whole = self.parameters[shape] if kind in ("sft", "grpo") else 0
+        figures = partial(profile_figures, run, 3) if kind == "profile" else partial(step_figures, run, whole)
+        return Stage(name, command, 150, figures)
 
 
 def _same(stage: Stage) -> Stage:
