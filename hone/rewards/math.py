@@ -12,13 +12,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from math import isclose
+from math import inf, isclose
+from types import FrameType
 from typing import Any
 
 from math_verify import parse, verify
+from sympy import Basic, Mul, Pow, Product, Rational, Symbol, factorial
+from sympy.concrete.expr_with_limits import ExprWithLimits
 
 from hone.rewards.extraction import spelled
 from hone.rewards.formulas import (
@@ -39,13 +45,16 @@ from hone.rewards.formulas import (
     words,
 )
 
-# math-verify's own timeouts would score a late comparison as wrong, so they are off (and the warning about that is
-# silenced). The deadline of the reward process replaces them.
+# math-verify's own timeouts would score a comparison as wrong that is late because the machine is busy, so they are off
+# (and the warning about that is silenced). COMPUTE_S and the deadline of the reward process replace them.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
 logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 
 DELIMITERS = ("$", "\\(", "\\[")
 NEAR = Fraction(1, 10**6)  # numbers that are written as decimals may differ by this
+COMPUTE_S = 5.0  # of processor time for one answer; usual ones take less than 0.2 s
+MOST_DIGITS = 100_000  # of a number: powers are computed in one go, which nothing interrupts
+LOG_2 = 0.30103
 SAME_SIZE = 1e-3  # relative difference above which numbers differ, whatever math-verify says of small ones
 
 
@@ -66,17 +75,50 @@ def math(response: str, ground_truth: Any, row: Mapping[str, Any]) -> float:
     LaTeX with or without `$` or `\\boxed`, a plain expression, or words, which are compared as words.
     """
     truth = _expected(spelled(ground_truth))
-    answer = answer_part(response)
+    try:
+        with _limited():
+            return float(_is_right(truth, answer_part(response)))
+    except _TooMuch:
+        return 0.0
+
+
+def _is_right(truth: Truth, answer: str) -> bool:
     boxed = placed_boxes(answer)
     if boxed and (final := after_final(answer[boxed[-1][1] :])) is not None:
-        return float(_answers(truth, final))
+        return _answers(truth, final)
     if boxed:
         contents = [content for content, _ in boxed]
         candidates = [contents[-1], *([", ".join(contents)] if len(contents) > 1 else [])]
-        return float(any(_equal(truth, plain(one), is_money(one)) for one in candidates))
+        return any(_equal(truth, plain(one), is_money(one)) for one in candidates)
     if "\\boxed{" in answer:
-        return 0.0  # the answer breaks off within its box
-    return float(_answers(truth, answer))
+        return False  # the answer breaks off within its box
+    return _answers(truth, answer)
+
+
+class _TooMuch(BaseException):
+    """An answer takes too long to compare; not an Exception, because math-verify catches those."""
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raise _TooMuch when the block has taken COMPUTE_S of processor time, which other processes do not use up.
+
+    In another thread than the main one the block is not limited: its caller has a deadline.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _TooMuch
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, COMPUTE_S, 0.5)  # again: parsers that recover from errors swallow one
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -161,6 +203,8 @@ def _near(expected: Fraction, found: Fraction) -> bool:
 
 def _verified(truth: Truth, found: tuple[Any, ...]) -> bool:
     """Return whether math-verify finds them equal. A comparison that fails shows no equality."""
+    if any(isinstance(one, Basic) and _digits(one) > MOST_DIGITS for one in found):
+        return False
     if not verify(list(truth.parsed), list(found), timeout_seconds=None):
         return False
     pairs = [(one, other) for one in truth.parsed for other in found if not {type(one), type(other)} & {str}]
@@ -179,6 +223,23 @@ def _same_size(expected: Any, found: Any) -> bool:
     if isclose(abs(one), 100 * abs(other)) or isclose(100 * abs(one), abs(other)):
         return True  # 9% for 9
     return abs(one - other) <= SAME_SIZE * max(abs(one), abs(other))
+
+
+def _digits(value: Basic, of_symbol: float = 0.0) -> float:
+    """At most about how many digits the numbers have that arise when an expression is computed; infinity: too many.
+
+    `of_symbol`: how many a symbol has, which a sum or a product counts up.
+    """
+    if isinstance(value, Rational):
+        return LOG_2 * max(int(value.p).bit_length(), int(value.q).bit_length())
+    if isinstance(value, ExprWithLimits):
+        counted = max(_digits(one) for limit in value.limits for one in limit)
+        inside = [_digits(value.function, max(of_symbol, counted)), counted]
+    else:
+        inside = [_digits(one, of_symbol) for one in value.args] or [of_symbol if isinstance(value, Symbol) else 0.0]
+    if isinstance(value, Pow | Product | factorial):
+        return max(*inside, inside[0] * 10 ** inside[-1] if inside[-1] < 100 else inf)
+    return sum(inside) if isinstance(value, Mul) else max(inside)
 
 
 def _formula(text: str) -> tuple[Any, ...]:

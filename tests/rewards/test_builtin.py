@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from hone.rewards.formulas import boxes, plain, prose
 from hone.rewards.gsm8k import gsm8k
 from hone.rewards.math import math
 from hone.rewards.reasoning_gym import reasoning_gym
+
+math_module = sys.modules[math.__module__]
 
 
 @pytest.mark.parametrize(
@@ -279,6 +283,29 @@ def test_rewards_agree_on_numbers_of_json():
 def test_gsm8k_reads_whole_numbers_only(response, wrong, right):
     assert gsm8k(response, wrong, {}) == 0.0
     assert right is None or gsm8k(response, right, {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("9^{9^{9^9}}", "100000000!", "\\prod_{i=1}^{10^9} i", "\\sum_{i=1}^{9} 9^{9^{i}}", "2^{-10^{12}}"),
+        *("\\sqrt[3]{10^{10^{10}}}", "\\sum_{i=1}^{10^{12}} i", "9" * 20_000, "(" * 300 + "x" + ")" * 300),
+    ],
+    ids=lambda answer: answer[:20],
+)
+def test_an_answer_that_would_take_long_to_compute_is_wrong_and_not_late(answer, monkeypatch):
+    monkeypatch.setattr(math_module, "COMPUTE_S", 0.5)
+    began = time.process_time()
+    assert math(f"\\boxed{{{answer}}}", "5", {}) == 0.0
+    assert time.process_time() - began < 8.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [("2^{100000}", "2^{100000}"), ("100!", "100!"), ("2^{2^n}", "4^{2^{n-1}}"), ("\\sum_{k=0}^{n} 2^k", "2^{n+1}-1")],
+)
+def test_large_numbers_and_powers_of_symbols_are_compared(answer, truth):
+    assert math(f"\\boxed{{{answer}}}", truth, {}) == 1.0
 
 
 def test_math_refuses_a_ground_truth_without_mathematics():
