@@ -66,6 +66,7 @@ from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.runtime.split import merge_tensors, split_batch, whole_groups_for
 from hone.runtime.traces import Traced, own_trace, path_of
 from hone.runtime.watchdog import progress
+from hone.tracking.base import note
 from hone.types import Batch, Metric, ModelOutput, merge_metrics
 
 R = TypeVar("R")
@@ -182,6 +183,8 @@ class ResourcePool:
         timeout_s = timeout_s or self._stall_s
         answers: dict[int, Any] = {}
         waiting = {call: rank for rank, call in enumerate(calls)}
+        for rank in range(len(calls)):
+            self._note(rank, PHASES.get(phase, phase))
         consequence: tuple[int, Failure] | None = None
         deadline = time.monotonic() + timeout_s
         while waiting:
@@ -194,6 +197,7 @@ class ResourcePool:
             progress()  # this wait has its own deadline
             for call in done:
                 rank = waiting.pop(call)
+                self._note(rank, "")
                 answer = self._answer(call, rank, role, phase)
                 if isinstance(answer, Failure) and not answer.is_consequence:
                     self._fail(role, phase, rank, answer)
@@ -206,6 +210,11 @@ class ResourcePool:
         if consequence is not None:
             self._fail(role, phase, *consequence)
         return [answers[rank] for rank in range(len(calls))]
+
+    def _note(self, rank: int, doing: str) -> None:
+        """Show on a timeline what a rank does until its answer is there; one rank alone has none of its own."""
+        if self.size > 1:
+            note(f"{self.shape.name or 'trainer'} rank {rank}", doing)
 
     def _answer(self, call: Any, rank: int, role: str, phase: str) -> Any:
         try:

@@ -18,6 +18,9 @@ from hone.runtime.base import WorkerFailed
 from hone.runtime.batch_plan import to_array, to_tensor
 from hone.runtime.ray_patches import on_loopback
 from hone.runtime.settings import RaySettings, RuntimeConfig
+from hone.tracking.base import RunInfo
+from hone.tracking.settings import TraceSettings
+from hone.tracking.trackers.trace import TraceTracker, read_trace
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
 from tests.runtime.workers import SQUARE, Broken, Echo, Hanging, Killed, LongRows, Second, Spec
@@ -121,6 +124,20 @@ def test_batches_are_split_and_results_merged_by_type(pool):
     assert found["b"].value == 5.0
     assert torch.equal(batch.token_ids, before)
     assert group.call("where", Path("runs/x")) == ("runs/x", 0)
+
+
+def test_each_rank_of_a_pool_has_a_lane_on_the_timeline(pool, tmp_path):
+    """From the call until its answer; the file is what viewers of Chrome's trace format read."""
+    tracker = TraceTracker(TraceSettings(), RunInfo(tmp_path))
+    place(Echo).call("infer_batch", make_batch([9, 1, 4, 4]), frozenset())
+    tracker.log(1, {})
+    tracker.close()
+    events = read_trace(tmp_path / "trace.json")
+    lanes = {one["args"]["name"]: one["tid"] for one in events if one["name"] == "thread_name"}
+    for rank in range(2):
+        done = [one["name"] for one in events if one["ph"] == "X" and one["tid"] == lanes[f"trainer rank {rank}"]]
+        assert done[0] == "making actor"
+        assert {"forward", "idle"} <= set(done)
 
 
 def test_batches_are_dealt_out_with_attentions_square(pool):

@@ -83,6 +83,11 @@ def test_a_timeline_has_phases_replicas_and_steps_and_goes_on_when_a_run_is_cont
     # an array without its end is what Perfetto reads; with its end it is JSON
     text = (tmp_path / "trace.json").read_text()
     assert len(json.loads(text.rstrip().rstrip(",") + "]")) == len(events)
+    for one in events:  # what the trace event format asks of complete events and of metadata
+        assert {"name": str, "ph": str, "pid": int, "tid": int}.items() <= {k: type(v) for k, v in one.items()}.items()
+        assert one["ph"] in ("X", "M")
+        assert one["ph"] == "M" or (type(one["ts"]) is type(one["dur"]) is int and one["ts"] > 0 <= one["dur"])
+        assert one["ph"] == "X" or one["name"] in ("process_name", "thread_name", "thread_sort_index")
 
 
 def test_a_timeline_ends_at_its_limit(tmp_path):
