@@ -130,8 +130,8 @@ def _causes_of_gap(run: Evidence, gap: float) -> Iterator[tuple[str, str]]:
 
 def dominating_reward(run: Evidence) -> Iterator[Finding]:
     """One part of the reward makes nearly all of the differences within groups."""
-    prefix = "rollout/reward_spread/"
-    parts = {name.removeprefix(prefix): run.curve(name).last(RECENT) for name in run.names(prefix)}
+    known = [name.split("/") for name in run.names("rollout/")]
+    parts = {one[2]: run.curve("/".join(one)).last(RECENT) for one in known if one[1:2] == ["reward_spread"]}
     weights = {name: abs(run.setting(f"reward.components.{name}.weight", 1.0)) for name in parts}
     spreads = {name: weights[name] * curve.level() for name, curve in parts.items() if len(curve) >= 3}
     total = sum(spreads.values())
@@ -148,7 +148,12 @@ def dominating_reward(run: Evidence) -> Iterator[Finding]:
         seen = f"{name}, of {len(spreads)} parts, makes {share:.0%} of the spread within groups (last {RECENT} steps)"
         meaning = "Advantages follow this part alone, so the policy does not learn from the others."
         yield Finding(
-            "note", "one part of the reward dominates", seen, meaning, tries, (f"{prefix}{name}", f"reward/{name}")
+            "note",
+            "one part of the reward dominates",
+            seen,
+            meaning,
+            tries,
+            (f"rollout/reward_spread/{name}", f"reward/{name}"),
         )
 
 
