@@ -45,6 +45,7 @@ COMMANDS = {
     "generate": Command("hone.cli.generate:generate", "Generate answers to prompts."),
     "score": Command("hone.cli.score:score", "Score the answers in a file with a reward function."),
     "check": Command("hone.cli.check:check", "Try a run file without training: data, rewards, model, memory."),
+    "check-loss": Command("hone.cli.check_loss:check_loss", "Compute the loss on a batch that another system saved."),
     "plan": Command("hone.cli.plan:plan", "Predict memory, time and cost of a run, and whether it fits."),
     "env": Command("hone.cli.env:env", "Check an environment before training: play it without a model."),
     "config": Command("hone.cli.config:config", "Show all settings of a run file, explain a key, print a JSON schema."),
@@ -58,7 +59,7 @@ COMMANDS = {
 }
 
 PANELS = {  # of `hone --help`; the others train
-    "Look": ("check", "config", "diagnose", "env", "plan", "report", "score", "watch"),
+    "Look": ("check", "check-loss", "config", "diagnose", "env", "plan", "report", "score", "watch"),
     "Models": ("chat", "eval", "export", "generate", "serve"),
     "Machine": ("doctor", "list", "rollout"),
 }
@@ -68,6 +69,7 @@ TAKES_KEYS = {
     "quickstart",
     "eval",
     "check",
+    "check-loss",
     "doctor",
     "plan",
     "env",

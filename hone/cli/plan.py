@@ -8,6 +8,7 @@ run file --> sizes of models and rows --> forecast --> tables
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,18 +20,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hone.cli.calibration import calibrate
 from hone.cli.comparison import COSTS, compare
 from hone.cli.errors import EXIT_FAILED
 from hone.cli.grouping import grouped
 from hone.cli.prediction import show_held
-from hone.cli.recipe import load_recipe
-from hone.config import ConfigError, forget_reads
+from hone.cli.recipe import KINDS, load_recipe
+from hone.config import ConfigError, Loaded, forget_reads
 from hone.planner.costs import fitted
 from hone.planner.devices import GIB, Machine, known_devices, parse_devices, this_machine
 from hone.planner.lengths import Lengths as LengthsOfAnswers
 from hone.planner.lengths import parse_lengths, recorded
 from hone.planner.memory import Phase
 from hone.platforms.base import current_platform
+from hone.registry import resolve
 from hone.tracking.trackers.jsonl import ROLLOUTS_FILE
 from hone.trainers.forecast.batch import Row, arithmetic
 from hone.trainers.forecast.changes import Change, fastest, ways_to_fit
@@ -51,6 +54,9 @@ class Hardware:
     devices: Annotated[str, typer.Option(help="8xH100, or the devices of this machine by default")] = ""
     nodes: Annotated[int, typer.Option(min=1, help="machines with so many devices each")] = 1
     device_facts: Annotated[Path | None, typer.Option(help="file of more devices (YAML)")] = None
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="first time this machine on the run's shapes, and keep the facts")
+    ] = False
 
     def machine(self) -> Machine:
         """The devices by their facts. Raises ConfigError for devices that no file describes."""
@@ -98,9 +104,11 @@ def plan(
             )
         compare(config, known.cost or [], known.source, grid or [], as_json)
         return
-    machine = hardware.machine()
     with TemporaryDirectory(prefix="hone-plan-") as folder:
         sizes = sizes_of(config, Path(folder))
+        if hardware.calibrate:
+            _calibrate(config, sizes)
+    machine = hardware.machine()
     base = current_platform().memory().allocated if machine.is_cpu else 0
     sizes, given = _given(config, sizes, known.source, known.lengths)
     given = replace(given, base=base)
@@ -115,6 +123,18 @@ def plan(
         _print(found, rows, ways, best if search else None, machine)
     if not found.fits:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _calibrate(config: Any, sizes: Sizes) -> None:
+    """Time this machine, for this plan and all later ones."""
+    launched = resolve(KINDS[config.kind].run)
+    begin = time.monotonic()
+
+    def run(settings: Any, control: Any) -> None:
+        launched(Loaded(settings, {}), control)
+
+    path = calibrate(config, sizes, run, lambda line: typer.echo(line, err=True))
+    typer.echo(f"timed in {time.monotonic() - begin:.0f} s; the facts are in {path}", err=True)
 
 
 def _given(config: Any, sizes: Sizes, source: Path | None, lengths: str) -> tuple[Sizes, Given]:

@@ -21,6 +21,7 @@ from hone.models.attention.indexed import indexers
 from hone.models.attention.shapes import AttentionShape, attention_shapes, kept_per_token
 from hone.models.attention.stateful import state_layers, unknown_states
 from hone.models.attention.support import obstacle
+from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
 from hone.models.loading import check_model_source, folder_of
 from hone.models.quantised import method_of
@@ -110,6 +111,7 @@ def examine(model: ModelConfig) -> Anatomy:
         reason = obstacle(config)  # as a run asks; building may change the config
         with torch.device("meta"):
             empty = auto_class(config.model_type).from_config(config, trust_remote_code=model.trust_remote_code)
+        set_dropout(empty, model.used.dropout)  # as a run does: a rate of its config would keep masks
     except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         found = f"cannot be trained: {reason}" if reason else f"cannot be built by transformers: {_line(error)}"
         raise ModelError(f"model.path {model.path!r} {found}") from error

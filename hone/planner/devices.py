@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -23,6 +24,7 @@ from hone.platforms.base import current_platform
 from hone.registry import unknown
 
 CPU = "cpu"
+USER_FILE = "HONE_DEVICE_FACTS"  # environment variable
 GIB = 2**30
 MEASURE_S = 0.15  # of each figure of a CPU
 _SIDE = 768  # of the square matrices that are multiplied
@@ -47,6 +49,7 @@ class Device:
     reading_share: float = 0.6  # of the memory's speed, in decoding
     decode_overhead_s: float = 0.003  # of a decode step beyond reading: launches, sampling
     context_gib: float = 1.0  # of a process on the device, and fragmentation
+    calibrated: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # shape of a model -> timings
 
     @property
     def memory_bytes(self) -> int:
@@ -82,12 +85,37 @@ class Machine:
 def known_devices(extra: Path | None = None) -> dict[str, Device]:
     """All devices by name; a user's file may add devices, and replace hone's. Raises ConfigError."""
     found = _read(files("hone.planner").joinpath("devices.yaml").read_text(encoding="utf-8"), "devices.yaml")
-    if extra is None:
-        return found
-    try:
-        return found | _read(extra.read_text(encoding="utf-8"), str(extra))
-    except OSError as error:
-        raise ConfigError(f"--device-facts {extra}: {error.strerror}") from error
+    mine = user_file()
+    for path, key in ((mine if mine.is_file() else None, "the user's file"), (extra, "--device-facts")):
+        if path is None:
+            continue
+        try:
+            found |= _read(path.read_text(encoding="utf-8"), str(path))
+        except OSError as error:
+            raise ConfigError(f"{key} {path}: {error.strerror}") from error
+    return found
+
+
+def user_file() -> Path:
+    """The user's own file of devices: HONE_DEVICE_FACTS, or hone/devices.yaml in the folder of configurations."""
+    home = os.environ.get("XDG_CONFIG_HOME", "") or "~/.config"
+    return Path(os.environ.get(USER_FILE, "") or Path(home) / "hone" / "devices.yaml").expanduser()
+
+
+def write_user_file(device: Device) -> Path:
+    """Put the facts of a device into the user's file, in place of what it has about it; returns the file."""
+    path = user_file()
+    facts = {key: value for key, value in asdict(device).items() if key != "name"}
+    facts["calibrated"] = {
+        shape: {part: [float(f"{one:.4g}") for one in numbers] for part, numbers in parts.items()}
+        for shape, parts in device.calibrated.items()
+    }
+    table = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None) or {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".yaml.partial")
+    partial.write_text(yaml.safe_dump({**table, device.name: facts}, sort_keys=False), encoding="utf-8")
+    partial.replace(path)
+    return path
 
 
 def _read(text: str, place: str) -> dict[str, Device]:
@@ -107,7 +135,9 @@ def _device(name: str, facts: Any, place: str) -> Device:
     for key, value in facts.items():
         if key not in known:
             raise ConfigError(f"{place}: {name}: {unknown('fact', str(key), list(known))}")
-        if key != "source" and (not isinstance(value, int | float) or isinstance(value, bool) or value < 0):
+        if key == "calibrated":
+            _check_calibrated(value, f"{place}: {name}.{key}")
+        elif key != "source" and (not isinstance(value, int | float) or isinstance(value, bool) or value < 0):
             raise ConfigError(f"{place}: {name}.{key} is {value!r}; expected a number, 0 or more")
     missing = [
         key for key in ("memory_gib", "tflops", "memory_gb_s", "link_gb_s", "network_gb_s") if not facts.get(key)
@@ -115,6 +145,16 @@ def _device(name: str, facts: Any, place: str) -> Device:
     if missing:
         raise ConfigError(f"{place}: {name} has no {', '.join(missing)}")
     return Device(name, **facts)
+
+
+def _check_calibrated(value: Any, place: str) -> None:
+    """Raise ConfigError for timings of another form than `hone plan --calibrate` writes."""
+    shapes = value.values() if isinstance(value, Mapping) else [None]
+    numbers = [one for parts in shapes if isinstance(parts, Mapping) for one in parts.values()]
+    if any(not isinstance(parts, Mapping) for parts in shapes) or not all(
+        isinstance(one, list) and all(isinstance(number, int | float) for number in one) for one in numbers
+    ):
+        raise ConfigError(f"{place}: expected what hone plan --calibrate writes; remove it and calibrate again")
 
 
 def parse_devices(text: str, nodes: int, known: Mapping[str, Device]) -> Machine:
@@ -138,7 +178,7 @@ def this_machine(known: Mapping[str, Device]) -> Machine:
     """The devices that a run here would find. Raises ConfigError for an accelerator that no file describes."""
     platform = current_platform()
     if platform.device == CPU:
-        return Machine(measured_cpu())
+        return Machine(known.get(CPU) or measured_cpu())
     name = platform.device_name()
     for key, device in known.items():
         if key.casefold().replace("-", " ") in name.casefold():

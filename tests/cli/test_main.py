@@ -56,7 +56,7 @@ def test_the_installed_command_is_this_one():
     [
         (
             ["trian"],
-            "error: unknown command 'trian'; did you mean 'train'? (there is: chat, check, config, diagnose, distill,",
+            "error: unknown command 'trian'; did you mean 'train'? (there is: chat, check, check-loss, config,",
         ),
         (["config", "--explan", "x"], "error: No such option: --explan"),
         (["config", "gone.yaml"], "error: no run file gone.yaml"),

@@ -18,6 +18,7 @@ RECIPES = {  # stands for the run file that the reader has
     "train": "recipes/quickstart/grpo.yaml",
     "eval": "recipes/quickstart/grpo.yaml",
     "plan": "recipes/quickstart/grpo.yaml",
+    "check-loss": "recipes/quickstart/grpo.yaml",
     "sft": "recipes/sft/chat.yaml",
     "prefer": "recipes/preference/dpo.yaml",
     "distill": "recipes/distill/on_policy.yaml",

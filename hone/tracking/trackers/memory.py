@@ -107,9 +107,10 @@ class _Host:
         self._heap = _mallinfo()
         if self._heap is None:
             return
+        ctypes.CDLL(None).malloc_trim(0)  # so that what is resident is used
         resident, shared = _sizes()
         heap = self._heap()
-        self._rest = resident - shared - heap.uordblks - heap.hblkhd - heap.fordblks  # Python's own memory, stacks
+        self._rest = resident - shared - heap.uordblks - heap.hblkhd  # Python's own memory, stacks
 
     def take(self) -> int:
         resident, shared = _sizes()

@@ -13,6 +13,7 @@ from typing import Any
 
 from hone.config import ConfigError
 from hone.machine import MEMINFO
+from hone.planner.calibrated import Shape, Work, costs_from, shape_of
 from hone.planner.costs import Costs
 from hone.planner.lengths import Lengths as LengthsOfAnswers
 from hone.planner.lengths import parse_lengths
@@ -37,6 +38,7 @@ from hone.trainers.policy.settings import PolicyRunConfig
 GIB = 2**30
 MEASURED_STEPS = 3  # of a simulated run
 ROOFLINE = "facts of the device"
+CALIBRATED = "timings of these shapes on the device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Rates:
     costs: Costs
     forward_share: float
     source: str = ROOFLINE
+    rest_s: float = 0.0  # of `costs.train_step_s`: what no model does
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,10 @@ def forecast(config: Any, sizes: Sizes, placement: Placement, given: Given | Non
     tokens = step_tokens(config, sizes.lengths)
     costs, devices = rates.costs, placement.trainer
     training = costs.train_step_s + costs.train_token_s * tokens / devices
-    seconds = {"forward": training * rates.forward_share, "backward": training * (1 - rates.forward_share)}
+    models = training - rates.rest_s
+    seconds = {"forward": models * rates.forward_share, "backward": models * (1 - rates.forward_share)}
+    if rates.rest_s:
+        seconds["other_work"] = rates.rest_s
     outcome, step_s = None, training
     if isinstance(config, PolicyRunConfig):
         outcome = simulate(setting_of(config, sizes, placement, costs, given.answers))
@@ -219,11 +225,24 @@ def total_steps(config: Any, lengths: Lengths) -> int:
 
 
 def rates_of(config: Any, sizes: Sizes, placement: Placement) -> Rates:
-    """Costs from the facts of the device."""
+    """Costs from the facts of the device: from timings of the models' shapes, if it has them."""
     passes = Models(config, sizes, placement).passes()
     rl = isinstance(config, PolicyRunConfig)
     policy, machine = passes[0].role, placement.machine
     updates = config.update.minibatches * config.update.epochs if rl else 1
+    shared = shared_tokens(config, sizes.lengths, policy)
+    known = [machine.device.calibrated.get(shape_of(one.role)) for one in passes]
+    if all(facts is not None and (not rl or "decode" in facts or number) for number, facts in enumerate(known)):
+        work = Work(
+            tokens=step_tokens(config, sizes.lengths) * shared,
+            sequences=step_sequences(config),
+            microbatches=policy.microbatches * (config.update.minibatches if rl else 1),
+            updates=updates,
+        )
+        shapes = [Shape.read(facts, config.kind) for facts in known if facts is not None]
+        found = costs_from(shapes, [(one.role, one.forwards, one.epochs) for one in passes], work)
+        costs = replace(found.costs, train_token_s=found.costs.train_token_s * shared)
+        return Rates(costs, found.forward_share, CALIBRATED, found.rest_s)
     rows = min(rows_of(config, sizes, placement), step_sequences(config) / max(placement.servers, 1)) if rl else 1.0
     across = machine.nodes > 1 and policy.layout.holders > machine.devices
     load = Load(
@@ -237,7 +256,7 @@ def rates_of(config: Any, sizes: Sizes, placement: Placement) -> Rates:
         link_is_network=across,
     )
     costs = costs_of(machine.device, passes, load)
-    costs = replace(costs, train_token_s=costs.train_token_s * shared_tokens(config, sizes.lengths, policy))
+    costs = replace(costs, train_token_s=costs.train_token_s * shared)
     forward = sum(one.forwards * forward_operations(one.role.anatomy, load.sequence_tokens) for one in passes)
     backward = sum(3 * one.epochs * forward_operations(one.role.anatomy, load.sequence_tokens) for one in passes)
     return Rates(costs, forward / (forward + backward))
