@@ -51,9 +51,10 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
         try:
             # a copy, because what the planner reads is not read by the run
             copy = changed(config.model_copy(update={"model": model}), {})
+            base = current_platform().memory().allocated  # before a CPU is measured, which takes memory itself
             machine = this_machine(known_devices())
             sizes = sizes_of(copy, Path(made))
-            given = Given(base=current_platform().memory().allocated if machine.is_cpu else 0)
+            given = Given(base=base if machine.is_cpu else 0)
             found = forecast(copy, sizes, placement_of(copy, machine), given)
         except UNPREDICTABLE as error:
             return _unpredicted(folder, error)
