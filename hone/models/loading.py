@@ -28,7 +28,7 @@ from hone.models.quantised import loading_options, method_of, refuse_leftovers
 from hone.models.rotary import fix_rotary
 from hone.models.settings import FourBitConfig, ModelConfig
 from hone.models.source import check_source, locate
-from hone.models.transformers_patches import ShardFn, shard_while_loading
+from hone.models.transformers_patches import ShardFn, reads_shards_alone, shard_while_loading
 from hone.models.value_head import SCORE, VALUE_HEAD_FILE, read_value_head, values_of
 from hone.models.vision.model import FAMILIES, attention_names, auto_class, freeze_tower
 from hone.registry import unknown
@@ -70,10 +70,11 @@ def load_language_model(
 ) -> PreTrainedModel:
     """Load a causal language model in `model.dtype` on the CPU, with packed attention.
 
-    `shard` shards the empty model, so that only this rank's shards are read from its files; a model from `model.build`
-    is built whole first. `four_bit` quantises each linear layer as it is read. `class_of` gives another class than
-    transformers' own. Raises ModelError naming the folder and the problem: missing folder, config.json or weights,
-    unknown architecture or quantisation, untrusted code.
+    `shard` shards the empty model, so that only this rank's shards are read from its files. A model from `model.build`,
+    and one whose files have a weight in several parts (`reads_shards_alone`), is whole first. `four_bit` quantises each
+    linear layer as it is read. `class_of` gives another class than transformers' own. Raises ModelError naming the
+    folder and the problem: missing folder, config.json or weights, unknown architecture or quantisation, untrusted
+    code.
     """
     if model.build is not None:
         built = _as_used(_in_class(build_model(model.build, DTYPES[model.dtype]), class_of), model)
@@ -208,7 +209,10 @@ def _from_pretrained(
     dtype = DTYPES[model.dtype]
     quantised = loading_options(config, _source(model), sharded=shard is not None)
     narrow = {} if four_bit is None else reading_options(_empty(cls, model), four_bit, str(model.path))
-    sharded: AbstractContextManager[dict[str, Any]] = nullcontext({}) if shard is None else shard_while_loading(shard)
+    while_loading = shard is not None and (bool(quantised) or reads_shards_alone(_empty(cls, model)))
+    sharded: AbstractContextManager[dict[str, Any]] = (
+        nullcontext({}) if shard is None or not while_loading else shard_while_loading(shard)
+    )
     try:
         _refuse_untrainable(model)
         with without_progress_bars(), sharded as options:
@@ -238,6 +242,8 @@ def _from_pretrained(
             result.to(dtype)  # type: ignore[arg-type]
     if four_bit is not None:
         finish(result)
+    if shard is not None and not while_loading:
+        shard(result)
     return result
 
 

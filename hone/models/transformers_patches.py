@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 
@@ -50,6 +52,23 @@ def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
     finally:
         for name, original in before.items():
             setattr(DistributedMixin, name, original)
+
+
+def reads_shards_alone(model: Any) -> bool:
+    """Return whether a rank can read its shards of this model (which is empty) and convert them by themselves.
+
+    transformers takes a rank's part of each tensor of the files, and converts the parts. That is right where experts
+    are stacked. Where rows of several tensors are joined (the convolutions of Kimi-Linear and OLMo-Hybrid), cut or
+    transposed, each rank would hold rows of another part of the weight.
+    Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/core_model_loading.py
+    """
+    changes = get_model_conversion_mapping(model, add_legacy=False)
+    chains = [getattr(one, "operations", []) for one in changes if isinstance(one, WeightConverter)]
+    return all(
+        isinstance(one, MergeModulelist) or (isinstance(one, Concatenate) and one.dim == 1 and len(chain) == 2)
+        for chain in chains
+        for one in chain
+    )
 
 
 def replace_search_for_packed_rows(replacement: Callable[[SearchFn], SearchFn]) -> None:

@@ -137,8 +137,9 @@ def packed(folder: Path) -> None:
     assert last < first, f"the loss went from {first:.4f} to {last:.4f}"
     batch = make_batch(1)
     found = engine.infer_batch(batch).logprobs
-    engine.model.set_attn_implementation("eager")  # type: ignore[operator]
-    require_close(found, plain_logprobs(engine.model, batch), "log-probs")  # type: ignore[arg-type]
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    plain.load_state_dict(dict(engine.get_per_tensor_param()[0]))
+    require_close(found, plain_logprobs(plain, batch), "log-probs")  # type: ignore[arg-type]
 
 
 def whole_path(folder: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
+from tests.families.types import save_tiny
 
 # Heads of 32: the smallest that vLLM's attention on a CPU takes.
 SIZES = {
@@ -42,6 +43,7 @@ class Family:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     published: Mapping[str, Any] = field(default_factory=dict)  # in config.json beside what transformers' class has
     experts: bool = False
+    tiny: bool = False  # the model of the table of all types (`types`), which has the special parts at such a size
 
     def build_config(self) -> BuildConfig:
         sizes = {key: size for key, size in {**SIZES, **self.sizes}.items() if size is not None}
@@ -200,13 +202,64 @@ FAMILIES = {
         WIDE,
         experts=True,
     ),
+    "SmolLM3": Family(
+        "smollm3", "a layer without positions", {"no_rope_layers": [1, 0], "no_rope_layer_interval": 2}, WIDE
+    ),
+    "OLMo 3": Family(
+        "olmo3",
+        "windows in every other layer, norms after attention and MLP",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        WIDE,
+    ),
+    "EXAONE 4": Family(
+        "exaone4",
+        "windows with positions, whole attention without",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        WIDE,
+    ),
+    "Seed-OSS": Family("seed_oss", "biases of q, k and v"),
+    "MiniMax-M2": Family(
+        "minimax_m2",
+        "norms of whole queries and keys, partial rotary positions, sigmoid routers with a bias",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        },
+        experts=True,
+    ),
+    "GLM-4.7-Flash": Family("glm4_moe_lite", "latent attention, experts behind a dense layer", experts=True, tiny=True),
+    "Llama 4": Family(
+        "llama4_text", "chunked attention, layers without positions, a temperature by position", experts=True, tiny=True
+    ),
+    "DeepSeek-V3.2": Family("deepseek_v32", "sparse attention: an indexer per layer", experts=True, tiny=True),
+    "GLM-5": Family("glm_moe_dsa", "sparse attention: layers share an indexer's choice", experts=True, tiny=True),
+    "Gemma 3n": Family("gemma3n_text", "keys of earlier layers, embeddings per layer, AltUp", tiny=True),
+    "Gemma 4": Family(
+        "gemma4_text", "two shapes of attention, keys of earlier layers, embeddings per layer", tiny=True
+    ),
+    "Qwen3.5": Family("qwen3_5_text", "gated DeltaNet in every other layer", tiny=True),
+    "Qwen3.5-MoE": Family("qwen3_5_moe_text", "the same with experts and a shared expert", experts=True, tiny=True),
+    "Qwen3-Next": Family("qwen3_next", "gated DeltaNet, experts, a shared expert", experts=True, tiny=True),
+    "Kimi-Linear": Family("kimi_linear", "KDA, latent attention without positions, experts", experts=True, tiny=True),
+    "Nemotron-H": Family("nemotron_h", "Mamba 2, experts, attention and an MLP, a layer each", experts=True, tiny=True),
+    "LFM2": Family("lfm2", "short convolutions in every other layer", tiny=True),
+    "Granite 4": Family("granitemoehybrid", "Mamba 2, experts and a shared MLP", experts=True, tiny=True),
+    "Falcon-H1": Family("falcon_h1", "Mamba 2 beside attention in every layer", tiny=True),
+    "Jamba": Family("jamba", "Mamba 1, experts in some layers", experts=True, tiny=True),
+    "OLMo-Hybrid": Family("olmo_hybrid", "gated DeltaNet with separate projections", tiny=True),
 }
 
 
 def save(
     family: Family, folder: Path, seed: int = 0, change: Callable[[str, torch.Tensor], None] | None = None
 ) -> Path:
-    """Write the family's model and tokenizer into `folder`; `change` edits each weight in place before."""
+    """Write the family's model and tokenizer into `folder`; `change` edits each weight in place before.
+
+    A `tiny` model has one seed, and takes no `change`.
+    """
+    if family.tiny:
+        return save_tiny(family.architecture, folder)
     build = family.build_config().model_copy(update={"seed": seed})
     model = load_language_model(ModelConfig(build=build))
     generator = torch.Generator().manual_seed(seed)

@@ -8,6 +8,7 @@ Gradients are summed over ranks, not averaged: the loss weights contain the deno
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -23,6 +24,7 @@ from hone.engines.fsdp2.mesh import EXPERT, TENSOR, Mesh
 from hone.engines.fsdp2.settings import ShardConfig, Sizes
 from hone.engines.fsdp2.weights import Partial
 from hone.engines.lora.targets import Split
+from hone.models.attention.indexed import indexers
 from hone.models.attention.sequence_parallel import SequenceRanks, shared_by
 from hone.models.errors import ModelError
 from hone.models.four_bit import seen_as_plain, still_empty
@@ -131,6 +133,11 @@ class Sharder:
             tensor_parallel.apply_tensor_parallelism(model, self._mesh.dense[TENSOR], plan)
         except (ValueError, RuntimeError) as error:
             raise ShardingError(f"{self._key('tensor')} = {size} does not fit {name}: {error}") from error
+        for path, module in model.named_modules():
+            if "add_" in inspect.unwrap(type(module).forward).__code__.co_names:
+                for key, child in module.named_children():
+                    if any(one.startswith(wildcard(f"{path}.{key}.")) for one in plan):
+                        child.forward = _cloned(child.forward)
         self.partial.names = [n for n, _ in model.named_parameters() if wildcard(n).rpartition(".")[0] in partial]
 
     # --------------------------------------------------------------------------------------------------- experts
@@ -237,7 +244,10 @@ def _call(run: Callable[[], R]) -> R:
 
 
 def _cloned(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Clone the result of experts: under tensor parallelism it is a view, which loses the hooks of `fully_shard`."""
+    """Clone a result, which is a view under tensor parallelism.
+
+    A view of experts loses the hooks of `fully_shard`, and none can be changed in place (Llama 4's shared expert).
+    """
 
     def run(*arguments: Any) -> Tensor:
         return forward(*arguments).clone()
@@ -283,6 +293,9 @@ def _require_plans(sizes: Sizes, key: Callable[[str], str]) -> None:
 
 def require_shared_heads(model: Any, sizes: Sizes, setting: str, name: str) -> None:
     """Raise ShardingError unless sequence ranks can share the heads; fewer key and value heads are repeated."""
+    if indexers(model):
+        why = f"the sparse attention of {name} needs whole sequences; leave it at 1 and use shard"
+        raise ShardingError(f"{setting} = {sizes.sequence}: {why}")
     config = model.config.get_text_config()
     queries = config.num_attention_heads // sizes.tensor
     pairs = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // sizes.tensor
