@@ -16,7 +16,8 @@ ENGINES := automodel megatron torchtitan veomni
 # Plug-ins that need little or nothing, and are tested in $(VENV).
 LIGHT := environments hosted-sandboxes nixl
 PLUGINS := $(patsubst plugins/%/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
-APART := $(filter-out sglang $(LIGHT),$(PLUGINS))  # sglang: .venv-sglang is the server's environment
+# sglang: .venv-sglang is the server's environment; tinker: .venv-tinker is that of the real client
+APART := $(filter-out sglang tinker $(LIGHT),$(PLUGINS))
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(FITS)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -42,7 +43,7 @@ help:
 	@echo "make test-vllm    run the tests with the real vLLM; installs its CPU build into $(VLLM_VENV) once (2 GB)"
 	@echo "make test-sglang  run the tests with the real SGLang; installs it into $(SGLANG_VENV) once (2 GB)"
 	@echo "make test-agents  run the tests with agent libraries (OpenAI Agents, LangGraph ...), in $(AGENTS_VENV)"
-	@echo "make test-tinker  run the tests of hone serve with the real client, in $(TINKER_VENV)"
+	@echo "make test-tinker  run the tests of hone serve and of the plug-in with the real client, in $(TINKER_VENV)"
 	@echo "make test-triton  run the Triton kernels' tests in its interpreter, and compile them for GPUs (300 MB, once)"
 	@echo "make check        check style, types and architecture"
 	@echo "make oracle       compare formulas and training steps with TRL and verl, in a separate environment"
@@ -97,7 +98,7 @@ test-agents: $(VENV)/.test $(AGENTS_VENV)/.agents
 .venv-agents: $(AGENTS_VENV)/.agents
 
 test-tinker: $(VENV)/.test $(TINKER_VENV)/.tinker
-	$(VENV)/bin/python -m pytest -m tinker tests/service $(ARGS)
+	$(VENV)/bin/python -m pytest -m tinker tests/service plugins/tinker/tests $(ARGS)
 
 .venv-tinker: $(TINKER_VENV)/.tinker
 

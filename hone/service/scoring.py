@@ -70,7 +70,9 @@ def parameters(given: SamplingParameters, snapshot: str, room: int) -> SamplingP
 
 
 def seeded(sampling: SamplingParams, seed: int, number: int) -> SamplingParams:
-    """The sampling of one of a request's samples."""
+    """The sampling of one of a request's samples; the first has the request's own seed."""
+    if number == 0:
+        return replace(sampling, seed=seed % (1 << 63))
     digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
     return replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
 

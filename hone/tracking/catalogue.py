@@ -243,6 +243,8 @@ _WEIGHTS = (
     Described("weights/tensors", "tensors", MAX, "tensors sent"),
     Described("weights/buckets", "buckets", MAX, "buckets sent"),
     Described("weights/replicas", "replicas", MAX, "replicas that received the weights"),
+    Described("weights/remote_gap", "nats", MEAN, "a service trains: gap of rollout to trainer on a probe"),
+    Described("weights/remote_moved", "nats", MEAN, "the same gap of the rollout before: how far the update moved it"),
     Described("weights/senders", "processes", MAX, "processes that sent the weights: training ranks, or the driver"),
 )
 
@@ -285,6 +287,10 @@ _PERF = (
     Described("perf/weight_sync_gb_per_s", "GB/s", MEAN, "bytes of a weight sync over its time"),
     Described("perf/publication_hidden_fraction", "share", MEAN, "weight sync that the trainer did not wait for"),
     Described("perf/draws_ended_ahead", "prompts", SUM, "open prompts whose answers have all arrived"),
+    Described("perf/remote_prefilled_tokens", "tokens", SUM, "a service trains: tokens of prompts that it has read"),
+    Described("perf/remote_sampled_tokens", "tokens", SUM, "a service trains: tokens that it has sampled"),
+    Described("perf/remote_trained_tokens", "tokens", SUM, "a service trains: tokens of its forwards and backwards"),
+    Described("perf/remote_cost", "", SUM, "the cost of these tokens, by the prices in the run file"),
     Described("perf/trackers_failed", "trackers", SUM, "trackers that were switched off after a failure"),
     Described("perf/rollouts_left_out", "rollouts", SUM, "rollouts that no longer fit into rollouts.jsonl.gz"),
 )

@@ -119,11 +119,16 @@ def prepare_rollout(spec: RolloutSpec, loop: Loop, phase: PhaseFn) -> RolloutHan
             f"adapters {', '.join(spec.adapters)} need base weights that do not change, but this run sends all weights "
             "after each step; train a LoRA adapter and send it separately (actor.lora.sync=adapter)"
         )
-    if in_process and spec.settings.builtin.process == "inside":
+    backend, inside = spec.settings.backend, spec.settings.builtin.process == "inside"
+    if not inside:
+        _require_server(engine_class, backend)
+    if in_process and inside:
         if spec.new_weights is not None:
+            separate = not getattr(engine_class, "only_inside", False)
+            instead = "rollout.builtin.process=separate" if separate else "asynchrony.staleness=0"
             raise ConfigError(
-                "asynchrony.staleness is above 0, but the built-in engine runs inside the trainer, which cannot "
-                "generate and train at the same time; set rollout.builtin.process=separate"
+                f"asynchrony.staleness is above 0, but rollout.backend={backend} runs inside the trainer, which cannot "
+                f"generate and train at the same time; set {instead}"
             )
         return RolloutHandle(_inside(spec, engine_class, rule), loop, phase)
     if not in_process:
@@ -136,6 +141,7 @@ async def serve_rollout(spec: RolloutSpec, address: str, ready: Callable[[str], 
     """Start one server of a rollout for runs that attach to it at HOST:PORT; see `attaching.serve_at`."""
     check_model_source(spec.model)
     engine_class = ROLLOUT_ENGINES.get(spec.settings.backend)
+    _require_server(engine_class, spec.settings.backend)
     if bool(getattr(engine_class, "in_process", False)):
         engine_class = BuiltinServer
     routed = _routed_layers(spec, engine_class) if spec.routed_experts else ()
@@ -143,6 +149,12 @@ async def serve_rollout(spec: RolloutSpec, address: str, ready: Callable[[str], 
     alone = replace(spec, settings=spec.settings.model_copy(update={"replicas": 1, "addresses": ()}))
     (one,) = _specs(alone, shared_token(os.environ), rule, routed)
     await serve_at(engine_class(one), one, address, spec.tokenizer, ready)
+
+
+def _require_server(engine_class: Any, backend: str) -> None:
+    """Raise ConfigError for an engine that has no server."""
+    if getattr(engine_class, "only_inside", False):
+        raise ConfigError(f"rollout.backend={backend} runs inside the trainer only; set rollout.builtin.process=inside")
 
 
 def _specs(spec: RolloutSpec, token: str, rule: AdapterRule | None, routed: tuple[int, ...]) -> list[ServerSpec]:

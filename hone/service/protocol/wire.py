@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hone.service.protocol.refusals import BadRequest
 
-PACKAGE = "hone_tinker"
+PACKAGE = "hone_service"
 SCALARS = {"string": 9, "int32": 5, "int64": 3, "bytes": 12, "double": 1, "bool": 8}
 # message -> "number type name"; `*` before the type: repeated; "map KEY VALUE"; `?`: a member of the oneof `kind`
 SCHEMA: Mapping[str, tuple[str, ...]] = {

@@ -1,0 +1,23 @@
+"""Training on a service that speaks Tinker's protocol: the engine `tinker_api` and the rollout `tinker_api`.
+
+In reading order: `settings`; `connection`, one session of a service: requests, retries, results, heartbeats;
+`messages`, the protocol's requests and results as tensors; `gradients`, any loss of log-probs as weights of tokens;
+`engine`, the verbs of a training engine; `rollout`, those of a rollout engine, and the check that a sampler is new.
+"""
+
+from hone.engines.registry import EngineRegistry
+from hone.rollout import ROLLOUT_ENGINES
+
+PLUGIN_API = 1
+NAME = "tinker_api"
+
+
+def register() -> None:
+    """Add both engines to hone's registries."""
+    EngineRegistry.register(
+        model_type="language_model",
+        backend=NAME,
+        target="hone_tinker.engine:ServiceEngine",
+        settings="hone_tinker.settings:ServiceSettings",
+    )
+    ROLLOUT_ENGINES.register(NAME, "hone_tinker.rollout:ServiceRollout")

@@ -1,0 +1,236 @@
+"""One session of a service: requests with retries, results by long polls, heartbeats.
+
+    any thread --run, wait--> the connection's own loop --HTTP--> service
+                                        |
+                                        `-- a heartbeat every 10 s
+
+Every request has a number of its own, so a service that gets it twice runs it once: after a broken connection, 408, 429
+and 5xx it is sent again until `timeout_s` has passed. Nothing else is repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+
+from hone.config import ConfigError
+from hone.processes.http_client import http_session, proxy_of
+
+R = TypeVar("R")
+API = "/api/v1"
+SDK = "0.38.0"  # the version of the protocol that this client speaks
+POLL_S = 45.0  # of one long poll
+HEARTBEAT_S = 10.0
+REQUESTS = 512  # at a time; others wait in order
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 10.0  # between two tries
+AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+FINISH_S = 5.0
+KEY = "TINKER_API_KEY"
+ADDRESS = "TINKER_BASE_URL"
+
+
+class ServiceFailed(RuntimeError):
+    """A service refused a request, failed, or did not answer in time."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens that a service has computed."""
+
+    prefilled: int = 0
+    sampled: int = 0
+    trained: int = 0
+
+
+class Connection:
+    """A session of the service at `url`."""
+
+    def __init__(self, url: str, key: str, timeout_s: float) -> None:
+        self.url, self.timeout_s = url, timeout_s
+        self.usage = Usage()
+        self.sampling_numbers = itertools.count()  # of sampling sessions
+        self.model_numbers = itertools.count()
+        self._key, self._ended, self._succeeded = key, "", False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"requests to {url}", daemon=True)
+        self._thread.start()
+        try:
+            self.session_id = self.wait(self._begin())
+        except ServiceFailed:
+            self.wait(self._http.close())
+            self._stop()
+            raise
+        atexit.register(self._finish)
+
+    def wait(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """The result of a coroutine that runs on the connection's loop."""
+        return self.start(coroutine).result()  # every request has a deadline
+
+    def start(self, coroutine: Coroutine[Any, Any, R]) -> Future[R]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def succeeded(self) -> None:
+        """The run has ended as it should: the session will be closed with this reason."""
+        self._succeeded = True
+
+    async def _begin(self) -> str:
+        self._http = http_session()
+        self._room = asyncio.Semaphore(REQUESTS)
+        body = {"tags": ["hone"], "user_metadata": None, "sdk_version": SDK}
+        found = await self.post("create_session", body)
+        self._beating = asyncio.create_task(self._beat(found["session_id"]), name="heartbeat")
+        return str(found["session_id"])
+
+    async def _beat(self, session_id: str) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            try:
+                await self._once("POST", "session_heartbeat", {"session_id": session_id}, HEARTBEAT_S)
+            except _Refused as error:
+                if error.status == 410:
+                    self._ended = f"the service has ended the session: {error}"
+                    return
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                continue  # the next request says so, if the service is gone
+
+    def _finish(self) -> None:
+        """Tell the service that the session is over, so that it can free the models."""
+        reason = {"type": "success" if self._succeeded else "interrupted"}
+
+        async def end() -> None:
+            self._beating.cancel()
+            with suppress(_Refused, aiohttp.ClientError, TimeoutError, OSError):  # it ends when heartbeats stay out
+                await self._once("POST", f"sessions/{self.session_id}/finish", {"reason": reason}, FINISH_S)
+            await self._http.close()
+
+        with suppress(TimeoutError):
+            self.start(end()).result(2 * FINISH_S)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(FINISH_S)
+        if not self._loop.is_running():
+            self._loop.close()
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    async def post(self, path: str, body: Mapping[str, Any] | bytes) -> Any:
+        """The answer to a request. Raises ServiceFailed."""
+        return await self.request("POST", path, body)
+
+    async def request(self, method: str, path: str, body: Mapping[str, Any] | bytes | None = None) -> Any:
+        """The answer to a request: parsed JSON, or bytes. Raises ServiceFailed.
+
+        `path` may be an address at another host: it gets no key, and its answer is bytes.
+        """
+        return await self._again(method, path, body, time.monotonic() + self.timeout_s)
+
+    async def result(self, path: str, body: Mapping[str, Any] | bytes) -> Any:
+        """The result of a request that the service answers with a promise. Raises ServiceFailed."""
+        deadline = time.monotonic() + self.timeout_s
+        async with self._room:
+            promise = await self._again("POST", path, body, deadline)
+            asked = {"request_id": promise["request_id"], "allow_metadata_only": False}
+            state = ""
+            while time.monotonic() < deadline:
+                found = await self._again("POST", "retrieve_future", asked, deadline, pending=True)
+                if isinstance(found, bytes):
+                    return found
+                if "error" in found:
+                    raise ServiceFailed(f"{path} at {self.url}: {found['error']}")
+                if found.get("type") != "try_again":
+                    return found
+                state = " ".join(filter(None, (found.get("queue_state"), found.get("queue_state_reason"))))
+        raise ServiceFailed(
+            f"{path} at {self.url} has no result after {self.timeout_s:g} s"
+            f"{f' (the service says: {state})' if state else ''}; raise actor.backend.timeout_s if it needs longer"
+        )
+
+    async def _again(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None, deadline: float, pending: bool = False
+    ) -> Any:
+        """Try until the deadline; `pending`: 408 is an answer."""
+        pause, reason = FIRST_WAIT_S, "no answer"
+        while True:
+            if self._ended:
+                raise ServiceFailed(self._ended)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ServiceFailed(f"{path} at {self.url}: {reason}, for {self.timeout_s:g} s")
+            try:
+                return await self._once(method, path, body, min(left, POLL_S))
+            except _Refused as error:
+                if pending and error.status == 408 and error.body is not None:
+                    return error.body
+                if error.status not in AGAIN:
+                    raise ServiceFailed(f"{path} at {self.url}: status {error.status}: {error}") from error
+                reason = f"status {error.status}: {error}"
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                reason = f"{type(error).__name__} {error}".strip()
+            await asyncio.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+            pause = min(2 * pause, LONGEST_WAIT_S)
+
+    async def _once(self, method: str, path: str, body: Mapping[str, Any] | bytes | None, timeout_s: float) -> Any:
+        elsewhere, data = path.startswith(("http://", "https://")), None
+        url = path if elsewhere else f"{self.url}{API}/{path}"
+        headers = {} if elsewhere else {"Accept": "application/x-protobuf, application/json", "X-API-Key": self._key}
+        if isinstance(body, bytes):
+            headers["Content-Type"], data = "application/x-protobuf", body
+        elif body is not None:
+            headers["Content-Type"], data = "application/json", json.dumps(body).encode()
+        limit = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._http.request(
+            method, url, data=data, headers=headers, timeout=limit, proxy=proxy_of(url)
+        ) as reply:
+            content = await reply.read()
+            is_json = reply.content_type == "application/json" and not elsewhere
+            parsed = json.loads(content) if is_json and content else None
+            if reply.status >= 400:
+                raise _Refused(reply.status, parsed, content.decode(errors="replace")[:500])
+            return parsed if is_json else content
+
+
+class _Refused(Exception):
+    """An answer with a status of 400 or more."""
+
+    def __init__(self, status: int, body: Any, text: str) -> None:
+        said = body.get("error") or body.get("detail") if isinstance(body, dict) else None
+        super().__init__(str(said or text))
+        self.status, self.body = status, body if isinstance(body, dict) else None
+
+
+_connections: dict[str, Connection] = {}
+
+
+def connect(url: str, timeout_s: float) -> Connection:
+    """The session of this process at a service; the first call opens it. Raises ConfigError without address or key."""
+    url = (url or os.environ.get(ADDRESS, "")).rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        found = f"found {url!r}" if url else "it is empty, and so is the environment variable " + ADDRESS
+        raise ConfigError(
+            f"actor.backend.url should be the address of a service, such as http://127.0.0.1:8123; {found}"
+        )
+    if url not in _connections:
+        key = os.environ.get(KEY, "")
+        if not key:
+            raise ConfigError(f"the key of {url} is missing: export {KEY}=tml-...")
+        _connections[url] = Connection(url, key, timeout_s)
+    return _connections[url]
+
+
+def connected(url: str) -> Connection:
+    """The session that `connect` has opened."""
+    return _connections[url]

@@ -1,0 +1,51 @@
+"""Any loss of log-probs as weights of tokens.
+
+A service computes the gradient of sum(-weight x log-prob). A loss L that depends on the weights of the model through
+the log-probs of the batch's own tokens only has the gradient sum(dL/d log-prob x gradient of log-prob), so with
+weight = -dL/d log-prob the service's gradient is that of L. No other loss can be expressed, and none needs to be known.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.engines.engine import ScoredStep
+from hone.types import Batch, LossFn, ModelOutput
+
+NOT_RETURNED = "services return the log-probs of tokens only"
+
+
+def check_needs(loss: LossFn) -> None:
+    """Raise ValueError for a loss that reads more of a forward than log-probs (and entropy, for a metric)."""
+    wanted = sorted(map(str, getattr(loss, "needs", frozenset()) - {"entropy"}))
+    if wanted:
+        raise ValueError(f"the loss needs {', '.join(wanted)} of a forward, and {NOT_RETURNED}")
+
+
+def token_weights(loss: LossFn, batch: Batch, logprobs: Tensor) -> tuple[Tensor, ScoredStep]:
+    """-dL/d log-prob of each token at these log-probs [T], and the loss with its metrics."""
+    at = logprobs.detach().clone().requires_grad_()
+    step = ScoredStep(loss, None)
+    try:
+        total = step.total(ModelOutput(logprobs=at), batch)
+    except ValueError as error:
+        if "ModelOutput." not in str(error):
+            raise
+        raise ValueError(f"{error}, but {NOT_RETURNED}; for an entropy bonus, set algorithm.entropy_coef=0") from error
+    if not total.requires_grad:
+        return torch.zeros_like(logprobs), step
+    (gradient,) = torch.autograd.grad(total, at)
+    return -gradient, step
+
+
+def fixed_weights(loss: LossFn, batch: Batch) -> Tensor | None:
+    """The weights of a loss for which they do not depend on the log-probs (one update per batch, SFT); else None."""
+    mask = batch.loss_mask
+    start = batch.rollout_logprobs if batch.rollout_logprobs is not None else torch.full(mask.shape, -1.0)
+    first, _ = token_weights(loss, batch, start.float() * mask)
+    for shift in (-0.75, -0.01, 0.01):
+        other, _ = token_weights(loss, batch, (start.float() + shift) * mask)
+        if not torch.equal(first, other):
+            return None
+    return first

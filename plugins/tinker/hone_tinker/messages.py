@@ -1,0 +1,103 @@
+"""Requests and results of the protocol, as bytes of protobuf and as tensors.
+
+The schema is that of `hone serve` (`hone.service.protocol.wire`): one list of field numbers for both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.service.protocol.wire import FLOAT32, INT64, MESSAGES, NUMPY
+
+DATUMS, BYTES = 1024, 5_000_000  # most of one request, as the services' own client cuts it
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """The tokens of one sequence, and the weight of each log-prob in the loss: sum of -weight x log-prob."""
+
+    tokens: Tensor  # [N] int64
+    weights: Tensor  # [N] float32; the first one counts nothing
+
+
+def training_requests(model_id: str, first_seq: int, sequences: Sequence[Weighted], forward_only: bool) -> list[bytes]:
+    """`cross_entropy` requests with numbers from `first_seq`; together they have all sequences, in order."""
+    requests: list[bytes] = []
+    message, size = None, 0
+    for one in sequences:
+        datum = MESSAGES["Datum"]()
+        datum.model_input.add().encoded_text.tokens = one.tokens[:-1].numpy().astype("<i4").tobytes()
+        _put(datum.loss_fn_inputs["target_tokens"], one.tokens[1:].numpy(), INT64)
+        _put(datum.loss_fn_inputs["weights"], one.weights[1:].numpy(), FLOAT32)
+        if message is not None and (len(message.data) == DATUMS or size + datum.ByteSize() > BYTES):
+            requests.append(message.SerializeToString())
+            message = None
+        if message is None:
+            message, size = MESSAGES["ForwardBackwardRequest"](), 0
+            message.model_id, message.seq_id = model_id, first_seq + len(requests)
+            message.loss_fn, message.forward_only = "cross_entropy", forward_only
+        message.data.append(datum)
+        size += datum.ByteSize()
+    if message is not None:
+        requests.append(message.SerializeToString())
+    return requests
+
+
+def _put(tensor: Any, array: Any, kind: int) -> None:
+    tensor.dense, tensor.dtype = array.astype(NUMPY[kind]).tobytes(), kind
+    tensor.shape.extend(array.shape)
+
+
+def read_logprobs(body: bytes) -> list[Tensor]:
+    """The log-probs of each sequence of a ForwardBackwardOutput, [N - 1] float32."""
+    message = MESSAGES["ForwardBackwardOutput"].FromString(body)
+    rows: list[Tensor] = []
+    for record in message.loss_fn_outputs:
+        batched = record.fields["logprobs"]
+        flat = torch.from_numpy(np.frombuffer(batched.data, "<f4").copy())
+        ends = np.frombuffer(batched.offsets, "<i8") // 4
+        rows += [flat[start:end] for start, end in pairwise(ends.tolist())]
+    return rows
+
+
+def sampling_request(tokens: Iterable[int], params: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The body of an `asample` request for one sequence."""
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}
+    return {"prompt": prompt, "num_samples": 1, "sampling_params": dict(params), **more}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The one sequence of a SampleResponse, and the scores of its prompt."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stopped: bool  # False: the limit of tokens ended it
+    prompt_logprobs: Tensor | None  # [len], NaN for the first token
+    prompt_top: tuple[Tensor, Tensor] | None  # [len, k] ids and log-probs
+
+
+def read_answer(body: bytes) -> Answer:
+    message = MESSAGES["SampleResponse"].FromString(body)
+    (one,) = message.sequences
+    top = None
+    if message.HasField("topk_prompt_logprobs"):
+        found = message.topk_prompt_logprobs
+        shape = (found.length, found.k)
+        ids = torch.from_numpy(np.frombuffer(found.token_ids, "<i4").copy()).view(shape)
+        top = ids, torch.from_numpy(np.frombuffer(found.logprobs, "<f4").copy()).view(shape)
+    scored = np.frombuffer(message.prompt_logprobs, "<f4").copy() if message.prompt_logprobs else None
+    return Answer(
+        tuple(np.frombuffer(one.tokens, "<i4").tolist()),
+        tuple(np.frombuffer(one.logprobs, "<f4").tolist()),
+        one.stop_reason == 0,
+        None if scored is None else torch.from_numpy(scored),
+        top,
+    )

@@ -1,0 +1,221 @@
+"""Losses as weights of tokens, settings that are refused, and requests as the protocol's own client parses them."""
+
+import asyncio
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from hone.algorithms.objective import PolicyObjective, SftObjective
+from hone.algorithms.settings import AlgorithmConfig
+from hone.config import ConfigError, build
+from hone.data.packing import Sample, pack_samples
+from hone.engines.settings import EngineConfig
+from hone.models.settings import ModelConfig
+from hone.service.protocol.wire import MESSAGES, read_tensor
+from hone.types import GenerationRequest, LossOutput, SamplingParams
+from hone.weights.base import WeightSyncError
+from hone.workers.train import TrainSpec
+from hone_tinker import connection
+from hone_tinker.engine import PROBE_LOGPROBS, SAMPLER, ServiceEngine
+from hone_tinker.gradients import check_needs, fixed_weights, token_weights
+from hone_tinker.messages import DATUMS, Weighted, training_requests
+from hone_tinker.rollout import ServiceRollout
+
+PYTHON = Path(__file__).parents[3] / ".venv-tinker/bin/python"
+
+
+def batch_of(advantages, old=None):
+    """One sequence of two prompt tokens and three answers, each with a loss weight of 1/2."""
+    batch = pack_samples([Sample((5, 6, 7, 5, 9), (0, 0, 1, 1, 1))])
+    fields = {"advantages": torch.tensor([0.0, 0.0, *advantages]), "loss_weights": torch.full((5,), 0.5)}
+    if old is not None:
+        fields["old_logprobs"] = torch.tensor([0.0, 0.0, *old])
+    return batch.with_(**fields)
+
+
+def test_one_update_per_batch_needs_no_forward_before_it():
+    batch = batch_of([1.0, -2.0, 0.0])
+    weights = fixed_weights(PolicyObjective(AlgorithmConfig()), batch)
+    assert weights.tolist() == pytest.approx([0, 0, 0.5, -1.0, 0])  # advantage x loss weight
+
+
+def test_clipped_ratios_become_weights_at_the_log_probs():
+    batch = batch_of([1.0, 1.0, -1.0], old=[-1.0, -1.0, -1.0])
+    loss = PolicyObjective(build(AlgorithmConfig, {"loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.2}}, ""))
+    assert fixed_weights(loss, batch) is None
+    ratios = [1.1, 1.5, 0.9]
+    logprobs = torch.tensor([0.0, 0.0, *(math.log(one) - 1 for one in ratios)])
+    weights, _ = token_weights(loss, batch, logprobs)
+    assert weights.tolist() == pytest.approx([0, 0, 0.5 * 1.1, 0.0, -0.5 * 0.9])  # the second one is clipped
+
+
+def test_supervised_weights_are_the_loss_weights():
+    assert fixed_weights(SftObjective(), batch_of([0, 0, 0])).tolist() == [0, 0, 0.5, 0.5, 0.5]
+
+
+def test_a_large_batch_is_several_requests_with_numbers_in_order():
+    one = Weighted(torch.tensor([5, 6, 7]), torch.tensor([0.0, 0.5, 1.0]))
+    found = [
+        MESSAGES["ForwardBackwardRequest"].FromString(body)
+        for body in training_requests("m", 7, [one] * (DATUMS + 1), forward_only=False)
+    ]
+    assert [(one.seq_id, len(one.data)) for one in found] == [(7, DATUMS), (8, 1)]
+    weights = read_tensor(found[1].data[0].loss_fn_inputs["weights"], "weights", 10)
+    assert weights.tolist() == [0.5, 1.0]
+
+
+def test_a_loss_of_more_than_log_probs_is_refused():
+    def full(output, batch):
+        return LossOutput(output.logprobs)
+
+    full.needs = frozenset({"full_kl"})
+    with pytest.raises(ValueError, match="needs full_kl of a forward, and services return the log-probs"):
+        check_needs(full)
+    bonus = PolicyObjective(build(AlgorithmConfig, {"entropy_coef": 0.01}, ""))
+    with pytest.raises(ValueError, match=r"set algorithm\.entropy_coef=0"):
+        fixed_weights(bonus, batch_of([1.0, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "temperature", "said"),
+    [
+        ({"lora": {"dora": True}}, 1.0, "lora.dora = True: requests to a service have rank and seed only"),
+        ({"lora": {"alpha": 8.0}}, 1.0, "lora.alpha = 8.0"),
+        ({"optimizer": {"name": "SGD"}}, 1.0, "optimizer.name = SGD: services have AdamW"),
+        ({"optimizer": {"options": {"amsgrad": True}}}, 1.0, "options.amsgrad is not sent"),
+        ({}, 0.7, "rollout.sampling.temperature = 0.7"),
+    ],
+)
+def test_settings_without_a_place_in_the_protocol_are_refused(settings, temperature, said):
+    config = build(EngineConfig, {"backend": {"name": "tinker_api"}, **settings}, "actor")
+    with pytest.raises(ValueError, match=said):
+        ServiceEngine(TrainSpec(ModelConfig(path="x"), config, temperature=temperature, total_steps=1), "cpu")
+
+
+def test_an_address_and_a_key_are_asked_for(monkeypatch):
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"actor\.backend\.url should be the address of a service"):
+        connection.connect("", 1.0)
+    with pytest.raises(ConfigError, match="export TINKER_API_KEY=tml-"):
+        connection.connect("http://127.0.0.1:1", 1.0)
+
+
+def test_a_service_that_is_not_there_is_an_error_in_time(monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", "tml-none")
+    with pytest.raises(connection.ServiceFailed, match=r"create_session at http://127.0.0.1:1: .*, for 0.5 s"):
+        connection.connect("http://127.0.0.1:1", 0.5)
+
+
+def made(server, base):
+    """An engine with an adapter on the service."""
+    backend = {"name": "tinker_api", "url": server.url, "base_model": "tiny"}
+    settings = {"backend": backend, "lora": {"rank": 4}, "optimizer": {"lr": 0.05}}
+    spec = TrainSpec(ModelConfig(path=str(base)), build(EngineConfig, settings, "actor"), total_steps=9)
+    engine = ServiceEngine(spec, "cpu")
+    engine.initialize()
+    return engine
+
+
+def test_a_new_sampler_that_answers_like_the_one_before_ends_the_run(server, key, base):
+    engine = made(server, base)
+    rollout, batch = ServiceRollout(None, None, None, "cpu", "one"), batch_of([1.0, 1.0, 1.0])
+    first = list(engine.get_per_tensor_param()[0])
+
+    async def run():
+        await rollout.update_weights(first, 0)
+        engine.train_batch(batch, SftObjective())
+        good = list(engine.get_per_tensor_param()[0])
+        assert [name for name, _ in good][-1] == PROBE_LOGPROBS
+        loaded = await rollout.update_weights(good, 1)
+        assert loaded.version == rollout.weight_version == 1
+        engine.train_batch(batch, SftObjective())
+        newest = list(engine.get_per_tensor_param()[0])
+        stale = [(name, dict(good)[SAMPLER] if name == SAMPLER else tensor) for name, tensor in newest]
+        with pytest.raises(WeightSyncError, match="answers like the one before"):
+            await rollout.update_weights(stale, 2)
+
+    asyncio.run(run())
+
+
+PARSE = """
+import json, sys
+import tinker.types as types
+from tinker.proto import tinker_public_pb2 as messages
+from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
+
+CLASSES = {
+    "asample": types.SampleRequest, "create_model": types.CreateModelRequest, "optim_step": types.OptimStepRequest,
+    "create_session": types.CreateSessionRequest, "save_weights": types.SaveWeightsRequest,
+    "save_weights_for_sampler": types.SaveWeightsForSamplerRequest, "load_weights": types.LoadWeightsRequest,
+    "save_weights_external": types.SaveWeightsExternalRequest, "retrieve_future": types.FutureRetrieveRequest,
+    "create_sampling_session": types.CreateSamplingSessionRequest,
+}
+seen = set()
+for path, body in json.load(sys.stdin):
+    if path == "forward_backward":
+        message = messages.ForwardBackwardRequest.FromString(bytes.fromhex(body))
+        assert message.loss_fn == "cross_entropy" and message.seq_id > 0, message
+        size = message.ByteSize()
+        message.DiscardUnknownFields()
+        assert message.ByteSize() == size, "a field that the client does not know"
+        for datum in message.data:
+            count = len(datum.model_input[0].encoded_text.tokens) // 4
+            assert sorted(datum.loss_fn_inputs) == ["target_tokens", "weights"], datum
+            assert all(list(one.shape) == [count] for one in datum.loss_fn_inputs.values()), datum
+    else:
+        CLASSES[path].model_validate(body)
+    seen.add(path)
+print(*sorted(seen))
+"""
+
+
+class Recording(connection.Connection):
+    """A connection that keeps what it sends."""
+
+    def __init__(self, *arguments):
+        self.sent = []
+        super().__init__(*arguments)
+
+    async def _once(self, method, path, body, timeout_s):
+        if body is not None:
+            self.sent.append((path, body.hex() if isinstance(body, bytes) else dict(body)))
+        return await super()._once(method, path, body, timeout_s)
+
+
+@pytest.mark.tinker
+def test_the_clients_own_classes_parse_every_request(server, base, tmp_path, monkeypatch):
+    if not PYTHON.exists():
+        pytest.skip(f"{PYTHON} does not exist: make .venv-tinker installs it")
+    recording = Recording(server.url, server.key, 60.0)
+    monkeypatch.setitem(connection._connections, server.url, recording)
+    engine, rollout, batch = made(server, base), ServiceRollout(None, None, None, "cpu", "one"), batch_of([1.0] * 3)
+    engine.train_batch(batch, SftObjective())
+    with engine.disable_adapter():
+        engine.infer_batch(batch)
+    engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    engine.export_adapter(tmp_path)
+    weights = list(engine.get_per_tensor_param()[0])
+
+    async def sample():
+        await rollout.update_weights(weights, 0)
+        for stop in ({}, {"stop": ("a",)}, {"stop_token_ids": (3,)}, {"ignore_eos": True}):
+            params = SamplingParams(max_tokens=2, seed=2**62, **stop)
+            found = await rollout.generate(GenerationRequest("r", (5, 6), params))
+            assert 1 <= len(found.token_ids) == len(found.logprobs) <= 2
+        return await rollout.score("s", (5, 6, 7), top_k=2)
+
+    scored = asyncio.run(sample())
+    assert scored.logprobs[0] == 0.0
+    assert [len(one) for one in scored.top_ids] == [0, 2, 2]
+    done = subprocess.run(
+        [PYTHON, "-c", PARSE], input=json.dumps(recording.sent), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "asample create_model" in done.stdout
+    assert "save_weights_for_sampler" in done.stdout

@@ -1,0 +1,95 @@
+"""Whole runs of hone on a service: they end as runs in one process, resume, and export."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from hone.cli.main import main
+from tests.trainers.tiny import metrics
+
+NOT_COMPARED = ("weights/", "train/entropy")
+RL = {
+    "reward/share",
+    "train/loss",
+    "train/policy_loss",
+    "train/grad_norm",
+    "train/lr",
+    "correction/mean_abs_difference",
+}
+SEVERAL = {"update": {"prompts_per_step": 4, "samples_per_prompt": 8, "minibatches": 2}}  # each part has rewards
+KL = {"algorithm": {"kl": {"coef": 0.05, "where": "in_loss"}}}
+
+
+def figures(run):
+    """The metrics of each step that both kinds of run have."""
+    return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in metrics(run)]
+
+
+def compare(one, other, needed):
+    """Both have the same metrics, within rounding; `needed` ones are there from the first step on."""
+    assert [line["step"] for line in one] == [line["step"] for line in other]
+    for mine, theirs in zip(one, other, strict=True):
+        both = mine.keys() & theirs.keys()
+        assert needed <= both or mine["step"] == 0, needed - both
+        assert {name for name in mine if name.startswith("eval/")} <= both
+        unlike = {n: (mine[n], theirs[n]) for n in both if theirs[n] != pytest.approx(mine[n], rel=2e-3, abs=2e-4)}
+        assert not unlike, (mine["step"], unlike)
+
+
+def train(path, *overrides, command="train"):
+    assert main([command, str(path), *overrides]) == 0
+    return Path(path).parent / "run"
+
+
+@pytest.mark.parametrize("changes", [{}, {**SEVERAL, **KL}], ids=["one update", "two updates and a reference"])
+def test_a_run_on_a_service_has_the_figures_of_a_run_in_one_process(run_file, server, key, changes):
+    steps = {"run": {"steps": 3}}
+    here = figures(train(run_file("here", **steps, **changes)))
+    there = figures(train(run_file("there", server.url, **steps, **changes)))
+    assert len(here) == 4
+    compare(here, there, RL)
+
+
+def test_a_run_on_a_service_continues_from_its_checkpoint(run_file, server, key):
+    whole = figures(train(run_file("whole", server.url, run={"steps": 4}), "evaluation.every_steps=2"))
+    path = run_file("parts", server.url, run={"steps": 4})
+    train(path, "run.steps=2", "evaluation.every_steps=2")
+    parts = figures(train(path, "evaluation.every_steps=2"))
+    compare(parts, whole, RL)
+
+
+def test_the_adapter_comes_back_and_tokens_are_counted(run_file, server, key, base):
+    prices = {"prefill": 1.0, "sample": 2.0, "train": 3.0}
+    backend = {"name": "tinker_api", "url": server.url, "base_model": "tiny", "prices": prices}
+    actor = {"compute_dtype": "float32", "optimizer": {"lr": 3e-3}, "lora": {"rank": 4}, "backend": backend}
+    run = train(run_file("priced", server.url, actor=actor, run={"steps": 2}))
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "adapter")
+    assert adapted.peft_config["default"].r == 4
+    assert any(bool(one.any()) for name, one in adapted.named_parameters() if "lora_B" in name)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = lines[-1]
+    counts = [last[f"perf/remote_{kind}_tokens"] for kind in ("prefilled", "sampled", "trained")]
+    assert min(counts) > 0
+    assert last["perf/remote_cost"] == pytest.approx((counts[0] + 2 * counts[1] + 3 * counts[2]) / 1e6)
+    assert last["weights/remote_gap"] < 1e-4 < last["weights/remote_moved"]
+
+
+def supervised(path):
+    """The run file with the sections of supervised fine-tuning."""
+    settings = yaml.safe_load(path.read_text())
+    kept = {key: settings[key] for key in ("run", "model", "actor", "data", "runtime")}
+    kept["tracking"] = {"trackers": ["jsonl"]}
+    kept["data"]["train"]["answer_template"] = "{{ ground_truth }}"
+    path.write_text(yaml.safe_dump({"kind": "sft", "samples_per_step": 4, **kept}))
+    return path
+
+
+def test_supervised_fine_tuning_on_a_service_has_the_figures_of_one_process(run_file, server, key):
+    steps = {"run": {"steps": 3}}
+    here = figures(train(supervised(run_file("sft-here", **steps)), command="sft"))
+    there = figures(train(supervised(run_file("sft-there", server.url, **steps)), command="sft"))
+    compare(here, there, {"train/nll", "train/loss", "train/grad_norm"})
