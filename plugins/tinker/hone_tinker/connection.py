@@ -34,6 +34,7 @@ SDK = "0.38.0"  # the version of the protocol that this client speaks
 POLL_S = 45.0  # of one long poll
 HEARTBEAT_S = 10.0
 REQUESTS = 512  # at a time; others wait in order
+ROUNDS = 16  # of requests that wait for room, in one call: each has its own deadline
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 10.0  # between two tries
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 FINISH_S = 5.0
@@ -76,7 +77,7 @@ class Connection:
 
     def wait(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """The result of a coroutine that runs on the connection's loop."""
-        return self.start(coroutine).result()  # every request has a deadline
+        return self.start(coroutine).result(ROUNDS * self.timeout_s)
 
     def start(self, coroutine: Coroutine[Any, Any, R]) -> Future[R]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

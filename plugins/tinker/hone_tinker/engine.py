@@ -35,7 +35,7 @@ from hone_tinker.messages import Weighted, read_answer, read_logprobs, sampling_
 from hone_tinker.settings import ServiceSettings
 
 STATE = "service.json"  # of a checkpoint
-SAMPLER, PROBE_TOKENS, PROBE_LOGPROBS = "sampler", "probe.token_ids", "probe.logprobs"
+SNAPSHOT, PROBE_TOKENS, PROBE_LOGPROBS = "sampler", "probe.token_ids", "probe.logprobs"
 """Names of the tensors that a weight sync sends in place of weights."""
 PROBE_LENGTH = 256  # tokens of the longest sequence that a sync is checked with
 DOWNLOAD_S = 3600  # the files of an export are needed at once
@@ -66,7 +66,7 @@ class ServiceEngine:
         self._peak = config.optimizer.lr if spec.total_steps else 0.0
         self._schedule = Schedule(config.schedule, spec.total_steps) if spec.total_steps else None
         prices = config.backend.prices
-        self._checks = config.backend.check_sampler
+        self._checks = config.backend.check_snapshot
         self._prices = None if prices is None else [prices.prefill, prices.sample, prices.train]
         self._adapter = True  # False inside of `disable_adapter`
         self._probe: Tensor | None = None  # [n] tokens of a trained sequence
@@ -210,13 +210,13 @@ class ServiceEngine:
         """The name of a new sampler, as numbers, and the log-probs of a sequence by the weights that it should have."""
         if adapter_only or not self._adapter:
             raise ValueError("the service holds the weights of base and adapter: set actor.lora.sync=auto")
-        return self._sampler(), None
+        return self._snapshot(), None
 
-    def _sampler(self) -> Iterator[tuple[str, Tensor]]:
+    def _snapshot(self) -> Iterator[tuple[str, Tensor]]:
         number = next(self._service.sampling_numbers)
         saved = self._command("save_weights_for_sampler", sampling_session_seq_id=number, kind="snapshot")
         told = {"url": self._service.url, "session": saved["sampling_session_id"], "prices": self._prices}
-        yield SAMPLER, torch.tensor(list(json.dumps(told).encode()), dtype=torch.float32)
+        yield SNAPSHOT, torch.tensor(list(json.dumps(told).encode()), dtype=torch.float32)
         if self._probe is not None and self._checks:
             request = training_requests(
                 self._model_id, self._seq + 1, [Weighted(self._probe, torch.zeros(len(self._probe)))], True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,10 +33,11 @@ from hone.types import (
 )
 from hone.weights.base import WeightSyncError
 from hone_tinker.connection import Connection, Usage, connected
-from hone_tinker.engine import PROBE_LOGPROBS, PROBE_TOKENS, SAMPLER
+from hone_tinker.engine import PROBE_LOGPROBS, PROBE_TOKENS, SNAPSHOT
 from hone_tinker.messages import Answer, read_answer, sampling_request
 
 MOVED = 1e-3  # mean change of log-probs by an update from which on a sampler can be told from the one before
+PAUSED_S, LOOK_S = 600.0, 0.05  # longest pause, and the time between two looks at it
 SAME = 0.1  # of that change: a sampler that is nearer than this to the one before is the one before
 
 
@@ -52,8 +54,7 @@ class ServiceRollout:
         self._numbers = itertools.count()  # of requests, to all samplers: the same number again is the same request
         self._version = -1
         self._open: set[asyncio.Future[Any]] = set()
-        self._running = asyncio.Event()
-        self._running.set()
+        self._paused = False
         self._prices: list[float] | None = None
         self._said = Usage()  # what `metrics` has reported
         self._checked: Metrics = {}
@@ -67,14 +68,14 @@ class ServiceRollout:
         return "the service holds base and adapter, and a sync sends the name of a sampler"
 
     def expected_weights(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {SAMPLER: (torch.float32, (0,))}
+        return {SNAPSHOT: (torch.float32, (0,))}
 
     # ------------------------------------------------------------------------------------------------- weights
 
     async def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> LoadedWeights:
         """Sample from the sampler that the stream names. Raises WeightSyncError if it answers like the one before."""
         tensors = {name: tensor.clone() for name, tensor in stream}
-        told = json.loads(bytes(int(code) for code in tensors[SAMPLER]))
+        told = json.loads(bytes(int(code) for code in tensors[SNAPSHOT]))
         self._service, before = connected(told["url"]), self._session
         self._session, self._prices = told["session"], told["prices"]
         if before and PROBE_TOKENS in tensors:
@@ -90,7 +91,7 @@ class ServiceRollout:
             raise WeightSyncError(
                 f"the service's new sampler {self._session} answers like the one before: version {version} changed the "
                 f"trainer's log-probs of a sequence by {moved:.3g} per token, and the sampler's by "
-                f"{float((new - old).abs().mean()):.3g}. It serves old weights; actor.backend.check_sampler=false "
+                f"{float((new - old).abs().mean()):.3g}. It serves old weights; actor.backend.check_snapshot=false "
                 "trains on"
             )
 
@@ -110,7 +111,7 @@ class ServiceRollout:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """See `Generating`. Raises ValueError for what the protocol has no place for, ServiceFailed."""
-        await self._running.wait()
+        await self._resumed()
         sampling = request.sampling
         version = self._version
         if sampling.max_tokens == 0:
@@ -165,14 +166,22 @@ class ServiceRollout:
             one.cancel()
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        self._running.clear()
+        self._paused = True
         if mode == "abort":
             await self.abort_all()
         elif mode == "wait" and self._open:
             await asyncio.wait(self._open)
 
     async def resume(self) -> None:
-        self._running.set()
+        self._paused = False
+
+    async def _resumed(self) -> None:
+        """Wait while the rollout is paused. Raises TimeoutError if nobody resumes it."""
+        deadline = time.monotonic() + PAUSED_S
+        while self._paused:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._name} was paused for {PAUSED_S:g} s, and nobody resumed it")
+            await asyncio.sleep(LOOK_S)
 
     def metrics(self) -> Metrics:
         """Tokens that the service has computed since the last call, and their cost; the last check of a sampler."""

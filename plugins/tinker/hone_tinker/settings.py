@@ -21,7 +21,7 @@ class ServiceSettings(BackendSettings):
     url: str = setting("", "address of the service; empty: that in the environment variable TINKER_BASE_URL")
     base_model: str = setting("", "the service's name of the base model; empty: model.path")
     timeout_s: float = setting(600.0, "longest wait for one result, with all retries", unit="s", gt=0)
-    check_sampler: bool = setting(True, "stop the run if a new sampler answers like the one before")
+    check_snapshot: bool = setting(True, "stop the run if a new sampler answers like the one before")
     prices: Prices | None = setting(
         None, "prices of the service, for the metric perf/cost; null: tokens are counted only"
     )

@@ -20,7 +20,7 @@ from hone.types import GenerationRequest, LossOutput, SamplingParams
 from hone.weights.base import WeightSyncError
 from hone.workers.train import TrainSpec
 from hone_tinker import connection
-from hone_tinker.engine import PROBE_LOGPROBS, SAMPLER, ServiceEngine
+from hone_tinker.engine import PROBE_LOGPROBS, SNAPSHOT, ServiceEngine
 from hone_tinker.gradients import check_needs, fixed_weights, token_weights
 from hone_tinker.messages import DATUMS, Weighted, training_requests
 from hone_tinker.rollout import ServiceRollout
@@ -135,7 +135,7 @@ def test_a_new_sampler_that_answers_like_the_one_before_ends_the_run(server, key
         assert loaded.version == rollout.weight_version == 1
         engine.train_batch(batch, SftObjective())
         newest = list(engine.get_per_tensor_param()[0])
-        stale = [(name, dict(good)[SAMPLER] if name == SAMPLER else tensor) for name, tensor in newest]
+        stale = [(name, dict(good)[SNAPSHOT] if name == SNAPSHOT else tensor) for name, tensor in newest]
         with pytest.raises(WeightSyncError, match="answers like the one before"):
             await rollout.update_weights(stale, 2)
 
