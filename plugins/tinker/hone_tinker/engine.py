@@ -127,7 +127,8 @@ class ServiceEngine:
         return torch.where(batch.loss_mask, found, 0)
 
     async def _results(self, requests: Sequence[bytes]) -> list[bytes]:
-        return await asyncio.gather(*(self._service.result("forward_backward", one) for one in requests))
+        found: list[bytes] = await asyncio.gather(*(self._service.result("forward_backward", one) for one in requests))
+        return found
 
     def _remember(self, batch: Batch) -> None:
         """Keep a sequence that was trained, to check the next sampler with."""
@@ -248,7 +249,7 @@ class ServiceEngine:
         return None if self._lora is None else {"peft_type": "LORA", "r": self._lora["rank"]}
 
     def export_hf(self, folder: Path) -> None:
-        """What was trained, in the format of Hugging Face: with LoRA the adapter, as the service holds the base."""
+        """Fetch the trained weights as Hugging Face files: with LoRA the adapter, as the service holds the base."""
         name = f"hone-{secrets.token_hex(6)}"
         path = str(self._command("save_weights_external", path=name, ttl_seconds=DOWNLOAD_S)["path"])
         run, kind, checkpoint = path.removeprefix("tinker://").split("/")
