@@ -30,6 +30,8 @@ def main():
     found = {}
     service = tinker.ServiceClient()
     found["models"] = [one.model_name for one in service.get_server_capabilities().supported_models]
+    rest = service.create_rest_client()
+    others = rest.list_training_runs().result().cursor.total_count
     training = service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
     info = training.get_info()
     found["info"] = [info.model_data.model_name, info.is_lora, info.lora_rank]
@@ -101,11 +103,10 @@ def main():
         failed(training.optim_step(types.AdamParams())),
         failed(training.forward_backward([datum(ids)], "ppo")),
     ]
-    rest = service.create_rest_client()
     found["checkpoints"] = [one.checkpoint_id for one in rest.list_checkpoints(training.model_id).result().checkpoints]
     rest.delete_checkpoint_from_tinker_path(state).result()
     found["left"] = [one.checkpoint_id for one in rest.list_checkpoints(training.model_id).result().checkpoints]
-    found["runs"] = rest.list_training_runs().result().cursor.total_count
+    found["runs"] = rest.list_training_runs().result().cursor.total_count - others
     service.close("success").result()
     json.dump(found, sys.stdout)
 
