@@ -9,6 +9,7 @@ import sys
 
 from hone.cli.main import main
 from hone.trainers.policy.trainer import PolicyTrainer
+from hone.trainers.run import launch
 from hone.trainers.run.loop import Trainer
 from hone.trainers.supervised.trainer import SupervisedTrainer
 
@@ -16,15 +17,11 @@ from hone.trainers.supervised.trainer import SupervisedTrainer
 def save_nothing(trainer: type[Trainer]) -> None:
     """Leave out the checkpoints and the export of a trainer's runs in this process."""
     trainer.save = lambda self, step: None  # type: ignore[method-assign]
-    trainer.finish = _only_a_folder  # type: ignore[method-assign]
-
-
-def _only_a_folder(trainer: Trainer) -> None:
-    """Make the folder of the export, which gets a model card."""
-    (trainer.folder / "export").mkdir(exist_ok=True)
+    trainer.finish = lambda self: None  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
     save_nothing(PolicyTrainer)
     save_nothing(SupervisedTrainer)
+    launch.write_card = lambda *arguments: None  # there is no export to describe
     sys.exit(main(sys.argv[1:]))

@@ -154,7 +154,8 @@ def _usage_error(error: BaseException, name: str) -> int:
     message = getattr(error, "format_message", None)
     if message is None:
         return EXIT_DONE
-    option = getattr(error, "option_name", "").lstrip("-") if name in TAKES_KEYS else ""
+    unknown_one = type(error).__name__ == "NoSuchOption" and name in TAKES_KEYS
+    option = getattr(error, "option_name", "").lstrip("-") if unknown_one else ""
     keys = resolve(KEYS_LIKE)(option) if option else []
     meant = f"; a key of the run file is meant? --{' or --'.join(keys)}" if keys else ""
     say(f"error: {' '.join(message().split())}{meant} (see: hone {f'{name} ' if name else ''}--help)")

@@ -178,7 +178,9 @@ def this_machine(known: Mapping[str, Device]) -> Machine:
     """The devices that a run here would find. Raises ConfigError for an accelerator that no file describes."""
     platform = current_platform()
     if platform.device == CPU:
-        return Machine(known.get(CPU) or measured_cpu())
+        total, _ = machine.memory()  # of this machine, also where a file in a shared home was written on another
+        found = known.get(CPU)
+        return Machine(measured_cpu() if found is None else replace(found, memory_gib=total / GIB))
     name = platform.device_name()
     for key, device in known.items():
         if key.casefold().replace("-", " ") in name.casefold():

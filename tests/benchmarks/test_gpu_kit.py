@@ -143,12 +143,13 @@ def test_a_rehearsal_has_every_stage_but_those_of_triton_and_graphs(kit, tmp_pat
             "profile-tiny",
             "trl-tiny",
         ),
-        *("ungraphed-tiny", "quickstart", "reverse"),
+        *("sleep-tiny", "offload-tiny", "qlora-tiny", "long-tiny", "ungraphed-tiny", "hybrid", "quickstart", "reverse"),
     ]
     assert {"--device", "cpu"} <= set(small["weight-sync"]().command)
     large = kit.Kit(tmp_path, ["0.6b", "4b"]).stages()
     assert [name for name in large if name.endswith("b")] == [
-        *("sft-0.6b", "sft-4b", "grpo-0.6b", "decode-0.6b", "profile-0.6b", "trl-0.6b", "ungraphed-0.6b")
+        *("sft-0.6b", "sft-4b", "grpo-0.6b", "decode-0.6b", "profile-0.6b", "trl-0.6b"),
+        *("sleep-0.6b", "offload-4b", "qlora-4b", "long-0.6b", "ungraphed-0.6b"),
     ]
 
 

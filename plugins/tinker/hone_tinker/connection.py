@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -91,6 +92,8 @@ class Connection:
         self._room = asyncio.Semaphore(REQUESTS)
         body = {"tags": ["hone"], "user_metadata": None, "sdk_version": SDK}
         found = await self.post("create_session", body)
+        if not isinstance(found, dict) or "session_id" not in found:
+            raise ServiceFailed(f"{self.url} opened no session: is actor.backend.url the address of a service?")
         self._beating = asyncio.create_task(self._beat(found["session_id"]), name="heartbeat")
         return str(found["session_id"])
 
@@ -141,8 +144,8 @@ class Connection:
 
     async def result(self, path: str, body: Mapping[str, Any] | bytes) -> Any:
         """The result of a request that the service answers with a promise. Raises ServiceFailed."""
-        deadline = time.monotonic() + self.timeout_s
         async with self._room:
+            deadline = time.monotonic() + self.timeout_s  # without the time that it waits for room
             promise = await self._again("POST", path, body, deadline)
             asked = {"request_id": promise["request_id"], "allow_metadata_only": False}
             state = ""
@@ -164,20 +167,22 @@ class Connection:
         self, method: str, path: str, body: Mapping[str, Any] | bytes | None, deadline: float, pending: bool = False
     ) -> Any:
         """Try until the deadline; `pending`: 408 is an answer."""
+        elsewhere = path.startswith(("http://", "https://"))
+        what = f"a file at {urlsplit(path).netloc}" if elsewhere else f"{path} at {self.url}"  # its address is a secret
         pause, reason = FIRST_WAIT_S, "no answer"
         while True:
             if self._ended:
                 raise ServiceFailed(self._ended)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ServiceFailed(f"{path} at {self.url}: {reason}, for {self.timeout_s:g} s")
+                raise ServiceFailed(f"{what}: {reason}, for {self.timeout_s:g} s")
             try:
-                return await self._once(method, path, body, min(left, POLL_S))
+                return await self._once(method, path, body, left if elsewhere else min(left, POLL_S))
             except _Refused as error:
                 if pending and error.status == 408 and error.body is not None:
                     return error.body
                 if error.status not in AGAIN:
-                    raise ServiceFailed(f"{path} at {self.url}: status {error.status}: {error}") from error
+                    raise ServiceFailed(f"{what}: status {error.status}: {error}") from error
                 reason = f"status {error.status}: {error}"
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = f"{type(error).__name__} {error}".strip()
@@ -194,18 +199,24 @@ class Connection:
             headers["Content-Type"], data = "application/json", json.dumps(body).encode()
         limit = aiohttp.ClientTimeout(total=timeout_s)
         async with self._http.request(
-            method, url, data=data, headers=headers, timeout=limit, proxy=proxy_of(url)
+            method,
+            url,
+            data=data,
+            headers=headers,
+            timeout=limit,
+            proxy=proxy_of(url),
+            allow_redirects=elsewhere,  # the key would go with it
         ) as reply:
             content = await reply.read()
             is_json = reply.content_type == "application/json" and not elsewhere
             parsed = json.loads(content) if is_json and content else None
-            if reply.status >= 400:
+            if reply.status >= 300:
                 raise _Refused(reply.status, parsed, content.decode(errors="replace")[:500])
             return parsed if is_json else content
 
 
 class _Refused(Exception):
-    """An answer with a status of 400 or more."""
+    """An answer with a status of 300 or more."""
 
     def __init__(self, status: int, body: Any, text: str) -> None:
         said = body.get("error") or body.get("detail") if isinstance(body, dict) else None

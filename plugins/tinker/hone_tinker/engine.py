@@ -37,7 +37,7 @@ from hone_tinker.settings import ServiceSettings
 STATE = "service.json"  # of a checkpoint
 SNAPSHOT, PROBE_TOKENS, PROBE_LOGPROBS = "sampler", "probe.token_ids", "probe.logprobs"
 """Names of the tensors that a weight sync sends in place of weights."""
-PROBE_LENGTH = 256  # tokens of the longest sequence that a sync is checked with
+PROBE_LENGTH = 256  # first tokens of a sequence that a sync is checked with
 DOWNLOAD_S = 3600  # the files of an export are needed at once
 
 
@@ -132,10 +132,8 @@ class ServiceEngine:
 
     def _remember(self, batch: Batch) -> None:
         """Keep a sequence that was trained, to check the next sampler with."""
-        trained = [i for i, length in enumerate(batch.lengths.tolist()) if length <= PROBE_LENGTH]
-        if trained:
-            start, end = batch.cu_seqlens[trained[-1] : trained[-1] + 2].tolist()
-            self._probe = batch.token_ids[start:end].clone()
+        start, end = batch.cu_seqlens[-2:].tolist()
+        self._probe = batch.token_ids[start : min(end, start + PROBE_LENGTH)].clone()
 
     def _command(self, verb: str, /, **body: Any) -> Any:
         """Run one command of the model in its turn."""
@@ -250,14 +248,17 @@ class ServiceEngine:
 
     def export_hf(self, folder: Path) -> None:
         """Fetch the trained weights as Hugging Face files: with LoRA the adapter, as the service holds the base."""
-        name = f"hone-{secrets.token_hex(6)}"
-        path = str(self._command("save_weights_external", path=name, ttl_seconds=DOWNLOAD_S)["path"])
+        saved = f"hone-{secrets.token_hex(6)}"
+        path = str(self._command("save_weights_external", path=saved, ttl_seconds=DOWNLOAD_S)["path"])
         run, kind, checkpoint = path.removeprefix("tinker://").split("/")
         place = f"training_runs/{run}/checkpoints/{kind}/{checkpoint}/external_weights_urls"
         folder.mkdir(parents=True, exist_ok=True)
         urls: Mapping[str, str] = self._service.wait(self._service.request("GET", place))["urls"]
         for file, url in urls.items():
-            (folder / Path(file).name).write_bytes(self._service.wait(self._service.request("GET", url)))
+            name = Path(file).name
+            if name in ("", ".."):
+                raise ServiceFailed(f"the service named a file of the export {file!r}; expected a plain name")
+            (folder / name).write_bytes(self._service.wait(self._service.request("GET", url)))
         save_language(self._spec.model, folder)
         self._service.succeeded()
 

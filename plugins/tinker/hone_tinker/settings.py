@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from hone.config import Config, setting
 from hone.engines.settings import BackendSettings
 
@@ -17,11 +19,13 @@ class Prices(Config):
 class ServiceSettings(BackendSettings):
     """A service that trains and samples; its key is in the environment variable TINKER_API_KEY."""
 
+    computes_here: ClassVar[bool] = False  # so that no memory of this machine is predicted
+
     name: str = "tinker_api"
     url: str = setting("", "address of the service; empty: that in the environment variable TINKER_BASE_URL")
     base_model: str = setting("", "the service's name of the base model; empty: model.path")
     timeout_s: float = setting(600.0, "longest wait for one result, with all retries", unit="s", gt=0)
     check_snapshot: bool = setting(True, "stop the run if a new sampler answers like the one before")
     prices: Prices | None = setting(
-        None, "prices of the service, for the metric perf/cost; null: tokens are counted only"
+        None, "prices of the service, for the metric perf/remote_cost; null: tokens are counted only"
     )
