@@ -301,7 +301,8 @@ class _Builder:
             for key in data.keys() - cls.model_fields.keys():
                 if others := [entry for entry in registry if key in _keys_of(registry, entry)]:
                     having = f"a setting of {path}={' or '.join(others)}, and {path} is {name}"
-                    raise ConfigError(f"{source}: {_join(path, key)} is {having}: set {path}={others[0]} too")
+                    sentence = f"{source}: {_join(path, key)} is {having}: set {path}={others[0]} too"
+                    raise ConfigError(with_preset(sentence, {path: kept[0].source}))
         same = isinstance(default, Choice) and default.__dict__["name"] == name
         return self.section(cls, kept, path, default if same else None)
 

@@ -87,5 +87,5 @@ def test_a_share_of_the_steps_warms_up_whatever_their_number():
 
 def test_settings_of_another_schedule_are_refused():
     for name, key in (("constant", "min_ratio"), ("cosine", "decay_fraction")):
-        with pytest.raises(ConfigError, match=f"unknown key 'schedule.{key}'"):
+        with pytest.raises(ConfigError, match=f"schedule.{key} is a setting of schedule=.*, and schedule is {name}"):
             chosen(name=name, **{key: 0.1})

@@ -5,6 +5,7 @@ import http.client
 import json
 import threading
 from contextlib import contextmanager
+from copy import deepcopy
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -108,13 +109,15 @@ def requests(draw):
             holder = holder[key]
         how = draw(st.sampled_from(["replace", "replace", "drop", "twice"]))
         if how == "replace":
-            holder[place[-1]] = draw(ODD)
+            holder[place[-1]] = deepcopy(draw(ODD))  # a value that is drawn again may be put into itself
         elif how == "drop":
             del holder[place[-1]]
         elif isinstance(holder, list):
-            holder.append(holder[place[-1]])
+            holder.append(deepcopy(holder[place[-1]]))
         else:
-            holder[draw(st.sampled_from(["best_of", "suffix", "user", "role", "type", "thinking"]))] = draw(ODD)
+            holder[draw(st.sampled_from(["best_of", "suffix", "user", "role", "type", "thinking"]))] = deepcopy(
+                draw(ODD)
+            )
     return route, body
 
 

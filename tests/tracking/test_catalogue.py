@@ -28,6 +28,7 @@ def _text(node: ast.AST) -> str | None:
 @cache
 def _trees() -> dict[str, ast.Module]:
     files = sorted(path for path in (ROOT / "hone").rglob("*.py") if "testing" not in path.parts)  # suites invent names
+    files += sorted((ROOT / "plugins").glob("*/hone_*/**/*.py"))
     paths = {path.relative_to(ROOT).as_posix(): path for path in files}
     recording = [name for name in paths if not name.startswith(READERS) or name in WRITERS]
     return {name: ast.parse(paths[name].read_text(encoding="utf-8")) for name in recording}

@@ -63,7 +63,7 @@ def with_data(path, **settings):
         (lambda tmp: {"algorithm": {"preset": "dapo"}, "update": {"prompts_per_step": 2, "samples_per_prompt": 1}},
          "set it to 2 or more, or algorithm.dynamic_sampling=null (preset dapo sets algorithm.dynamic_sampling)"),
         (lambda tmp: {"algorithm": {"preset": "rloo", "loss": {"clip_low": 0.1}}},
-         "unknown key 'algorithm.loss.clip_low' (algorithm.loss has: name) (preset rloo sets algorithm.loss)"),
+         "and algorithm.loss is reinforce: set algorithm.loss=cispo too (preset rloo sets algorithm.loss)"),
         (lambda tmp: {"algorithm": {"preset": "decoupled_ppo"}, "rollout": {"sampling": {"top_p": 0.9}}},
          "(preset decoupled_ppo sets algorithm.correction.weights)"),
         (lambda tmp: {"algorithm": {"preset": "prime"}},
