@@ -113,8 +113,15 @@ def _joined(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     if IDS not in found and "completion_ids" in tensors:
         prompt, completion = tensors.get("prompt_ids"), tensors["completion_ids"]
         if prompt is None or LEARNT not in found:
-            raise ConfigError(f"{path}: completion_ids needs prompt_ids and completion_mask beside it")
+            raise ConfigError(f"{path}: completion_ids needs prompt_ids and completion_mask too")
         before = tensors.get("prompt_mask", torch.ones_like(prompt))
+        shapes = [list(one.shape) for one in (prompt, before, completion, found[LEARNT])]
+        rows = {one[0] if len(one) == 2 else -1 for one in shapes}
+        if -1 in rows or len(rows) > 1 or shapes[0] != shapes[1] or shapes[2] != shapes[3]:
+            raise ConfigError(
+                f"{path}: prompt_ids, prompt_mask, completion_ids and completion_mask are {shapes}; expected "
+                "[N, P], [N, P], [N, R] and [N, R]: a row for each completion"
+            )
         found[IDS] = torch.cat([prompt, completion], 1)
         found[MASK] = torch.cat([before.long(), found[LEARNT].long()], 1)
     missing = [name for name in (IDS, LEARNT) if name not in found]

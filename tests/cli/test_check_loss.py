@@ -121,3 +121,12 @@ def test_a_wrong_batch_is_one_clear_error(tmp_path, capsys, model, batch, change
     tensors = {"input_ids": ids, "attention_mask": mask, "loss_mask": learnt, **change}
     path = saved(tmp_path, {name: one for name, one in tensors.items() if one is not None})
     assert says in checked(capsys, path, run_file(tmp_path, model), code=2).err
+
+
+def test_prompts_that_are_not_repeated_are_one_clear_error(tmp_path, capsys, model, batch):
+    ids = torch.ones(4, 3, dtype=torch.long)
+    path = saved(
+        tmp_path, {"prompt_ids": ids[:2].clone(), "completion_ids": ids, "completion_mask": torch.ones_like(ids)}
+    )
+    assert main(["check-loss", str(path), str(run_file(tmp_path, model))]) == 2
+    assert "[[2, 3], [2, 3], [4, 3], [4, 3]]; expected [N, P]" in capsys.readouterr().err
