@@ -221,7 +221,7 @@ def _answer(engine: BuiltinEngine, rows: int, prompt: int, tokens: int) -> None:
 
 
 def _sequence_s(config: Any, model: ModelConfig, sizes: Sizes, shapes: Sequence[Shape], run: Run, made: Path) -> float:
-    """Seconds of a sequence outside the models: those of the processor in a small run, less what its parts take."""
+    """Seconds that a sequence takes outside the models: processor time of a small run minus that of its parts."""
     rl = isinstance(config, PolicyRunConfig)
     size = {"update.prompts_per_step": MINI_PROMPTS, "update.minibatches": 1} if rl else {"samples_per_step": 16}
     small: dict[str, Any] = {
@@ -291,7 +291,7 @@ def _now() -> float:
 
 
 def _operations_per_s(role: Role, dtype: torch.dtype) -> float:
-    """Of a product of the run's shape: the tokens of a micro-batch by the MLP's matrix."""
+    """Operations per second of a matrix product: the tokens of a micro-batch times a matrix of the MLP."""
     device = current_platform().torch_device()
     prepare(dtype, str(device))
     tokens = min(role.tokens, MOST_TOKENS)

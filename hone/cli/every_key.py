@@ -117,7 +117,7 @@ class KnownKey:
 
 
 def every_key(kind: str, settings: type[Config]) -> list[KnownKey]:
-    """The keys of a kind of run; those of a class that is in several places, at the first."""
+    """The keys of a kind of run. A settings class that is used in several places is listed at the first."""
     found = [one for one in sections(kind, settings, {}) if not one.same_as]
     return [KnownKey(one, name) for one in found for name in one.cls.model_fields if name != "name" or not one.chosen]
 

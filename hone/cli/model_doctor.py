@@ -75,12 +75,20 @@ def run_report(recipe: Path, overrides: Sequence[str], machine: Iterable[Finding
     for found in machine:
         if found.section in wanted and found.name in backends.get(found.section, {found.name}):
             yield found
+    if not config.actor.backend.computes_here:
+        yield Finding("model", "on a service", None, f"actor.backend {config.actor.backend.name} needs no memory here")
+    else:
+        yield from _model_of(config)
+    yield Finding("data and rewards", "not tried", None, f"hone check {recipe} tries them, and the memory of this run")
+
+
+def _model_of(config: Any) -> Iterator[Finding]:
+    """The model of a run, on as many devices as the run has ranks."""
     with TemporaryDirectory(prefix="hone-doctor-") as folder:
         model = local_model(config.model, Path(folder) / FOLDER)
         lora = config.actor.lora
         rank = {} if lora is None else {"lora_rank": lora.rank}
         yield from _report(model, config.runtime.most_ranks(), **rank).facts
-    yield Finding("data and rewards", "not tried", None, f"hone check {recipe} tries them, and the memory of this run")
 
 
 def _role(anatomy: Anatomy, devices: int = 1, lora_rank: int = 0, four_bit: bool = False) -> Role:

@@ -90,7 +90,7 @@ def plan(
     """Predict memory by phase, time, cost and the arithmetic of a step, without running anything.
 
     With `--grid` or `--cost`, compare settings of the schedule instead. For the folder of a run, show the prediction
-    that was made when it was launched beside what happened. The exit code is 1 if the run does not fit.
+    made at its launch and what was measured. The exit code is 1 if the run does not fit.
     """
     if recipe.is_dir():
         show_held(recipe, as_json)

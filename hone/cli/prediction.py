@@ -1,4 +1,4 @@
-"""`hone plan RUN_FOLDER`: the prediction of a launched run beside what happened."""
+"""`hone plan RUN_FOLDER`: the prediction of a launched run, and what was measured."""
 
 from __future__ import annotations
 

@@ -131,8 +131,9 @@ def _causes_of_gap(run: Evidence, gap: float) -> Iterator[tuple[str, str]]:
 def dominating_reward(run: Evidence) -> Iterator[Finding]:
     """One part of the reward makes nearly all of the differences within groups."""
     known = [name.split("/") for name in run.names("rollout/")]
-    parts = {one[2]: run.curve("/".join(one)).last(RECENT) for one in known if one[1:2] == ["reward_spread"]}
-    weights = {name: abs(run.setting(f"reward.components.{name}.weight", 1.0)) for name in parts}
+    parts = {one[2]: run.curve("/".join(one)).last(RECENT) for one in known if one[1:-1] == ["reward_spread"]}
+    components = run.setting("reward.components", {})  # a name may have a dot
+    weights = {name: abs(components.get(name, {}).get("weight", 1.0)) for name in parts}
     spreads = {name: weights[name] * curve.level() for name, curve in parts.items() if len(curve) >= 3}
     total = sum(spreads.values())
     if len([name for name in spreads if weights[name]]) < 2 or total <= 0:

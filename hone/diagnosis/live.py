@@ -13,7 +13,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from hone.composition import ConfigError
 from hone.diagnosis.evidence import Evidence, Finding, read_evidence, read_settings
 from hone.diagnosis.machine import out_of_memory
 from hone.diagnosis.rules import RULES, sorted_by_weight
@@ -36,8 +38,7 @@ class LiveRules:
         self._rules = list(RULES)
         self._columns: dict[str, Column] = {}
         self._evidence: Evidence | None = None  # of the first look; later ones have its settings
-        self._known: set[tuple[str, tuple[str, ...]]] = set()  # findings of the launches before this one
-        self._absent: dict[tuple[str, tuple[str, ...]], int] = {}  # what holds -> looks since it was found
+        self._absent: dict[tuple[str, tuple[str, ...]], int] = {}  # findings -> looks since they held
         self._waited = 0  # steps since the last look
         self._steps = 0
         self._can_write = True
@@ -52,20 +53,27 @@ class LiveRules:
         self._waited += 1
         if self._waited >= max(1, self._steps // SHARE):
             self._waited = 0
-            self._judge(step, Evidence(self._folder, self._columns, self._evidence.settings))
+            evidence = Evidence(self._folder, self._columns, self._evidence.settings, "", self._steps, step)
+            self._judge(step, evidence)
 
     def _begin(self, step: int) -> Evidence:
         """Read the metrics of the launches before this one, and their findings before this step."""
         metrics = MetricsFile(self._folder / METRICS_FILE)
-        while (self._folder / METRICS_FILE).is_file() and metrics.read():
-            pass
+        settings: dict[str, Any] = {}
+        try:
+            while (self._folder / METRICS_FILE).is_file() and metrics.read():
+                pass
+            before = read_findings(self._folder)
+            settings = read_settings(self._folder)
+        except (OSError, ConfigError) as error:  # a run does not end because of a hint
+            before = []
+            self._say(f"warning: the rules do not see the steps before {step}: {error}")
         self._columns, self._steps = dict(metrics.columns), metrics.columns.lines
-        before = read_findings(self._folder)
         kept = [one for one in before if one["step"] < step]
         if len(kept) < len(before):
             self._write(lambda: replace_findings(self._folder, kept))
-        self._known = {(str(one.get("title")), tuple(one["metrics"])) for one in kept}
-        return Evidence(self._folder, {}, read_settings(self._folder), last_step=metrics.columns.last_step)
+        self._absent = {(str(one.get("title")), tuple(one["metrics"])): 0 for one in kept}
+        return Evidence(self._folder, {}, settings, last_step=metrics.columns.last_step)
 
     def _add(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -84,10 +92,9 @@ class LiveRules:
         found = {(one.title, one.metrics): one for one in self._found(evidence)}
         self._absent = {key: looks + 1 for key, looks in self._absent.items() if looks < PAUSE}
         for key, one in found.items():
-            if key not in self._absent and key not in self._known:
+            if key not in self._absent:
                 self._tell(step, one)
             self._absent[key] = 0
-        self._known = set()
 
     def _found(self, evidence: Evidence) -> list[Finding]:
         found: list[Finding] = []

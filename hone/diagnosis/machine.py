@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import accumulate
 from statistics import median, mode
 
 from hone.diagnosis.evidence import Evidence, Finding
@@ -103,13 +104,14 @@ def servers_restarted(run: Evidence) -> Iterator[Finding]:
     """Rollout servers died or stopped serving."""
     restarts = [point for point in run.curve("rollout/replica_restarts") if point.value > 0]
     serving = run.curve("rollout/replicas_serving")
-    most = max((point.value for point in serving), default=0.0)
-    fewer = [point for point in serving if point.value < most]
+    most = list(accumulate((point.value for point in serving), max))  # so far: replicas may join
+    fewer = [(point, before) for point, before in zip(serving, most, strict=True) if point.value < before]
     if restarts:
         total, first = sum(point.value for point in restarts), restarts[0].step
         seen = f"{total:.0f} restarts, the first in step {first}"
     elif fewer:
-        seen = f"{fewer[0].value:.0f} of {most:.0f} replicas served from step {fewer[0].step}"
+        point, before = fewer[0]
+        seen = f"{point.value:.0f} of {before:.0f} replicas served from step {point.step}"
     else:
         return
     tries = (
@@ -124,7 +126,7 @@ def servers_restarted(run: Evidence) -> Iterator[Finding]:
 def replica_is_slow(run: Evidence) -> Iterator[Finding]:
     """One rollout replica generates far more slowly than the others."""
     speed, which = (run.curve(f"perf/slowest_replica{end}").last(RECENT) for end in ("_speed", ""))
-    if len(speed) >= 3 and speed.level() < SLOW_REPLICA:
+    if which and len(speed) >= 3 and speed.level() < SLOW_REPLICA:
         number = mode(int(point.value) for point in which)
         tries = (
             f"read servers/*.log of replica {number}, and look at the load and clock of its device",

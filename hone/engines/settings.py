@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import SerializeAsAny, model_validator
 
@@ -135,6 +135,8 @@ class MoeConfig(Config):
 
 class BackendSettings(Choice):
     """Settings that only one engine has; each backend derives its own from this class."""
+
+    computes_here: ClassVar[bool] = True  # False: a service holds the model, and needs no memory of these devices
 
     def alone(self) -> BackendSettings:
         """The same settings for one process, whatever number of ranks the model was trained on."""

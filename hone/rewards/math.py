@@ -117,8 +117,11 @@ def _limited() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        try:
+            signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
+        finally:  # also if the last signal came on the way here
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
 
 
 @functools.lru_cache(maxsize=1024)

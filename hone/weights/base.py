@@ -338,10 +338,9 @@ class VersionWeights:
     version: int
     source: Source
     is_current: Callable[[], bool]
-    """Whether the tensors are still of this version; for a copy it takes a while.
+    """Check that the tensors are still of this version; for a copy this takes a while.
 
-    Asked after each send too, so weights that were changed meanwhile never count as sent. Raises WeightSyncError if
-    nothing may change them, and something did.
+    Called after each send too, so that changed weights never count as sent. Raises WeightSyncError if a copy changed.
     """
 
 

@@ -1,4 +1,4 @@
-"""The rules during a run: each finding is told when it begins, is kept for the charts, and costs little."""
+"""Rules during a run: each finding is printed when it begins and kept for the charts, at little cost."""
 
 import json
 
@@ -100,3 +100,13 @@ def test_the_report_marks_the_charts_of_a_finding(run):
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     (mark,) = data["runs"][0]["marks"]
     assert (mark["step"], mark["metrics"]) == (3, ["rollout/zero_variance_fraction"])
+
+
+def test_settings_that_cannot_be_read_end_no_run(run):
+    folder, rules, said = run
+    (folder / "config.yaml").write_text("actor: [")
+    steps(rules, 1, 8, rollout__zero_variance_fraction=1.0)
+    assert said[0].startswith(
+        f"warning: the rules do not see the steps before 1: {folder / 'config.yaml'} is not valid"
+    )
+    assert [line.split(":")[1] for line in said[1:]] == [" groups without variance"]

@@ -148,6 +148,23 @@ def test_every_rule_is_tried():
     assert len(CASES) - twice == len(RULES) - 3
 
 
+def test_replicas_that_join_have_not_failed(tmp_path):
+    joined = {"rollout/replicas_serving": [1.0] * 5 + [2.0] * (STEPS - 5)}
+    assert titles(run_folder(tmp_path, HEALTHY | joined)) == {}
+    left = {"rollout/replicas_serving": [1.0] * 5 + [2.0] * 5 + [1.0] * (STEPS - 10)}
+    (found,) = titles(run_folder(tmp_path, HEALTHY | left)).values()
+    assert found.seen == "1 of 2 replicas served from step 11"
+
+
+def test_parts_of_a_reward_may_have_dots_and_a_speed_no_number(tmp_path):
+    spreads = {"rollout/reward_spread/v1.5": flat(0.5), "rollout/reward_spread/form": flat(0.4)}
+    weights = {"v1.5": {"reward": "math", "weight": 0.01}, "form": {"reward": "math"}}
+    settings = SETTINGS | {"reward": {"components": weights}}
+    folder = run_folder(tmp_path, HEALTHY | spreads | {"perf/slowest_replica_speed": flat(0.1)}, settings=settings)
+    (found,) = titles(folder).values()
+    assert found.seen.startswith("form, of 2 parts, makes 99%")
+
+
 def test_one_answer_to_a_prompt_has_no_variance_to_miss(tmp_path):
     metrics = {**HEALTHY, "rollout/zero_variance_fraction": flat(1.0)}
     settings = {**SETTINGS, "update": {"samples_per_prompt": 1}}

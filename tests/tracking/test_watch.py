@@ -141,7 +141,7 @@ def test_a_folder_of_runs_is_watched_and_new_runs_join(folder):
 
 
 def test_a_run_that_is_removed_or_has_odd_values_hides_no_other(folder):
-    """What one folder holds never ends the look at all of them; why a run failed is seen without a new metric."""
+    """Odd files in one folder hide no other run; a failure is shown without a new metric."""
     odd = folder.parent / "odd"
     shutil.copytree(folder, odd)
     (odd / "config.yaml").write_text("a: 2024-13-45\n")

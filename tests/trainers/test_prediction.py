@@ -1,4 +1,4 @@
-"""Each launch writes down what it expects, and the report shows it beside what happened."""
+"""Each launch writes a prediction, and the report shows it with what was measured."""
 
 import json
 

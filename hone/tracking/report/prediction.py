@@ -1,4 +1,4 @@
-"""A run's prediction beside what happened, from its folder.
+"""A run's prediction and what was measured, from its folder.
 
 prediction.json   written at launch: memory by phase, seconds by phase, or why there is none
 memory.json       peak memory by phase of the process that trains, by the tracker `memory`
@@ -117,7 +117,7 @@ def _median(columns: Columns, name: str) -> float | None:
 
 
 def prediction_section(prediction: Prediction | None) -> str:
-    """The prediction beside what happened, as HTML; empty if there is none."""
+    """Prediction and measurement as HTML; empty if there is no prediction."""
     if prediction is None:
         return ""
     if prediction.why_not:

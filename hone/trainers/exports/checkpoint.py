@@ -84,6 +84,8 @@ def export_checkpoint(
         raise ConfigError(f"--checkpoint should be latest, best or a step number, found {which!r}")
     config = read_run(folder)
     checkpoint = choose(folder, which)
+    if merge and not config.actor.backend.computes_here:
+        raise ConfigError("--merge: the service has the base model; leave it out, and merge the adapter with PEFT")
     if merge and config.actor.lora is None:
         raise ConfigError(f"--merge: the run in {folder} trained all weights, so there is no adapter to merge")
     if classifier and not (isinstance(config, RewardModelRunConfig) and config.loss.name == "bradley_terry"):

@@ -47,8 +47,6 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
     `model` is the run's model in its folder. Raises ConfigError for a run whose weights, gradients and optimizer state
     alone are more than the device has; every other run starts, without a prediction where none can be made.
     """
-    if not getattr(config.actor.backend, "computes_here", True):
-        return _unpredicted(folder, ConfigError(f"actor.backend {config.actor.backend.name} computes on a service"))
     with torch.random.fork_rng(devices=[]), TemporaryDirectory(prefix="hone-prediction-") as made:
         try:
             # a copy, because what the planner reads is not read by the run

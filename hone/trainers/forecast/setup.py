@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hone.config import ConfigError
 from hone.engines.settings import EngineConfig, OptimizerConfig
 from hone.models.settings import ModelConfig
 from hone.planner.devices import Machine
@@ -53,7 +54,12 @@ class Placement:
 
 
 def placement_of(config: Any, machine: Machine) -> Placement:
-    """Place a run as its settings do; a run in one process takes the whole `machine` where it has several devices."""
+    """Place a run as its settings do; a run in one process takes the whole `machine` where it has several devices.
+
+    Raises ConfigError for a model that a service holds.
+    """
+    if not config.actor.backend.computes_here:
+        raise ConfigError(f"actor.backend {config.actor.backend.name}: the model is on a service, not on this machine")
     runtime, rl = config.runtime.backend, isinstance(config, PolicyRunConfig)
     ray = isinstance(runtime, RaySettings)
     trainer = runtime.devices * runtime.nodes if ray else machine.total

@@ -2,7 +2,8 @@
 
 In reading order: `settings`; `connection`, one session of a service: requests, retries, results, heartbeats;
 `messages`, the protocol's requests and results as tensors; `gradients`, any loss of log-probs as weights of tokens;
-`engine`, the verbs of a training engine; `rollout`, those of a rollout engine, and the check that a sampler is new.
+`engine`, which trains through the service; `rollout`, which samples from it and checks that a new snapshot has the
+new weights.
 """
 
 from hone.engines.registry import EngineRegistry

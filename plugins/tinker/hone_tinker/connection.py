@@ -33,6 +33,7 @@ R = TypeVar("R")
 API = "/api/v1"
 SDK = "0.38.0"  # the version of the protocol that this client speaks
 POLL_S = 45.0  # of one long poll
+OPEN_S = 30.0  # for a session at most: a wrong address is noticed soon
 HEARTBEAT_S = 10.0
 REQUESTS = 512  # at a time; others wait in order
 ROUNDS = 16  # of requests that wait for room, in one call: each has its own deadline
@@ -91,7 +92,8 @@ class Connection:
         self._http = http_session()
         self._room = asyncio.Semaphore(REQUESTS)
         body = {"tags": ["hone"], "user_metadata": None, "sdk_version": SDK}
-        found = await self.post("create_session", body)
+        soon = time.monotonic() + min(self.timeout_s, OPEN_S)
+        found = await self._again("POST", "create_session", body, soon)
         if not isinstance(found, dict) or "session_id" not in found:
             raise ServiceFailed(f"{self.url} opened no session: is actor.backend.url the address of a service?")
         self._beating = asyncio.create_task(self._beat(found["session_id"]), name="heartbeat")
@@ -169,13 +171,13 @@ class Connection:
         """Try until the deadline; `pending`: 408 is an answer."""
         elsewhere = path.startswith(("http://", "https://"))
         what = f"a file at {urlsplit(path).netloc}" if elsewhere else f"{path} at {self.url}"  # its address is a secret
-        pause, reason = FIRST_WAIT_S, "no answer"
+        pause, reason, started = FIRST_WAIT_S, "no answer", time.monotonic()
         while True:
             if self._ended:
                 raise ServiceFailed(self._ended)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ServiceFailed(f"{what}: {reason}, for {self.timeout_s:g} s")
+                raise ServiceFailed(f"{what}: {reason}, for {time.monotonic() - started:.1f} s")
             try:
                 return await self._once(method, path, body, left if elsewhere else min(left, POLL_S))
             except _Refused as error:

@@ -19,7 +19,7 @@ class Prices(Config):
 class ServiceSettings(BackendSettings):
     """A service that trains and samples; its key is in the environment variable TINKER_API_KEY."""
 
-    computes_here: ClassVar[bool] = False  # so that no memory of this machine is predicted
+    computes_here: ClassVar[bool] = False
 
     name: str = "tinker_api"
     url: str = setting("", "address of the service; empty: that in the environment variable TINKER_BASE_URL")
