@@ -24,6 +24,7 @@ from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
 from hone.data.packing import Sample, pack_samples
 from hone.engines.settings import EngineConfig
+from hone.planner.anatomy import examine
 from hone.registry import unknown
 from hone.trainers.policy.checks import algorithm_of, check_settings
 from hone.trainers.policy.settings import PolicyRunConfig
@@ -109,7 +110,13 @@ def read_batch(path: Path) -> Batch:
 
 def _joined(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     """The tensors under hone's names, TRL's blocks of prompts and completions as one."""
-    found = {OTHERS.get(name, name): one for name, one in tensors.items() if name not in PARTS}
+    found: dict[str, Tensor] = {}
+    for name, one in tensors.items():
+        if name not in PARTS:
+            own = OTHERS.get(name, name)
+            if own in found:
+                raise ConfigError(f"{path}: {name} is another name of {own}, which is there too; keep one of them")
+            found[own] = one
     if IDS not in found and "completion_ids" in tensors:
         prompt, completion = tensors.get("prompt_ids"), tensors["completion_ids"]
         if prompt is None or LEARNT not in found:
@@ -170,7 +177,13 @@ def loss_of(config: Any, batch: Batch, folder: Path) -> dict[str, float]:
             update={"max_grad_norm": None, "max_tokens_per_microbatch": max(batch.num_tokens, 1)}
         )
         temperature = config.rollout.sampling.temperature or 1.0 if isinstance(config, PolicyRunConfig) else 1.0
-        spec = TrainSpec(local_model(config.model, folder / FOLDER), engine, temperature=temperature, total_steps=1)
+        model = local_model(config.model, folder / FOLDER)
+        largest, known = int(batch.token_ids.max()), examine(model).vocabulary
+        if largest >= known:
+            raise ConfigError(
+                f"the batch has token id {largest}, and the model {known} tokens: give the model of the batch"
+            )
+        spec = TrainSpec(model, engine, temperature=temperature, total_steps=1)
         worker = TrainWorker(spec)
         worker.initialize()
         with worker.engine.train_mode():
