@@ -166,6 +166,8 @@ def loss_of(config: Any, batch: Batch, folder: Path) -> dict[str, float]:
         if isinstance(config, PolicyRunConfig):
             check_settings(config)
             algorithm = algorithm_of(config)
+            if batch.advantages is None and batch.rewards is None:
+                raise ConfigError("the batch has neither advantages nor rewards; add one of them")
             if batch.advantages is None:
                 batch = algorithm.advantages(batch)
             batch, loss = algorithm.weigh(batch), algorithm.policy_objective()
@@ -181,7 +183,7 @@ def loss_of(config: Any, batch: Batch, folder: Path) -> dict[str, float]:
         largest, known = int(batch.token_ids.max()), examine(model).vocabulary
         if largest >= known:
             raise ConfigError(
-                f"the batch has token id {largest}, and the model {known} tokens: give the model of the batch"
+                f"token id {largest} is in the batch, and the model has {known}: give the batch's own model"
             )
         spec = TrainSpec(model, engine, temperature=temperature, total_steps=1)
         worker = TrainWorker(spec)

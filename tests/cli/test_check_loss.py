@@ -115,7 +115,8 @@ def test_policy_loss_is_the_clipped_ratio_as_in_trl(tmp_path, capsys, model, bat
         ({"advantages": torch.zeros(ROWS + 1)}, r"advantages is [5]; expected [4, 7]"),
         ({"loss_mask": None}, "has no loss_mask"),
         ({"response_mask": torch.ones(ROWS, ANSWER)}, "another name of loss_mask, which is there too"),
-        ({"input_ids": torch.full((ROWS, PROMPT + ANSWER), 5000)}, "the batch has token id 5000, and the model "),
+        ({}, "neither advantages nor rewards"),
+        ({"input_ids": torch.full((ROWS, 7), 5000), "rewards": torch.ones(ROWS)}, "token id 5000 is in the batch"),
     ],
 )
 def test_a_wrong_batch_is_one_clear_error(tmp_path, capsys, model, batch, change, says):
