@@ -50,6 +50,21 @@ def test_a_run_whose_model_cannot_be_understood_starts_and_says_why_there_is_no_
     assert "no prediction was made" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("damaged", ['{"memory": 3}', '{"device": "x"}', '{"memory": {"load": {}}, "seconds": []}'])
+def test_a_damaged_prediction_says_so(damaged, tmp_path, capsys):
+    (tmp_path / "prediction.json").write_text(damaged)
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "prediction.json or a file of its peaks is damaged" in capsys.readouterr().out
+
+
+def test_a_model_on_a_service_needs_no_memory_here(tmp_path):
+    config = loaded(tmp_path).config
+    service = type("Service", (type(config.actor.backend),), {"computes_here": False})
+    config.actor.__dict__["backend"] = service()
+    with pytest.raises(ConfigError, match="the model is on a service, not on this machine"):
+        placement_of(config, Machine(Device("Any", 1, tflops=1, memory_gb_s=1, link_gb_s=1, network_gb_s=1)))
+
+
 def test_a_folder_without_a_prediction_is_an_error(tmp_path, capsys):
     assert main(["plan", str(tmp_path)]) == 2
     assert "has no prediction.json" in capsys.readouterr().err

@@ -68,9 +68,12 @@ def read_prediction(folder: Path, columns: Columns) -> Prediction | None:
     if found.get("why_not"):
         return Prediction(why_not=str(found["why_not"]))
     peaks, phases = _read(folder / PEAKS_FILE), _read(folder / MEMORY_FILE)
-    memory = tuple(_memory(found, phases, peaks))
     source = f"{found.get('device', '')}, by {found.get('costs_from', '')}"
-    return Prediction(source, memory=memory, seconds=tuple(_seconds(found, columns)))
+    try:
+        memory, seconds = tuple(_memory(found, phases, peaks)), tuple(_seconds(found, columns))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # a file that somebody has changed
+        return Prediction(why_not=f"{PREDICTION_FILE} or a file of its peaks is damaged ({error!r})")
+    return Prediction(source, memory=memory, seconds=seconds)
 
 
 def _read(path: Path) -> dict[str, Any]:
