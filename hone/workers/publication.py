@@ -68,6 +68,7 @@ class ToServers:
     def take(self, source: Source, version: int, is_unchanged: Callable[[], bool]) -> VersionWeights:
         if not self._copies:
             return VersionWeights(version, source, is_unchanged)
+        self.check()
         began = time.perf_counter()
         self._newest = Snapshot.of(source, version, self._newest)
         self._times.copied += time.perf_counter() - began
@@ -80,7 +81,6 @@ class ToServers:
 
     async def publish(self, weights: VersionWeights) -> Metrics:
         if self._copies:
-            self.check()
             self._keep(weights)
             return {}
         # The tensors of earlier versions are gone, and what replicas prove of this one may be an earlier launch's.
@@ -94,6 +94,11 @@ class ToServers:
             self._failure = None  # it is raised here
         found, self._metrics = self._metrics, {}
         return found
+
+    async def withdraw(self) -> None:
+        self._kept.clear()
+        while any(one.state == "updating" for one in self._router.pool.members):
+            await self._wait(LOOK_S)
 
     def _keep(self, weights: VersionWeights) -> None:
         """Send these weights as soon as replicas may take them."""
@@ -181,18 +186,29 @@ class ToServers:
         try:
             metrics = await self.sender.send(weights, names)
         except WeightSyncError as error:
-            if version > self._proven and await asyncio.to_thread(weights.is_current):
+            is_current = await asyncio.to_thread(weights.is_current)  # raises for a copy that was changed
+            if is_current and (version > self._proven or not error.replicas):
                 raise
-            for one in self._router.replicas:  # others have proven it, or the trainer went on: start these again
-                if one.name in error.replicas:
-                    self._router.replica_failed(one, str(error))
+            self._failed(error.replicas, error)  # others have proven it, or the trainer went on
+            return
+        except Exception as error:
+            if self._copies or version > self._proven:
+                raise
+            self._failed(names, error)
             return
         if self._kept.get(version) is not weights:  # the trainer has published others meanwhile
             return
-        self._proven = max(self._proven, version)
+        if any(one.version >= version for one in self._router.pool.serving):  # else all have died meanwhile
+            self._proven = max(self._proven, version)
         self._times.sent += time.perf_counter() - began
         self._metrics = merge_metrics(self._metrics, metrics)
         self._notify()
+
+    def _failed(self, names: Collection[str], error: Exception) -> None:
+        """Start these replicas again."""
+        for one in self._router.replicas:
+            if one.name in names:
+                self._router.replica_failed(one, f"{type(error).__name__}: {error}")
 
     async def _wait(self, seconds: float) -> None:
         """Wait until something changes, or so long."""

@@ -93,6 +93,9 @@ class Publication(Protocol):
     async def publish(self, weights: VersionWeights) -> Metrics:
         """Return when the trainer may change its weights. Raises WeightSyncError."""
 
+    async def withdraw(self) -> None:
+        """Send nothing until the next `publish`; a send that has begun ends first, within its own deadlines."""
+
     async def reached(self, version: int, timeout_s: float) -> None:
         """Wait until every running replica has proven `version` or a newer one. Raises TimeoutError."""
 
@@ -205,8 +208,12 @@ class RolloutHandle:
         """
         if self._parts.sleep_level and not self._asleep:
             with self._phase("sleep"):
-                self._run(self._engine.sleep(self._parts.sleep_level))
+                self._run(self._sleep())
             self._asleep = True
+
+    async def _sleep(self) -> None:
+        await self._publication.withdraw()  # a server that sleeps has no room for weights
+        await self._engine.sleep(self._parts.sleep_level)
 
     def hold(self, versions: Versions) -> AbstractContextManager[None]:
         """Keep these versions available to one draw until it has ended, between its turns too. On the event loop."""
@@ -350,8 +357,11 @@ class InProcess:
         metrics = {} if engine.has_base else await sync(source.whole(), engine.update_weights, version)
         return merge_metrics(metrics, await sync(stream(), put, version))
 
-    async def reached(self, version: int, timeout_s: float) -> None:
+    async def withdraw(self) -> None:
         return None  # `publish` has copied them
+
+    async def reached(self, version: int, timeout_s: float) -> None:
+        return None
 
     def hold(self, versions: Versions) -> AbstractContextManager[None]:
         return nullcontext()

@@ -22,6 +22,7 @@ from hone.types import Completion, GenerationRequest, ModelOutput, SamplingParam
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.probe import Probe
+from hone.workers.publication import LOOK_S
 from hone.workers.rollout import _trainers_here, device_share, prepare_rollout, server_specs, with_context
 
 WANTED = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -428,3 +429,16 @@ def test_servers_choose_rotary_frequencies_as_the_trainer_does(backend, rope, co
             with_context(settings, config)
     else:
         assert with_context(settings, config).engine.get("max_model_len") == expected
+
+
+@pytest.mark.slow
+def test_servers_that_gave_their_weights_back_get_the_next_ones_and_nothing_before(share, actor):
+    rollout = share(replicas=1, sleep_while_training="level_2")
+    rollout.sync_from(actor, 0)
+    for version in (1, 2):
+        rollout.make_room()
+        share.loop.run(asyncio.sleep(2 * LOOK_S))  # as while a trainer trains: the publication looks at its replicas
+        rollout.sync_from(actor, version)
+        answers = share.loop.run(many(rollout, 2, version))
+        assert {one for answer in answers for one in answer.weight_versions} == {version}
+    assert rollout.metrics()["rollout/replica_restarts"].value == 0
