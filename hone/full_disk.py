@@ -2,12 +2,12 @@
 
     until_room(lambda: path.write_text(text))     a file that is written as a whole
 
-    attempt = 0                                   a file that grows
+    since = 0.0                                   a file that grows
     while rest:
         try:
             rest = rest[os.write(file, rest) :]
         except OSError as error:
-            attempt = wait_for_room(error, attempt)
+            since = wait_for_room(error, since)
 
 Each rank waits for its own files, and the others wait for the rank.
 """
@@ -33,27 +33,30 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in FULL
 
 
-def wait_for_room(error: OSError, attempt: int) -> int:
-    """Wait a moment after attempt number `attempt` (from 0) to write; returns the next attempt's number.
+def wait_for_room(error: OSError, since: float) -> float:
+    """Wait a moment after a failed attempt to write; returns when the first failed, in seconds of `time.monotonic`.
 
-    Raises the error if it is not that the disk is full, and if it has been that for `PATIENCE_S`.
+    `since` is that time; 0: this attempt is the first. Raises the error if it is not that the disk is full, and if
+    it has been that for `PATIENCE_S`.
     """
-    if not is_full(error) or attempt * PAUSE_S >= PATIENCE_S:
+    now = time.monotonic()
+    first = since or now
+    if not is_full(error) or now - first >= PATIENCE_S:
         raise error
-    if attempt == 0:
+    if not since:
         LOG.error("%s; hone tries again for %g s", error, PATIENCE_S)
     time.sleep(PAUSE_S)
-    return attempt + 1
+    return first
 
 
 def until_room(write: Callable[[], R]) -> R:
     """Call `write`, which writes a whole file each time, until the disk has room for it; see `wait_for_room`."""
-    attempt = 0
+    since = 0.0
     while True:
         try:
             return write()
         except OSError as error:
-            attempt = wait_for_room(error, attempt)
+            since = wait_for_room(error, since)
 
 
 __all__ = ["PATIENCE_S", "PAUSE_S", "is_full", "until_room", "wait_for_room"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -23,6 +23,7 @@ from hone.models.building import build_model
 from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
 from hone.models.files.progress_bars import without_progress_bars
+from hone.models.files.tensors import save_tensors
 from hone.models.four_bit import finish, quantise, reading_options
 from hone.models.quantised import loading_options, method_of, refuse_leftovers
 from hone.models.rotary import fix_rotary
@@ -33,6 +34,7 @@ from hone.models.value_head import SCORE, VALUE_HEAD_FILE, read_value_head, valu
 from hone.models.vision.model import FAMILIES, attention_names, auto_class, freeze_tower
 from hone.registry import unknown
 
+LOG = logging.getLogger("hone")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 ClassOf = Callable[[str], type[PreTrainedModel]]
@@ -59,7 +61,7 @@ class ValueModel(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Save the body in the Hugging Face format (for `AutoModel`), and the head in the same folder."""
         self.body.save_pretrained(folder)
-        save_file({SCORE: self.score.weight.detach().contiguous()}, Path(folder) / VALUE_HEAD_FILE)
+        save_tensors({SCORE: self.score.weight.detach().contiguous()}, Path(folder) / VALUE_HEAD_FILE)
 
 
 def load_language_model(
@@ -67,21 +69,22 @@ def load_language_model(
     shard: ShardFn | None = None,
     four_bit: FourBitConfig | None = None,
     class_of: ClassOf | None = None,
+    cuts_columns: bool = True,
 ) -> PreTrainedModel:
     """Load a causal language model in `model.dtype` on the CPU, with packed attention.
 
     `shard` shards the empty model, so that only this rank's shards are read from its files. A model from `model.build`,
-    and one whose files have a weight in several parts (`reads_shards_alone`), is whole first. `four_bit` quantises each
-    linear layer as it is read. `class_of` gives another class than transformers' own. Raises ModelError naming the
-    folder and the problem: missing folder, config.json or weights, unknown architecture or quantisation, untrusted
-    code.
+    and one whose files have a weight in several parts (`reads_shards_alone`, with `cuts_columns`), is whole first.
+    `four_bit` quantises each linear layer as it is read. `class_of` gives another class than transformers' own. Raises
+    ModelError naming the folder and the problem: missing folder, config.json or weights, unknown architecture or
+    quantisation, untrusted code.
     """
     if model.build is not None:
         built = _as_used(_in_class(build_model(model.build, DTYPES[model.dtype]), class_of), model)
         return _finished(built, shard, four_bit)
     kind = str(check_model_source(model).get("model_type"))
     cls: Any = auto_class(kind) if class_of is None else class_of(kind)
-    return _as_used(_from_pretrained(cls, model, shard, four_bit), model)
+    return _as_used(_from_pretrained(cls, model, shard, four_bit, cuts_columns), model)
 
 
 def load_value_model(
@@ -90,6 +93,7 @@ def load_value_model(
     head_dtype: torch.dtype | None = None,
     four_bit: FourBitConfig | None = None,
     class_of: ClassOf | None = None,
+    cuts_columns: bool = True,
 ) -> ValueModel:
     """Load a value model: the body of the language model at `model.path`, and its head if there is one (`value_head`).
 
@@ -101,7 +105,7 @@ def load_value_model(
         return ValueModel(_finished(_as_used(_in_class(built, class_of), model), shard, four_bit), head_dtype)
     config = check_model_source(model)
     cls = AutoModel if class_of is None else class_of(str(config.get("model_type")))
-    value_model = ValueModel(_as_used(_from_pretrained(cls, model, shard, four_bit), model), head_dtype)
+    value_model = ValueModel(_as_used(_from_pretrained(cls, model, shard, four_bit, cuts_columns), model), head_dtype)
     head = read_value_head(folder_of(model), config)
     if head is not None:
         value_model.load_state_dict({SCORE: head}, strict=False)
@@ -202,17 +206,21 @@ def _finished(built: PreTrainedModel, shard: ShardFn | None, four_bit: FourBitCo
 
 
 def _from_pretrained(
-    cls: Any, model: ModelConfig, shard: ShardFn | None, four_bit: FourBitConfig | None
+    cls: Any, model: ModelConfig, shard: ShardFn | None, four_bit: FourBitConfig | None, cuts_columns: bool
 ) -> PreTrainedModel:
     config = check_model_source(model)
     kind = str(config.get("model_type"))
     dtype = DTYPES[model.dtype]
     quantised = loading_options(config, _source(model), sharded=shard is not None)
     narrow = {} if four_bit is None else reading_options(_empty(cls, model), four_bit, str(model.path))
-    while_loading = shard is not None and (bool(quantised) or reads_shards_alone(_empty(cls, model)))
-    sharded: AbstractContextManager[dict[str, Any]] = (
-        nullcontext({}) if shard is None or not while_loading else shard_while_loading(shard)
-    )
+    while_loading = shard is not None and reads_shards_alone(_empty(cls, model), cuts_columns)
+    sharded: AbstractContextManager[dict[str, Any]] = nullcontext({})
+    if shard is not None and while_loading:
+        sharded = shard_while_loading(shard)
+    elif shard is not None:
+        LOG.warning(
+            "%s has weights in several parts: each rank reads all of it before it keeps its part", _source(model)
+        )
     try:
         _refuse_untrainable(model)
         with without_progress_bars(), sharded as options:
@@ -276,4 +284,6 @@ def _empty(cls: Any, model: ModelConfig) -> PreTrainedModel:
     trusted = model.trust_remote_code
     config = AutoConfig.from_pretrained(folder_of(model, weights=False), trust_remote_code=trusted)
     with torch.device("meta"):
+        if not hasattr(cls, "from_config"):  # not one of transformers' Auto classes
+            return cls._from_config(config)  # type: ignore[no-any-return]
         return cls.from_config(config, trust_remote_code=trusted)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 
@@ -54,18 +54,21 @@ def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
             setattr(DistributedMixin, name, original)
 
 
-def reads_shards_alone(model: Any) -> bool:
+def reads_shards_alone(model: Any, cuts_columns: bool) -> bool:
     """Return whether a rank can read its shards of this model (which is empty) and convert them by themselves.
 
     transformers takes a rank's part of each tensor of the files, and converts the parts. That is right where experts
-    are stacked. Where rows of several tensors are joined (the convolutions of Kimi-Linear and OLMo-Hybrid), cut or
-    transposed, each rank would hold rows of another part of the weight.
+    are stacked, and where each is transposed (Qwen3-VL-MoE) unless a mesh `cuts_columns` too. Where rows of several
+    tensors are joined (the convolutions of Kimi-Linear and OLMo-Hybrid) or cut, each rank would hold rows of another
+    part of the weight.
     Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/core_model_loading.py
     """
     changes = get_model_conversion_mapping(model, add_legacy=False)
     chains = [getattr(one, "operations", []) for one in changes if isinstance(one, WeightConverter)]
     return all(
-        isinstance(one, MergeModulelist) or (isinstance(one, Concatenate) and one.dim == 1 and len(chain) == 2)
+        isinstance(one, MergeModulelist)
+        or (isinstance(one, Concatenate) and one.dim == 1 and len(chain) == 2)
+        or (isinstance(one, Transpose) and not cuts_columns and 0 not in (one.dim0, one.dim1))
         for chain in chains
         for one in chain
     )

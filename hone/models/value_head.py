@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hone.models.errors import ModelError
+from hone.models.files.tensors import save_tensors
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 SCORE = "score.weight"
@@ -82,7 +83,7 @@ def to_classifier(folder: Path, pad_token_id: int) -> None:
     paths = sorted(folder.glob("model*.safetensors"))
     for path in paths:
         tensors = {f"{prefix}{name}": tensor for name, tensor in load_file(path).items()}
-        save_file(tensors | ({SCORE: head} if path == paths[-1] else {}), path, metadata={"format": "pt"})
+        save_tensors(tensors | ({SCORE: head} if path == paths[-1] else {}), path)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         said = json.loads(index.read_text(encoding="utf-8"))

@@ -178,13 +178,16 @@ def this_machine(known: Mapping[str, Device]) -> Machine:
     """The devices that a run here would find. Raises ConfigError for an accelerator that no file describes."""
     platform = current_platform()
     if platform.device == CPU:
-        total, _ = machine.memory()  # of this machine, also where a file in a shared home was written on another
         found = known.get(CPU)
-        return Machine(measured_cpu() if found is None else replace(found, memory_gib=total / GIB))
+        if found is None:
+            return Machine(measured_cpu())
+        total, _ = machine.memory()  # of this machine, also where a file in a shared home was written on another
+        return Machine(replace(found, memory_gib=total / GIB))
     name = platform.device_name()
     for key, device in known.items():
         if key.casefold().replace("-", " ") in name.casefold():
-            total = platform.memory().total
+            # not `platform.memory`, which would make a context on the device: a driver has no work there
+            total = torch.get_device_module(platform.device).get_device_properties(0).total_memory
             return Machine(replace(device, memory_gib=total / GIB), platform.device_count())
     raise ConfigError(
         f"no facts about {name!r}; name a device with --devices ({', '.join(known)}), or add it by --device-facts FILE"

@@ -141,8 +141,8 @@ class PlatformBase(MemorySharing, ABC):
 
     # --------------------------------------------------------------------------------------------------- memory
 
-    def memory(self, index: int = 0) -> MemoryFacts:
-        """Facts about one device's memory, in bytes."""
+    def memory(self, index: int | None = None) -> MemoryFacts:
+        """Facts about one device's memory, in bytes; None: of the device that this process computes on."""
         free, total = self._module.mem_get_info(index)
         return MemoryFacts(
             total=int(total),

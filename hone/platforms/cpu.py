@@ -80,7 +80,7 @@ class CpuPlatform(PlatformBase):
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def memory(self, index: int = 0) -> MemoryFacts:
+    def memory(self, index: int | None = None) -> MemoryFacts:
         """The machine's memory, or the container's limit; allocated and reserved are this process's resident size."""
         total, free = machine.memory()
         resident = _resident()

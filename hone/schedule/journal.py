@@ -52,13 +52,13 @@ class Journal:
         if not self._is_cut:
             self._cut(record["step"])
             self._is_cut = True
-        rest, attempt = memoryview((json.dumps(record) + "\n").encode()), 0
+        rest, since = memoryview((json.dumps(record) + "\n").encode()), 0.0
         with self._path.open("ab", buffering=0) as file:  # without a buffer, which would write its text again
             while rest:
                 try:
                     rest = rest[os.write(file.fileno(), rest) :]
                 except OSError as error:
-                    attempt = wait_for_room(error, attempt)
+                    since = wait_for_room(error, since)
             os.fsync(file.fileno())
 
     def _cut(self, step: int) -> None:

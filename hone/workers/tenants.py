@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.engines.base import BaseEngine
 from hone.engines.registry import EngineRegistry
 from hone.engines.settings import EngineConfig, LoraConfig, OptimizerConfig
+from hone.models.files.tensors import save_tensors
 from hone.models.numerics.precision import plain_name
 from hone.models.settings import ModelConfig
 from hone.platforms.base import current_platform
@@ -151,11 +151,11 @@ class TenantModel:
         if not self.trains_adapter:
             stream, _ = self._engine.get_per_tensor_param(dtype=self._engine.compute)
             whole = {name: tensor.contiguous().cpu() for name, tensor in stream}
-            save_file(whole, folder / WHOLE_FILE, metadata={"format": "pt"})
+            save_tensors(whole, folder / WHOLE_FILE)
             return Snapshot(folder, digest_tensors(whole.items()), adapter=False)
         stream, config = self._engine.get_per_tensor_param(adapter_only=True)
         tensors = {name: tensor.contiguous().cpu() for name, tensor in stream}
-        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_tensors(tensors, folder / WEIGHTS_FILE)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1, sort_keys=True), encoding="utf-8")
         return Snapshot(folder, digest_tensors(tensors.items()), adapter=True)
 

@@ -136,15 +136,16 @@ def serving(tiny, tokenizer):
             ready.set()
             await ends.wait()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
     thread.start()
-    assert ready.wait(60)
     wanted = SamplingParams(12, stop_token_ids=tuple(language.end_token_ids))
     try:
+        assert ready.wait(60)
         yield found["endpoint"], AgentTask(engine.generate, wanted, "1/7/0", lambda number: number)
     finally:
         loop.call_soon_threadsafe(ends.set)
         thread.join(60)
+        assert not thread.is_alive()
 
 
 def post(port, key, route, data):

@@ -1,9 +1,11 @@
 """A disk that stays full ends a run with an error that says so, and the run continues as if it had not been."""
 
+import errno
 import os
 import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,22 @@ def fill(file, spare):
                 out.write(bytes(4096))
         except OSError:
             out.truncate(max(0, out.tell() - spare))
+
+
+def test_a_full_disk_is_waited_for_by_the_clock(monkeypatch):
+    """A write of gigabytes takes a while until it fails, so that attempts do not count."""
+    monkeypatch.setattr(full_disk, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(full_disk, "PAUSE_S", 0.0005)
+    began, attempts = time.monotonic(), []
+
+    def write():
+        attempts.append(time.monotonic() - began)
+        time.sleep(0.02)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        full_disk.until_room(write)
+    assert 1 < len(attempts) <= 4
 
 
 @pytest.mark.slow

@@ -5,12 +5,12 @@ import pytest
 from hone.rewards.hosting.printed import HEAD, TAIL, Printed
 
 PRINTING = """
-import asyncio, logging, os, sys, threading
+import asyncio, copy, logging, os, sys, threading
 
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
 
 def plain(response, ground_truth, row):
-    print("scoring", response)
+    print("scoring", response, file=copy.copy(sys.stdout))
     logging.warning("odd: %s", response)
     other = threading.Thread(target=lambda: print("of a thread"))
     other.start()

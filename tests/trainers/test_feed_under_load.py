@@ -85,10 +85,13 @@ class Loop:
         self.run(asyncio.wait([asyncio.wrap_future(one, loop=self.clock) for one in futures]))
 
     def close(self):
-        while tasks := asyncio.all_tasks(self.clock):  # the end of one may start another
+        for _ in range(100):  # the end of a task may start another
+            if not (tasks := asyncio.all_tasks(self.clock)):
+                break
             for task in tasks:
                 task.cancel()
             self.run(asyncio.wait(tasks))
+        assert not asyncio.all_tasks(self.clock)
         self.clock.close()
 
 

@@ -11,10 +11,11 @@ from hone.models.settings import ModelConfig
 from hone.planner.devices import Device, Machine
 from hone.tracking.report.build import build_report
 from hone.trainers.forecast.forecast import Given, forecast
-from hone.trainers.forecast.record import foretell, refuse_what_cannot_fit
+from hone.trainers.forecast.record import Peaks, foretell, why_refused
 from hone.trainers.forecast.setup import placement_of
 from hone.trainers.forecast.sizes import sizes_of
 from hone.trainers.run.launch import run_policy
+from hone.trainers.run.run_model import local_model
 from tests.trainers import tiny
 
 MIB = 2**20
@@ -65,6 +66,38 @@ def test_a_model_on_a_service_needs_no_memory_here(tmp_path):
         placement_of(config, Machine(Device("Any", 1, tflops=1, memory_gb_s=1, link_gb_s=1, network_gb_s=1)))
 
 
+def test_ranks_of_several_machines_are_counted(tmp_path, monkeypatch):
+    """torchrun on two machines of 8 devices: each launch sees its own machine."""
+    machine = Machine(Device("Any", 1, tflops=1, memory_gb_s=1, link_gb_s=1, network_gb_s=1), devices=8)
+    config = loaded(tmp_path).config
+    assert placement_of(config, machine).trainer == 8
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert placement_of(config, machine).trainer == 16
+
+
+def test_a_run_folder_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+    none = tmp_path / "none"
+    assert "none" in foretell(loaded(tmp_path).config, ModelConfig(path=str(none)), none)
+    Peaks(list, none)({})
+    assert [one.getMessage().partition(" was not written")[0] for one in caplog.records] == [
+        str(none / "prediction.json"),
+        str(none / "peaks.json"),
+    ]
+
+
+def test_a_run_that_cannot_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    """Layers of three products of 2^16 x 2^20: 200 billion weights each, of which only the config is there."""
+    config = loaded(tmp_path).config
+    model = local_model(config.model, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    wide = {"hidden_size": 2**16, "intermediate_size": 2**20}
+    file.write_text(json.dumps(json.loads(file.read_text()) | wide))
+    with pytest.raises(ConfigError, match=r"cannot fit.*HONE_LAUNCH_OVER_MEMORY=1"):
+        foretell(config, model, tmp_path)
+    monkeypatch.setenv("HONE_LAUNCH_OVER_MEMORY", "1")
+    assert foretell(config, model, tmp_path).startswith("predicted: ")
+
+
 def test_a_folder_without_a_prediction_is_an_error(tmp_path, capsys):
     assert main(["plan", str(tmp_path)]) == 2
     assert "has no prediction.json" in capsys.readouterr().err
@@ -84,8 +117,7 @@ def test_only_what_cannot_fit_is_refused(tmp_path):
     weights = sizes.models["actor"].parameters
     least = weights * (4 + 4 + 8) / MIB
     assert 0.15 < least < 0.25
-    with pytest.raises(ConfigError, match=r"cannot fit.*HONE_LAUNCH_OVER_MEMORY=1"):
-        refuse_what_cannot_fit(config, *on(least * 0.99, config, tmp_path))
+    assert "cannot fit" in why_refused(config, *on(least * 0.99, config, tmp_path))
     sizes, machine, given, found = on(least * 1.01, config, tmp_path)
     assert not found.fits  # activations do not fit by the estimate, which refuses nothing
-    refuse_what_cannot_fit(config, sizes, machine, given, found)
+    assert not why_refused(config, sizes, machine, given, found)

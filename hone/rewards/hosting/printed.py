@@ -55,7 +55,15 @@ class _Tee:
         for line in lines:
             self.write(line)
 
+    def __enter__(self) -> _Tee:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.close()
+
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_stream":  # a copy of it asks before it has a stream
+            raise AttributeError(name)
         return getattr(self._stream, name)
 
 

@@ -96,7 +96,8 @@ def _memory(found: Mapping[str, Any], file: Mapping[str, Any], peaks: Mapping[st
         here = max(predicted[name], predicted.get(WITH.get(name, ""), 0))
         there = max((measured[one] for one in names if one in measured), default=None)
         yield Row(name, here, there)
-    most = max([*measured.values(), *peaks.get("roles", {}).values()], default=None)
+    # peaks of processes count from their start, so that phases say more where they are known
+    most = max((measured or peaks.get("roles", {})).values(), default=None)
     yield Row("peak", max(predicted.values()), most)
 
 

@@ -158,13 +158,13 @@ class Appender:
             raise TrackingError(f"cannot open {path}: {error.strerror or error}") from error
 
     def write(self, part: bytes) -> None:
-        rest, attempt = memoryview(part), 0
+        rest, since = memoryview(part), 0.0
         try:
             while rest:
                 try:
                     rest = rest[os.write(self._fd, rest) :]
                 except OSError as error:
-                    attempt = wait_for_room(error, attempt)
+                    since = wait_for_room(error, since)
         except BaseException as error:  # on Ctrl-C too: write all of it or nothing
             with suppress(OSError):  # if this fails, the next start removes the incomplete part
                 os.ftruncate(self._fd, self.size)

@@ -18,7 +18,7 @@ from hone.planner.costs import Costs
 from hone.planner.lengths import Lengths as LengthsOfAnswers
 from hone.planner.lengths import parse_lengths
 from hone.planner.memory import Phase, Setup, certain_bytes, peak, phases
-from hone.planner.roofline import Load, costs_of, forward_operations
+from hone.planner.roofline import Load, Pass, costs_of, forward_operations
 from hone.planner.simulation import Outcome, Setting, simulate
 from hone.schedule.settings import AsynchronyConfig
 from hone.trainers.forecast.setup import (
@@ -232,7 +232,9 @@ def rates_of(config: Any, sizes: Sizes, placement: Placement) -> Rates:
     updates = config.update.minibatches * config.update.epochs if rl else 1
     shared = shared_tokens(config, sizes.lengths, policy)
     known = [machine.device.calibrated.get(shape_of(one.role)) for one in passes]
-    if all(facts is not None and (not rl or "decode" in facts or number) for number, facts in enumerate(known)):
+    if all(
+        facts is not None and needed <= facts.keys() for facts, needed in zip(known, _parts(passes, rl), strict=True)
+    ):
         work = Work(
             tokens=step_tokens(config, sizes.lengths) * shared,
             sequences=step_sequences(config),
@@ -260,6 +262,14 @@ def rates_of(config: Any, sizes: Sizes, placement: Placement) -> Rates:
     forward = sum(one.forwards * forward_operations(one.role.anatomy, load.sequence_tokens) for one in passes)
     backward = sum(3 * one.epochs * forward_operations(one.role.anatomy, load.sequence_tokens) for one in passes)
     return Rates(costs, forward / (forward + backward))
+
+
+def _parts(passes: Sequence[Pass], rl: bool) -> list[set[str]]:
+    """Parts of a step that each model of `passes` takes, the policy first; a calibration may lack some."""
+    needed = [{"forward", "training", "optimizer"} if one.epochs else {"forward"} for one in passes]
+    if rl:
+        needed[0].add("decode")
+    return needed
 
 
 def rows_of(config: PolicyRunConfig, sizes: Sizes, placement: Placement) -> int:

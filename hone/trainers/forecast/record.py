@@ -7,6 +7,7 @@ steps 1, 2, 4, 8 ... -----> memory of the ranks --> peaks.json
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from hone.config import ConfigError
 from hone.models.settings import ModelConfig
-from hone.planner.devices import GIB, Machine, known_devices, this_machine
+from hone.planner.devices import CPU, GIB, Machine, known_devices, this_machine
 from hone.platforms.base import current_platform
 from hone.runtime import ranks
 from hone.tracking.report.prediction import PEAKS_FILE, PREDICTION_FILE
@@ -27,18 +28,8 @@ from hone.trainers.forecast.setup import placement_of
 from hone.trainers.forecast.sizes import Sizes, sizes_of
 from hone.workers.train import TrainHandle
 
+LOG = logging.getLogger("hone")
 LAUNCH_ANYWAY = "HONE_LAUNCH_OVER_MEMORY"  # environment variable: 1 launches what cannot fit
-UNPREDICTABLE = (
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,  # ConfigError, DataError and ModelError are such
-)
-"""Errors of a model, a data set or a device that the planner does not understand: the run is launched without it."""
 
 
 def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
@@ -47,43 +38,43 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
     `model` is the run's model in its folder. Raises ConfigError for a run whose weights, gradients and optimizer state
     alone are more than the device has; every other run starts, without a prediction where none can be made.
     """
-    with torch.random.fork_rng(devices=[]), TemporaryDirectory(prefix="hone-prediction-") as made:
-        try:
+    apart = config.runtime.backend.name != "local"
+    refuse = not apart and os.environ.get(LAUNCH_ANYWAY, "") != "1"
+    try:
+        with torch.random.fork_rng(devices=[]), TemporaryDirectory(prefix="hone-prediction-") as made:
             # a copy, because what the planner reads is not read by the run
             copy = changed(config.model_copy(update={"model": model}), {})
-            base = current_platform().memory().allocated  # before a CPU is measured, which takes memory itself
-            machine = this_machine(known_devices())
-            sizes = sizes_of(copy, Path(made))
-            given = Given(base=base if machine.is_cpu else 0)
+            on_cpu = current_platform().device == CPU
+            base = current_platform().memory().allocated if on_cpu else 0  # measuring a CPU takes memory itself
+            machine, given = this_machine(known_devices()), Given(base=base)
+            sizes = sizes_of(copy, Path(made), convert=False)
             found = forecast(copy, sizes, placement_of(copy, machine), given)
-        except UNPREDICTABLE as error:
-            return _unpredicted(folder, error)
-        apart = copy.runtime.backend.name != "local"
-        if not apart and os.environ.get(LAUNCH_ANYWAY, "") != "1":
-            refuse_what_cannot_fit(copy, sizes, machine, given, found)
-    _write(folder / PREDICTION_FILE, {**found.plain(), "on_cpu": machine.is_cpu, "ranks_apart": apart})
+            why_not = why_refused(copy, sizes, machine, given, found) if refuse else ""
+    except Exception as error:  # noqa: BLE001  of any model, data set or device: no run ends for its prediction
+        why = " ".join(str(error).split()) or type(error).__name__
+        _write(folder / PREDICTION_FILE, {"why_not": why})
+        return f"no prediction of memory and time for this run: {why}"
+    if why_not:
+        raise ConfigError(f"{why_not}. To launch it all the same, set {LAUNCH_ANYWAY}=1 in the environment")
+    _write(folder / PREDICTION_FILE, {**found.plain(), "on_cpu": on_cpu, "ranks_apart": apart})
     return (
         f"predicted: {found.peak_bytes / GIB:.2f} GiB at most, in {found.peak.name}, {found.step_s:.3g} s a step "
         f"({found.rates.source}); the report compares"
     )
 
 
-def _unpredicted(folder: Path, error: Exception) -> str:
-    why = " ".join(str(error).split()) or type(error).__name__
-    _write(folder / PREDICTION_FILE, {"why_not": why})
-    return f"no prediction of memory and time for this run: {why}"
-
-
-def refuse_what_cannot_fit(config: Any, sizes: Sizes, machine: Machine, given: Given, found: Forecast) -> None:
-    """Raise ConfigError if a run in this process cannot fit on its device."""
+def why_refused(config: Any, sizes: Sizes, machine: Machine, given: Given, found: Forecast) -> str:
+    """Empty if a run in this process may fit on its device, else the arithmetic and the change that makes it fit."""
+    use = config.model.use
+    if use is not None and use.vision is not None and use.vision.freeze_tower:
+        return ""  # the tower is counted as if it were trained
     why = why_it_cannot_fit(found, swap_bytes() if machine.is_cpu else 0)
     if not why:
-        return
+        return ""
     fits = next((one for one in ways_to_fit(config, sizes, machine, given) if one.fits), None)
-    change = "No single setting makes it fit: take a smaller model or more devices"
-    if fits is not None:
-        change = f"The smallest change that makes it fit: {fits.text} ({fits.peak_bytes / GIB:.1f} GiB)"
-    raise ConfigError(f"{why}. {change}. To launch it all the same, set {LAUNCH_ANYWAY}=1 in the environment")
+    if fits is None:
+        return f"{why}. No single setting makes it fit: take a smaller model or more devices"
+    return f"{why}. The smallest change that makes it fit: {fits.text} ({fits.peak_bytes / GIB:.1f} GiB)"
 
 
 class Peaks:
@@ -111,8 +102,11 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
     if not ranks.is_first():
         return
     partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        LOG.warning("%s was not written: %s", path, error.strerror or error)
 
 
-__all__ = ["Peaks", "foretell", "refuse_what_cannot_fit"]
+__all__ = ["Peaks", "foretell", "why_refused"]

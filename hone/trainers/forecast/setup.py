@@ -63,8 +63,9 @@ def placement_of(config: Any, machine: Machine) -> Placement:
     runtime, rl = config.runtime.backend, isinstance(config, PolicyRunConfig)
     ray = isinstance(runtime, RaySettings)
     trainer = runtime.devices * runtime.nodes if ray else machine.total
-    if not ray and machine.is_cpu:
-        trainer = int(os.environ.get("WORLD_SIZE", "1"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))  # of a launch by torchrun, on all its machines
+    if not ray and (machine.is_cpu or world > 1):
+        trainer = world
     if not rl:
         return Placement(machine, trainer)
     pools = runtime.pools if ray else {}

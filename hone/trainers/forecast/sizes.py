@@ -9,7 +9,11 @@ from typing import Any
 
 from hone.config import Config
 from hone.data.stream import PromptMaker, TooLong, make_renderer
+from hone.models.errors import ModelError
+from hone.models.loading import check_model_source
+from hone.models.quantised import method_of
 from hone.models.settings import ModelConfig
+from hone.models.source import is_converted
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
 from hone.planner.anatomy import Anatomy, examine
@@ -47,14 +51,19 @@ class Sizes:
     lengths: Lengths
 
 
-def sizes_of(config: Config, folder: Path) -> Sizes:
+def sizes_of(config: Config, folder: Path, convert: bool = True) -> Sizes:
     """Read the sizes of a run's models and of its first rows; models that have to be made are made in `folder`.
 
-    Raises ModelError for a model that hone would not load, DataError for rows that it would not read.
+    Without `convert`, models are made only if that is quick: ModelError is raised for one that has to be dequantised
+    or converted whole. Raises ModelError for a model that hone would not load, DataError for rows that it would not
+    read.
     """
     known: dict[str, Anatomy] = {}
     found: dict[str, Anatomy] = {}
     models = models_of(config)
+    for name, model in models.items() if not convert else ():
+        if model.build is None and (is_converted(str(model.path)) or method_of(check_model_source(model))):
+            raise ModelError(f"the model of {name}, {model.path}, would have to be converted first")
     local = {name: local_model(model, folder / name / FOLDER) for name, model in models.items()}
     for name, model in local.items():
         key = f"{model.path}@{model.revision}"

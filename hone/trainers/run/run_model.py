@@ -69,6 +69,7 @@ def pinned(model: ModelConfig, run: Path) -> ModelConfig:
     else:
         commit = locate(model.path, "model.path", model.revision, weights=False).commit
         found = {**asked, "commit": commit}
+        run.mkdir(parents=True, exist_ok=True)
         partial = record.with_suffix(".partial")
         partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
         partial.replace(record)

@@ -20,12 +20,12 @@ from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.algorithms.objective import present
 from hone.algorithms.segments import on_last_loss_token, sequence_sum
 from hone.data.packed_images import image_names
+from hone.models.files.tensors import save_tensors
 from hone.runtime import ranks
 from hone.runtime.watchdog import progress
 from hone.types import Batch, BatchImages
@@ -114,7 +114,7 @@ class StoredReference:
             "steps": torch.tensor(self._steps),
         }
         partial = self._path.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"reference": self._identity})
+        save_tensors(tensors, partial, {"reference": self._identity})
         partial.replace(self._path)
 
 
