@@ -44,9 +44,9 @@ from hone.models.parts.boxes import Box, Boxed, BoxMap, from_text, lengths, narr
 from hone.models.parts.views import Reads, viewed
 from hone.platforms.base import current_platform
 from hone.weights.base import Full, NamedTensor, RankWeights
-from hone.weights.transports import by_rank
-from hone.weights.transports.channel import Peer
-from hone.weights.transports.rank_sender import Locate, Needs, Place, RankSender
+from hone.weights.transports.bucketed.channel import Peer
+from hone.weights.transports.ipc import by_rank
+from hone.weights.transports.ipc.rank_sender import Locate, Needs, Place, RankSender
 from hone.weights.wants import Wants, watched
 
 TOKEN = secrets.token_hex(16)

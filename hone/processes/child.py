@@ -2,7 +2,7 @@
 
     adapter --> ServerProcess --> ProcessTree (tree.py) --> supervisor --> server --> its workers
 
-`Process` is the interface that an adapter uses. `ServerProcess` runs on this machine; `hone.workers.cluster_hosts` has
+`Process` is the interface that an adapter uses. `ServerProcess` runs on this machine; `hone.workers.hosts.cluster` has
 one for other machines. Waiting polls the process every 0.1 s, so an object works on several event loops in turn.
 """
 

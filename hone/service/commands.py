@@ -25,7 +25,7 @@ from hone.service.protocol.data import Work, pack_request
 from hone.service.protocol.refusals import BadRequest, Refused
 from hone.service.protocol.wire import TrainingRequest, read_training
 from hone.service.shared import Shared
-from hone.workers.tenants import AdamStep
+from hone.workers.tenants.training import AdamStep
 
 LOG = logging.getLogger(__name__)
 ATTENTION = ("self_attn", "attn", "attention", "linear_attn", "self_attention")

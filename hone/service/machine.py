@@ -19,8 +19,8 @@ from hone.models.tokenizer import load_tokenizer
 from hone.service.protocol.data import Work
 from hone.service.protocol.wire import training_reply
 from hone.service.settings import ServeConfig
-from hone.workers.snapshot_rollout import SnapshotRollout
-from hone.workers.tenants import AdamStep, Base, Snapshot, TenantModel
+from hone.workers.tenants.sampling import SnapshotRollout
+from hone.workers.tenants.training import AdamStep, Base, Snapshot, TenantModel
 
 R = TypeVar("R")
 STOP_S = 10.0

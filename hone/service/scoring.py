@@ -15,7 +15,7 @@ from hone.service.protocol.messages import Sample, SamplingParameters, TensorDat
 from hone.service.protocol.refusals import BadRequest
 from hone.service.protocol.wire import EMPTY_ID, EMPTY_LOGPROB, Sampled, SampledSequence
 from hone.types import Completion, GenerationRequest, SamplingParams, StopReason
-from hone.workers.snapshot_rollout import SnapshotRollout
+from hone.workers.tenants.sampling import SnapshotRollout
 
 MOST_LIKELY = 128  # tokens at each place that a client may ask for
 MOST_SCORES = 1 << 26  # numbers of the distributions that one request may need whole

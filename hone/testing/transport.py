@@ -17,7 +17,7 @@ from hone.weights.base import Adapter, CheckpointEngine, Offer, WeightSyncError
 from hone.weights.digests.digest import Method, digest_tensors
 from hone.weights.digests.packed import size_of
 from hone.weights.sync import CheckpointEngineManager
-from hone.weights.transports.buckets import DTYPES
+from hone.weights.transports.bucketed.buckets import DTYPES
 
 Body = Callable[[CheckpointEngineManager], Awaitable[None]]
 LAYERS, ROWS, COLUMNS = 8, 40, 64  # tensors of 10 KiB: with the suite's bucket, one to a bucket

@@ -15,7 +15,7 @@ TRANSPORTS = Registry(
         ),
         "delta": Entry("hone.weights.transports.delta:DeltaEngine", "hone.weights.settings:DeltaSettings"),
         "disk": Entry("hone.weights.transports.disk:DiskEngine", "hone.weights.settings:DiskSettings"),
-        "ipc": "hone.weights.transports.by_rank:ByRankEngine",
+        "ipc": "hone.weights.transports.ipc.by_rank:ByRankEngine",
     },
 )
 LOOPBACK = "127.0.0.1"

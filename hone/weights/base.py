@@ -153,7 +153,7 @@ class RankWeights(ABC):
 
     @abstractmethod
     def order(self, order: Any) -> Sequence[Any]:
-        """Give every rank an order of `hone.weights.transports.rank_sender`; return their answers in rank order."""
+        """Give every rank an order of `hone.weights.transports.ipc.rank_sender`; return their answers in rank order."""
 
 
 # ------------------------------------------------------------------------------------------------- the two sides

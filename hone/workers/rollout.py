@@ -45,11 +45,13 @@ from hone.rollout.settings import RolloutConfig
 from hone.runtime.base import PhaseFn
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.attaching import attached, serve_at
 from hone.workers.control import CONTROL
-from hone.workers.placing import hosts_of, reaching
-from hone.workers.probe import QUANTISED, Probe
-from hone.workers.publication import ToServers
+from hone.workers.hosts.attaching import attached, serve_at
+from hone.workers.hosts.placing import hosts_of, reaching
+from hone.workers.hosts.spanning import SpanningHost
+from hone.workers.publishing.probe import QUANTISED, Probe
+from hone.workers.publishing.publication import ToServers
+from hone.workers.publishing.sending import WeightSender
 from hone.workers.rollout_role import (
     ADAPTER,
     AdapterRule,
@@ -60,8 +62,6 @@ from hone.workers.rollout_role import (
     RolloutHandle,
     RolloutParts,
 )
-from hone.workers.sending import WeightSender
-from hone.workers.spanning_hosts import SpanningHost
 
 NewWeights = Literal["finish", "recompute", "keep_cache"]
 """What new weights do to answers that are being written. `finish`: a replica lets its answers end before it takes them;

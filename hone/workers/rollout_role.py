@@ -30,7 +30,7 @@ from hone.weights.base import Adapter, LoadedWeights, NamedTensors, Source, Vers
 from hone.weights.in_process import sync
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.control import Membership, serve_control
-from hone.workers.probe import Probe
+from hone.workers.publishing.probe import Probe
 from hone.workers.train import TrainHandle
 
 R = TypeVar("R")

@@ -31,7 +31,7 @@ from hone.runtime import ranks
 from hone.runtime.base import WorkerGroup
 from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput, Need
 from hone.weights.base import NamedTensor, RankWeights
-from hone.weights.transports.rank_sender import Needs, Order, RankSender
+from hone.weights.transports.ipc.rank_sender import Needs, Order, RankSender
 
 RecordFn = Callable[[Metrics], None]
 BLEND_BYTES = 256 * 2**20  # of the policy's weights in one call of `blend`

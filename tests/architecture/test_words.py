@@ -164,9 +164,9 @@ WAITS_ALLOWED = {  # "file: call" -> who ends it
     "hone/sandboxes/base.py: free.acquire()": "asyncio; within the deadline of a seat",
     "hone/rollout/router.py: seat.result()": "the seat is given",
     "hone/workers/scoring.py: task.result()": "the task is done",
-    "hone/weights/transports/channel.py: self._changed.wait()": "asyncio; within the deadline of the sync",
-    "hone/weights/transports/channel.py: self._reader.result()": "the task is done",
-    "hone/weights/transports/channel.py: self._socket.recv_multipart()": "ended by close; else after a poll",
+    "hone/weights/transports/bucketed/channel.py: self._changed.wait()": "asyncio; within the deadline of the sync",
+    "hone/weights/transports/bucketed/channel.py: self._reader.result()": "the task is done",
+    "hone/weights/transports/bucketed/channel.py: self._socket.recv_multipart()": "ended by close; else after a poll",
     "hone/weights/in_process.py: self._changed.wait()": "asyncio; within the deadline of the sync",
     "hone/tracking/trackers/background.py: self._items.get()": "a daemon thread that exists to wait for work",
 }

@@ -6,7 +6,7 @@ from hone.envs import PARSERS
 from hone.envs.agents.sessions import normal
 from hone.envs.tool_calls import Call, Said, hermes, llama3, mistral, pythonic, qwen3_coder, split_thought
 from hone.processes.untrusted_json import DEEPEST, parse_json
-from hone.weights.transports.wire import BrokenMessage, decode
+from hone.weights.transports.bucketed.wire import BrokenMessage, decode
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 DEEP = "[" * 100_000

@@ -36,7 +36,7 @@ from hone.trainers.run.launch import run_policy, run_supervised
 from hone.trainers.supervised.settings import SupervisedRunConfig
 from hone.types import Batch, GenerationRequest, LossOutput, SamplingParams
 from hone.weights.in_process import sync
-from hone.workers.probe import Probe
+from hone.workers.publishing.probe import Probe
 from hone.workers.rollout import engine_config
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.ranks import run_ranks

@@ -8,7 +8,7 @@ import torch
 from hone.weights.base import Sent, WeightSyncError
 from hone.weights.sync import CheckpointEngineManager
 from hone.weights.transports.disk import DiskEngine
-from hone.weights.transports.ipc import IpcEngine
+from hone.weights.transports.ipc.engine import IpcEngine
 from tests.weights.receiving import TOKEN
 
 BUCKET = 1 << 14

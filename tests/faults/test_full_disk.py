@@ -19,7 +19,7 @@ from hone.runtime.base import RankLost
 from hone.tracking.base import TrackingError
 from hone.trainers.run.checkpoints import RunCheckpointError
 from hone.weights.base import WeightSyncError
-from hone.weights.transports.memory import SharedBuffers
+from hone.weights.transports.ipc.memory import SharedBuffers
 from tests.ranks import run_ranks
 from tests.trainers.test_resume import assert_same_run
 from tests.trainers.tiny import recipe

@@ -10,7 +10,7 @@ from hone.runtime.base import WorkerFailed
 from hone.runtime.settings import PoolSettings, RaySettings, RuntimeConfig
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.launch import run_policy
-from hone.workers import cluster_hosts
+from hone.workers.hosts import cluster as cluster_hosts
 from tests.runtime.workers import Echo, Killed, Spec
 from tests.trainers.tiny import PPO, metrics, recipe
 

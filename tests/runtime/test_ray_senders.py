@@ -18,7 +18,7 @@ from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.trainers.run.event_loop import EventLoop
 from hone.weights.settings import WeightSyncConfig
 from hone.weights.snapshot import Copied
-from hone.weights.transports.folders import PREFIX
+from hone.weights.transports.bucketed.folders import PREFIX
 from hone.workers.rollout import RolloutSpec, start_rollout
 from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 from tests.workers.conftest import model  # noqa: F401  a fixture

@@ -29,7 +29,7 @@ from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
 from hone.types import GenerationRequest, SamplingParams
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.placing import hosts_of
+from hone.workers.hosts.placing import hosts_of
 from hone.workers.rollout import RolloutSpec, start_rollout
 from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 from tests.runtime.machines import SECOND, THIRD, Machines

@@ -16,9 +16,9 @@ from hone.rollout.settings import RolloutConfig
 from hone.runtime.ray_cluster import connect
 from hone.runtime.settings import RaySettings, RuntimeConfig
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.placing import hosts_of, reaching
+from hone.workers.hosts.placing import hosts_of, reaching
+from hone.workers.hosts.spanning import SpanningHost
 from hone.workers.rollout import _check_spread
-from hone.workers.spanning_hosts import SpanningHost
 from tests.runtime.machines import SECOND, THIRD, Machines
 
 pytestmark = pytest.mark.slow

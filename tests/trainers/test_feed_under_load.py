@@ -39,7 +39,7 @@ from hone.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from hone.workers.publication import ToServers
+from hone.workers.publishing.publication import ToServers
 
 TOKEN_S, TAIL, PATIENCE_S = 0.01, 20, 600.0
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hone.weights.transports.buckets import DTYPES
+from hone.weights.transports.bucketed.buckets import DTYPES
 from tests.weights.receiving import ProcessReplica
 from tests.weights.sending import Ranks
 

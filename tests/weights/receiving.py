@@ -18,7 +18,7 @@ from hone.rollout.base import WeightReceipt
 from hone.weights.base import Adapter, Full
 from hone.weights.delivery import receive
 from hone.weights.digests.digest import digest_tensors
-from hone.weights.transports import memory
+from hone.weights.transports.ipc import memory
 from tests.forks import CONTEXT
 from tests.weights.devices import have_devices
 

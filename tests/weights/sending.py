@@ -16,10 +16,10 @@ from hone.runtime import ranks
 from hone.weights import TRANSPORTS
 from hone.weights.base import RankWeights
 from hone.weights.sync import CheckpointEngineManager
-from hone.weights.transports import rank_sender
-from hone.weights.transports.folders import PREFIX
-from hone.weights.transports.ipc import IpcEngine
-from hone.weights.transports.rank_sender import RankSender
+from hone.weights.transports.bucketed.folders import PREFIX
+from hone.weights.transports.ipc import rank_sender
+from hone.weights.transports.ipc.engine import IpcEngine
+from hone.weights.transports.ipc.rank_sender import RankSender
 from tests.weights.devices import have_devices
 from tests.weights.receiving import CONTEXT, TOKEN
 

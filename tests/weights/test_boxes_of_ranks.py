@@ -5,10 +5,10 @@ import torch
 
 from hone.models.parts.boxes import Boxed, from_text, nothing, to_text, whole
 from hone.weights.base import WeightSyncError
-from hone.weights.transports import by_rank
-from hone.weights.transports.channel import Peer
-from hone.weights.transports.needs import boxes_of_ranks, complete
-from hone.weights.transports.rank_sender import Place
+from hone.weights.transports.bucketed.channel import Peer
+from hone.weights.transports.ipc import by_rank
+from hone.weights.transports.ipc.needs import boxes_of_ranks, complete
+from hone.weights.transports.ipc.rank_sender import Place
 from tests.weights.layouts import OUTSIDE, LayoutReplica
 from tests.weights.sending import LAYERS, ROWS, Gathered, run, weights_of
 

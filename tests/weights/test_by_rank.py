@@ -10,9 +10,9 @@ import torch
 from hone.weights.base import WeightSyncError
 from hone.weights.digests.digest import digest_tensors
 from hone.weights.digests.packed import size_of
-from hone.weights.transports.by_rank import assign
-from hone.weights.transports.channel import Peer
-from hone.weights.transports.rank_sender import OpenSender, Place
+from hone.weights.transports.bucketed.channel import Peer
+from hone.weights.transports.ipc.by_rank import assign
+from hone.weights.transports.ipc.rank_sender import OpenSender, Place
 from tests.weights.receiving import TOKEN
 from tests.weights.sending import Gathered, Ranks, run, weights_of
 

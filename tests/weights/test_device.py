@@ -13,7 +13,7 @@ from hone.platforms.cuda import CudaPlatform
 from hone.weights import TRANSPORTS
 from hone.weights.digests.digest import digest_tensors
 from hone.weights.sync import CheckpointEngineManager
-from hone.weights.transports.memory import DeviceBuffers, SharedBuffers
+from hone.weights.transports.ipc.memory import DeviceBuffers, SharedBuffers
 from tests.weights.conftest import every_kind
 from tests.weights.receiving import TOKEN
 

@@ -13,11 +13,11 @@ import torch
 from hone.weights.base import Full, WeightSyncError
 from hone.weights.delivery import receive
 from hone.weights.sync import CheckpointEngineManager
+from hone.weights.transports.bucketed.folders import LOCK, OwnFolder, is_free, sweep
 from hone.weights.transports.collective import CollectiveEngine
 from hone.weights.transports.disk import DiskEngine
-from hone.weights.transports.folders import LOCK, OwnFolder, is_free, sweep
-from hone.weights.transports.ipc import IpcEngine
-from hone.weights.transports.memory import SharedBuffers
+from hone.weights.transports.ipc.engine import IpcEngine
+from hone.weights.transports.ipc.memory import SharedBuffers
 from tests.weights.receiving import CONTEXT, TOKEN
 
 BUCKET = 1 << 14

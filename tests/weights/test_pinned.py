@@ -6,7 +6,7 @@ import torch
 from hone.platforms.base import PLATFORM_VARIABLE, PlatformRegistry, current_platform
 from hone.platforms.cpu import CpuPlatform
 from hone.registry import Registry
-from hone.weights.transports.memory import SharedBuffers
+from hone.weights.transports.ipc.memory import SharedBuffers
 
 
 class Pinning(CpuPlatform):

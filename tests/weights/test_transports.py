@@ -20,11 +20,11 @@ from hone.weights.base import Full, WeightSyncError
 from hone.weights.delivery import receive
 from hone.weights.sync import CheckpointEngineManager
 from hone.weights.transports import collective
-from hone.weights.transports.buckets import Packer
+from hone.weights.transports.bucketed.buckets import Packer
 from hone.weights.transports.collective import DROPPING
 from hone.weights.transports.delta import DeltaEngine
-from hone.weights.transports.ipc import PART
-from hone.weights.transports.memory import SharedBuffers
+from hone.weights.transports.ipc.engine import PART
+from hone.weights.transports.ipc.memory import SharedBuffers
 from tests.weights.receiving import CONTEXT, TOKEN, ProcessReplica
 
 BUCKET = 1 << 14  # bytes: smaller than some tensors, larger than most

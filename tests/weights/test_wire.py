@@ -18,10 +18,10 @@ import zmq
 from hone.weights.base import Full, Intake, Offer, WeightSyncError
 from hone.weights.digests.digest import digest_tensors, new_digest
 from hone.weights.digests.packed import size_of
-from hone.weights.transports.buckets import Packer, Unpacker
-from hone.weights.transports.channel import ReceiverChannel, SenderChannel
-from hone.weights.transports.ipc import IpcEngine
-from hone.weights.transports.wire import LARGEST_MESSAGE, BrokenMessage, decode, encode, lock
+from hone.weights.transports.bucketed.buckets import Packer, Unpacker
+from hone.weights.transports.bucketed.channel import ReceiverChannel, SenderChannel
+from hone.weights.transports.bucketed.wire import LARGEST_MESSAGE, BrokenMessage, decode, encode, lock
+from hone.weights.transports.ipc.engine import IpcEngine
 
 TOKEN = "a token for tests"
 

@@ -18,10 +18,10 @@ from hone.tracking.metrics import Timer
 from hone.trainers.run.event_loop import EventLoop
 from hone.weights import sync
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.publication import ToServers
+from hone.workers.publishing.publication import ToServers
+from hone.workers.publishing.sending import WeightSender
 from hone.workers.rollout import RolloutSpec, prepare_rollout, start_rollout
 from hone.workers.rollout_role import RolloutHandle
-from hone.workers.sending import WeightSender
 from hone.workers.train import TrainHandle, TrainSpec, TrainWorker
 
 BUILD = BuildConfig(hidden_size=32, layers=2, heads=2, mlp_size=64, max_positions=128)

@@ -15,8 +15,8 @@ from hone.rollout.base import ReplicaLost
 from hone.types import GenerationRequest, SamplingParams
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import CollectiveSettings, WeightSyncConfig
-from hone.workers import sending
-from hone.workers.probe import PROMPT_TOKENS, Probe
+from hone.workers.publishing import sending
+from hone.workers.publishing.probe import PROMPT_TOKENS, Probe
 
 pytestmark = pytest.mark.slow
 

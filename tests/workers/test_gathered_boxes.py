@@ -11,7 +11,7 @@ from hone.engines.settings import EngineConfig
 from hone.models.parts.boxes import Boxed, from_text, nothing, to_text, whole
 from hone.models.parts.views import Viewed
 from hone.models.settings import ModelConfig
-from hone.weights.transports.rank_sender import cut
+from hone.weights.transports.ipc.rank_sender import cut
 from hone.workers.train import TrainSpec, TrainWorker, WeightRequest
 from tests.families.families import FAMILIES, save
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ import pytest
 from hone.rollout.router import Router
 from hone.rollout.settings import RolloutConfig
 from hone.weights.base import Source, VersionWeights, WeightSyncError
-from hone.workers.publication import ToServers
+from hone.workers.publishing.publication import ToServers
 from tests.trainers.test_feed_under_load import Loop, Server
 
 

@@ -21,8 +21,8 @@ from hone.runtime.settings import PoolSettings, RaySettings, RuntimeConfig
 from hone.types import Completion, GenerationRequest, ModelOutput, SamplingParams, StopReason
 from hone.weights.base import WeightSyncError
 from hone.weights.settings import WeightSyncConfig
-from hone.workers.probe import Probe
-from hone.workers.publication import LOOK_S
+from hone.workers.publishing.probe import Probe
+from hone.workers.publishing.publication import LOOK_S
 from hone.workers.rollout import _trainers_here, device_share, prepare_rollout, server_specs, with_context
 
 WANTED = SamplingParams(max_tokens=24, ignore_eos=True)

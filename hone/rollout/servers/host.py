@@ -5,7 +5,7 @@
         .connector()             HTTP to its socket
         .close()                 the folder is gone; `open` begins the next life
 
-`LocalHost` is this machine. One of a cluster is made where rollout and runtime meet (`hone.workers.cluster_hosts`).
+`LocalHost` is this machine. One of a cluster is made where rollout and runtime meet (`hone.workers.hosts.cluster`).
 """
 
 from __future__ import annotations

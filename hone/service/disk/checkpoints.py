@@ -17,7 +17,7 @@ from pathlib import Path
 from hone.service.disk.registry import Checkpoint, Model, SnapshotRow
 from hone.service.protocol.refusals import BadRequest, NotFound
 from hone.service.shared import Shared
-from hone.workers.tenants import Snapshot
+from hone.workers.tenants.training import Snapshot
 
 SCHEME = "tinker://"
 STATE, SAMPLING, EXTERNAL = "weights", "sampler_weights", "external_weights"

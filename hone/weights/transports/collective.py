@@ -32,10 +32,10 @@ from torch import Tensor
 from hone.platforms.base import current_platform
 from hone.weights import LOOPBACK
 from hone.weights.base import Offer, WeightReceiver, WeightSyncError
-from hone.weights.transports.bucketed import COUNT, BucketedEngine, BucketedReceiver
-from hone.weights.transports.buckets import Filled
-from hone.weights.transports.channel import SenderChannel
-from hone.weights.transports.wire import BrokenMessage, expect
+from hone.weights.transports.bucketed.buckets import Filled
+from hone.weights.transports.bucketed.channel import SenderChannel
+from hone.weights.transports.bucketed.sync import COUNT, BucketedEngine, BucketedReceiver
+from hone.weights.transports.bucketed.wire import BrokenMessage, expect
 
 HOST_BACKEND = "gloo"  # for weights in host memory
 POLL_S = 0.0005  # seconds between checks of a broadcast and of lost receivers

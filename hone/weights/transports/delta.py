@@ -39,8 +39,8 @@ from hone.weights.base import (
 )
 from hone.weights.digests.digest import new_digest
 from hone.weights.digests.packed import pack, size_of
-from hone.weights.transports.bucketed import BucketedEngine
-from hone.weights.transports.wire import expect
+from hone.weights.transports.bucketed.sync import BucketedEngine
+from hone.weights.transports.bucketed.wire import expect
 
 HEAD, TAIL = "\0head", "\0tail"
 INDEX, MASK, VALUE = "\0index", "\0mask", "\0value"

@@ -40,7 +40,7 @@ from hone.weights.base import (
 )
 from hone.weights.digests.digest import new_digest
 from hone.weights.digests.packed import Packed, pack, size_of, together
-from hone.weights.transports.folders import OwnFolder, is_free
+from hone.weights.transports.bucketed.folders import OwnFolder, is_free
 
 MANIFEST, FAILURE = "manifest.json", "failure"
 POLL_S = 0.01

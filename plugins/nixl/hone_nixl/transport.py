@@ -33,10 +33,10 @@ from torch import Tensor
 from hone.platforms.base import current_platform
 from hone.weights import LOOPBACK
 from hone.weights.base import NamedTensors, Offer, Sent, WeightReceiver, WeightSyncError
-from hone.weights.transports.bucketed import COUNT, BucketedEngine, BucketedReceiver
-from hone.weights.transports.buckets import Filled
-from hone.weights.transports.channel import SenderChannel
-from hone.weights.transports.wire import BrokenMessage, expect
+from hone.weights.transports.bucketed.buckets import Filled
+from hone.weights.transports.bucketed.channel import SenderChannel
+from hone.weights.transports.bucketed.sync import COUNT, BucketedEngine, BucketedReceiver
+from hone.weights.transports.bucketed.wire import BrokenMessage, expect
 
 POLL_S = 0.00005  # seconds between two polls of NIXL, during a sync
 END_S = 10.0  # for a poll to return

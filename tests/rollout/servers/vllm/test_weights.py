@@ -7,7 +7,7 @@ import torch
 
 from hone.types import GenerationRequest, ModelOutput, SamplingParams
 from hone.weights.base import WeightSyncError
-from hone.workers.probe import Probe
+from hone.workers.publishing.probe import Probe
 
 pytestmark = pytest.mark.vllm
 

@@ -25,7 +25,7 @@ from hone.processes.child import Process, ServerFailed
 from hone.rollout.servers.host import Launch, Site
 from hone.rollout.servers.shape import Span
 from hone.runtime.base import ServerDevices
-from hone.workers.cluster_hosts import ClusterHost
+from hone.workers.hosts.cluster import ClusterHost
 
 
 class SpanningHost:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from hone.models.parts.boxes import Boxed, BoxError, BoxMap, around, cover, from_text, is_empty, to_text
-from hone.weights.transports.channel import Peer, SenderChannel
+from hone.weights.transports.bucketed.channel import Peer, SenderChannel
 
 
 def wanted(channel: SenderChannel) -> dict[Peer, str]:

@@ -15,8 +15,8 @@ from hone.runtime.base import ServerDevices
 from hone.runtime.settings import RuntimeConfig
 from hone.weights import LOOPBACK
 from hone.weights.settings import CollectiveSettings, DeltaSettings, DiskSettings, WeightSyncConfig
-from hone.workers.cluster_hosts import ClusterHost
-from hone.workers.spanning_hosts import SpanningHost
+from hone.workers.hosts.cluster import ClusterHost
+from hone.workers.hosts.spanning import SpanningHost
 
 
 def hosts_of(role: str, count: int, devices: int, runtime: RuntimeConfig | None, logs: Path) -> list[Host]:

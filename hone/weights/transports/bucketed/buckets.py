@@ -38,7 +38,7 @@ from hone.weights.digests.packed import (
     place,
     size_of,
 )
-from hone.weights.transports.wire import BrokenMessage
+from hone.weights.transports.bucketed.wire import BrokenMessage
 
 MOST_TENSORS = 8192  # per bucket; keeps their description well below the largest message
 MOST_TOGETHER = 1024  # per group; bounds the cache of its layout

@@ -34,9 +34,9 @@ from torch import Tensor
 from hone.platforms.base import current_platform
 from hone.platforms.cpu import CpuPlatform
 from hone.weights.base import WeightSyncError
-from hone.weights.transports.bucketed import COUNT
-from hone.weights.transports.channel import GOODBYE
-from hone.weights.transports.wire import BrokenMessage, expect
+from hone.weights.transports.bucketed.channel import GOODBYE
+from hone.weights.transports.bucketed.sync import COUNT
+from hone.weights.transports.bucketed.wire import BrokenMessage, expect
 
 TICKET_BYTES = 16
 

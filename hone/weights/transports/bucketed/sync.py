@@ -33,9 +33,9 @@ from hone.weights.base import (
 )
 from hone.weights.digests.digest import Method, method_for
 from hone.weights.digests.packed import ROW
-from hone.weights.transports.buckets import Filled, Packer, Unpacker
-from hone.weights.transports.channel import ReceiverChannel, SenderChannel
-from hone.weights.transports.wire import BrokenMessage, expect
+from hone.weights.transports.bucketed.buckets import Filled, Packer, Unpacker
+from hone.weights.transports.bucketed.channel import ReceiverChannel, SenderChannel
+from hone.weights.transports.bucketed.wire import BrokenMessage, expect
 
 COUNT = 2  # buffers: one is written while the other is read
 

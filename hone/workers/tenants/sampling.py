@@ -22,7 +22,7 @@ from hone.rollout.builtin.snapshots import SnapshotEngine, SnapshotTensors
 from hone.rollout.settings import BuiltinSettings
 from hone.types import Completion, GenerationRequest
 from hone.weights.digests.digest import digest_tensors
-from hone.workers.tenants import WHOLE_FILE, Snapshot
+from hone.workers.tenants.training import WHOLE_FILE, Snapshot
 
 
 class WrongWeights(RuntimeError):

@@ -27,10 +27,10 @@ import zmq.asyncio
 from hone.models.parts.boxes import Boxed, BoxMap, from_text, to_text
 from hone.models.parts.views import Viewed
 from hone.weights.base import Full, NamedTensor, NamedTensors, Sent
-from hone.weights.transports.channel import LARGEST_ANSWER, SenderChannel
-from hone.weights.transports.folders import OwnFolder, Subfolder, is_free
-from hone.weights.transports.ipc import IpcEngine, own_device, shares_memory
-from hone.weights.transports.wire import decode, expect, lock
+from hone.weights.transports.bucketed.channel import LARGEST_ANSWER, SenderChannel
+from hone.weights.transports.bucketed.folders import OwnFolder, Subfolder, is_free
+from hone.weights.transports.bucketed.wire import decode, expect, lock
+from hone.weights.transports.ipc.engine import IpcEngine, own_device, shares_memory
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from hone.models.parts.boxes import BoxError, BoxMap, contains, from_text
 from hone.platforms.base import current_platform
 from hone.weights.base import Offer, WeightReceiver, WeightSyncError
-from hone.weights.transports.bucketed import COUNT, BucketedEngine, BucketedReceiver
-from hone.weights.transports.buckets import Filled
-from hone.weights.transports.channel import ReceiverChannel, SenderChannel
-from hone.weights.transports.folders import OwnFolder, Subfolder
-from hone.weights.transports.memory import (
+from hone.weights.transports.bucketed.buckets import Filled
+from hone.weights.transports.bucketed.channel import ReceiverChannel, SenderChannel
+from hone.weights.transports.bucketed.folders import OwnFolder, Subfolder
+from hone.weights.transports.bucketed.sync import COUNT, BucketedEngine, BucketedReceiver
+from hone.weights.transports.bucketed.wire import BrokenMessage, Message, expect, rank_token
+from hone.weights.transports.ipc.memory import (
     Buffers,
     DeviceBuffers,
     MemoryListener,
@@ -31,7 +32,6 @@ from hone.weights.transports.memory import (
     mapped,
     open_buffers,
 )
-from hone.weights.transports.wire import BrokenMessage, Message, expect, rank_token
 
 PART = 16 << 20  # bytes per part in host memory; receivers read one part while the next is written
 LARGEST_WANTS = 3 << 18  # bytes of text; who wants more than fits into one message gets whole tensors

@@ -21,11 +21,11 @@ from typing import Any
 import zmq
 
 from hone.weights.base import NamedTensors, RankWeights, Sent, WeightSyncError
-from hone.weights.transports.channel import Peer
-from hone.weights.transports.ipc import IpcEngine
-from hone.weights.transports.needs import boxes_of_ranks, wanted
-from hone.weights.transports.rank_sender import Locate, OpenSender, Place, SendStream, machine
-from hone.weights.transports.wire import encode, lock, rank_token
+from hone.weights.transports.bucketed.channel import Peer
+from hone.weights.transports.bucketed.wire import encode, lock, rank_token
+from hone.weights.transports.ipc.engine import IpcEngine
+from hone.weights.transports.ipc.needs import boxes_of_ranks, wanted
+from hone.weights.transports.ipc.rank_sender import Locate, OpenSender, Place, SendStream, machine
 
 COMPARED = ("digest", "tensors", "bytes")  # equal in what ranks sent that sent the same boxes
 

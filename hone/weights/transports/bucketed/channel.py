@@ -28,7 +28,7 @@ import zmq.asyncio
 
 from hone.weights import PATIENCE
 from hone.weights.base import Offer, WeightSyncError
-from hone.weights.transports.wire import LARGEST_MESSAGE, BrokenMessage, Message, decode, encode, expect, lock
+from hone.weights.transports.bucketed.wire import LARGEST_MESSAGE, BrokenMessage, Message, decode, encode, expect, lock
 
 HANDSHAKE_MS = 5000  # by then a connection has shown that it knows the token, or is closed
 LARGEST_ANSWER = 1 << 20  # bytes of one part that a receiver sends
