@@ -216,27 +216,26 @@ class _Builder:
 
     def unknown_key(self, cls: type[Config], key: str, path: str, value: Any) -> str:
         """A sentence with the keys that may have been meant: a near one here, another framework's, or one elsewhere."""
-        known, own = list(cls.model_fields), _join(path, key)
+        known, own, leaf = list(cls.model_fields), _join(path, key), key.rpartition(".")[2]
+        while isinstance(value, Mapping) and len(value) == 1:  # from a dotted key on the command line
+            leaf, value = next(iter(value.items()))
         spelled = [_join(path, one) for one in difflib.get_close_matches(key, known, n=1, cutoff=0.75)]
         spelled = spelled or [_join(path, one) for one in known if key in one.split("_")]
-        near = [_join(path, one) for one in _in_choices(cls, key)] or spelled or self.elsewhere(own, value)
+        near = [_join(path, one) for one in _in_choices(cls, key)] or spelled or self.elsewhere(own, str(leaf))
         near = near or [_join(path, one) for one in difflib.get_close_matches(key, known, n=1, cutoff=0.5)]
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         if "." in key and own in key_paths(self.root):
             inner = key.replace(".", ": {")
             hint = f"; write it in its section: {inner}: ...{'}' * key.count('.')}"
-        hint = f"; {other_frameworks.INSTEAD[key]}" if key in other_frameworks.INSTEAD else hint
+        hint = f"; {other_frameworks.INSTEAD[leaf]}" if leaf in other_frameworks.INSTEAD else hint
         return f"unknown key {own!r}{hint} ({path or 'the top level'} has: {', '.join(known)})"
 
-    def elsewhere(self, key: str, value: Any) -> list[str]:
+    def elsewhere(self, key: str, leaf: str) -> list[str]:
         """Keys of the whole run file with the last part of an unknown key, or with what other frameworks call it."""
-        leaf = key.rpartition(".")[2]
-        while isinstance(value, Mapping) and len(value) == 1:  # from a dotted key on the command line
-            leaf, value = next(iter(value.items()))
         every = set(key_paths(self.root))
         if key in every:  # a setting of another entry of a registry
             return []
-        theirs = [one for one in other_frameworks.KEYS.get(str(leaf), ()) if one in every]
+        theirs = [one for one in other_frameworks.KEYS.get(leaf, ()) if one in every]
         same = sorted((one.count("."), one) for one in every if one.rpartition(".")[2] == leaf)
         return theirs or [one for dots, one in same if dots == same[0][0]][:3]
 
@@ -416,7 +415,8 @@ def _explain_error(error: ValidationError, path: str, built: Mapping[str, Any]) 
     if first["type"] == "missing":
         if len(inside) < len(first["loc"]):  # a tuple's entry
             return key, f"{key} has too few entries (found {first['input']!r})"
-        return path, f"{key} is required and was not set"
+        more = [_join(path, str(p["loc"][0])) for p in problems[1:] if p["type"] == "missing" and len(p["loc"]) == 1]
+        return path, f"{key} is required and was not set{'; so are: ' if more else ''}{', '.join(more)}"
     same = [p for p in problems if _inside(p["loc"], built) == inside]  # one per arm of a union
     wanted = " or ".join(dict.fromkeys(p["msg"].removeprefix("Input ").removeprefix("Value error, ") for p in same))
     sentence = f"{key or 'the run file'}{' ' if wanted.startswith('should') else ': '}{wanted}"

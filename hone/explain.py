@@ -43,7 +43,7 @@ def explain(loaded: Loaded[Any], key: str) -> list[Explanation]:
         raise ConfigError(f"{key} has no value in this run, because {empty[0]} is not set")
     near = difflib.get_close_matches(key, list(loaded.provenance), n=3, cutoff=0.4)
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise ConfigError(f"unknown key {key!r}{meant} (without a run file, --explain looks among all keys, by words too)")
+    raise ConfigError(f"unknown key {key!r}{meant} (hone config --explain finds keys by words)")
 
 
 def _explain_one(tree: Mapping[str, Section], loaded: Loaded[Any], key: str) -> Explanation:

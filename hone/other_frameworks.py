@@ -100,7 +100,6 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "ref_model": ("reference.model",),
     "report_to": ("tracking.trackers",),
     "logger": ("tracking.trackers",),
-    "resume_mode": _FOLDER,
     "reward_funcs": ("reward.components",),
     "reward_function": ("reward.components",),
     "reward_model": ("reward.components",),
@@ -138,7 +137,16 @@ VALUES: Mapping[tuple[str, str], str] = {
 """(last part of a key, value that others give it) -> what it is here."""
 
 _PUSH = "a finished model is uploaded by `hone export RUN OUTPUT --push OWNER/NAME`"
-INSTEAD: Mapping[str, str] = {"hub_model_id": _PUSH, "push_to_hub": _PUSH}
+_TRY = "`hone check RUN.yaml` tries a run file without training"
+_CONTINUE = "the same command continues the run in run.dir from its last checkpoint"
+INSTEAD: Mapping[str, str] = {
+    "dry_run": _TRY,
+    "hub_model_id": _PUSH,
+    "push_to_hub": _PUSH,
+    "resume": _CONTINUE,
+    "resume_from_checkpoint": _CONTINUE,
+    "resume_mode": _CONTINUE,
+}
 """Key of another framework -> what one does instead of setting a key."""
 
 COMMANDS: Mapping[str, str] = {

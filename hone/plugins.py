@@ -36,6 +36,9 @@ OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Plug-in in the repository's folder plugins/ -> the names that it registers, by kind of part."""
 
+NUMBERED_ACTIONS = "gymnasium"
+"""The environment whose policy chooses among numbered actions."""
+
 _loaded: dict[str, str] | None = None
 _packages: dict[str, Path] = {}
 _values: list[str] = []  # of the entry points that were loaded

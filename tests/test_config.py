@@ -501,6 +501,14 @@ def test_a_missing_required_key_is_blamed_on_the_file(tmp_path):
     assert error_of(tmp_path, "low: 0", "high=3", cls=Strict) == "run.yaml: needed is required and was not set"
 
 
+def test_all_missing_keys_are_named_at_once(tmp_path):
+    class Two(Strict):
+        other: int
+
+    said = error_of(tmp_path, "low: 0", cls=Two)
+    assert said == "run.yaml: needed is required and was not set; so are: other"
+
+
 def test_a_validator_of_the_class_speaks_for_its_section(tmp_path):
     message = error_of(tmp_path, "{needed: 1, low: 3, high: 2}", cls=Strict)
     assert message == "run.yaml: the run file: low = 3 is above high = 2"

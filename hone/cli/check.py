@@ -6,6 +6,7 @@ run file --> settings --> rows as prompts --> rewards of three rows --> size of 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,9 @@ from hone.cli.recipe import load_recipe
 from hone.cli.score import outcomes_of
 from hone.composition import ConfigError
 from hone.data.columns import PromptReader
+from hone.data.rendering import Renderer
 from hone.data.stream import PromptMaker, TooLong, make_renderer
+from hone.envs.runners import make_runner
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
@@ -63,7 +66,9 @@ def check(
         if isinstance(config, PolicyRunConfig):
             check_settings(config)
             check_room(config, model)
-            _say(_prompts(config, model))
+            renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
+            _say(_prompts(config, renderer))
+            _say(_environment(config, renderer))
             tried = list(_rewards(config))
             failed = bool(tried) and all("failed" in line for line in tried)
             _say(tried)
@@ -83,8 +88,7 @@ def _say(lines: Iterable[str]) -> None:
         typer.echo(printable(line))
 
 
-def _prompts(config: PolicyRunConfig, model: ModelConfig) -> Iterator[str]:
-    renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
+def _prompts(config: PolicyRunConfig, renderer: Renderer) -> Iterator[str]:
     maker = PromptMaker("train", config.data.train, renderer, "data.train")
     reader, lengths, dropped, shown = maker.reader, [], 0, ""
     for index in range(reader.first, min(reader.last, reader.first + RENDERED)):
@@ -101,6 +105,13 @@ def _prompts(config: PolicyRunConfig, model: ModelConfig) -> Iterator[str]:
     more = f", {dropped} of the first {RENDERED} rows are too long" if dropped else ""
     yield f"data: {len(reader)} rows; prompts of {min(lengths)} to {max(lengths)} tokens{more}"
     yield f"first prompt, as the model reads it: {shown[-SHOWN:]!r}"
+
+
+def _environment(config: PolicyRunConfig, renderer: Renderer) -> Iterator[str]:
+    """Make the environments as a run does before its first step. Raises ConfigError for one that cannot be used."""
+    asyncio.run(make_runner(config.episode, renderer).close())
+    if config.episode.env.name != "chat":
+        yield f"environment: {config.episode.env.name} can be made (`hone env check` plays it)"
 
 
 def _rewards(config: PolicyRunConfig) -> Iterator[str]:

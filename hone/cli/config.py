@@ -39,6 +39,10 @@ def config(
         return
     loaded = load_recipe(recipe, overrides or [])
     if explain_key:
+        sections = {key.partition(".")[0] for key in loaded.provenance}
+        if "." not in explain_key and explain_key not in sections:  # no key of the file: words
+            console.print(_looked_up(explain_key, loaded.config.kind))
+            return
         console.print(Text("\n\n").join(_paragraph(found) for found in explain(loaded, explain_key)))
     else:
         _print_settings(console, loaded)
@@ -66,9 +70,12 @@ def _print_settings(console: Console, loaded: Loaded[Any]) -> None:
         console.print(shown.append(f"  # {source}", style="green") if source else shown)
 
 
-def _looked_up(asked: str) -> Text:
-    """The keys of every kind of run at a path, or those whose path or meaning has all words. Raises ConfigError."""
-    kinds = {name: kind.load() for name, kind in KINDS.items()}
+def _looked_up(asked: str, only: str = "") -> Text:
+    """The keys of every kind of run (or of `only` one) at a path, or those whose path or meaning has all words.
+
+    Raises ConfigError if there is none.
+    """
+    kinds = {name: kind.load() for name, kind in KINDS.items() if name == (only or name)}
     for find in (at_path, lambda kind, settings, words: about(every_key(kind, settings), words)):
         found: dict[tuple[str, str], tuple[KnownKey, list[str]]] = {}
         for kind, settings in kinds.items():

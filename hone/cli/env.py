@@ -21,6 +21,7 @@ from hone.data.rendering import Renderer
 from hone.data.stream import PromptStream, make_renderer
 from hone.envs import ENVS, EPISODES
 from hone.envs.checking.check import Checker, Checkup, watched
+from hone.envs.gym_class import is_gym_class
 from hone.envs.runners import environments
 from hone.envs.settings import EnvCheckConfig, EpisodeConfig, ToolCallSettings
 from hone.envs.tool_calls import parser_of
@@ -110,7 +111,7 @@ def _is_environment(reference: str) -> bool:
         found = resolve(reference)
     except Exception:  # noqa: BLE001  loading it as tools reports why
         return False
-    return all(callable(getattr(found, method, None)) for method in ("start", "step", "close"))
+    return is_gym_class(found) or all(callable(getattr(found, method, None)) for method in ("start", "step", "close"))
 
 
 def _prompt(row: str) -> Prompt:

@@ -17,6 +17,7 @@ from hone.cli.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, report,
 from hone.cli.keys import keys_of
 from hone.cli.recipe import KINDS
 from hone.other_frameworks import COMMANDS as OTHER_COMMANDS
+from hone.other_frameworks import INSTEAD
 from hone.plugins import load_plugins
 from hone.processes.closing import exits_within
 from hone.processes.garbage import collect_rarely
@@ -156,7 +157,8 @@ def _usage_error(error: BaseException, name: str) -> int:
         return EXIT_DONE
     unknown_one = type(error).__name__ == "NoSuchOption" and name in TAKES_KEYS
     option = getattr(error, "option_name", "").lstrip("-") if unknown_one else ""
-    keys = resolve(KEYS_LIKE)(option) if option else []
-    meant = f"; a key of the run file is meant? --{' or --'.join(keys)}" if keys else ""
+    instead = INSTEAD.get(option.replace("-", "_"))
+    keys = resolve(KEYS_LIKE)(option) if option and not instead else []
+    meant = f"; a key of the run file is meant? --{' or --'.join(keys)}" if keys else f"; {instead}" if instead else ""
     say(f"error: {' '.join(message().split())}{meant} (see: hone {f'{name} ' if name else ''}--help)")
     return EXIT_BAD_INPUT

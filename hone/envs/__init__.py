@@ -3,7 +3,8 @@
 In reading order: `base` (the contract), `chat` (one question, one answer), `episode` (runs episodes), `runners` (which
 runner a run file names), `settings`, `text_codec` (messages to tokens, completions to text), `tool_calls` (parsers),
 `tools` (episodes with tools), `functions` (Python functions as tools), `mcp/` (tools of MCP servers), `sandboxed` (code
-in a sandbox), `search` (a corpus of passages), `puzzles` (attempts at problems, scored by `puzzle_program`).
+in a sandbox), `search` (a corpus of passages), `gym_class` (classes with the `reset` and `step` of gym), `puzzles`
+(attempts at problems, scored by `puzzle_program`).
 `agents/` turns the roles round: a program calls the policy. `checking/` plays an environment without a model. Plug-ins
 add environments of other projects.
 """

@@ -190,7 +190,13 @@ def _load(reference: str, options: Mapping[str, Any]) -> Iterator[_Group]:
             inspect.signature(found).bind_partial(**options)
         except TypeError as error:
             raise ConfigError(f"episode.env.options do not fit {reference}: {error}") from error
-        yield _Group(tuple(Signature.of(one, where) for one in methods), found)
+        try:
+            yield _Group(tuple(Signature.of(one, where) for one in methods), found)
+        except ConfigError as error:
+            if hasattr(found, "reset") and hasattr(found, "step"):
+                hint = f"a class with the reset and step of gym is an environment: episode.env={reference}"
+                raise ConfigError(f"{error}; {hint}") from error
+            raise
     elif inspect.isroutine(found):
         yield _Group((Signature.of(found, where),), function=found)
     else:

@@ -10,6 +10,7 @@ from hone.config import ConfigError, count_as_read
 from hone.envs import ENVS, EPISODES
 from hone.envs.base import EnvFactory, Shared
 from hone.envs.episode import EpisodeRunner, Play, ScoreFn
+from hone.envs.gym_class import GymClass, is_gym_class
 from hone.envs.settings import EpisodeConfig
 from hone.envs.text_codec import TextCodec
 from hone.envs.tool_calls import parser_of
@@ -61,6 +62,8 @@ def environments(config: EpisodeConfig) -> tuple[EnvFactory, Shared | None]:
     name = config.env.name
     found: Any = ENVS.get(name)
     shared: Shared | None = found.for_run(config) if hasattr(found, "for_run") else None
+    if is_gym_class(found):
+        shared = GymClass(name, found)
     _check_factory(name, shared or found, config)
     return shared or found, shared
 

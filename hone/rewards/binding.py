@@ -160,6 +160,13 @@ def _check_positions(function: Callable[..., Any], filled: list[str], options: M
     try:
         signature.bind("", None, {}, **dict.fromkeys(filled), **options)
     except TypeError as error:
+        names = [name for name in signature.parameters if name not in options]
+        if len(names) < len(HONE):
+            raise CannotBind(
+                f"the function cannot be called as ({', '.join(HONE)}): it takes ({', '.join(names)}), and hone knows "
+                f"fewer than three parameters by these names: {', '.join(_MEANINGS)}; write for example "
+                f"({', '.join(HONE[: len(names)])})"
+            ) from error
         raise _not_called(error, options, list(signature.parameters)[3:]) from error
 
 

@@ -84,6 +84,13 @@ def test_a_reward_that_can_score_nothing_is_found(tmp_path, capsys):
     assert "failed (ValueError: no" in capsys.readouterr().out
 
 
+def test_an_environment_that_cannot_be_made_is_found(tmp_path, capsys):
+    (tmp_path / "play.py").write_text("class Play:\n    def act(self, move):\n        return ''\n")
+    path = recipe(tmp_path, {"episode": {"env": {"name": "tools", "tools": f"{tmp_path}/play.py:Play"}}})
+    assert main(["check", str(path)]) == 2
+    assert "tool act: parameter move has no annotation" in capsys.readouterr().err
+
+
 def test_the_line_of_figures(tmp_path):
     config = load_recipe(recipe(tmp_path)).config
     line, _ = judged([group(1.0)], [group(1.0, 0.0)], config)

@@ -94,6 +94,13 @@ def test_explain_of_a_section_prints_every_key(capsys, rl):
     ]
 
 
+def test_explain_of_words_finds_the_keys_that_this_kind_of_run_has(capsys, rl):
+    text = shown(capsys, str(rl), "--explain", "kl")
+    keys = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    assert keys[0] == "algorithm.kl"
+    assert not any(key.startswith("loss.") for key in keys)  # of preferences
+
+
 def test_explain_of_an_unknown_key(capsys, rl):
     assert main(["config", str(rl), "--explain", "run.step"]) == 2
     assert capsys.readouterr().err.startswith("error: unknown key 'run.step'; did you mean run.steps")
@@ -241,6 +248,20 @@ def test_a_number_format_that_is_not_here_suggests_none_of_another_size(capsys):
     assert "did you mean" not in said
     assert main(["config", "recipes/reverse/grpo.yaml", "actor.compute_dtype=bf16"]) == 2
     assert "did you mean 'bfloat16'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("trainer.resume_mode=auto", "unknown key 'trainer'; the same command continues the run in run.dir"),
+        ("resume_from_checkpoint=x", "the same command continues the run in run.dir from its last checkpoint"),
+        ("trainer.push_to_hub=true", "`hone export RUN OUTPUT --push OWNER/NAME`"),
+        ("--dry-run", "No such option: --dry-run; `hone check RUN.yaml` tries a run file without training"),
+    ],
+)
+def test_what_one_does_instead_of_setting_a_key(capsys, asked, said):
+    assert main(["train", "recipes/reverse/grpo.yaml", asked]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_an_algorithm_that_is_no_loss_here_is_explained(capsys):

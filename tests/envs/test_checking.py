@@ -1,6 +1,8 @@
 """`hone env check`: every fault that it finds, in environments that have it, and none in those that do not."""
 
+import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,14 @@ from hone.cli.main import main
 from hone.envs.checking import check
 from hone.envs.checking.policies import Random, fitting
 from hone.envs.functions import Signature
+from hone.envs.gym_class import GymClass
+from hone.envs.settings import EpisodeConfig
 from hone.registry import resolve
 from hone.types import Prompt
 from tests.trainers.tiny import recipe
 
 BAD = Path(__file__).with_name("bad_envs.py")
+GYM = Path(__file__).with_name("gym_classes.py")
 TOOLS = Path(__file__).with_name("my_tools.py")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,6 +98,41 @@ def test_what_a_run_copes_with_is_a_warning(run, name, warning):
     code, lines, _ = run(f"{BAD}:{name}")
     assert code == 0
     assert f"warning: {warning}" in lines
+
+
+def test_a_gym_class_reads_the_prompt_first_and_the_seed_of_its_row(tmp_path):
+    cls = resolve(f"{GYM}:Guess")
+    row = {"prompt": "Play.", "seed": 7}
+    prompt = Prompt("p/0", (1,), ({"role": "user", "content": "Play."},), None, "p", row)
+    played = GymClass(f"{GYM}:Guess", cls)(prompt, 0, EpisodeConfig())
+    start = asyncio.run(played.start())
+    assert start.messages == ({"role": "user", "content": "Play.\n\nGuess a number."},)
+    assert played._made.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Numbered", "the actions of .*:Numbered are range.0, 4., and .* episode.env.name=gymnasium episode.env.id="),
+        ("Unmade", "Unmade cannot be made: TypeError: .*'size'.*each parameter of Unmade.. needs a default"),
+        ("Broken", "Broken.step.. should return .observation, reward, terminated, truncated, info., found .'lower'"),
+    ],
+)
+def test_a_gym_class_that_cannot_be_played_says_why(run, name, said):
+    code, told, _ = run(f"{GYM}:{name}")
+    assert code == 1
+    assert any(re.search(said, line) for line in told), told
+
+
+def test_a_gym_class_is_closed_once_per_episode_and_is_no_tool(run):
+    cls = resolve(f"{GYM}:Old")
+    before = cls.closed
+    code, told, _ = run(f"{GYM}:Old")
+    assert (code, told[-1]) == (0, "no problem found")
+    assert cls.closed - before == 4
+    code, told, _ = run("tools", f"episode.env.tools={GYM}:Guess")
+    assert code == 1
+    assert told[-1].endswith(f"a class with the reset and step of gym is an environment: episode.env={GYM}:Guess")
 
 
 def test_a_call_that_blocks_the_event_loop_is_given_up(run, monkeypatch):

@@ -27,6 +27,22 @@ class TestTools(EnvironmentContract):
         return "tools"
 
 
+class TestGymClass(EnvironmentContract):
+    answers = ("1", "five", "3")
+    rewards = (-2.0, 0.0, 0.0)
+
+    def make(self):
+        return f"{HERE / 'gym_classes.py'}:Guess"
+
+
+class TestOldGymClass(EnvironmentContract):
+    answers = ("1", "3")
+    rewards = (-2.0, 0.0)
+
+    def make(self):
+        return f"{HERE / 'gym_classes.py'}:Old"
+
+
 class TestMcp(EnvironmentContract):
     settings = {  # noqa: RUF012
         "servers": {"test": {"command": ["python", str(HERE / "mcp_server.py"), "piped"], "tools": ["add"]}}

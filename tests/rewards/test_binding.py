@@ -165,7 +165,11 @@ def role_of_all(responses, role):
         (one_more, {}, "cannot fill its parameter 'tokenizer' \\(it can: response, solution_str, ground_truth"),
         (roles_of_one, {}, "cannot fill its parameter 'roles' \\(it can: response, .*, role\\)"),
         (role_of_all, {}, "names 'responses', .* and 'role', which is of one; name 'roles', the list of all"),
-        (two_of_its_own, {}, "cannot be called as \\(response, ground_truth, row"),
+        (
+            two_of_its_own,
+            {},
+            "cannot be called as .*: it takes \\(.*, .*\\), .* write for example \\(response, ground_truth\\)",
+        ),
         (verl_s, {"scale": 2.0}, "unexpected keyword argument 'scale' \\(it accepts the options: none"),
         (hone_s, {"scal": 2.0}, "unexpected keyword argument 'scal' \\(it accepts the options: scale"),
     ],

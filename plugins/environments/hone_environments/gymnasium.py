@@ -16,12 +16,13 @@ import gymnasium
 from hone.config import ConfigError
 from hone.envs.base import Start, StepResult
 from hone.envs.functions import in_thread
+from hone.envs.gym_class import opening, seed_of
 from hone.envs.settings import EpisodeConfig
 from hone.envs.tool_calls import Said
 from hone.registry import reason
 from hone.types import Completion, Message, Prompt
 from hone_environments.settings import GymnasiumSettings
-from hone_environments.text_actions import Refusals, opening, seed_of
+from hone_environments.text_actions import Refusals
 
 COLOURS = re.compile(r"\x1b\[([0-9;]*)m")
 

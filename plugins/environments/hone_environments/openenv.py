@@ -25,13 +25,14 @@ import aiohttp
 from hone.config import ConfigError
 from hone.deadline import SeatWait
 from hone.envs.base import Start, StepResult, ToolLost
+from hone.envs.gym_class import opening, seed_of
 from hone.envs.settings import EpisodeConfig
 from hone.envs.tool_calls import Said
 from hone.processes.http_client import http_session
 from hone.processes.untrusted_json import parse_json, parse_json_apart
 from hone.types import Completion, Message, Prompt, Status
 from hone_environments.settings import OpenEnvSettings
-from hone_environments.text_actions import Refusals, opening, seed_of
+from hone_environments.text_actions import Refusals
 
 LARGEST_MESSAGE = 16 << 20  # bytes
 PING_S = 5.0  # how long a server may take to answer a ping after a step that was late

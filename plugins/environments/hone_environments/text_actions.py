@@ -1,26 +1,9 @@
-"""Shared parts of environments with actions as text: the seed, the first message, unreadable answers."""
+"""Answers of a policy that are no action of its environment."""
 
 from __future__ import annotations
 
-import zlib
-
 from hone.envs.base import StepResult
-from hone.types import Message, Prompt, Status
-
-
-def seed_of(prompt: Prompt) -> int:
-    """The seed of an episode: the column `seed` of its row, or else a number made from the prompt's name.
-
-    All samples of a prompt have the same.
-    """
-    return int(prompt.row.get("seed", zlib.crc32(prompt.prompt_id.encode())))
-
-
-def opening(prompt: Prompt, observation: str) -> tuple[Message, ...]:
-    """The messages of a prompt, with the first observation at the end of the last one."""
-    *before, last = prompt.messages
-    asked = f"{last['content']}\n\n{observation}" if last.get("content") else observation
-    return (*before, Message(**{**last, "content": asked}))
+from hone.types import Message, Status
 
 
 class Refusals:
@@ -43,4 +26,4 @@ class Refusals:
         )
 
 
-__all__ = ["Refusals", "opening", "seed_of"]
+__all__ = ["Refusals"]

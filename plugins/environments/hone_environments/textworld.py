@@ -19,6 +19,7 @@ from typing import Any
 
 from hone.config import ConfigError
 from hone.envs.base import Start, StepResult, ToolLost
+from hone.envs.gym_class import opening, seed_of
 from hone.envs.mcp.restarted import RestartedProgram, loaded
 from hone.envs.mcp.transports import PipeTransport
 from hone.envs.settings import EpisodeConfig
@@ -26,7 +27,7 @@ from hone.envs.tool_calls import Said
 from hone.processes.child import END_S
 from hone.types import Completion, Message, Prompt
 from hone_environments.settings import TextWorldSettings
-from hone_environments.text_actions import Refusals, opening, seed_of
+from hone_environments.text_actions import Refusals
 
 PROGRAM = Path(__file__).with_name("textworld_program.py")
 LONGEST_COMMAND = 200  # characters
