@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -29,12 +28,11 @@ from hone.models.quantised import loading_options, method_of, refuse_leftovers
 from hone.models.rotary import fix_rotary
 from hone.models.settings import FourBitConfig, ModelConfig
 from hone.models.source import check_source, locate
-from hone.models.transformers_patches import ShardFn, reads_shards_alone, shard_while_loading
+from hone.models.transformers_patches import ShardFn, shard_while_loading
 from hone.models.value_head import SCORE, VALUE_HEAD_FILE, read_value_head, values_of
 from hone.models.vision.model import FAMILIES, attention_names, auto_class, freeze_tower
 from hone.registry import unknown
 
-LOG = logging.getLogger("hone")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 ClassOf = Callable[[str], type[PreTrainedModel]]
@@ -69,22 +67,20 @@ def load_language_model(
     shard: ShardFn | None = None,
     four_bit: FourBitConfig | None = None,
     class_of: ClassOf | None = None,
-    cuts_columns: bool = True,
 ) -> PreTrainedModel:
     """Load a causal language model in `model.dtype` on the CPU, with packed attention.
 
-    `shard` shards the empty model, so that only this rank's shards are read from its files. A model from `model.build`,
-    and one whose files have a weight in several parts (`reads_shards_alone`, with `cuts_columns`), is whole first.
-    `four_bit` quantises each linear layer as it is read. `class_of` gives another class than transformers' own. Raises
-    ModelError naming the folder and the problem: missing folder, config.json or weights, unknown architecture or
-    quantisation, untrusted code.
+    `shard` shards the empty model, so that only this rank's shards are read from its files; a model from `model.build`
+    is whole first. `four_bit` quantises each linear layer as it is read. `class_of` gives another class than
+    transformers' own. Raises ModelError naming the folder and the problem: missing folder, config.json or weights,
+    unknown architecture or quantisation, untrusted code.
     """
     if model.build is not None:
         built = _as_used(_in_class(build_model(model.build, DTYPES[model.dtype]), class_of), model)
         return _finished(built, shard, four_bit)
     kind = str(check_model_source(model).get("model_type"))
     cls: Any = auto_class(kind) if class_of is None else class_of(kind)
-    return _as_used(_from_pretrained(cls, model, shard, four_bit, cuts_columns), model)
+    return _as_used(_from_pretrained(cls, model, shard, four_bit), model)
 
 
 def load_value_model(
@@ -93,7 +89,6 @@ def load_value_model(
     head_dtype: torch.dtype | None = None,
     four_bit: FourBitConfig | None = None,
     class_of: ClassOf | None = None,
-    cuts_columns: bool = True,
 ) -> ValueModel:
     """Load a value model: the body of the language model at `model.path`, and its head if there is one (`value_head`).
 
@@ -105,7 +100,7 @@ def load_value_model(
         return ValueModel(_finished(_as_used(_in_class(built, class_of), model), shard, four_bit), head_dtype)
     config = check_model_source(model)
     cls = AutoModel if class_of is None else class_of(str(config.get("model_type")))
-    value_model = ValueModel(_as_used(_from_pretrained(cls, model, shard, four_bit, cuts_columns), model), head_dtype)
+    value_model = ValueModel(_as_used(_from_pretrained(cls, model, shard, four_bit), model), head_dtype)
     head = read_value_head(folder_of(model), config)
     if head is not None:
         value_model.load_state_dict({SCORE: head}, strict=False)
@@ -206,21 +201,14 @@ def _finished(built: PreTrainedModel, shard: ShardFn | None, four_bit: FourBitCo
 
 
 def _from_pretrained(
-    cls: Any, model: ModelConfig, shard: ShardFn | None, four_bit: FourBitConfig | None, cuts_columns: bool
+    cls: Any, model: ModelConfig, shard: ShardFn | None, four_bit: FourBitConfig | None
 ) -> PreTrainedModel:
     config = check_model_source(model)
     kind = str(config.get("model_type"))
     dtype = DTYPES[model.dtype]
     quantised = loading_options(config, _source(model), sharded=shard is not None)
     narrow = {} if four_bit is None else reading_options(_empty(cls, model), four_bit, str(model.path))
-    while_loading = shard is not None and reads_shards_alone(_empty(cls, model), cuts_columns)
-    sharded: AbstractContextManager[dict[str, Any]] = nullcontext({})
-    if shard is not None and while_loading:
-        sharded = shard_while_loading(shard)
-    elif shard is not None:
-        LOG.warning(
-            "%s has weights in several parts: each rank reads all of it before it keeps its part", _source(model)
-        )
+    sharded: AbstractContextManager[dict[str, Any]] = nullcontext({}) if shard is None else shard_while_loading(shard)
     try:
         _refuse_untrainable(model)
         with without_progress_bars(), sharded as options:
@@ -250,8 +238,6 @@ def _from_pretrained(
             result.to(dtype)  # type: ignore[arg-type]
     if four_bit is not None:
         finish(result)
-    if shard is not None and not while_loading:
-        shard(result)
     return result
 
 
@@ -284,6 +270,4 @@ def _empty(cls: Any, model: ModelConfig) -> PreTrainedModel:
     trusted = model.trust_remote_code
     config = AutoConfig.from_pretrained(folder_of(model, weights=False), trust_remote_code=trusted)
     with torch.device("meta"):
-        if not hasattr(cls, "from_config"):  # not one of transformers' Auto classes
-            return cls._from_config(config)  # type: ignore[no-any-return]
         return cls.from_config(config, trust_remote_code=trusted)  # type: ignore[no-any-return]

@@ -7,16 +7,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel, masking_utils
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
+from transformers import PreTrainedModel, masking_utils, modeling_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
+
+from hone.models.files.converted import convert_first
 
 ShardFn = Callable[[Any], None]
 """Shards an empty model (on the meta device) in place."""
@@ -30,7 +31,8 @@ def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
 
     transformers calls `maybe_distribute_model` on the empty model, and its loader reads only this rank's part of each
     DTensor. But its own meshes have no replica and no sequence dimension. Remove this when `from_pretrained` accepts a
-    sharded model, or a function that shards it.
+    sharded model, or a function that shards it. The loader gets weights that are in several parts in the files as
+    whole ones (`convert_first`); remove that when it converts before it cuts.
     Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/distributed/mixin.py
     """
 
@@ -42,36 +44,27 @@ def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
         model.config.distributed_config = None  # transformers must not use its own meshes
         return model
 
+    def load(model: Any, state_dict: Any, load_config: Any, disk_offload_index: Any = None) -> Any:
+        changes = load_config.weight_mapping or []
+        tensors, left = convert_first(model, state_dict, changes)
+        found = loaded(model, tensors, replace(load_config, weight_mapping=left), disk_offload_index)
+        model._weight_conversions = [one for one in changes if one.was_used()]  # to be reverted where it is saved
+        return found
+
+    loading: Any = modeling_utils
+    loaded = loading.convert_and_load_state_dict_in_model
     names = ("prepare_distribute_model", "maybe_distribute_model")
     before = {name: DistributedMixin.__dict__[name] for name in names}
     patches: dict[str, Any] = {names[0]: classmethod(prepare), names[1]: classmethod(distribute)}
     for name, patch in patches.items():
         setattr(DistributedMixin, name, patch)
+    loading.convert_and_load_state_dict_in_model = load
     try:
         yield {"distributed_config": DistributedConfig()}
     finally:
+        loading.convert_and_load_state_dict_in_model = loaded
         for name, original in before.items():
             setattr(DistributedMixin, name, original)
-
-
-def reads_shards_alone(model: Any, cuts_columns: bool) -> bool:
-    """Return whether a rank can read its shards of this model (which is empty) and convert them by themselves.
-
-    transformers takes a rank's part of each tensor of the files, and converts the parts. That is right where experts
-    are stacked, and where each is transposed (Qwen3-VL-MoE) unless a mesh `cuts_columns` too. Where rows of several
-    tensors are joined (the convolutions of Kimi-Linear and OLMo-Hybrid) or cut, each rank would hold rows of another
-    part of the weight.
-    Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/core_model_loading.py
-    """
-    changes = get_model_conversion_mapping(model, add_legacy=False)
-    chains = [getattr(one, "operations", []) for one in changes if isinstance(one, WeightConverter)]
-    return all(
-        isinstance(one, MergeModulelist)
-        or (isinstance(one, Concatenate) and one.dim == 1 and len(chain) == 2)
-        or (isinstance(one, Transpose) and not cuts_columns and 0 not in (one.dim0, one.dim1))
-        for chain in chains
-        for one in chain
-    )
 
 
 def replace_search_for_packed_rows(replacement: Callable[[SearchFn], SearchFn]) -> None:

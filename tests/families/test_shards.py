@@ -1,53 +1,84 @@
 """Ranks that shard a model hold the weights that one process holds, also where the files have them in several parts."""
 
-import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3ForCausalLM
 
+from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig
 from hone.models.loading import load_language_model
-from hone.models.settings import ModelConfig
-from hone.models.transformers_patches import reads_shards_alone
+from hone.models.settings import BuildConfig, ModelConfig
+from hone.models.tokenizer import load_tokenizer
+from hone.runtime import ranks
 from tests.families.checks import make_engine
 from tests.families.types import save_tiny
 from tests.ranks import run_ranks
 
 JOINED = ("kimi_linear", "olmo_hybrid")  # one convolution here, three in the files
 OTHER = ("qwen3_5_moe_text",)  # stacked experts
+MAY_BE_TRANSPOSED = "qwen3_vl_moe"  # experts: as it is published, and not as transformers saves it
+TEXT = {
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "moe_intermediate_size": 12,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+TOWER = {
+    "hidden_size": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "intermediate_size": 24,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+MARKS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
 
 
-def weights(folders):
+def save_vision(folder, published):
+    """A tiny Qwen3-VL-MoE; experts of the published files are [experts, inputs, outputs]."""
+    config = AutoConfig.for_model(MAY_BE_TRANSPOSED, text_config=TEXT, vision_config=TOWER, **MARKS)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    load_tokenizer(ModelConfig(build=BuildConfig())).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if published:
+        tensors |= {name: one.transpose(1, 2).contiguous() for name, one in tensors.items() if ".experts." in name}
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def weights(folders, meshes):
     """Run by each rank."""
-    return {f"{name} {key}": one for name in folders for key, one in _whole(folders[name]).items()}
+    return {
+        f"{name} {mesh} {key}": one
+        for mesh, names in meshes.items()
+        for name in names
+        for key, one in _whole(folders[name], mesh).items()
+    }
 
 
-def _whole(folder):
-    return dict(make_engine(folder).get_per_tensor_param()[0])
+def _whole(folder, mesh):
+    parallel = ParallelConfig(tensor=2) if mesh == "tensor" and ranks.ranks() > 1 else ParallelConfig()
+    return dict(make_engine(folder, backend=Fsdp2Settings(parallel=parallel)).get_per_tensor_param()[0])
 
 
 def test_ranks_hold_the_weights_of_one_process(tmp_path):
+    vision = ("published", "saved")
+    meshes = {"shard": (*JOINED, *OTHER, *vision), "tensor": vision}
     folders = {name: str(save_tiny(name, tmp_path / name)) for name in (*JOINED, *OTHER)}
-    alone, ranks = weights(folders), run_ranks(2, weights, folders)
+    folders |= {name: str(save_vision(tmp_path / name, published=name == "published")) for name in vision}
+    alone, of_ranks = weights(folders, meshes), run_ranks(2, weights, folders, meshes)
     joined = [key for key in alone if key.endswith("conv1d.weight")]
     assert len(joined) >= len(JOINED)
-    for rank in ranks:
+    for rank in of_ranks:
         assert rank.keys() == alone.keys()
         assert [key for key, one in alone.items() if not torch.equal(rank[key], one)] == []
-
-
-@pytest.mark.parametrize(("name", "apart"), [("kimi_linear", False), ("olmo_hybrid", False), ("qwen3_moe", True)])
-def test_only_models_whose_shards_convert_by_themselves_are_read_in_shards(name, apart, tmp_path):
-    config = AutoConfig.from_pretrained(save_tiny(name, tmp_path / name))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    for cuts_columns in (False, True):
-        assert reads_shards_alone(model, cuts_columns) is apart
-
-
-def test_transposed_experts_are_read_in_shards_of_whole_experts_only():
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model("qwen3_vl_moe"))
-    assert reads_shards_alone(model, cuts_columns=False)
-    assert not reads_shards_alone(model, cuts_columns=True)
 
 
 def test_a_class_of_another_package_is_read_in_shards(tmp_path):

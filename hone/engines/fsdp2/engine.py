@@ -95,7 +95,7 @@ class Fsdp2Engine(OffloadingEngine):
 
     def _build_sharded(self, mesh: Mesh) -> Forward:
         sharder = self._sharder(mesh)
-        self.model = self._load(lambda model: sharder.shard(model, self._name(model)), mesh.sizes.tensor > 1)
+        self.model = self._load(lambda model: sharder.shard(model, self._name(model)))
         self.model.to(self.device)
         if self.adapter is not None:
             self.adapter.layers.show()
@@ -119,17 +119,17 @@ class Fsdp2Engine(OffloadingEngine):
         """The classes of models; None: transformers' own."""
         return None
 
-    def _load(self, shard: ShardFn | None, cuts_columns: bool = False) -> nn.Module:
+    def _load(self, shard: ShardFn | None) -> nn.Module:
         spec = self.spec
         if self.adapter is None:
             load: Any = load_value_model if self.model_type == "value_model" else load_language_model
-            model: nn.Module = load(spec.model, shard, class_of=self._class_of, cuts_columns=cuts_columns)
+            model: nn.Module = load(spec.model, shard, class_of=self._class_of)
             return model
         frozen = spec.model.model_copy(update={"dtype": self.compute_dtype})  # nothing updates these weights
         four_bit = self.adapter.layers.four_bit
         if self.model_type == "value_model":
-            return load_value_model(frozen, shard, DTYPES[spec.model.dtype], four_bit, cuts_columns=cuts_columns)
-        return load_language_model(frozen, shard, four_bit, cuts_columns=cuts_columns)
+            return load_value_model(frozen, shard, DTYPES[spec.model.dtype], four_bit)
+        return load_language_model(frozen, shard, four_bit)
 
     def _name(self, model: Any) -> str:
         return self.spec.model.path or f"architecture {model.config.model_type!r}"
