@@ -259,7 +259,7 @@ def save(
     A `tiny` model has one seed, and takes no `change`.
     """
     if family.tiny:
-        return save_tiny(family.architecture, folder)
+        return save_tiny(family.architecture, folder, family.options)
     build = family.build_config().model_copy(update={"seed": seed})
     model = load_language_model(ModelConfig(build=build))
     generator = torch.Generator().manual_seed(seed)

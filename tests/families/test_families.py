@@ -5,12 +5,22 @@ import pytest
 from tests.families.families import FAMILIES
 from tests.families.table import BEGIN, CHEAP, COLUMNS, END, PAGE, applies, read, run_cell, table
 
+QUICK = {
+    "Qwen3-MoE": CHEAP,
+    "DeepSeek-V3.2": ("builtin_bf16",),  # its indexer chooses other keys where trainer and rollout round differently
+    "Kimi-Linear": ("builtin_bf16",),
+}
+
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("column", CHEAP)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.ci] if name == "Qwen3-MoE" else []) for name in FAMILIES]
+    ("name", "column"),
+    [
+        pytest.param(name, column, marks=[pytest.mark.ci] if column in QUICK.get(name, ()) else [])
+        for name in FAMILIES
+        for column in CHEAP
+    ],
 )
 def test_a_cell_is_as_the_page_says(name, column):
     assert run_cell(FAMILIES[name], column) == read()[name][column]

@@ -137,9 +137,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(kind: str) -> PreTrainedConfig:
-    """The configuration of a tiny model of this type."""
-    config: PreTrainedConfig = CONFIG_MAPPING[kind](**_values(CONFIG_MAPPING[kind], OPTIONS.get(kind, {})))
+def tiny_config(kind: str, options: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """The configuration of a tiny model of this type; `options` replaces values of `OPTIONS`."""
+    asked = {**OPTIONS.get(kind, {}), **(options or {})}
+    config: PreTrainedConfig = CONFIG_MAPPING[kind](**_values(CONFIG_MAPPING[kind], asked))
     return config
 
 
@@ -155,12 +156,12 @@ def _values(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return values | copy.deepcopy(dict(options))  # classes take entries out of them
 
 
-def save_tiny(kind: str, folder: Path) -> Path:
-    """Write a tiny model with random weights, none of which has a neutral value.
+def save_tiny(kind: str, folder: Path, options: Mapping[str, Any] | None = None) -> Path:
+    """Write a tiny model with random weights, none of which has a neutral value; `options`: values of its config.
 
     Its file of weights is empty if hone refuses the type by its configuration, or if transformers cannot build it here.
     """
-    config = tiny_config(kind)
+    config = tiny_config(kind, options)
     try:
         model = None if obstacle(config) else _random(kind, config)
     except ImportError:  # Gemma 3n's vision tower is in another package

@@ -335,7 +335,7 @@ class KVCache:
             )
             return out.reshape(step.rows, -1)
         folded = queries.reshape(step.rows, keys.shape[1], groups, -1)
-        if scoring.plain:
+        if scoring.softcap is None and scoring.sinks is None:  # keys that were chosen too: rounds as in training
             mask = hidden.expand(-1, 1, groups, -1)
             out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scoring.scale)
         else:

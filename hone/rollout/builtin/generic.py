@@ -42,6 +42,7 @@ from hone.models.attention.stateful import unknown_states
 from hone.models.attention.support import obstacle
 from hone.models.attention.temperature import SCALES, scaled_by_position
 from hone.models.errors import ModelError
+from hone.models.numerics.fused_norm import fuse_norms
 from hone.models.numerics.precision import hold_in
 from hone.models.rotary import fix_rotary
 from hone.models.routing import Routers
@@ -222,6 +223,7 @@ class GenericDecoder:
             )
         model.tie_weights()
         hold_in(model, dtype)
+        fuse_norms(model)  # rounds as the trainer does
         adapt(model, _choose)
         fix_rotary(model, getattr(config, "run_context", None), type(model).__name__)
         self._states = bool(keep_states(model, _work))
