@@ -156,6 +156,7 @@ class _Run:
             if not fresh:
                 raise _FolderGone("the working folder is gone: the parent of the sandboxes was started again")
             mount_folder(self._folder, self._limits.disk_mb << 20, MOST_FILES, (found.st_uid, found.st_gid))
+        os.chmod(self._folder, 0o700)  # the program before may have closed it
         return found.st_uid if root else -1
 
     def start(self) -> Job | None:
@@ -300,7 +301,7 @@ class _Run:
                 status = 127
             elif not any(code is not None for code in codes):
                 raise RuntimeError(f"bubblewrap could not start the program: {said[-400:] or f'status {status}'}")
-            status = 128 - status if status > 128 else status  # bubblewrap's way to say that a signal ended it
+            status = 128 - status if 128 < status < 128 + signal.NSIG else status  # a signal, as bubblewrap says it
         files = {}
         for path in self._wanted:
             content = read_inside(self._folder, path, self._limits.disk_mb << 20)
@@ -346,8 +347,11 @@ def read_inside(folder: str, path: str, most: int) -> bytes | None:
         return None
     finally:
         os.close(parent)
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        return None
     with open(found, "rb") as file:
-        return file.read(most) if stat.S_ISREG(os.fstat(found).st_mode) else None
+        return file.read(most)
 
 
 def _descend(folder: str, above: Sequence[str], create_for: int | None) -> int:

@@ -39,7 +39,7 @@ class SandboxContract(Contract):
                     ["python", "main.py", "a", "b c"],
                     stdin=b"3\n",
                     files={"main.py": source, "data/in": b"ab", "out/none": b""},
-                    wanted=["out/x", "never"],
+                    wanted=["out/x", "never", "out"],
                     timeout_s=RUN_S,
                 ),
             )
@@ -47,30 +47,33 @@ class SandboxContract(Contract):
         ran = self._play(play)
         require(ran.status == 3 and not ran.ok, f"the program ends with status 3, found {ran}")
         require((ran.stdout, ran.stderr) == (b"['a', 'b c']\n", b"to stderr\n"), f"its outputs are wrong: {ran}")
-        require(dict(ran.files) == {"out/x": b"ababab"}, f"wanted were out/x and never, found {dict(ran.files)}")
+        require(
+            dict(ran.files) == {"out/x": b"ababab"}, f"wanted were out/x, never, and a folder; found {dict(ran.files)}"
+        )
 
     def test_what_a_program_does_wrong_is_its_result(self) -> None:
         """An exception, a signal and a missing command are results with a status, not failures of the sandbox."""
 
         async def play(host: SandboxHost) -> list[Ran]:
-            programs = ("1 / 0", "import os; os.kill(os.getpid(), 11)")
+            programs = ("1 / 0", "import os; os.kill(os.getpid(), 11)", "import sys; sys.exit(-1)")
             ran = [await _python(host, one) for one in programs]
             ran.append(
                 await _opened(host, lambda sandbox: sandbox.run(["bash", "-c", "no-such-command"], timeout_s=RUN_S))
             )
             return ran
 
-        raised, signalled, missing = self._play(play)
+        raised, signalled, left, missing = self._play(play)
         require(raised.status == 1 and b"ZeroDivisionError" in raised.stderr, f"1 / 0 gave {raised}")
         require(signalled.status != 0 and not signalled.ok, f"a program that a signal ended gave {signalled}")
+        require(left.status == 255, f"sys.exit(-1) gave {left}, expected status 255")
         require(missing.status == 127, f"a command that does not exist gave {missing}, expected status 127")
 
     def test_a_sandbox_keeps_its_files_and_shares_none(self) -> None:
-        """Files stay for the next program in the same sandbox; another sandbox does not have them."""
+        """Files stay for the next program in the same sandbox, also in a closed folder; another sandbox has none."""
 
         async def play(host: SandboxHost) -> tuple[Ran, Ran, Ran]:
             sandbox = host.open()
-            first = await sandbox.run(["bash", "-c", "echo 5 > number"], timeout_s=RUN_S)
+            first = await sandbox.run(["bash", "-c", "echo 5 > number; chmod 0 ."], timeout_s=RUN_S)
             second = await sandbox.run(["bash", "-c", "cat number"], timeout_s=RUN_S)
             other = await _opened(host, lambda new: new.run(["bash", "-c", "cat number"], timeout_s=RUN_S))
             await sandbox.close()

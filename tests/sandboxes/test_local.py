@@ -265,12 +265,8 @@ def test_files_are_never_written_or_read_through_links(tmp_path):
     write_inside(str(folder), "away/x", b"in a folder of its own", -1)
     write_inside(str(folder), "x", b"mine", -1)
     assert ((outside / "x").read_text(), (folder / "x").read_text()) == ("secret", "mine")
-    assert [read_inside(str(folder), path, 3) for path in ("x", "away/x", "pipe", "none")] == [
-        b"min",
-        b"in ",
-        None,
-        None,
-    ]
+    found = [read_inside(str(folder), path, 3) for path in ("x", "away/x", "away", "pipe", "none")]
+    assert found == [b"min", b"in ", None, None, None]
     (folder / "closed").mkdir()
     (folder / "closed" / "x").write_text("")
     (folder / "closed").chmod(0)
