@@ -46,7 +46,7 @@ from hone.platforms.base import current_platform
 from hone.weights.base import Full, NamedTensor, RankWeights
 from hone.weights.transports.bucketed.channel import Peer
 from hone.weights.transports.ipc import by_rank
-from hone.weights.transports.ipc.rank_sender import Locate, Needs, Place, RankSender
+from hone.weights.transports.ipc.rank_sender import Locate, Needs, RankLocation, RankSender
 from hone.weights.wants import Wants, watched
 
 TOKEN = secrets.token_hex(16)
@@ -190,7 +190,7 @@ async def sync(engine: by_rank.ByRankEngine, weights: Ranks, receivers: Sequence
     return sent
 
 
-def own_rank(peers: Sequence[Peer], places: Sequence[Place]) -> dict[Peer, int]:
+def own_rank(peers: Sequence[Peer], places: Sequence[RankLocation]) -> dict[Peer, int]:
     """Each receiver gets its weights from the rank of its own number, as if it were on the same device."""
     return {peer: peer.rank for peer in peers}
 

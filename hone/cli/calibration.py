@@ -34,7 +34,7 @@ from hone.models.numerics.products import prepare
 from hone.models.settings import ModelConfig
 from hone.models.vision.image_processor import save_language
 from hone.models.vision.model import auto_class
-from hone.planner.calibrated import PARTS, SEQUENCE, Shape, line, shape_of
+from hone.planner.calibrated import PARTS, SEQUENCE, TimedShape, line, shape_of
 from hone.planner.devices import known_devices, this_machine, write_user_file
 from hone.planner.memory import Role
 from hone.planner.roofline import Pass
@@ -42,7 +42,7 @@ from hone.platforms.base import compute_dtype, current_platform
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
 from hone.trainers.forecast.changes import changed
-from hone.trainers.forecast.setup import Models, Placement, step_sequences
+from hone.trainers.forecast.setup import DevicePlacement, Models, step_sequences
 from hone.trainers.forecast.sizes import POLICY, Sizes, models_of
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.run.context import RunControl
@@ -81,7 +81,7 @@ def calibrate(config: Any, sizes: Sizes, run: Run, say: Callable[[str], None]) -
     facts: dict[str, Mapping[str, Sequence[float]]] = {}
     with TemporaryDirectory(prefix="hone-calibrate-") as made:
         local = {name: local_model(one, Path(made) / name / FOLDER) for name, one in models_of(alone).items()}
-        passes = Models(alone, sizes, Placement(machine)).passes()
+        passes = Models(alone, sizes, DevicePlacement(machine)).passes()
         for one in passes:
             name = shape_of(one.role)
             if name in facts:
@@ -93,7 +93,7 @@ def calibrate(config: Any, sizes: Sizes, run: Run, say: Callable[[str], None]) -
         say("running three steps with one layer")
         policy = shape_of(passes[0].role)
         small = cut_model(local[POLICY], 1, Path(made) / "small")
-        shapes = [Shape.read(facts[shape_of(one.role)], alone.kind) for one in passes]
+        shapes = [TimedShape.read(facts[shape_of(one.role)], alone.kind) for one in passes]
         facts[policy] = {
             **facts[policy],
             f"{SEQUENCE} {alone.kind}": (_sequence_s(alone, small, sizes, shapes, run, Path(made)),),
@@ -220,7 +220,9 @@ def _answer(engine: BuiltinEngine, rows: int, prompt: int, tokens: int) -> None:
     asyncio.run(all_rows())
 
 
-def _sequence_s(config: Any, model: ModelConfig, sizes: Sizes, shapes: Sequence[Shape], run: Run, made: Path) -> float:
+def _sequence_s(
+    config: Any, model: ModelConfig, sizes: Sizes, shapes: Sequence[TimedShape], run: Run, made: Path
+) -> float:
     """Seconds that a sequence takes outside the models: processor time of a small run minus that of its parts."""
     rl = isinstance(config, PolicyRunConfig)
     size = {"update.prompts_per_step": MINI_PROMPTS, "update.minibatches": 1} if rl else {"samples_per_step": 16}

@@ -75,14 +75,14 @@ def shape_of(role: Role) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TimedShape:
     """All lines of a shape."""
 
     lines: Mapping[str, Line]
     sequence_s: float
 
     @classmethod
-    def read(cls, facts: Mapping[str, Sequence[float]], kind: str) -> Shape:
+    def read(cls, facts: Mapping[str, Sequence[float]], kind: str) -> TimedShape:
         """From a file of devices, for a kind of run."""
         lines = {name: Line(*facts[name]) for name in PARTS if name in facts}
         return cls(lines, facts.get(f"{SEQUENCE} {kind}", (0.0,))[0])
@@ -107,7 +107,7 @@ class Cost:
     rest_s: float
 
 
-def costs_from(shapes: Sequence[Shape], passes: Sequence[tuple[Role, float, float]], work: Work) -> Cost:
+def costs_from(shapes: Sequence[TimedShape], passes: Sequence[tuple[Role, float, float]], work: Work) -> Cost:
     """Costs of a step. `passes`: of each role its forwards before the update and its passes with a backward."""
     forward_fixed = forward_token = train_fixed = train_token = 0.0
     for shape, (role, forwards, epochs) in zip(shapes, passes, strict=True):
@@ -135,4 +135,4 @@ def costs_from(shapes: Sequence[Shape], passes: Sequence[tuple[Role, float, floa
     return Cost(costs, forward / whole if whole else 0.0, rest)
 
 
-__all__ = ["PARTS", "SEQUENCE", "Cost", "Line", "Shape", "Timings", "Work", "costs_from", "line", "shape_of"]
+__all__ = ["PARTS", "SEQUENCE", "Cost", "Line", "TimedShape", "Timings", "Work", "costs_from", "line", "shape_of"]

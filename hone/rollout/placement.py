@@ -26,7 +26,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Placement:
+class RequestPlacement:
     """The replicas' prefixes and load, as far as the router knows them."""
 
     def __init__(self) -> None:
@@ -90,4 +90,4 @@ def _least_busy(replicas: Sequence[Replica]) -> Replica:
     return min(replicas, key=lambda one: (one.expected_tokens, len(one.running)))
 
 
-__all__ = ["Placement"]
+__all__ = ["RequestPlacement"]

@@ -25,7 +25,7 @@ from hone.processes.restarts import Restarts
 from hone.rollout.base import Generating, ReplicaLost, ScoreAborted
 from hone.rollout.builtin.requests import StopStrings
 from hone.rollout.pending import PendingRequest
-from hone.rollout.placement import Placement
+from hone.rollout.placement import RequestPlacement
 from hone.rollout.prompt_scores import scorer_of, with_prompt_scores
 from hone.rollout.replicas import Replica, ReplicaPool, RestoreFn, end_task, is_alive
 from hone.rollout.settings import RolloutConfig
@@ -66,7 +66,7 @@ class Seats:
         self._pool = pool
         self._per_replica = per_replica
         self._waiting: dict[Versions | None, deque[_Waiting]] = {}
-        self.placement = Placement()
+        self.placement = RequestPlacement()
 
     async def take(self, request: PendingRequest) -> Replica | None:
         """Wait for a seat; None if the request was aborted meanwhile."""

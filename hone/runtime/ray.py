@@ -51,8 +51,8 @@ from hone.runtime.rank_process import (
 )
 from hone.runtime.ray_cluster import (
     ASK_S,
+    PoolDevices,
     RankDevices,
-    Shape,
     address_of,
     connect,
     nodes_of,
@@ -109,7 +109,7 @@ class _Rank:
 class ResourcePool:
     """Devices with one process each. Closed when nothing refers to it any more, or when a rank is lost."""
 
-    def __init__(self, shape: Shape, settings: RaySettings, runtime: RuntimeConfig) -> None:
+    def __init__(self, shape: PoolDevices, settings: RaySettings, runtime: RuntimeConfig) -> None:
         """Raises ConfigError if the cluster lacks the devices, WorkerFailed if a rank cannot be set up."""
         self.shape = shape
         self.bucket_bytes = settings.bucket_mib * 2**20
@@ -348,7 +348,7 @@ def _pool(role: str, runtime: RuntimeConfig) -> ResourcePool:
     return pool
 
 
-def _key(shape: Shape, settings: RaySettings, runtime: RuntimeConfig) -> tuple[Any, ...]:
+def _key(shape: PoolDevices, settings: RaySettings, runtime: RuntimeConfig) -> tuple[Any, ...]:
     """All that a pool is made from."""
     return (
         (shape, settings.address, settings.start_timeout_s, settings.bucket_mib),
@@ -361,18 +361,18 @@ def _open_pools(runtime: RuntimeConfig) -> list[ResourcePool]:
     """The pools with ranks that the run has placed roles on."""
     settings = runtime.backend
     assert isinstance(settings, RaySettings)
-    shapes = [Shape("", settings.nodes, settings.devices)]
-    shapes += [Shape(name, own.nodes, own.devices) for name, own in settings.pools.items()]
+    shapes = [PoolDevices("", settings.nodes, settings.devices)]
+    shapes += [PoolDevices(name, own.nodes, own.devices) for name, own in settings.pools.items()]
     found = [_pools.get(_key(shape, settings, runtime)) for shape in shapes]
     return [pool for pool in found if pool is not None and not pool.broken]
 
 
-def _shape(role: str, settings: RaySettings) -> Shape:
+def _shape(role: str, settings: RaySettings) -> PoolDevices:
     for name, own in settings.pools.items():
         if role in own.members(name):
             own.take(name, role)
-            return Shape(name, own.nodes, own.devices)
-    return Shape("", settings.nodes, settings.devices)
+            return PoolDevices(name, own.nodes, own.devices)
+    return PoolDevices("", settings.nodes, settings.devices)
 
 
 class Shelf:

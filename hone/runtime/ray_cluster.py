@@ -81,7 +81,7 @@ def connect(settings: RaySettings) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PoolDevices:
     """The devices of a pool. The run's pool, for roles without their own, has no name."""
 
     name: str
@@ -108,7 +108,7 @@ def demand(platform: PlatformBase, devices: int) -> dict[str, float]:
     return {platform.ray_resource: devices * (SHARE_OF_CPU if platform.device == "cpu" else 1)}
 
 
-def reserve(shape: Shape, platform: PlatformBase, start_s: float) -> Any:
+def reserve(shape: PoolDevices, platform: PlatformBase, start_s: float) -> Any:
     """A placement group with one bundle for each node, of all its devices: the ranks of a node are neighbours.
 
     Raises ConfigError if the cluster does not have them free within `start_s` seconds.
@@ -232,7 +232,7 @@ async def _answer(call: RayCall, timeout_s: float) -> Any:
 class Reservation:
     """A placement group for rollout servers; removed when nothing refers to it any more."""
 
-    def __init__(self, shape: Shape, settings: RaySettings) -> None:
+    def __init__(self, shape: PoolDevices, settings: RaySettings) -> None:
         connect(settings)
         self.group = reserve(shape, current_platform(), settings.start_timeout_s)
         self._finalizer = weakref.finalize(self, _give_back, self.group)
@@ -324,7 +324,7 @@ class ReservedDevices(RayDevices):
         return {**found, "scheduling_strategy": where, **({"resources": others} if others else {})}
 
 
-def reserved_devices(shape: Shape, settings: RaySettings, count: int, devices: int) -> list[list[RayDevices]]:
+def reserved_devices(shape: PoolDevices, settings: RaySettings, count: int, devices: int) -> list[list[RayDevices]]:
     """Reserve a pool and divide it among `count` servers of `devices` devices each, spread over its machines.
 
     A server that needs more devices than a machine has gets all devices of several machines. Raises ConfigError if the

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.full_disk import wait_for_room
-from hone.schedule.replay import Plan
+from hone.schedule.replay import RecordedRun
 
 JOURNAL = "schedule.jsonl"
 
@@ -32,7 +32,7 @@ class Journal:
     The first one removes the records of its step and of later steps, which a resumed run writes again.
     """
 
-    def __init__(self, path: Path, plan: Plan | None = None) -> None:
+    def __init__(self, path: Path, plan: RecordedRun | None = None) -> None:
         """`plan`: the record that this run replays."""
         self.plan = plan
         self._path = path

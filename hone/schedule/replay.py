@@ -1,6 +1,6 @@
 """The plan of a replay: which weights sampled each token of a recorded run.
 
-    schedule.jsonl --> Plan --> RecordedDraw --rest(request)--> the router asks for that many tokens of each version
+    schedule.jsonl --> RecordedRun --> RecordedDraw --rest(request)--> the router asks for tokens of each version
                          |
                          `-- needs(version): its snapshot stays until every draw that used it has ended
 
@@ -54,7 +54,7 @@ class RecordedDraw:
         self._sampled[_place(request_id)[0]] += tokens
 
 
-class Plan:
+class RecordedRun:
     """Record of a run, by step and by draw."""
 
     def __init__(self, path: Path, records: Collection[Mapping[str, Any]]) -> None:
@@ -136,4 +136,4 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-__all__ = ["Plan", "RecordedDraw", "ReplayError"]
+__all__ = ["RecordedDraw", "RecordedRun", "ReplayError"]

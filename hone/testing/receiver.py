@@ -26,7 +26,7 @@ from hone.processes.request_loop import RequestLoop
 from hone.processes.request_process import ChildLost, ChildSpec, RequestProcess
 from hone.registry import reason
 from hone.rollout.base import WeightReceipt
-from hone.weights.base import Adapter
+from hone.weights.base import AdapterTensors
 from hone.weights.delivery import Delivery, receive
 from hone.weights.digests.digest import Method, digest_tensors
 
@@ -137,7 +137,7 @@ def main() -> None:
 
 def _received(body: Mapping[str, Any], token: str, held: Mapping[bool, dict[str, Tensor]]) -> dict[str, Any]:
     with receive(body["offer"], body["rank"], token) as delivery:
-        holds = held[isinstance(delivery.payload, Adapter)]
+        holds = held[isinstance(delivery.payload, AdapterTensors)]
         _take_in(delivery, holds, body["fault"])
     return {
         "version": delivery.version,

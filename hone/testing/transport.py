@@ -13,7 +13,7 @@ from hone.platforms.base import current_platform
 from hone.testing.contract import Broken, Contract, require
 from hone.testing.receiver import ReceivingReplica
 from hone.types import PauseMode
-from hone.weights.base import Adapter, CheckpointEngine, Offer, WeightSyncError
+from hone.weights.base import AdapterTensors, CheckpointEngine, Offer, WeightSyncError
 from hone.weights.digests.digest import Method, digest_tensors
 from hone.weights.digests.packed import size_of
 from hone.weights.sync import CheckpointEngineManager
@@ -163,7 +163,7 @@ class TransportContract(Contract):
 
     def test_an_adapter_travels_with_its_configuration(self) -> None:
         """An offer says which adapter comes, survives JSON, and does not contain the token."""
-        payload = Adapter("tuned", {"r": 4, "target_modules": ["q_proj"]})
+        payload = AdapterTensors("tuned", {"r": 4, "target_modules": ["q_proj"]})
 
         async def play() -> None:
             engine = self._made()

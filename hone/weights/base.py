@@ -56,14 +56,14 @@ class Full:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class AdapterTensors:
     """The tensors of a LoRA adapter under their PEFT names, and PEFT's configuration of it (JSON values)."""
 
     name: str
     config: Mapping[str, Any]
 
 
-Payload = Full | Adapter
+Payload = Full | AdapterTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Offer:
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, for `Replica.receive_weights`."""
         payload: dict[str, Any] = {"kind": "full"}
-        if isinstance(self.payload, Adapter):
+        if isinstance(self.payload, AdapterTensors):
             payload = {"kind": "adapter", "name": self.payload.name, "config": dict(self.payload.config)}
         return {
             "format": FORMAT,
@@ -119,7 +119,7 @@ def _payload(given: Mapping[str, Any]) -> Payload:
     if kind == "full":
         return Full()
     if kind == "adapter" and isinstance(name, str) and isinstance(config, Mapping):
-        return Adapter(name, config)
+        return AdapterTensors(name, config)
     raise WeightSyncError(f"an offer's payload is {dict(given)!r}; expected kind full, or adapter with name and config")
 
 
@@ -328,7 +328,7 @@ class Source:
     """The weights that the trainer has to send."""
 
     whole: StreamFn  # every weight, without an adapter that is sent separately
-    adapter: tuple[StreamFn, Adapter] | None = None  # tensors and description of a separate adapter
+    adapter: tuple[StreamFn, AdapterTensors] | None = None  # tensors and description of a separate adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hone.weights.base import Adapter, NamedTensors, Source, VersionWeights, WeightSyncError
+from hone.weights.base import AdapterTensors, NamedTensors, Source, VersionWeights, WeightSyncError
 from hone.weights.digests.digest import digest_tensors, new_digest
 
 
@@ -51,7 +51,7 @@ class Snapshot:
 
     version: int
     whole: Copied
-    adapter: tuple[Copied, Adapter] | None = None
+    adapter: tuple[Copied, AdapterTensors] | None = None
 
     @classmethod
     def of(cls, source: Source, version: int, earlier: Snapshot | None = None) -> Snapshot:

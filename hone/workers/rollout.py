@@ -40,7 +40,7 @@ from hone.rollout.router import Router
 from hone.rollout.servers.attached import shared_token
 from hone.rollout.servers.builtin import BuiltinServer
 from hone.rollout.servers.host import Host, LocalHost
-from hone.rollout.servers.shape import Shape, shape_of
+from hone.rollout.servers.shape import ServerRanks, shape_of
 from hone.rollout.settings import RolloutConfig
 from hone.runtime.base import PhaseFn
 from hone.runtime.settings import RaySettings, RuntimeConfig
@@ -167,7 +167,7 @@ def is_batch_invariant(backend: str) -> bool:
     return bool(getattr(ROLLOUT_ENGINES.get(backend), "batch_invariant", False))
 
 
-def server_shape(settings: RolloutConfig) -> Shape:
+def server_shape(settings: RolloutConfig) -> ServerRanks:
     """Return the ranks of one server with these settings. Raises ConfigError for sizes that are none."""
     return shape_of(settings)
 

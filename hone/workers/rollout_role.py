@@ -26,7 +26,7 @@ from hone.rollout.router import Router
 from hone.runtime.base import PhaseFn
 from hone.runtime.watchdog import progress
 from hone.types import Completion, GenerationRequest, Metric, Metrics, Versions, merge_metrics
-from hone.weights.base import Adapter, LoadedWeights, NamedTensors, Source, VersionWeights
+from hone.weights.base import AdapterTensors, LoadedWeights, NamedTensors, Source, VersionWeights
 from hone.weights.in_process import sync
 from hone.weights.settings import WeightSyncConfig
 from hone.workers.control import Membership, serve_control
@@ -284,7 +284,7 @@ class RolloutHandle:
         config = actor.adapter_config() if self._parts.adapter is not None else None
         if config is None or not self._goes_alone(config):
             return Source(lambda: actor.weights(dtype, in_files))
-        alone = (lambda: actor.adapter(dtype)), Adapter(ADAPTER, config)
+        alone = (lambda: actor.adapter(dtype)), AdapterTensors(ADAPTER, config)
         return Source(lambda: actor.base_weights(dtype, in_files), alone)
 
     def _goes_alone(self, config: Mapping[str, Any]) -> bool:

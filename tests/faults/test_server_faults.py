@@ -16,7 +16,7 @@ from hone.rollout.base import ServerSpec
 from hone.rollout.servers.builtin import BuiltinServer
 from hone.rollout.settings import RolloutConfig
 from hone.types import GenerationRequest, SamplingParams
-from hone.weights.base import Adapter, WeightSyncError
+from hone.weights.base import AdapterTensors, WeightSyncError
 from tests.rollout.syncing import sync_to
 
 PROMPT = (9, 10, 11)
@@ -116,5 +116,5 @@ def test_an_adapter_that_is_bound_to_nothing_is_never_served(server, models, fin
     name = "base_model.model.model.layers.9.self_attn.q_proj.lora_{}.weight"
     tensors = [(name.format("A"), torch.randn(4, 32)), (name.format("B"), torch.randn(32, 4))]
     with pytest.raises(WeightSyncError, match=r"layers\.9"):
-        finish(sync_to(server, tensors, 1, Adapter("policy", LORA)))
+        finish(sync_to(server, tensors, 1, AdapterTensors("policy", LORA)))
     assert server.weight_version == -1

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from hone.models.attention.packed import (
     PACKED,
+    AttentionWindow,
     Packing,
     Scoring,
-    Window,
     attend,
     packed,
     packed_attention_forward,
@@ -181,7 +181,7 @@ def test_what_packed_attention_cannot_do_is_refused():
         with pytest.raises(NotImplementedError, match="no mask tensor"):
             packed_attention_forward(module, q, q, q, torch.zeros(1, 1, 4, 4))
         with pytest.raises(ValueError, match="window of 2 tokens is not the layer's of 3"):
-            packed_attention_forward(module, q, q, q, Window(2), sliding_window=3)
+            packed_attention_forward(module, q, q, q, AttentionWindow(2), sliding_window=3)
         with pytest.raises(ValueError, match="one row of 4 tokens"):
             packed_attention_forward(module, q[:, :, :3], q, q, None)
     with pytest.raises(NotImplementedError, match="padding mask"):
@@ -191,9 +191,9 @@ def test_what_packed_attention_cannot_do_is_refused():
     with pytest.raises(NotImplementedError, match="own attention mask"):
         packed_mask(4, 4, use_vmap=True)
     chunked = transformers.Llama4TextConfig(attention_chunk_size=16)
-    assert packed_mask(4, 4, local_size=16, config=chunked) == Window(16, chunks=True)
+    assert packed_mask(4, 4, local_size=16, config=chunked) == AttentionWindow(16, chunks=True)
     assert packed_mask(4, 4) is None
-    assert packed_mask(4, 4, local_size=2) == Window(2)
+    assert packed_mask(4, 4, local_size=2) == AttentionWindow(2)
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-3)], ids=str)

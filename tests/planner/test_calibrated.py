@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hone.config import ConfigError
-from hone.planner.calibrated import Line, Shape, Work, costs_from, line, shape_of
+from hone.planner.calibrated import Line, TimedShape, Work, costs_from, line, shape_of
 from hone.planner.devices import known_devices, user_file, write_user_file
 from tests.planner.test_memory import ACTOR
 
@@ -33,14 +33,14 @@ def test_noise_makes_no_negative_cost():
 def test_costs_of_a_step():
     """100 tokens in 2 micro-batches, 8 sequences, 2 updates: one forward before, one pass with a backward."""
     work = Work(tokens=100, sequences=8, microbatches=2, updates=2)
-    found = costs_from([Shape.read(FACTS, "rl")], [(ACTOR, 1.0, 1.0)], work)
+    found = costs_from([TimedShape.read(FACTS, "rl")], [(ACTOR, 1.0, 1.0)], work)
     assert found.rest_s == 8 * 0.25
     assert found.costs.train_step_s == pytest.approx(2 * 2 + 2 * 4 + 2 * 1 + 2)
     assert found.costs.train_token_s == pytest.approx(0.02 + 0.06)
     assert found.forward_share == pytest.approx((4 + 2) / (4 + 2 + 8 + 2 + 6))
     assert (found.costs.decode_s, found.costs.decode_row_s) == (pytest.approx(0.2), pytest.approx(0.002))
     assert (found.costs.prefill_token_s, found.costs.send_s) == (pytest.approx(0.01), pytest.approx(6.0))
-    assert costs_from([Shape.read(FACTS, "sft")], [(ACTOR, 0.0, 1.0)], work).rest_s == 0.0
+    assert costs_from([TimedShape.read(FACTS, "sft")], [(ACTOR, 0.0, 1.0)], work).rest_s == 0.0
 
 
 def test_a_shape_names_what_its_timings_depend_on():

@@ -5,7 +5,7 @@ from collections import Counter
 
 from hone.processes.restarts import Restarts
 from hone.rollout.pending import PendingRequest
-from hone.rollout.placement import TOGETHER, Placement
+from hone.rollout.placement import TOGETHER, RequestPlacement
 from hone.rollout.replicas import Replica
 from hone.types import GenerationRequest, SamplingParams
 
@@ -26,7 +26,7 @@ def place(placement, one, free):
 
 def test_samples_of_a_prompt_are_together_and_prompts_of_any_length_are_spread_by_tokens():
     """Answers of 100 tokens, 4 samples: a prompt costs 400 and its length once."""
-    placement, fleet = Placement(), replicas(2)
+    placement, fleet = RequestPlacement(), replicas(2)
     lengths = [1000, 50, 50, 50, 50, 50, 50]
     homes = [
         {place(placement, request(f"1/{i}/{sample}/0", (i,) * length), fleet) for sample in range(4)}
@@ -39,7 +39,7 @@ def test_samples_of_a_prompt_are_together_and_prompts_of_any_length_are_spread_b
 
 def test_one_prompt_does_not_stay_at_one_replica_while_others_have_nothing_to_do():
     """A request costs 200 where the prompt is new, then 100; a replica takes 16 until it is 8 x 200 ahead."""
-    placement, fleet = Placement(), replicas(4)
+    placement, fleet = RequestPlacement(), replicas(4)
     found = [place(placement, request(f"1/0/{sample}/0", (7,) * 100), fleet) for sample in range(64)]
     assert found == ["r0"] * 16 + ["r1"] * 16 + ["r2"] * 16 + ["r3"] * 16
     assert {one.expected_tokens for one in fleet} == {200 + 15 * 100}
@@ -47,7 +47,7 @@ def test_one_prompt_does_not_stay_at_one_replica_while_others_have_nothing_to_do
 
 def test_ragged_prompts_that_come_and_go_leave_no_replica_far_behind():
     draw = random.Random(0)
-    placement, fleet = Placement(), replicas(3)
+    placement, fleet = RequestPlacement(), replicas(3)
     running = []
     for number in range(400):
         length, samples = draw.choice([5, 40, 300, 2000]), draw.choice([1, 2, 8, 16])
@@ -66,7 +66,7 @@ def test_ragged_prompts_that_come_and_go_leave_no_replica_far_behind():
 
 
 def test_a_turn_goes_to_its_trajectory_and_without_a_seat_there_to_another():
-    placement, fleet = Placement(), replicas(2)
+    placement, fleet = RequestPlacement(), replicas(2)
     assert place(placement, request("1/0/0/0", (1, 2)), fleet) == "r0"
     assert place(placement, request("1/1/0/0", (3, 4)), fleet) == "r1"
     assert place(placement, request("1/1/0/1", (3, 4, 5)), fleet) == "r1"
@@ -75,7 +75,7 @@ def test_a_turn_goes_to_its_trajectory_and_without_a_seat_there_to_another():
 
 
 def test_answers_are_expected_to_be_as_long_as_the_last_ones():
-    placement, fleet = Placement(), replicas(1)
+    placement, fleet = RequestPlacement(), replicas(1)
     placement.saw(64)
     placement.saw(0)  # 64 - 64 / 64
     costs = Counter()

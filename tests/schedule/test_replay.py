@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hone.rollout.pending import PendingRequest
-from hone.schedule.replay import Plan, ReplayError
+from hone.schedule.replay import RecordedRun, ReplayError
 from hone.types import GenerationRequest, SamplingParams
 
 RECORDS = [
@@ -32,7 +32,7 @@ RECORDS = [
 
 @pytest.fixture
 def plan():
-    return Plan(Path("schedule.jsonl"), RECORDS)
+    return RecordedRun(Path("schedule.jsonl"), RECORDS)
 
 
 def test_turns_of_an_answer_continue_its_spans(plan):

@@ -15,7 +15,7 @@ import threading
 import torch
 
 from hone.rollout.base import WeightReceipt
-from hone.weights.base import Adapter, Full
+from hone.weights.base import AdapterTensors, Full
 from hone.weights.delivery import receive
 from hone.weights.digests.digest import digest_tensors
 from hone.weights.transports.ipc import memory
@@ -29,7 +29,7 @@ def serve(pipe, *devices):
     """One rank: holds the whole weights of the last sync, and apart from them the adapter."""
     have_devices(*devices)
     torch.set_num_threads(1)
-    held: dict[type, dict[str, torch.Tensor]] = {Full: {}, Adapter: {}}
+    held: dict[type, dict[str, torch.Tensor]] = {Full: {}, AdapterTensors: {}}
     while True:
         try:
             offer, rank, token, fault, copy, in_place = pipe.recv()

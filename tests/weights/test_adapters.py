@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from hone.weights.base import Adapter
+from hone.weights.base import AdapterTensors
 from hone.weights.digests.packed import size_of
 from tests.weights.test_transports import MAKE, every_transport, plain, run
 
-PAYLOAD = Adapter("policy", {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["layer"]})
+PAYLOAD = AdapterTensors("policy", {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["layer"]})
 
 
 def adapter():

@@ -8,7 +8,7 @@ from hone.weights.base import WeightSyncError
 from hone.weights.transports.bucketed.channel import Peer
 from hone.weights.transports.ipc import by_rank
 from hone.weights.transports.ipc.needs import boxes_of_ranks, complete
-from hone.weights.transports.ipc.rank_sender import Place
+from hone.weights.transports.ipc.rank_sender import RankLocation
 from tests.weights.layouts import OUTSIDE, LayoutReplica
 from tests.weights.sending import LAYERS, ROWS, Gathered, run, weights_of
 
@@ -274,5 +274,5 @@ def test_a_rank_sends_the_smallest_boxes_around_what_its_receivers_need():
 def test_receivers_that_need_the_same_share_a_sender():
     texts = [to_text({"w": one}) for one in HALVES]
     there = [peer(f"r{number}", 0, text) for number, text in enumerate([texts[0], "", texts[1], texts[0], texts[1]])]
-    places = [Place(True, 0, "", False)] * 3
+    places = [RankLocation(True, 0, "", False)] * 3
     assert list(by_rank.assign(there, places).values()) == [0, 0, 1, 0, 1]

@@ -12,7 +12,7 @@ from hone.weights.digests.digest import digest_tensors
 from hone.weights.digests.packed import size_of
 from hone.weights.transports.bucketed.channel import Peer
 from hone.weights.transports.ipc.by_rank import assign
-from hone.weights.transports.ipc.rank_sender import OpenSender, Place
+from hone.weights.transports.ipc.rank_sender import OpenSender, RankLocation
 from tests.weights.receiving import TOKEN
 from tests.weights.sending import Gathered, Ranks, run, weights_of
 
@@ -230,7 +230,7 @@ def peers(*facts):
 
 
 def places(*devices, here=True):
-    return [Place(here, 0, device, False) for device in devices]
+    return [RankLocation(here, 0, device, False) for device in devices]
 
 
 def test_a_receiver_goes_to_its_device_then_to_one_it_sees_then_to_the_first():

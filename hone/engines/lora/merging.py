@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AdapterLayout:
     """The layout of a weight and of its adapter's matrices."""
 
     turned: bool = False  # the weight is [in, out], for each expert if there are any
@@ -21,7 +21,7 @@ Term = tuple[float, Tensor, Tensor]
 """Scale, A and B."""
 
 
-def merge(weight: Tensor, terms: Sequence[Term], shape: Shape, lengths: Tensor | None = None) -> Tensor:
+def merge(weight: Tensor, terms: Sequence[Term], shape: AdapterLayout, lengths: Tensor | None = None) -> Tensor:
     """The weight with all terms added; with `lengths` [out], each output's row is scaled to its length (DoRA)."""
     total = weight
     for scale, a, b in terms:
@@ -32,7 +32,7 @@ def merge(weight: Tensor, terms: Sequence[Term], shape: Shape, lengths: Tensor |
     return total
 
 
-def _product(a: Tensor, b: Tensor, shape: Shape) -> Tensor:
+def _product(a: Tensor, b: Tensor, shape: AdapterLayout) -> Tensor:
     if shape.experts:
         a = a.reshape(shape.experts, -1, a.shape[-1])  # [E, rank, in]
         b = b.reshape(b.shape[0], -1, shape.experts).permute(2, 0, 1)  # [E, out, rank]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hone.engines.lora.adapter_files import AdapterError, StoredAdapter
-from hone.engines.lora.merging import Shape
+from hone.engines.lora.merging import AdapterLayout
 from hone.engines.lora.targets import Split, Targets, find_targets, stored_targets
 from hone.engines.lora.whole_modules import SCORE_MODULE, Whole, check_mesh, file_names, find_whole, wrap
 from hone.engines.settings import LoraConfig
@@ -44,7 +44,7 @@ class Layer:
     path: str  # of PEFT's layer
     module: Any
     weight: str  # the base weight's name in the state dict
-    shape: Shape
+    shape: AdapterLayout
 
     def tensor(self, adapter: str, part: str) -> str:
         return f"{self.path}.{part}.{adapter}.weight"
@@ -271,7 +271,7 @@ def _found_layers(model: nn.Module) -> Iterator[Layer]:
         depth, inner = 1, module.base_layer
         while isinstance(inner, LoraLayer):
             depth, inner = depth + 1, inner.base_layer
-        name, shape = "weight", Shape(turned=isinstance(inner, Conv1D))
+        name, shape = "weight", AdapterLayout(turned=isinstance(inner, Conv1D))
         if isinstance(module, ParamWrapper):
-            name, shape = module.parameter_name, Shape(not module._did_swap_in_out_features, module.num_experts)
+            name, shape = module.parameter_name, AdapterLayout(not module._did_swap_in_out_features, module.num_experts)
         yield Layer(path, module, f"{path}{'.base_layer' * depth}.{name}", shape)

@@ -2,7 +2,7 @@
 
     with packed(cu_seqlens):            # which tokens belong together, for this forward (and its backward)
         model(input_ids[None], position_ids=position_ids[None])
-             |-- mask functions  -> `packed_mask`: no mask at all, or the layer's `Window`
+             |-- mask functions  -> `packed_mask`: no mask at all, or the layer's `AttentionWindow`
              `-- attention       -> `packed_attention_forward` -> one kernel call per run of equal lengths
 
 Importing this module registers both under the name `PACKED` in transformers' attention and mask registries, so a model
@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class AttentionWindow:
     """Stands in for a mask tensor: tokens see themselves and `size - 1` tokens before, or with `chunks` their chunk."""
 
     size: int
@@ -312,7 +312,7 @@ def packed_attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Window | AnyMask | Tensor | None,
+    attention_mask: AttentionWindow | AnyMask | Tensor | None,
     scaling: float | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
@@ -346,12 +346,12 @@ def packed_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def chunk_of(mask: Window | AnyMask | Tensor | None) -> int | None:
+def chunk_of(mask: AttentionWindow | AnyMask | Tensor | None) -> int | None:
     """The size of the layer's chunks, if it has any."""
-    return mask.size if isinstance(mask, Window) and mask.chunks else None
+    return mask.size if isinstance(mask, AttentionWindow) and mask.chunks else None
 
 
-def window_of(mask: Window | AnyMask | Tensor | None, argument: int | None) -> int | None:
+def window_of(mask: AttentionWindow | AnyMask | Tensor | None, argument: int | None) -> int | None:
     """The layer's window: some architectures say it by their mask, some by an argument, most by both."""
     if isinstance(mask, AnyMask):
         return None
@@ -372,8 +372,8 @@ def packed_mask(
     config: Any = None,
     use_vmap: bool = False,
     **_: Any,
-) -> Window | AnyMask | None:
-    """The mask function that transformers calls: None for causal attention, `Window` for a window or chunks."""
+) -> AttentionWindow | AnyMask | None:
+    """The mask function that transformers calls: None for causal attention, `AttentionWindow` for others."""
     if attention_mask is not None or q_length != kv_length:
         raise NotImplementedError("packed attention has no padding mask and no KV cache: pass neither")
     if use_vmap:
@@ -382,7 +382,7 @@ def packed_mask(
         return AnyMask()
     if local_size is None:
         return None
-    return Window(local_size, chunks=getattr(config, "attention_chunk_size", None) == local_size)
+    return AttentionWindow(local_size, chunks=getattr(config, "attention_chunk_size", None) == local_size)
 
 
 def _without_search(search: SearchFn) -> SearchFn:

@@ -46,7 +46,7 @@ class Reads:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Extent:
     """Extent of a view: for each dimension the one of the whole tensor (or `NEW`), and [start, stop)."""
 
     dims: tuple[tuple[int, int, int], ...]
@@ -54,7 +54,7 @@ class Window:
     dense: bool = False  # whether it has to be contiguous
 
     @classmethod
-    def of(cls, shape: Sequence[int]) -> Window:
+    def of(cls, shape: Sequence[int]) -> Extent:
         return cls(tuple((dim, 0, length) for dim, length in enumerate(shape)))
 
     @property
@@ -67,21 +67,21 @@ class Window:
         ends |= {dim: (index, index + 1) for dim, index in self.fixed}
         return tuple(ends[dim] for dim in sorted(ends))
 
-    def narrow(self, dim: int, start: int, length: int) -> Window:
+    def narrow(self, dim: int, start: int, length: int) -> Extent:
         which, first, _ = self.dims[dim]
         changed = which, first + start, first + start + length
-        return Window((*self.dims[:dim], changed, *self.dims[dim + 1 :]), self.fixed)
+        return Extent((*self.dims[:dim], changed, *self.dims[dim + 1 :]), self.fixed)
 
-    def select(self, dim: int, index: int) -> Window:
+    def select(self, dim: int, index: int) -> Extent:
         which, first, _ = self.dims[dim]
         fixed = self.fixed if which == NEW else (*self.fixed, (which, first + index))
-        return Window((*self.dims[:dim], *self.dims[dim + 1 :]), fixed)
+        return Extent((*self.dims[:dim], *self.dims[dim + 1 :]), fixed)
 
-    def unsqueeze(self, dim: int) -> Window:
-        return Window((*self.dims[:dim], (NEW, 0, 1), *self.dims[dim:]), self.fixed)
+    def unsqueeze(self, dim: int) -> Extent:
+        return Extent((*self.dims[:dim], (NEW, 0, 1), *self.dims[dim:]), self.fixed)
 
-    def permute(self, order: Sequence[int]) -> Window:
-        return Window(tuple(self.dims[dim] for dim in order), self.fixed)
+    def permute(self, order: Sequence[int]) -> Extent:
+        return Extent(tuple(self.dims[dim] for dim in order), self.fixed)
 
 
 class Viewed(Tensor):
@@ -90,11 +90,11 @@ class Viewed(Tensor):
     weight: str  # its name
     part: Tensor
     boxed: Boxed
-    window: Window
+    window: Extent
     reads: Reads
 
     @staticmethod
-    def __new__(cls: type[Viewed], weight: str, part: Tensor, boxed: Boxed, window: Window, reads: Reads) -> Viewed:
+    def __new__(cls: type[Viewed], weight: str, part: Tensor, boxed: Boxed, window: Extent, reads: Reads) -> Viewed:
         strides = (*_strides(boxed.shape), 1)  # the last one is of new dimensions
         mine = _strides(window.shape) if window.dense else tuple(strides[dim] for dim, _, _ in window.dims)
         made: Viewed = Tensor._make_wrapper_subclass(
@@ -103,7 +103,7 @@ class Viewed(Tensor):
         made.weight, made.part, made.boxed, made.window, made.reads = weight, part, boxed, window, reads
         return made
 
-    def through(self, window: Window) -> Viewed:
+    def through(self, window: Extent) -> Viewed:
         """Another view of the same tensor."""
         return Viewed(self.weight, self.part, self.boxed, window, self.reads)
 
@@ -152,7 +152,7 @@ def viewed(name: str, part: Tensor, reads: Reads, boxed: Boxed | None = None) ->
     if tuple(part.shape) != lengths(boxed.box):
         raise OutsideBox(f"{name} came as {list(part.shape)}, expected {list(boxed.box)} of {list(boxed.shape)}")
     reads.shapes[name] = boxed.shape
-    return Viewed(name, part, boxed, Window.of(boxed.shape), reads)
+    return Viewed(name, part, boxed, Extent.of(boxed.shape), reads)
 
 
 def _read(given: Any) -> Any:
@@ -340,4 +340,4 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-__all__ = ["OutsideBox", "Reads", "Viewed", "Window", "viewed"]
+__all__ = ["Extent", "OutsideBox", "Reads", "Viewed", "viewed"]

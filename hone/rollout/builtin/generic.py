@@ -29,8 +29,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hone.models.attention.adapting import adapt, choose_in_current_row
 from hone.models.attention.indexed import AnyMask, Queries, indexers
 from hone.models.attention.packed import (
+    AttentionWindow,
     Scoring,
-    Window,
     chunk_of,
     packed,
     packed_attention_forward,
@@ -145,7 +145,7 @@ def slot_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Window | AnyMask | None,
+    attention_mask: AttentionWindow | AnyMask | None,
     scaling: float | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:

@@ -24,7 +24,7 @@ import hone
 from hone.plugins import packages
 from hone.processes.child import Process, ServerProcess
 from hone.processes.supervisor import FOLDER
-from hone.rollout.servers.shape import Span
+from hone.rollout.servers.shape import ServerMachines
 
 SOCKET = "s"  # its name in the folder; a socket's whole path has to be short
 
@@ -35,7 +35,7 @@ class Site:
 
     folder: Path  # private; `folder/path` holds the packages of hone and its plug-ins, and nothing else
     python: str  # the interpreter that runs hone there; empty: no process is started, because the server runs already
-    span: Span | None = None  # of a server that uses several machines
+    span: ServerMachines | None = None  # of a server that uses several machines
     others: tuple[Site, ...] = ()  # on the server's other machines, which only compute
 
 

@@ -1,4 +1,4 @@
-"""The ranks of one server (`Shape`), and its machines if it uses several (`Span`).
+"""The ranks of one server (`ServerRanks`), and its machines if it uses several (`ServerMachines`).
 
 Each rank needs a device, and receives weights.
 """
@@ -15,7 +15,7 @@ from hone.rollout.settings import RolloutConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ServerRanks:
     """The ranks of a server: tensor x pipeline x data."""
 
     tensor: int
@@ -33,11 +33,11 @@ class Shape:
         return " x ".join([f"rollout.tensor_parallel = {self.tensor}", *others])
 
 
-ShapeFn = Callable[[RolloutConfig], Shape]
+ShapeFn = Callable[[RolloutConfig], ServerRanks]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ServerMachines:
     """The machines of a server that uses several: the first answers requests, the others only compute."""
 
     addresses: tuple[str, ...]  # in the cluster
@@ -49,11 +49,11 @@ class Span:
         return self.number == 0
 
 
-def shape_of(settings: RolloutConfig) -> Shape:
+def shape_of(settings: RolloutConfig) -> ServerRanks:
     """The ranks of one server with these settings. Raises ConfigError for sizes that are none."""
     adapter = ROLLOUT_ENGINES.get(settings.backend)
     find: ShapeFn | None = getattr(adapter, "shape_of", None)
-    return Shape(settings.tensor_parallel) if find is None else find(settings)
+    return ServerRanks(settings.tensor_parallel) if find is None else find(settings)
 
 
 def size_option(engine: Mapping[str, Any], *names: str) -> int:
@@ -69,4 +69,4 @@ def size_option(engine: Mapping[str, Any], *names: str) -> int:
     return 1
 
 
-__all__ = ["Shape", "Span", "shape_of", "size_option"]
+__all__ = ["ServerMachines", "ServerRanks", "shape_of", "size_option"]

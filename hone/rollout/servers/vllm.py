@@ -29,7 +29,7 @@ from hone.rollout.servers.adapter import with_routes
 from hone.rollout.servers.connection import CONTROL_S
 from hone.rollout.servers.engine import EngineDefaults, EngineServer, command_arguments
 from hone.rollout.servers.host import SOCKET, Site
-from hone.rollout.servers.shape import Shape, Span, size_option
+from hone.rollout.servers.shape import ServerMachines, ServerRanks, size_option
 from hone.rollout.servers.vllm_images import features_of
 from hone.rollout.settings import RolloutConfig
 from hone.types import Completion, GenerationRequest, PauseMode, Scored, StopReason
@@ -140,10 +140,10 @@ class VllmServer(EngineServer):
             )
 
     @staticmethod
-    def shape_of(settings: RolloutConfig) -> Shape:
+    def shape_of(settings: RolloutConfig) -> ServerRanks:
         """The ranks of one server. Raises ConfigError for sizes that are none."""
         sizes = (size_option(settings.engine, f"{name}_parallel_size") for name in ("pipeline", "data"))
-        return Shape(settings.tensor_parallel, *sizes)
+        return ServerRanks(settings.tensor_parallel, *sizes)
 
     @classmethod
     def why_one_machine(cls, settings: RolloutConfig) -> str:
@@ -333,7 +333,7 @@ class VllmServer(EngineServer):
         await self.connection.post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
 
 
-def check_fits(shape: Shape, config: Any, options: Mapping[str, Any], model: str) -> None:
+def check_fits(shape: ServerRanks, config: Any, options: Mapping[str, Any], model: str) -> None:
     """Raise ConfigError for what vLLM cannot compute with a model of this transformers configuration."""
     if shape.data > 1 and not expert_count(config):
         raise ConfigError(
@@ -454,7 +454,7 @@ def _read_receipts(name: str, replies: list[dict[str, Any]]) -> list[WeightRecei
     return [WeightReceipt(name, **{key: reply[key] for key in wanted}) for reply in replies]
 
 
-def spread_options(span: Span) -> dict[str, Any]:
+def spread_options(span: ServerMachines) -> dict[str, Any]:
     """Return the options of vLLM on one of several machines; those after the first have workers only."""
     return {
         "distributed_executor_backend": "mp",

@@ -13,7 +13,7 @@ from typing import Any
 
 from hone.config import ConfigError
 from hone.machine import MEMINFO
-from hone.planner.calibrated import Shape, Work, costs_from, shape_of
+from hone.planner.calibrated import TimedShape, Work, costs_from, shape_of
 from hone.planner.costs import Costs
 from hone.planner.lengths import Lengths as LengthsOfAnswers
 from hone.planner.lengths import parse_lengths
@@ -22,8 +22,8 @@ from hone.planner.roofline import Load, Pass, costs_of, forward_operations
 from hone.planner.simulation import Outcome, Setting, simulate
 from hone.schedule.settings import AsynchronyConfig
 from hone.trainers.forecast.setup import (
+    DevicePlacement,
     Models,
-    Placement,
     cache_size,
     not_counted,
     setup_of,
@@ -55,7 +55,7 @@ class Rates:
 class Forecast:
     """Memory of the device that needs most, in bytes, and time of a step, in seconds, before a run is launched."""
 
-    placement: Placement
+    placement: DevicePlacement
     setup: Setup
     phases: Sequence[Phase]
     rates: Rates
@@ -128,7 +128,7 @@ class Given:
     base: int = 0  # bytes of the process before it loads anything
 
 
-def forecast(config: Any, sizes: Sizes, placement: Placement, given: Given | None = None) -> Forecast:
+def forecast(config: Any, sizes: Sizes, placement: DevicePlacement, given: Given | None = None) -> Forecast:
     """Predict a run. Raises ConfigError for settings that do not fit the devices."""
     given = given or Given()
     setup = checked_setup(config, sizes, placement, given)
@@ -161,7 +161,7 @@ def forecast(config: Any, sizes: Sizes, placement: Placement, given: Given | Non
     )
 
 
-def checked_setup(config: Any, sizes: Sizes, placement: Placement, given: Given) -> Setup:
+def checked_setup(config: Any, sizes: Sizes, placement: DevicePlacement, given: Given) -> Setup:
     """Everything on a device. Raises ConfigError for a mesh that does not fit the ranks."""
     try:
         return setup_of(config, sizes, placement, given.base)
@@ -169,7 +169,7 @@ def checked_setup(config: Any, sizes: Sizes, placement: Placement, given: Given)
         raise ConfigError(str(error)) from error
 
 
-def least_seconds(config: Any, sizes: Sizes, placement: Placement, given: Given) -> float:
+def least_seconds(config: Any, sizes: Sizes, placement: DevicePlacement, given: Given) -> float:
     """The shortest time of a step, without waiting: of generation and training the sum, or ahead the larger."""
     costs = (given.rates or rates_of(config, sizes, placement)).costs
     training = costs.train_step_s + costs.train_token_s * step_tokens(config, sizes.lengths) / placement.trainer
@@ -224,7 +224,7 @@ def total_steps(config: Any, lengths: Lengths) -> int:
     return max(math.ceil(passes * lengths.rows / per_step), 1)
 
 
-def rates_of(config: Any, sizes: Sizes, placement: Placement) -> Rates:
+def rates_of(config: Any, sizes: Sizes, placement: DevicePlacement) -> Rates:
     """Costs from the facts of the device: from timings of the models' shapes, if it has them."""
     passes = Models(config, sizes, placement).passes()
     rl = isinstance(config, PolicyRunConfig)
@@ -241,7 +241,7 @@ def rates_of(config: Any, sizes: Sizes, placement: Placement) -> Rates:
             microbatches=policy.microbatches * (config.update.minibatches if rl else 1),
             updates=updates,
         )
-        shapes = [Shape.read(facts, config.kind) for facts in known if facts is not None]
+        shapes = [TimedShape.read(facts, config.kind) for facts in known if facts is not None]
         found = costs_from(shapes, [(one.role, one.forwards, one.epochs) for one in passes], work)
         costs = replace(found.costs, train_token_s=found.costs.train_token_s * shared)
         return Rates(costs, found.forward_share, CALIBRATED, found.rest_s)
@@ -272,7 +272,7 @@ def _parts(passes: Sequence[Pass], rl: bool) -> list[set[str]]:
     return needed
 
 
-def rows_of(config: PolicyRunConfig, sizes: Sizes, placement: Placement) -> int:
+def rows_of(config: PolicyRunConfig, sizes: Sizes, placement: DevicePlacement) -> int:
     """Answers that a server writes at a time."""
     if config.rollout.backend == "builtin":
         rows, _ = cache_size(config, sizes.lengths)
@@ -281,7 +281,7 @@ def rows_of(config: PolicyRunConfig, sizes: Sizes, placement: Placement) -> int:
 
 
 def setting_of(
-    config: PolicyRunConfig, sizes: Sizes, placement: Placement, costs: Costs, answers: LengthsOfAnswers | None
+    config: PolicyRunConfig, sizes: Sizes, placement: DevicePlacement, costs: Costs, answers: LengthsOfAnswers | None
 ) -> Setting:
     """The run as the simulation takes it."""
     asynchrony = config.asynchrony or AsynchronyConfig()

@@ -37,7 +37,7 @@ ROLLOUT = "rollout"
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class DevicePlacement:
     """Devices of the trainer and of the servers."""
 
     machine: Machine
@@ -53,7 +53,7 @@ class Placement:
         return max(self.trainer, served) if self.shared else self.trainer + served
 
 
-def placement_of(config: Any, machine: Machine) -> Placement:
+def placement_of(config: Any, machine: Machine) -> DevicePlacement:
     """Place a run as its settings do; a run in one process takes the whole `machine` where it has several devices.
 
     Raises ConfigError for a model that a service holds.
@@ -67,7 +67,7 @@ def placement_of(config: Any, machine: Machine) -> Placement:
     if not ray and (machine.is_cpu or world > 1):
         trainer = world
     if not rl:
-        return Placement(machine, trainer)
+        return DevicePlacement(machine, trainer)
     pools = runtime.pools if ray else {}
     served = next((pool for name, pool in pools.items() if ROLLOUT in pool.members(name)), None)
     apart = served is not None or (is_asynchronous(config) and not machine.is_cpu and has_servers(config.rollout))
@@ -75,7 +75,7 @@ def placement_of(config: Any, machine: Machine) -> Placement:
     replicas = config.rollout.replicas
     if not ray and not apart and machine.total > 1:
         replicas = max(machine.total // size, 1)
-    return Placement(machine, trainer, replicas, size, shared=not apart)
+    return DevicePlacement(machine, trainer, replicas, size, shared=not apart)
 
 
 def layout_of(engine: EngineConfig, ranks: int) -> Layout:
@@ -106,7 +106,7 @@ def moments_of(optimizer: OptimizerConfig) -> float:
 class Models:
     """The roles of a run on its devices."""
 
-    def __init__(self, config: Any, sizes: Sizes, placement: Placement) -> None:
+    def __init__(self, config: Any, sizes: Sizes, placement: DevicePlacement) -> None:
         self._config = config
         self._sizes = sizes
         self._placement = placement
@@ -226,7 +226,7 @@ def _shared(config: Any, lengths: Lengths, counted: float) -> float:
     return (lengths.prompt + together * lengths.response) / (together * max(lengths.sequence, 1.0))
 
 
-def serving_of(config: PolicyRunConfig, sizes: Sizes, placement: Placement) -> Serving:
+def serving_of(config: PolicyRunConfig, sizes: Sizes, placement: DevicePlacement) -> Serving:
     """The rollout engine on a device."""
     rollout, anatomy = config.rollout, sizes.models[POLICY]
     asks = rollout.sleep_while_training
@@ -261,7 +261,7 @@ def cache_size(config: PolicyRunConfig, lengths: Lengths) -> tuple[int, int]:
     return max(min(settings.slots, asked, settings.kv_cache_tokens // columns), 1), columns
 
 
-def setup_of(config: Any, sizes: Sizes, placement: Placement, base: int = 0) -> Setup:
+def setup_of(config: Any, sizes: Sizes, placement: DevicePlacement, base: int = 0) -> Setup:
     """Everything on a device of the trainer. A server in a process of its own on a CPU is another process."""
     passes = Models(config, sizes, placement).passes()
     serving = None
@@ -299,8 +299,8 @@ def not_counted(config: Any) -> list[str]:
 
 
 __all__ = [
+    "DevicePlacement",
     "Models",
-    "Placement",
     "cache_size",
     "layout_of",
     "microbatch_tokens",

@@ -17,7 +17,7 @@ from hone.data.rendering import Renderer
 from hone.data.stream import PromptStream
 from hone.models.settings import ModelConfig
 from hone.schedule.journal import JOURNAL, Journal, read_journal
-from hone.schedule.replay import Plan
+from hone.schedule.replay import RecordedRun
 from hone.schedule.settings import AsynchronyConfig
 from hone.schedule.window import Window
 from hone.trainers.policy.annotators import (
@@ -141,12 +141,12 @@ class PolicyAssembly:
             return ReferenceLogprobs(self._reference_role(), self._algorithm.reference_needs)
         return self._teachers() if stage == "distillation" else self._process_rewards()
 
-    def _plan(self) -> Plan | None:
+    def _plan(self) -> RecordedRun | None:
         """The record that this run repeats, whose versions stay in memory as long as it needs them."""
         path = self._context.control.replay
         if path is None:
             return None
-        plan = Plan(path, list(read_journal(path)))
+        plan = RecordedRun(path, list(read_journal(path)))
         if plan.last_step < self._config.run.total_steps:
             self._context.tracking.message(f"{path} ends with step {plan.last_step}; later steps are not a replay")
         self._generation.rollout.keep_while(plan.needs)

@@ -23,7 +23,7 @@ import aiohttp
 
 from hone.processes.child import Process, ServerFailed
 from hone.rollout.servers.host import Launch, Site
-from hone.rollout.servers.shape import Span
+from hone.rollout.servers.shape import ServerMachines
 from hone.runtime.base import ServerDevices
 from hone.workers.hosts.cluster import ClusterHost
 
@@ -62,7 +62,7 @@ class SpanningHost:
             await self.close()
             raise
         addresses, port = tuple(address for address, _ in places), places[0][1]
-        first, *others = [replace(site, span=Span(addresses, n, port)) for n, site in enumerate(sites)]
+        first, *others = [replace(site, span=ServerMachines(addresses, n, port)) for n, site in enumerate(sites)]
         return replace(first, others=tuple(others))
 
     def process(self, name: str, launches: Sequence[Launch], log: Path) -> Process:

@@ -39,7 +39,7 @@ from hone.rollout.base import WeightReceipt
 from hone.rollout.builtin.engine import BuiltinEngine
 from hone.rollout.settings import BuiltinSettings
 from hone.types import GenerationRequest, PauseMode, PromptTooLong, SamplingParams
-from hone.weights.base import Adapter
+from hone.weights.base import AdapterTensors
 from hone.weights.delivery import receive
 from hone.weights.digests.digest import digest_tensors
 from hone.weights.digests.packed import size_of
@@ -142,7 +142,7 @@ class EngineApp:
     async def _receive_weights(self, body: Body) -> dict[str, Any]:
         """Connect to the sender and copy its tensors; the receipt has the checksum of the weights now served."""
         with receive(body["offer"], 0, self._token, copy=False, targets=self._engine.weights()) as delivery:
-            if isinstance(delivery.payload, Adapter):
+            if isinstance(delivery.payload, AdapterTensors):
                 config = delivery.payload.config
                 loaded = await self._engine.update_adapter(delivery, config, delivery.version)
             else:

@@ -48,7 +48,7 @@ from vllm.v1.sample import rejection_sampler
 from hone.models.checkpoint_names import as_in_files
 from hone.processes.guard import App, TokenGuard, same_token
 from hone.processes.supervisor import FOLDER, die_with_parent
-from hone.weights.base import Adapter, WeightSyncError
+from hone.weights.base import AdapterTensors, WeightSyncError
 from hone.weights.delivery import receive
 from hone.weights.wants import Wants, watched
 from hone.workers.inside.receiving import (
@@ -169,7 +169,7 @@ class HoneTransferEngine(WeightTransferEngine[HoneInit, HoneUpdate]):  # type: i
         if self.parallel_config.enable_eplb:  # experts move between ranks, so no rank needs the same ones twice
             self._wants.forget()
         with self._wants.learning(offer, rank, variable(TOKEN_VARIABLE)) as (delivery, reads):
-            if isinstance(delivery.payload, Adapter):
+            if isinstance(delivery.payload, AdapterTensors):
                 raise WeightSyncError("an adapter was offered where whole weights are taken in")
             names: list[str] = []
             try:
@@ -308,7 +308,7 @@ class HoneWorker:
         """Receive a LoRA adapter; the first worker writes it to `folder`, from where vLLM loads it."""
         try:
             with receive(offer, self.rank, variable(TOKEN_VARIABLE)) as delivery:
-                if not isinstance(delivery.payload, Adapter):
+                if not isinstance(delivery.payload, AdapterTensors):
                     raise WeightSyncError("whole weights were offered where an adapter is taken in")
                 tensors = {name: tensor.cpu().contiguous() for name, tensor in delivery}
                 if self.rank == 0:

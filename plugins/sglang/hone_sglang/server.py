@@ -34,7 +34,7 @@ from hone.rollout.servers.adapter import AGAIN_S, with_routes
 from hone.rollout.servers.connection import CONTROL_S
 from hone.rollout.servers.engine import EngineDefaults, EngineServer, command_arguments
 from hone.rollout.servers.host import SOCKET, Site
-from hone.rollout.servers.shape import Span, size_option
+from hone.rollout.servers.shape import ServerMachines, size_option
 from hone.rollout.settings import RolloutConfig
 from hone.types import Completion, GenerationRequest, PauseMode, SamplingParams, Scored, StopReason
 
@@ -397,7 +397,7 @@ def _read_receipts(name: str, message: str) -> tuple[list[WeightReceipt], set[st
     return found, set(receipts[0]["adapters"])
 
 
-def spread_options(span: Span) -> dict[str, Any]:
+def spread_options(span: ServerMachines) -> dict[str, Any]:
     """Return the options of SGLang on one of several machines; those after the first have schedulers only."""
     return {
         "nnodes": len(span.addresses),

@@ -5,7 +5,7 @@ import torch
 
 from hone.rollout.adapters import AdapterKind
 from hone.types import GenerationRequest, SamplingParams
-from hone.weights.base import Adapter, WeightSyncError
+from hone.weights.base import AdapterTensors, WeightSyncError
 from hone_sglang.server import ADAPTABLE, ADAPTED
 from tests.rollout.peft_adapters import adapt
 from tests.rollout.servers.test_adapters import LINEAR, PROMPTS
@@ -33,7 +33,7 @@ KINDS = {
 def test_what_sglang_would_scale_or_fuse_wrongly_is_computed_rightly(name, server, base, push, finish, gap):
     policy, tensors, config = adapt(base(), 5, **KINDS[name])
     push(server, list(base().state_dict().items()), 1)
-    push(server, list(tensors.items()), 2, Adapter("policy", config))
+    push(server, list(tensors.items()), 2, AdapterTensors("policy", config))
     completion = finish(
         server.generate(GenerationRequest("r", PROMPTS[0], SamplingParams(12, ignore_eos=True, seed=1)))
     )
@@ -52,7 +52,7 @@ def test_sglang_computes_adapters_of_other_families(kind, real_adapter, runner, 
     try:
         push(server, list(tiny(kind).state_dict().items()), 1)
         policy, tensors, config = adapt(tiny(kind), 3, target_modules=list(ADAPTABLE))
-        push(server, list(tensors.items()), 2, Adapter("policy", config))
+        push(server, list(tensors.items()), 2, AdapterTensors("policy", config))
         completion = finish(
             server.generate(GenerationRequest("r", PROMPTS[0], SamplingParams(12, ignore_eos=True, seed=1)))
         )
@@ -96,10 +96,10 @@ def test_sglang_is_given_no_adapter_that_it_would_drop_or_die_of(
     push(server, whole, 1)
     policy, tensors, config = adapt(base(), 5, target_modules=["o_proj"])
     with pytest.raises(WeightSyncError, match=message):
-        push(server, list(change(tensors).items()), 2, Adapter("policy", {**config, **entries}))
+        push(server, list(change(tensors).items()), 2, AdapterTensors("policy", {**config, **entries}))
     with pytest.raises(RuntimeError, match=r"cannot generate: .*update_weights"):
         finish(server.generate(GenerationRequest("r", PROMPTS[0], SamplingParams(4))))
     push(server, whole, 3)
-    push(server, list(tensors.items()), 4, Adapter("policy", config))
+    push(server, list(tensors.items()), 4, AdapterTensors("policy", config))
     completion = finish(server.generate(GenerationRequest("r", PROMPTS[0], SamplingParams(8, ignore_eos=True, seed=1))))
     assert gap(policy, PROMPTS[0], completion) < 1e-4

@@ -9,7 +9,7 @@ from hone.config import ConfigError
 from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.adapters import AdapterFiles, AdapterKind
 from hone.types import GenerationRequest, SamplingParams
-from hone.weights.base import Adapter
+from hone.weights.base import AdapterTensors
 from tests.rollout.conftest import REAL, REAL_ENGINES
 from tests.rollout.peft_adapters import adapt
 from tests.rollout.syncing import sync_to
@@ -77,7 +77,7 @@ def test_each_request_is_answered_by_the_adapter_that_it_names(backend, server, 
     check(base(), 1)
     for version, seed in ((2, 7), (3, 8)):  # the policy's adapter comes and changes; the others stay
         policy, tensors, config = adapt(base(), seed, target_modules=LINEAR)
-        push(server, list(tensors.items()), version, Adapter("policy", config))
+        push(server, list(tensors.items()), version, AdapterTensors("policy", config))
         check(policy, version)
     push(server, list(base().state_dict().items()), 4)
     check(base(), 4)
@@ -89,7 +89,7 @@ def test_running_requests_go_on_with_the_new_adapter(server, base, push, finish,
     """Also in the middle of a sequence, whose KV of the old adapter is dropped."""
     push(server, list(base().state_dict().items()), 0)
     first, tensors, config = adapt(base(), 1, target_modules=LINEAR)
-    push(server, list(tensors.items()), 1, Adapter("policy", config))
+    push(server, list(tensors.items()), 1, AdapterTensors("policy", config))
     policy, tensors, config = adapt(base(), 2, target_modules=LINEAR)
     over = asyncio.Event()
 
@@ -103,7 +103,7 @@ def test_running_requests_go_on_with_the_new_adapter(server, base, push, finish,
     async def story():
         running = [asyncio.create_task(ask(number)) for number in range(4)]
         await asyncio.sleep(0.1)
-        await sync_to(server, list(tensors.items()), 2, Adapter("policy", config))
+        await sync_to(server, list(tensors.items()), 2, AdapterTensors("policy", config))
         over.set()
         return [one for found in await asyncio.gather(*running) for one in found]
 

@@ -15,7 +15,7 @@ from hone.rollout import ROLLOUT_ENGINES
 from hone.rollout.base import ReplicaLost, ServerSpec
 from hone.rollout.servers.engine import command_arguments
 from hone.rollout.servers.host import Site
-from hone.rollout.servers.shape import Span
+from hone.rollout.servers.shape import ServerMachines
 from hone.rollout.servers.vllm import head_size
 from hone.rollout.settings import RolloutConfig
 from hone.types import GenerationRequest, SamplingParams
@@ -228,7 +228,7 @@ def test_every_rank_of_vllm_receives_weights(adapter_of, tiny, tmp_path):
 def test_vllm_on_several_machines_has_workers_only_on_all_but_the_first(adapter_of):
     server = adapter_of("vllm", tensor_parallel=2)
     machines = "10.0.0.1", "10.0.0.2"
-    launched = [server._launch(Site(Path("folder"), "python", Span(machines, n, 7000))) for n in range(2)]
+    launched = [server._launch(Site(Path("folder"), "python", ServerMachines(machines, n, 7000))) for n in range(2)]
     for number, (arguments, environment) in enumerate(launched):
         assert {"--nnodes=2", f"--node-rank={number}", "--master-addr=10.0.0.1", "--master-port=7000"} <= {*arguments}
         assert "--distributed-executor-backend=mp" in arguments

@@ -10,7 +10,7 @@ import torch
 
 from hone.rollout.base import ReplicaLost
 from hone.types import GenerationRequest, SamplingParams
-from hone.weights.base import Adapter, WeightSyncError
+from hone.weights.base import AdapterTensors, WeightSyncError
 from tests.rollout.conftest import REAL, REAL_ENGINES
 from tests.rollout.receipts import served_digest
 
@@ -94,7 +94,7 @@ def test_a_tensor_that_is_not_sent_is_named_by_each_rank(pair, models, push):
 def test_an_adapter_changes_what_is_sampled_to_what_merging_gives(pair, models, push, sample, gap):
     for version, seed in ((5, 0), (6, 1)):  # the second takes the place of the first, under the same name
         tensors = adapter(models[0], seed)
-        receipts = push(pair, list(tensors.items()), version, Adapter("policy", CONFIG))
+        receipts = push(pair, list(tensors.items()), version, AdapterTensors("policy", CONFIG))
         assert [receipt.digest for receipt in receipts] == [served_digest(tensors.items())] * 2
         assert pair.weight_version == version
         model = merged(models[0], tensors)
@@ -105,19 +105,19 @@ def test_an_adapter_changes_what_is_sampled_to_what_merging_gives(pair, models, 
 
 
 def test_whole_weights_take_the_place_of_an_adapter(pair, models, push, sample, gap):
-    push(pair, list(adapter(models[0], 0).items()), 7, Adapter("policy", CONFIG))
+    push(pair, list(adapter(models[0], 0).items()), 7, AdapterTensors("policy", CONFIG))
     push(pair, list(models[1].state_dict().items()), 8)
     assert gap(models[1], PROMPTS[0], sample(pair, PROMPTS)[0]) < 1e-4
 
 
 def test_an_adapter_that_is_bound_to_nothing_is_refused(pair, models, push, sample):
     with pytest.raises(WeightSyncError, match=r"worker 0: .*layers\.9.* model.*worker 1: "):
-        push(pair, list(adapter(models[0], 0, layer=9).items()), 9, Adapter("lost", CONFIG))
+        push(pair, list(adapter(models[0], 0, layer=9).items()), 9, AdapterTensors("lost", CONFIG))
     assert pair.weight_version == -1
     with pytest.raises(RuntimeError, match="update_weights"):
         sample(pair, PROMPTS)
     push(pair, list(models[0].state_dict().items()), 10)
-    push(pair, list(adapter(models[0], 0).items()), 11, Adapter("policy", CONFIG))
+    push(pair, list(adapter(models[0], 0).items()), 11, AdapterTensors("policy", CONFIG))
     assert pair.weight_version == 11
 
 
@@ -127,7 +127,7 @@ def test_an_adapter_that_is_too_large_is_refused(pair, models, push, sample, gap
         for name, tensor in adapter(models[0], 0).items()
     }
     with pytest.raises(WeightSyncError, match=r"worker 0: .*rank 16.*worker 1: "):
-        push(pair, list(tensors.items()), 9, Adapter("wide", {**CONFIG, "r": 16}))
+        push(pair, list(tensors.items()), 9, AdapterTensors("wide", {**CONFIG, "r": 16}))
     push(pair, list(models[1].state_dict().items()), 10)
     assert gap(models[1], PROMPTS[0], sample(pair, PROMPTS)[0]) < 1e-4
 
@@ -135,7 +135,7 @@ def test_an_adapter_that_is_too_large_is_refused(pair, models, push, sample, gap
 def test_an_adapter_needs_whole_weights_first(pair, models, push, finish):
     finish(pair.stop("a test says so"))
     with pytest.raises(WeightSyncError, match="whole weights come before an adapter"):
-        push(pair, list(adapter(models[0], 0).items()), 10, Adapter("policy", CONFIG))
+        push(pair, list(adapter(models[0], 0).items()), 10, AdapterTensors("policy", CONFIG))
 
 
 def test_a_dead_worker_is_noticed_within_seconds_and_nothing_is_left(pair, finish):

@@ -25,7 +25,7 @@ from hone.weights.transports.bucketed.channel import Peer
 from hone.weights.transports.bucketed.wire import encode, lock, rank_token
 from hone.weights.transports.ipc.engine import IpcEngine
 from hone.weights.transports.ipc.needs import boxes_of_ranks, wanted
-from hone.weights.transports.ipc.rank_sender import Locate, OpenSender, Place, SendStream, machine
+from hone.weights.transports.ipc.rank_sender import Locate, OpenSender, RankLocation, SendStream, machine
 
 COMPARED = ("digest", "tensors", "bytes")  # equal in what ranks sent that sent the same boxes
 
@@ -46,13 +46,13 @@ class ByRankEngine(IpcEngine):
         if isinstance(weights, RankWeights):
             assert self._folder is not None
             found = await asyncio.to_thread(weights.order, Locate(machine(), str(self._folder.path)))
-            places = [Place(**one) for one in found]
+            places = [RankLocation(**one) for one in found]
             if any(_can_send(place) for place in places):
                 return await self._send_by_rank(weights, places, version)
         await super().init_process_group()
         return await super().send_weights(weights, version)
 
-    async def _send_by_rank(self, weights: RankWeights, places: Sequence[Place], version: int) -> Sent:
+    async def _send_by_rank(self, weights: RankWeights, places: Sequence[RankLocation], version: int) -> Sent:
         channel = self.channel
         texts = wanted(channel)
         if not texts:  # all are lost, and nothing has begun
@@ -71,7 +71,7 @@ class ByRankEngine(IpcEngine):
         return _together(sent, order.boxes, chosen, channel.lost())
 
     def _opening(
-        self, chosen: Mapping[Peer, int], places: Sequence[Place], version: int, boxes: tuple[str, ...]
+        self, chosen: Mapping[Peer, int], places: Sequence[RankLocation], version: int, boxes: tuple[str, ...]
     ) -> OpenSender:
         assert self._folder is not None
         return OpenSender(
@@ -103,7 +103,7 @@ class ByRankEngine(IpcEngine):
         await super().finalize()
 
 
-def assign(peers: Sequence[Peer], places: Sequence[Place]) -> dict[Peer, int]:
+def assign(peers: Sequence[Peer], places: Sequence[RankLocation]) -> dict[Peer, int]:
     """Choose each receiver's sender: the rank on its device, else one whose device it sees, else any.
 
     Of several, the one with the fewest receivers; receivers with the best match choose first. Receivers on no rank's
@@ -133,7 +133,7 @@ def assign(peers: Sequence[Peer], places: Sequence[Place]) -> dict[Peer, int]:
     return chosen
 
 
-def _can_send(place: Place) -> bool:
+def _can_send(place: RankLocation) -> bool:
     return place.here and place.process != os.getpid()
 
 

@@ -37,7 +37,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Locate:
-    """Answer with a `Place`, as a dict."""
+    """Answer with a `RankLocation`, as a dict."""
 
     machine: str  # the driver's
     folder: str  # the driver's folder for sockets
@@ -71,7 +71,7 @@ Needs = tuple[str | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankLocation:
     """Location of a rank."""
 
     here: bool  # on the driver's machine, and it sees the driver's folder
@@ -99,7 +99,7 @@ class RankSender:
         """Carry out an order, on the thread of the worker; `stream` begins to gather what the ranks need."""
         if isinstance(order, Locate):
             here = order.machine == machine() and not is_free(Path(order.folder))
-            return asdict(Place(here, os.getpid(), own_device(), shares_memory()))
+            return asdict(RankLocation(here, os.getpid(), own_device(), shares_memory()))
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         if isinstance(order, OpenSender):

@@ -42,7 +42,7 @@ from hone.models.checkpoint_names import as_in_files
 from hone.models.parts.views import Reads
 from hone.processes.guard import App, Receive, Scope, Send, TokenGuard, same_token
 from hone.processes.supervisor import die_with_parent
-from hone.weights.base import Adapter, WeightSyncError
+from hone.weights.base import AdapterTensors, WeightSyncError
 from hone.weights.wants import Wants, watched
 from hone.workers.inside.receiving import (
     TOKEN_VARIABLE,
@@ -216,7 +216,7 @@ def update_weights_from_offer(updater: WeightUpdater, request: Any) -> tuple[boo
 def _take_in(updater: WeightUpdater, offer: Mapping[str, Any], rank: int) -> dict[str, Any]:
     adapters = updater.get_model_runner().lora_manager if get_lora().enable_lora else None
     with WANTS.learning(offer, rank, variable(TOKEN_VARIABLE)) as (delivery, reads):
-        if isinstance(delivery.payload, Adapter):
+        if isinstance(delivery.payload, AdapterTensors):
             take(adapters, delivery.payload.name, dict(delivery), delivery.payload.config)
         else:
             _take_in_whole(updater, watched(delivery, reads), reads)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hone.weights.base import Adapter, WeightSyncError
+from hone.weights.base import AdapterTensors, WeightSyncError
 from tests.rollout.receipts import served_digest
 from tests.rollout.servers.test_pair import CONFIG, PROMPTS, adapter, merged
 
@@ -47,7 +47,7 @@ def test_an_adapter_on_the_layers_of_all_stages_gives_what_merging_gives(staged,
     push(staged, tensors(models[0]), 5)
     for version, seed in ((6, 0), (7, 1)):
         given = adapter(models[0], seed)
-        receipts = push(staged, list(given.items()), version, Adapter("policy", CONFIG))
+        receipts = push(staged, list(given.items()), version, AdapterTensors("policy", CONFIG))
         assert [receipt.digest for receipt in receipts] == [served_digest(given.items())] * 2
         for prompt, completion in zip(PROMPTS, sample(staged, PROMPTS), strict=True):
             assert gap(merged(models[0], given), prompt, completion) < 1e-4
@@ -57,4 +57,4 @@ def test_an_adapter_on_the_layers_of_all_stages_gives_what_merging_gives(staged,
 def test_an_adapter_on_a_layer_that_no_stage_has_is_refused(staged, models, push):
     push(staged, tensors(models[0]), 8)
     with pytest.raises(WeightSyncError, match=r"layers\.9.* not in the model"):
-        push(staged, list(adapter(models[0], 0, layer=9).items()), 9, Adapter("policy", CONFIG))
+        push(staged, list(adapter(models[0], 0, layer=9).items()), 9, AdapterTensors("policy", CONFIG))
