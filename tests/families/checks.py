@@ -23,7 +23,7 @@ from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig
 from hone.engines.settings import EngineConfig, LoraConfig, OptimizerConfig
 from hone.models.errors import ModelError
 from hone.models.loading import DTYPES
-from hone.models.settings import ModelConfig
+from hone.models.settings import FourBitConfig, ModelConfig
 from hone.models.value_head import VALUE_HEAD_FILE
 from hone.processes.child import ServerFailed
 from hone.rollout.base import Generating, ServerSpec
@@ -305,7 +305,16 @@ async def _serve_and_compare(folder: Path, dtype: str) -> None:
 
 def lora(folder: Path) -> None:
     """An adapter learns beside a base that stays; merged, the weights give the adapter's log-probs."""
-    engine = make_engine(folder, lora=LoraConfig(rank=4))
+    _adapter(folder, LoraConfig(rank=4))
+
+
+def qlora(folder: Path) -> None:
+    """The same with a base in 4 bits, whose dequantised weights are merged."""
+    _adapter(folder, LoraConfig(rank=4, quantise=FourBitConfig()))
+
+
+def _adapter(folder: Path, config: LoraConfig) -> None:
+    engine = make_engine(folder, lora=config)
     batch = make_batch(0)
     base = engine.infer_batch(batch).logprobs
     for _ in range(3):

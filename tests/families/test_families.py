@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.families.families import FAMILIES
+from tests.families import checks
+from tests.families.families import FAMILIES, save
 from tests.families.table import BEGIN, CHEAP, COLUMNS, END, PAGE, applies, read, run_cell, table
 
 QUICK = {
@@ -24,6 +25,20 @@ QUICK = {
 )
 def test_a_cell_is_as_the_page_says(name, column):
     assert run_cell(FAMILIES[name], column) == read()[name][column]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("Nemotron-H", marks=pytest.mark.ci),
+        *("Qwen3.5", "Qwen3.5-MoE", "Qwen3-Next", "Kimi-Linear", "LFM2", "Granite 4", "Falcon-H1", "Jamba"),
+        "OLMo-Hybrid",
+    ],
+)
+def test_an_adapter_learns_beside_layers_with_a_state_in_4_bits(name, tmp_path):
+    checks.qlora(save(FAMILIES[name], tmp_path / "model"))
 
 
 def test_the_page_has_the_table_of_the_kept_cells():

@@ -58,6 +58,11 @@ def obstacle(config: PreTrainedConfig, cls: type[PreTrainedModel] | None = None)
     return next((_of_kind(one) for one in _layer_kinds(config) if one not in _KNOWN), "")
 
 
+def carries_state(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration names layers that carry a state from token to token."""
+    return not set(STATES).isdisjoint(_layer_kinds(config))
+
+
 def _layer_kinds(config: PreTrainedConfig) -> list[str]:
     return list(getattr(config.get_text_config(), "layer_types", None) or [])
 

@@ -90,7 +90,8 @@ class EngineServer(RolloutServer):
     def __init__(self, spec: ServerSpec) -> None:
         whole = model_config(spec)
         self._config = whole.get_text_config()
-        self._options = self.defaults.engine_options(spec, self._adapter_options(spec, self._config))
+        needed = self._adapter_options(spec, self._config) | self._model_options(self._config)
+        self._options = self.defaults.engine_options(spec, needed)
         self._python = environment_python(spec.settings.backend, spec.settings.python, self.how_to_install)
         has_tokenizer = not self._options.get("skip_tokenizer_init", False)
         super().__init__(spec, whole, dtype_of(self._options["dtype"]), has_tokenizer)
@@ -103,6 +104,11 @@ class EngineServer(RolloutServer):
         """
         if spec.adapters:
             raise ConfigError(f"rollout.backend={spec.settings.backend} serves the policy only, and no other adapters")
+        return {}
+
+    @classmethod
+    def _model_options(cls, config: Any) -> dict[str, Any]:
+        """Options that the engine needs for a model of this configuration."""
         return {}
 
     @classmethod

@@ -19,6 +19,7 @@ from typing import Any
 
 from hone.config import ConfigError
 from hone.data.routes import routes_of_text
+from hone.models.attention.support import carries_state
 from hone.models.routing import expert_count
 from hone.models.vision.model import sees_images
 from hone.platforms.base import current_platform
@@ -195,6 +196,13 @@ class VllmServer(EngineServer):
         # On a CPU, vLLM's kernels compute requests without an adapter with the last adapter slot
         # (vllm/lora/ops/torch_ops/lora_ops.py, index -1), so that slot stays empty if a batch can mix the two.
         return {"enable_lora": True, "max_lora_rank": room, "max_loras": len(every) + bool(spec.adapters)}
+
+    @classmethod
+    def _model_options(cls, config: Any) -> dict[str, Any]:
+        """Options for layers with a state on a CPU: vLLM caches prefixes of states with chunked prefill only."""
+        if current_platform().device == "cpu" and carries_state(config):
+            return {"enable_prefix_caching": False}
+        return {}
 
     async def start(self) -> None:
         """Start the server. A frozen model starts with the weights of its folder, as version 0."""

@@ -19,6 +19,7 @@ from hone.rollout.servers.shape import ServerMachines
 from hone.rollout.servers.vllm import head_size
 from hone.rollout.settings import RolloutConfig
 from hone.types import GenerationRequest, SamplingParams
+from tests.families.types import tiny_config
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,12 @@ def test_vllm_on_a_cpu_refuses_head_sizes_that_its_attention_lacks(adapter_of, t
     with pytest.raises(ConfigError, match=said):
         adapter_of("vllm")
     adapter_of("sglang")
+
+
+@pytest.mark.parametrize(("kind", "without"), [("falcon_h1", True), ("qwen3", False)])
+def test_vllm_on_a_cpu_caches_no_prefixes_where_layers_carry_a_state(adapter_of, tmp_path, kind, without):
+    tiny_config(kind, {"head_dim": 32}).save_pretrained(tmp_path / "model")
+    assert ("--no-enable-prefix-caching" in command(adapter_of("vllm"))) is without
 
 
 def test_hones_defaults_can_each_be_overridden(adapter, expected):
