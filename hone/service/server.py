@@ -39,20 +39,21 @@ async def _serve(config: ServeConfig, say: Said, check: Callable[[], None]) -> N
     service = Service(config)
     try:
         await service.start()
+        settings = _settings(config, service)
         check()
         if not service.registry.find(Key):
             say(f"key of the tenant {FIRST_TENANT!r}, shown once: {add_key(service.registry, FIRST_TENANT)}")
         scheme = "http" if listen.tls_key is None else "https"
         say(f"serving {service.shared.base_name} at {scheme}://{listen.host}:{listener.getsockname()[1]}")
-        await _listen(config, service, listener)
+        await _listen(settings, service, listener)
     finally:
         listener.close()
         await service.stop()
 
 
-async def _listen(config: ServeConfig, service: Service, listener: socket.socket) -> None:
+def _settings(config: ServeConfig, service: Service) -> uvicorn.Config:
     listen = config.listen
-    settings = uvicorn.Config(
+    return uvicorn.Config(
         Answers(ServiceApp(service).app, service),
         lifespan="off",
         ws="none",
@@ -61,8 +62,13 @@ async def _listen(config: ServeConfig, service: Service, listener: socket.socket
         timeout_graceful_shutdown=STOP_S,
         ssl_certfile=listen.tls_certificate,
         ssl_keyfile=listen.tls_key,
+        proxy_headers=listen.behind_proxy,  # addresses of exported files begin with the proxy's scheme
+        forwarded_allow_ips="*",
         http=bounded(Refusals("hone serve"), lambda: MOST_CONNECTIONS, head_s=120.0),
     )
+
+
+async def _listen(settings: uvicorn.Config, service: Service, listener: socket.socket) -> None:
     server = _Server(settings)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

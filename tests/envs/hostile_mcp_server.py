@@ -45,7 +45,8 @@ for line in sys.stdin:
         version = message["params"]["protocolVersion"]
         send({**head, "result": {"protocolVersion": version, "capabilities": {}, "serverInfo": {"name": "x"}}})
     elif message["method"] == "tools/list":
-        send({**head, "result": {"tools": [{"name": "add", "inputSchema": {"type": "object"}}]}})
+        schema = "an object" if WAY == "schema" else {"type": "object"}
+        send({**head, "result": {"tools": [{"name": "add", "inputSchema": schema}]}})
     elif message["method"] == "tools/call":
         called(message["id"])
     else:

@@ -1,12 +1,14 @@
 """Tools of MCP servers, spoken to with real servers of the official package, by pipes and by HTTP."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from hone.envs.base import ToolLost
 from hone.envs.episode import EpisodeRunner, Play
 from hone.envs.mcp import client
 from hone.envs.mcp.environment import McpEnv
-from hone.envs.settings import EpisodeConfig
+from hone.envs.settings import EpisodeConfig, McpServer
 from hone.envs.text_codec import TextCodec
 from hone.envs.tool_calls import Call, Said, pythonic
 from hone.processes.supervisor import descendants
@@ -178,6 +180,26 @@ def test_a_server_gets_named_variables_of_hones_environment_and_its_own(loop, mo
     names = said[0][1].split()
     assert {"PATH", "MY_TOKEN"} <= set(names)
     assert not [name for name in names if "WANDB" in name or "HONE" in name]
+
+
+def test_a_tool_whose_schema_is_no_object_is_refused_by_name(loop):
+    with pytest.raises(ConfigError, match=r"lists inputSchema 'an object' of the tool 'add'; expected an object"):
+        hostile(loop, "schema", Call("add"))
+
+
+def test_a_closed_connection_keeps_nothing_of_what_it_received(loop):
+    async def play():
+        connected = client.McpClient("x", McpServer(command=["python", HOSTILE, "late"]))
+        await connected.start()
+        held = weakref.ref(connected._transport)
+        gc.disable()  # it counts objects, and one of these holds up to 128 MiB
+        try:
+            await connected.close()
+            return held()
+        finally:
+            gc.enable()
+
+    assert loop(play()) is None
 
 
 class Policy:

@@ -148,7 +148,7 @@ class Client:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    made = Server(tmp_path_factory.mktemp("service"))
+    made = Server(tmp_path_factory.mktemp("service"), listen={"port": 0, "behind_proxy": True})
     yield made
     made.close()
 

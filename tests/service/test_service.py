@@ -360,7 +360,9 @@ def test_layers_are_chosen_and_an_export_is_fetched_without_a_key(server, client
     saved = client.do("save_weights_external", model_id=model, seq_id=1, path="out")
     assert saved["size_bytes"] > 0
     run, kind, name = saved["path"].removeprefix("tinker://").split("/")
-    urls = client.call("GET", f"training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")[1]["urls"]
+    route = f"training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls"
+    urls = client.call("GET", route, **{"X-Forwarded-Proto": "https"})[1]["urls"]
+    assert urls["adapter_config.json"].startswith(server.url.replace("http:", "https:"))  # a proxy ends TLS
     path = urls["adapter_config.json"].partition("/api/v1/")[2]
     config = Client(server, "").call("GET", path)[1]
     assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from hone.service.disk.keys import add_key
+from hone.service.disk.registry import REGISTRY_FILE, Registry
 from tests.docs.blocks import read_blocks
 
 PROGRAM = Path(__file__).with_name("tinker_client.py")
+TENANTS = Path(__file__).with_name("tinker_tenants.py")
 PYTHON = Path(__file__).parents[2] / ".venv-tinker/bin/python"
 
 pytestmark = pytest.mark.tinker
@@ -69,3 +72,13 @@ def test_the_first_minutes_of_the_page_run(server, tmp_path):
     losses = [float(line.split("'loss:sum': ")[1].split("}")[0]) for line in steps]
     assert losses[2] < losses[0]
     assert len(json.loads(answer)) == 8
+
+
+def test_eight_tenants_of_different_ranks_end_with_the_bits_of_running_alone(server):
+    registry = Registry(server.folder / "run" / REGISTRY_FILE)
+    keys = [add_key(registry, f"tenant-{number}") for number in range(8)]
+    registry.close()
+    found = json.loads(run(server, TENANTS, *keys))
+    assert found["together"] == found["alone"]
+    ends = [json.dumps(one) for one in found["alone"]]
+    assert len(set(ends)) == 8

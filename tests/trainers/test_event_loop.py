@@ -100,6 +100,32 @@ def test_an_interrupt_ends_the_coroutine_that_run_waits_for_and_no_other(loop):
     assert future.result(WAIT_S) == "goes on"
 
 
+@pytest.mark.parametrize("left", [KeyboardInterrupt, SystemExit])
+def test_what_leaves_the_loop_out_of_a_task_ends_what_run_waited_for_and_not_the_loop(loop, left):
+    ended = []
+
+    async def leaves():
+        raise left
+
+    async def waits():
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(leaves())
+            tasks.create_task(asyncio.sleep(WAIT_S))
+
+    async def waits_for_it():
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(waits())
+        finally:
+            await asyncio.sleep(0.05)  # what it cleans up takes time
+            ended.append(True)
+
+    with pytest.raises(RuntimeError if left is SystemExit else KeyboardInterrupt):
+        loop.run(waits_for_it())
+    assert ended == [True]
+    assert [loop.run(asyncio.sleep(0, number)) for number in range(4)] == [0, 1, 2, 3]
+
+
 def test_sys_exit_of_foreign_code_is_an_error_and_ends_neither_loop_nor_process(loop):
     async def leaves():
         sys.exit(0)

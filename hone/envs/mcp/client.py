@@ -111,8 +111,15 @@ class McpClient:
     def _spec(self, tool: Any) -> dict[str, Any]:
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
             raise ToolLost(f"the MCP server {self.name} lists a tool without a name: {tool!r:.100}")
-        schema = tool.get("inputSchema") or {"type": "object"}
-        function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
+        schema, described = tool.get("inputSchema") or {"type": "object"}, tool.get("description") or ""
+        for key, value, kind in (("inputSchema", schema, dict), ("description", described, str)):
+            if not isinstance(value, kind):
+                expected = "an object" if kind is dict else "text"
+                raise ToolLost(
+                    f"the MCP server {self.name} lists {key} {value!r:.100} of the tool {tool['name']!r:.100}; "
+                    f"expected {expected}"
+                )
+        function = {"name": tool["name"], "description": described, "parameters": schema}
         return {"type": "function", "function": function}
 
     def _chosen(self, specs: list[dict[str, Any]]) -> list[dict[str, Any]]:

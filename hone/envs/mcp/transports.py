@@ -108,9 +108,10 @@ class PipeTransport:
         await self._process.stop(STOP_S)
 
     async def close(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+        reading, self._reading = self._reading, None  # its traceback holds what was received, and this object
+        if reading is not None:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
         if self._writer is not None:
             self._writer.close()
         try:

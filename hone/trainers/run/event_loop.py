@@ -11,18 +11,15 @@ is an error, and ends neither the loop nor the process.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
-import time
 from collections.abc import Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from hone.runtime.foreign_tasks import exited, responds, serve
+from hone.runtime.foreign_tasks import END_S, cancel_in, exited, responds, serve, wind_up
 
 R = TypeVar("R")
 LOOK_S = 1.0  # between two looks at a coroutine that `run` waits for
-END_S = 30.0  # for a cancelled coroutine, and for the thread to end
 
 
 class EventLoop:
@@ -46,7 +43,7 @@ class EventLoop:
 
     def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         if self._thread is None:
-            return self._runner.run(coroutine)
+            return self._drive(coroutine)
         if self._thread is threading.current_thread():
             coroutine.close()
             raise RuntimeError(
@@ -57,9 +54,22 @@ class EventLoop:
             while not wait([future], LOOK_S).done:
                 pass
         except BaseException:
-            self._end(coroutine)
+            cancel_in(self._runner.get_loop(), coroutine)
             raise
         return future.result(0)
+
+    def _drive(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Run a coroutine on the caller's thread. What leaves the loop out of a task below it cancels it first."""
+        loop = self._runner.get_loop()
+        task = loop.create_task(coroutine)
+        task.add_done_callback(lambda _: loop.stop())
+        try:
+            while not task.done():
+                loop.run_forever()
+        except BaseException:
+            wind_up(loop, task)
+            raise
+        return loop.run_until_complete(task)  # which has ended
 
     def start(self, coroutine: Coroutine[Any, Any, R]) -> Future[R]:
         """Run a coroutine while the caller goes on. Coroutines begin in the order of these calls."""
@@ -83,18 +93,3 @@ class EventLoop:
                 raise TimeoutError(f"the event loop is blocked by a coroutine and did not stop within {END_S:g} s")
             self._thread = None
         self._runner.close()
-
-    def _end(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Cancel a coroutine on the loop's thread, begun or not, and wait until it has cleaned up."""
-
-        def cancel() -> None:
-            tasks = [task for task in asyncio.all_tasks() if task.get_coro() is coroutine]
-            for task in tasks:
-                task.cancel()
-            if not tasks:
-                coroutine.close()
-
-        self._runner.get_loop().call_soon_threadsafe(cancel)
-        deadline = time.monotonic() + END_S
-        while inspect.getcoroutinestate(coroutine) != inspect.CORO_CLOSED and time.monotonic() < deadline:
-            time.sleep(0.01)

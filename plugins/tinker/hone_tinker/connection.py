@@ -186,6 +186,11 @@ class Connection:
                 if error.status not in AGAIN:
                     raise ServiceFailed(f"{what}: status {error.status}: {error}") from error
                 reason = f"status {error.status}: {error}"
+            except aiohttp.ClientConnectorCertificateError as error:
+                raise ServiceFailed(
+                    f"{what}: its certificate cannot be verified ({error.certificate_error}), so nothing was sent; "
+                    "for a certificate of your own, export SSL_CERT_FILE=its file (PEM)"
+                ) from error
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = f"{type(error).__name__} {error}".strip()
             await asyncio.sleep(max(0.0, min(pause, deadline - time.monotonic())))
