@@ -195,9 +195,9 @@ def is_text(messages: Sequence[Message]) -> bool:
 
 
 def is_plain(message: Message) -> bool:
-    """Return whether a message is text of a role that templates have, as almost all are."""
+    """Return whether a message is text of a role that every template has, as almost all are."""
     plain = message.keys() == {"role", "content"} and isinstance(message["content"], str)
-    return plain and message["role"] in ("system", "user", "assistant", "tool")
+    return plain and message["role"] in ("user", "assistant")
 
 
 def _plain_content(message: Message) -> str:

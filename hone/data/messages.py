@@ -13,6 +13,7 @@ the row's tools say which nulls are none of the call's.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ DEEPEST = 64  # levels of JSON text
 _TEXTS = ("text", "input_text", "output_text")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _EXCLUDING = ("trainable", "train", "weight", "loss_mask", "loss")  # 0 or false: an answer that is not learnt
+_ARGUMENTS = ("arguments", "parameters", "input", "args")  # of a call, as different libraries name them
 _SHAREGPT = {  # roles of the form `from`, `value`
     "human": "user",
     "user": "user",
@@ -67,7 +69,9 @@ def normal_message(
     message["role"] = _ROLES.get(message["role"], message["role"])
     learnt = _is_learnt(message)
     calls = _calls_of(message)
-    thought = next((message.pop(name) for name in _THOUGHTS if name in message), None)
+    thought = next((message[name] for name in _THOUGHTS if message.get(name)), "")
+    if not isinstance(thought, str):
+        raise MessageError(f"the thoughts of a message (reasoning_content) should be text, found {thought!r:.80}")
     for name in (*_THOUGHTS, *_EXCLUDING, "tool_calls", "function_call"):
         message.pop(name, None)
     if "content" in message:
@@ -199,7 +203,8 @@ def _call(call: Any, schemas: Mapping[str, Any] | None, filled: bool, lenient: b
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise MessageError(f"a tool call should have a function with a name, found {call!r:.80}")
-    name, arguments = function["name"], function.get("arguments", function.get("parameters"))
+    name = function["name"]
+    arguments = next((function[key] for key in _ARGUMENTS if function.get(key) is not None), None)
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = _json(arguments)
@@ -212,6 +217,11 @@ def _call(call: Any, schemas: Mapping[str, Any] | None, filled: bool, lenient: b
     arguments = arguments or {}
     if not isinstance(arguments, Mapping) and not lenient:
         raise MessageError(f"the arguments of a call of {name} should be an object, found {arguments!r:.80}")
+    if not lenient and not _is_json(arguments):
+        raise MessageError(
+            f"the arguments of a call of {name} have a number that JSON does not have: {arguments!r:.80}; write null, "
+            "or remove it (pandas writes NaN where a row has no number)"
+        )
     known = {"id": call["id"]} if call.get("id") else {}
     return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -238,6 +248,13 @@ def _json(text: str) -> Any:
         if not level:
             return found
     raise ValueError(f"it is nested deeper than {DEEPEST} levels")
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether all numbers of a value are finite."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return all(map(_is_json, _members(value)))
 
 
 def _members(value: Any) -> Sequence[Any]:

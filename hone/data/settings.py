@@ -102,7 +102,7 @@ class ChatConfig(Config):
         factory=dict, meaning="variables for the chat template, such as {enable_thinking: false}"
     )
     unrendered: Literal["error", "drop"] = setting(
-        "error", "a field of a message (tool_calls, reasoning_content) that the chat template does not render"
+        "error", "a field (tool_calls, reasoning_content) or role of a message that the chat template does not render"
     )
     special_tokens_in_rows: bool = setting(
         False, "rows may contain special tokens, such as prompts that are rendered already; false: they are text"

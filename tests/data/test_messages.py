@@ -69,6 +69,28 @@ def test_a_message_that_cannot_be_understood_is_a_clear_error(message, said):
         normal_message(message)
 
 
+@pytest.mark.parametrize("name", ["arguments", "parameters", "input", "args"])
+def test_arguments_have_the_names_of_several_libraries(name):
+    call = {"name": "weather", name: {"city": "Oslo"}}
+    assert normal_message(calling([call])) == PLAIN
+    assert normal_message(calling([{"name": "weather", name: '{"city": "Oslo"}'}])) == PLAIN
+
+
+@pytest.mark.parametrize("arguments", [{"city": float("nan")}, '{"city": [{"a": Infinity}]}'])
+def test_arguments_with_a_number_that_json_lacks_are_a_clear_error(arguments):
+    call = {"name": "weather", "arguments": arguments}
+    with pytest.raises(MessageError, match=r"arguments of a call of weather have a number that JSON does not have: \{"):
+        normal_message(calling([call]))
+    assert normal_message(calling([call]), lenient=True)["tool_calls"]  # a model wrote it
+
+
+def test_thoughts_are_text_and_an_empty_name_of_them_hides_no_other():
+    answer = {"role": "assistant", "content": "4", "reasoning_content": "", "reasoning": "2 and 2."}
+    assert normal_message(answer)["reasoning_content"] == "2 and 2."
+    with pytest.raises(MessageError, match=r"should be text, found \[\{'text': 'hm'\}\]"):
+        normal_message({**answer, "reasoning_content": [{"text": "hm"}]})
+
+
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"trainable": False}, {"loss_mask": 0}, {"train": 0}])
 def test_an_answer_that_a_data_set_excludes_is_marked(flag):
     assert normal_message({"role": "assistant", "content": "x", **flag})["trainable"] is False

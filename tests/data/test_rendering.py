@@ -465,6 +465,27 @@ def test_thoughts_go_where_the_template_shows_them(make_tokenizer):
     assert dropping.render_sample([user("?"), answer]) == dropping.render_sample([user("?"), assistant("4")])
 
 
+SOME_ROLES = CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role in R %}")
+
+
+@pytest.mark.parametrize("role", ["human", "User", "critic", "tool", "system"])
+def test_a_role_that_the_template_leaves_out_is_an_error_and_never_an_empty_prompt(make_tokenizer, role):
+    two = Renderer(make_tokenizer(SOME_ROLES.replace("R %}", "['user', 'assistant'] %}")))
+    conversation = [{"role": role, "content": "be brief"}, user("?")]
+    with pytest.raises(RenderingError, match=f"message 0 has the role '{role}', and the chat template leaves such"):
+        two.render_prompt(conversation)
+    with pytest.raises(RenderingError, match="leaves such messages out"):
+        two.render_sample([*conversation, assistant("4")])
+    if role == "tool":
+        with pytest.raises(RenderingError, match="roles tool"):
+            two.render_continuation(two.render_prompt([user("?")]), conversation[:1])
+    knows = Renderer(make_tokenizer(SOME_ROLES.replace("R %}", f"['user', 'assistant', '{role}'] %}}")))
+    assert "be brief" in knows.decode(knows.render_prompt(conversation))
+    text = SOME_ROLES.replace("R %}", "['user', 'assistant'] %}")
+    dropping = Renderer(make_tokenizer(text), unrendered="drop")
+    assert dropping.render_prompt(conversation) == dropping.render_prompt([user("?")])
+
+
 def test_a_template_of_parts_gets_parts(make_tokenizer):
     parts = "{% for part in message.content %}{{ part.text }}{% endfor %}"
     template = CHATML.replace("+ message.content + '<|im_end|>\\n' }}", "}}" + parts + "{{ '<|im_end|>\\n' }}")

@@ -1,6 +1,7 @@
 """The form in which a chat template takes messages, found by rendering examples before the first step.
 
-A template ignores what it does not know. So a field that no example shows is one that the model would never see.
+A template ignores what it does not know. So a field or role that no example shows is one that the model would never
+see.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ RenderFn = Callable[[Sequence[Message]], str | None]
 """Messages in the form of the template -> its text; None if it refuses them."""
 
 Unrendered = Literal["error", "drop"]
-"""Treatment of a field of a message that the chat template does not render."""
+"""Treatment of a field or a role of a message that the chat template does not render."""
 
 QUESTION = Message(role="user", content="question")
 EXAMPLE_TOOLS: Tools = (
@@ -87,15 +88,36 @@ class TemplateForm:
     def __init__(self, render: RenderFn, unrendered: Unrendered) -> None:
         self._render = render
         self._unrendered = unrendered
+        self._lost: dict[str, bool] = {}  # role -> whether the template leaves its messages out
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages in the template's form. Raises RenderingError for a field that the template does not show."""
+        """The messages in the template's form. Raises RenderingError for a field or role that it does not show."""
         found = []
         for index, message in enumerate(messages):
             shown, hidden = self.shown(message)
             self._check(index, hidden)
+            if self._unrendered == "error" and self._loses(message["role"]):
+                raise RenderingError(
+                    f"message {index} has the role {message['role']!r:.60}, and the chat template leaves such messages "
+                    "out; write a role that it renders (user, assistant), set data.chat_template to one that renders "
+                    "this one, or set data.chat.unrendered=drop"
+                )
             found.append(shown)
         return found
+
+    def _loses(self, role: str) -> bool:
+        """Return whether the template takes messages of a role in some place, and shows them in none."""
+        if role not in self._lost:
+            one = Message(role=role, content=self._content(_PROBE))
+            if role == "tool":
+                one = Message(**one, name="tool", tool_call_id="call00000")
+            said = Message(role="assistant", content=self._content("said"))
+            called = self.shown(calling([one], "value"))[0]
+            places: list[list[Message]] = [[one, QUESTION], [one], [QUESTION, one], [QUESTION, said, one]]
+            places += [[QUESTION, called, one]] if role == "tool" else []
+            texts = [text for place in places if (text := self._render(place)) is not None]
+            self._lost[role] = bool(texts) and not any(_PROBE in text for text in texts)
+        return self._lost[role]
 
     def check_plain(self, messages: Sequence[Message]) -> None:
         """Raises RenderingError for a field that is not shown where contents are joined without a template."""
@@ -125,9 +147,13 @@ class TemplateForm:
             else:
                 found["tool_calls"] = [_with_arguments(call, self._calls.as_text) for call in calls]
                 found["content"] = found.get("content") or self._calls.empty
-        if isinstance(found.get("content"), str) and self.takes_parts_only:
-            found["content"] = [{"type": "text", "text": found["content"]}]
+        if isinstance(found.get("content"), str):
+            found["content"] = self._content(found["content"])
         return Message(**found), hidden  # type: ignore[typeddict-item]
+
+    def _content(self, text: str) -> Any:
+        """A text in the template's form."""
+        return [{"type": "text", "text": text}] if self.takes_parts_only else text
 
     @cached_property
     def takes_parts_only(self) -> bool:
@@ -148,9 +174,8 @@ class TemplateForm:
     @cached_property
     def _thought(self) -> str | None:
         """The name of the field of thoughts; None if the template shows none."""
-        content: Any = [{"type": "text", "text": "said"}] if self.takes_parts_only else "said"
         for name in _THOUGHT_FIELDS:
-            answer: Any = {"role": "assistant", "content": content, name: _PROBE}
+            answer: Any = {"role": "assistant", "content": self._content("said"), name: _PROBE}
             if _PROBE in (self._render([QUESTION, answer]) or ""):
                 return name
         return None
