@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.migration.shell.holes import holes, shown
+from hone.other_frameworks import TABLES
 
 Number = int | float
 
@@ -110,8 +111,9 @@ class Migration:
         ]
         return [*holes_of, *self.decisions]
 
-    def copy(self, name: str, key: str, convert: Callable[[Any], Any] | None = None) -> None:
-        """Set a key to an option's value, if the option is given."""
+    def copy(self, name: str, key: str = "", convert: Callable[[Any], Any] | None = None) -> None:
+        """Set a key to an option's value, if the option is given; without `key`, the one of the framework's table."""
+        key = key or TABLES[self.framework][name][0]
         value = self.value(name)
         if value is None or name not in self.options:
             return

@@ -205,9 +205,9 @@ def _algorithm(migration: Migration) -> None:
         scaled = said == "group_norm" and not migration.truth("algo.advantage.no_std_norm")
         migration.put("algorithm.advantage.scale_by", "group" if scaled else "none", f"algo.advantage.estimator={said}")
     if said == "gae":
-        migration.copy("algo.advantage.lambd", "algorithm.advantage.lam", number)
+        migration.copy("algo.advantage.lambd", convert=number)
     if said in ("gae", "reinforce"):
-        migration.copy("algo.advantage.gamma", "algorithm.advantage.gamma", number)
+        migration.copy("algo.advantage.gamma", convert=number)
     migration.drop("algo.advantage.lambd", "the estimator has no lambda")
     migration.drop("algo.advantage.gamma", "the estimator does not discount")
     loss = migration.text("actor.policy_loss_type", default="ppo")

@@ -94,7 +94,7 @@ def _model(migration: Migration) -> None:
             "the script lets a model run code that comes with it; the file does not. Most models need none: set "
             "model.trust_remote_code=true if loading asks for it, and you trust the model"
         )
-    migration.copy("model_revision", "model.revision")
+    migration.copy("model_revision")
     extra = migration.options.get("model_init_kwargs")
     if isinstance(extra, Mapping):
         migration.value("model_init_kwargs")
@@ -158,8 +158,8 @@ def _data(migration: Migration, kind: str) -> None:
     if kind != "grpo" and length is not None:
         migration.put("data.train.max_sample_tokens", int(length), f"max_length={length}")
         migration.put("data.train.too_long", "truncate" if kind == "sft" else "drop", "TRL cuts longer samples")
-    migration.copy("max_prompt_length", "data.train.max_prompt_tokens", int)
-    migration.copy("chat_template_path", "data.chat_template")
+    migration.copy("max_prompt_length", convert=int)
+    migration.copy("chat_template_path")
     extra = migration.options.get("chat_template_kwargs")
     if isinstance(extra, Mapping):
         migration.value("chat_template_kwargs")
@@ -286,7 +286,7 @@ def _penalties(migration: Migration, kind: str) -> None:
         migration.put("algorithm.kl.where", where, "")
         migration.put("algorithm.kl.kind", estimator, f"the KL of {kind.upper()}Trainer")
         migration.put("algorithm.kl.coef", beta, f"beta={beta}")
-    migration.copy("entropy_coef", "algorithm.entropy_coef", number)
+    migration.copy("entropy_coef", convert=number)
     if migration.truth("mask_truncated_completions"):
         migration.put("algorithm.overlong.mask", True, "mask_truncated_completions=True")
     if migration.truth("sync_ref_model"):
@@ -441,7 +441,7 @@ def _training(migration: Migration, kind: str) -> None:
         migration.put("actor.moe.router_aux_loss_coef", float(coef), f"router_aux_loss_coef={coef}")
     saving = migration.number("save_steps", default=500)
     migration.put("checkpoint.every_steps", int(saving) if saving >= 1 else 500, f"save_steps={saving}")
-    migration.copy("save_total_limit", "checkpoint.keep", int)
+    migration.copy("save_total_limit", convert=int)
 
 
 def _length(migration: Migration, kind: str) -> None:

@@ -53,7 +53,7 @@ def read(migration: Migration, kind: str) -> None:
     loss = _loss(migration)
     _aggregation(migration, loss)
     _kl(migration)
-    migration.copy(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef", number)
+    migration.copy(f"{ACTOR}.entropy_coeff", convert=number)
     _correction(migration, kind)
     _filter(migration)
     if migration.truth("algorithm.use_pf_ppo"):
@@ -86,9 +86,9 @@ def _advantage(migration: Migration) -> None:
             "algorithm.advantage.scale_by", "group" if scaled else "none", f"norm_adv_by_std_in_grpo={scaled}"
         )
     if ours in ("gae", "reinforce_pp", "prime"):
-        migration.copy("algorithm.gamma", "algorithm.advantage.gamma", number)
+        migration.copy("algorithm.gamma", convert=number)
     if ours == "gae":
-        migration.copy("algorithm.lam", "algorithm.advantage.lam", number)
+        migration.copy("algorithm.lam", convert=number)
     if ours == "gdpo":
         _gdpo(migration)
     for name in ("algorithm.gamma", "algorithm.lam"):

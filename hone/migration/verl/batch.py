@@ -85,7 +85,7 @@ def _group(migration: Migration) -> None:
     name = "actor_rollout_ref.rollout.n"
     answers = migration.count(name, default=1)
     migration.put("update.samples_per_prompt", answers, f"rollout.n={answers}")
-    migration.copy(f"{ACTOR}.ppo_epochs", "update.epochs")
+    migration.copy(f"{ACTOR}.ppo_epochs")
 
 
 def _fully_asynchronous(migration: Migration) -> None:

@@ -88,14 +88,14 @@ def _prompts(migration: Migration) -> None:
     too_long = "drop" if drops or cut != "error" else "error"
     source = f"data.filter_overlong_prompts={drops}, data.truncation={cut}"
     migration.put("data.train.too_long", too_long, source)
-    migration.copy("data.shuffle", "data.shuffle", lambda value: str(value).lower() == "true")
+    migration.copy("data.shuffle", convert=lambda value: str(value).lower() == "true")
     seed = migration.value("data.seed")
     if seed is not None:
         migration.put("run.seed", int(seed), f"data.seed={seed}")
     for option in [name for name in migration.options if name.startswith("data.apply_chat_template_kwargs.")]:
         migration.copy(option, f"data.chat.options.{option.rpartition('.')[2]}")
-    migration.copy("actor_rollout_ref.model.custom_chat_template", "data.chat_template")
-    migration.copy("data.tokenizer", "model.tokenizer")
+    migration.copy("actor_rollout_ref.model.custom_chat_template")
+    migration.copy("data.tokenizer")
     _foreign_code(migration)
 
 
