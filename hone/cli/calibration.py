@@ -148,7 +148,7 @@ def _parts(
         kind = "value_model" if one.role.values else "language_model"
         worker = TrainWorker(TrainSpec(cut, engine, kind, total_steps=1000 if one.epochs else 0))
         worker.initialize()
-        most = max(min(one.role.tokens, MOST_TOKENS, engine.max_tokens_per_microbatch), 2)
+        most = max(min(one.role.tokens, MOST_TOKENS, engine.token_limit), 2)
         length = max(min(mean, most // 4), 2)
         for tokens in (most // 4, most):
             _train(worker, _batch(tokens, length, one.role.anatomy.vocabulary), one, layers, timings)

@@ -33,12 +33,11 @@ from hone.data.preference_readers import PairReader
 from hone.data.settings import DatasetConfig
 from hone.data.sources.base import open_rows
 from hone.engines.settings import EngineConfig
-from hone.platforms.base import AUTO, current_platform
+from hone.platforms.base import AUTO
 from hone.registry import unknown
 from hone.rewards.base import BadReward, load_reward
 
 HELD_OUT = 64  # rows
-CPU_TOKENS = 2048  # of a micro-batch
 SAMPLES = {"rl": 8}  # answers to each prompt of a step
 RESPONSE_TOKENS = 512
 READERS = {"sft": SampleReader, "prefer": PairReader, "reward_model": PairReader}
@@ -86,13 +85,9 @@ def init(
 
 
 def _computation(actor: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of training that are looked at first: learning rate, precision, and on a CPU the micro-batch.
-
-    On a CPU, 2,048 tokens are as fast as the default and need half of its memory.
-    """
+    """The settings of training that are looked at first: learning rate and precision."""
     rate = actor.get("optimizer", {}).get("lr", EngineConfig().optimizer.lr)
-    small = {"max_tokens_per_microbatch": CPU_TOKENS} if current_platform().device == "cpu" else {}
-    return {**actor, "optimizer": {"lr": rate}, "compute_dtype": AUTO, **small}
+    return {**actor, "optimizer": {"lr": rate}, "compute_dtype": AUTO}
 
 
 def _hold_out(settings: dict[str, Any], data: str) -> None:

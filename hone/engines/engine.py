@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.data.packed_images import images_on
-from hone.data.packing import restore, select
+from hone.data.packing import groups_of, restore, select
 from hone.engines.base import EngineSpec, MemoryNeeds, Ranks
 from hone.engines.checkpoint.engine_state import Checkpoint, require_dtype
 from hone.engines.export import export_weights
@@ -65,9 +65,9 @@ class Engine(ABC):
         if config.lora is not None and config.lora.quantise is not None and config.compute_dtype == "float64":
             raise ValueError(f"{config.lora.key_of('quantise')} needs compute_dtype bfloat16 or float32, not float64")
         self.model_type = spec.model_type
-        self.device = device
-        self.ranks = ranks
+        self.device, self.ranks = device, ranks
         self.spec = spec
+        self._packing = spec.engine.packed_tokens(0, device), spec.engine.token_limit
         self.compute_dtype = compute_dtype(config.compute_dtype, current_platform())
         self.compute = DTYPES[self.compute_dtype]
         prepare(self.compute, device)
@@ -120,7 +120,7 @@ class Engine(ABC):
         Returns the loss's metrics (means over the tokens with a loss) and `train/loss` (the sum). Raises ValueError
         for a sequence that is longer than the micro-batch budget.
         """
-        cut = _cut_for_training(batch, self.spec.engine.max_tokens_per_microbatch, loss)
+        cut = _cut_for_training(batch, self._packing, loss, self.experts is not None)
         step, experts = ScoredStep(loss, self.experts), self.experts
         if experts is not None:
             experts.expect(batch, self.ranks, self.device)
@@ -182,7 +182,7 @@ class Engine(ABC):
     def infer_batch(self, batch: Batch, needs: frozenset[Need] = frozenset()) -> ModelOutput:
         if self.experts is not None:
             self.experts.check_routes(batch, trained=False)
-        cut = cut_batch(batch, self.spec.engine.max_tokens_per_microbatch)
+        cut = cut_batch(batch, _budget(batch, self._packing))
         with self.eval_mode():
             return _joined(self._infer(batch, cut, needs), cut, batch)
 
@@ -299,17 +299,38 @@ class Engine(ABC):
         self.ranks.meet()
 
 
-def _cut_for_training(batch: Batch, max_tokens: int, loss: LossFn) -> list[list[int]]:
-    """Cut a training batch into index lists of at most `max_tokens` tokens; without those that have no loss.
+def _rows_with(batch: Batch, tokens: Tensor) -> list[int]:
+    """The sequences that have one of these tokens, [T] bool."""
+    before = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))[batch.cu_seqlens]
+    return (before[1:] > before[:-1]).nonzero().flatten().tolist()
 
-    Raises ValueError for a sequence that is longer, and for a batch without loss weights.
+
+def _budget(batch: Batch, packing: tuple[int, int], whole_groups: bool = False) -> int:
+    """Tokens of a micro-batch of this batch; `packing`: tokens that are packed, and the limit of a sequence."""
+    together = groups_of(batch) if whole_groups else [[i] for i in range(batch.num_sequences)]
+    lengths = batch.lengths.tolist()
+    longest = max((sum(lengths[i] for i in rows) for rows in together), default=0)
+    return min(max(packing[0], longest), packing[1])
+
+
+def _cut_for_training(batch: Batch, packing: tuple[int, int], loss: LossFn, has_experts: bool) -> list[list[int]]:
+    """Cut a training batch into index lists within the token budget; without those that have no loss.
+
+    Sequences whose advantages are all 0 are left out where the loss says that their gradient is 0, unless a mixture of
+    experts counts them. Raises ValueError for a sequence that is too long, and for a batch without loss weights.
     """
     if batch.loss_weights is None:
         raise ValueError("batch.loss_weights is not set: the loss has no denominator (see aggregation)")
-    cut = cut_batch(batch, max_tokens, whole_groups=getattr(loss, "whole_groups", False))
-    tokens_before = torch.nn.functional.pad(batch.loss_mask.cumsum(0), (1, 0))[batch.cu_seqlens]
-    trained = (tokens_before[1:] > tokens_before[:-1]).tolist()
-    return [indices for indices in cut if any(trained[i] for i in indices)]
+    whole = getattr(loss, "whole_groups", False)
+    trained = _rows_with(batch, batch.loss_mask)
+    if getattr(loss, "skips_zero_advantages", False) and not has_experts and trained:
+        # One stays if there is no other: a step with a gradient of 0 still changes the optimizer's moments.
+        moving = _rows_with(batch, batch.loss_mask & (batch.advantages != 0)) or trained[:1]
+        if len(moving) < batch.num_sequences:
+            part = select(batch, moving)
+            return [[moving[i] for i in indices] for indices in cut_batch(part, _budget(batch, packing, whole), whole)]
+    cut = cut_batch(batch, _budget(batch, packing, whole), whole)
+    return [indices for indices in cut if not set(trained).isdisjoint(indices)]
 
 
 class ScoredStep:

@@ -11,6 +11,9 @@ from hone.config import Choice, Config, FromRegistry, setting
 from hone.engines.registry import SCHEDULES, EngineRegistry
 from hone.models.settings import FourBitConfig
 
+TOKENS = 16_384  # of a micro-batch, unless a run file says otherwise
+CPU_TOKENS = 2_048  # a CPU is as fast with these, and needs half of the memory
+
 
 class OptimizerConfig(Config):
     """Any optimizer of `torch.optim` by its class name, or one of bitsandbytes that keeps its state in 8 bits."""
@@ -156,8 +159,12 @@ class EngineConfig(Config):
         meaning="the engine that runs the model, with the settings that only it has",
         factory=_fsdp2,
     )
-    max_tokens_per_microbatch: int = setting(
-        16384, "hard cap of one forward/backward; sequences are never cut", unit="tokens", ge=1
+    max_tokens_per_microbatch: int | None = setting(
+        None,
+        "hard cap of one forward/backward; sequences are never cut; null: 16,384, of which a CPU packs 2,048, or as "
+        "many as the longest sequence has",
+        unit="tokens",
+        ge=1,
     )
     compute_dtype: Literal["auto", "bfloat16", "float32", "float64"] = setting(
         "auto",
@@ -182,6 +189,17 @@ class EngineConfig(Config):
     max_grad_norm: float | None = setting(1.0, "gradients are scaled down to this norm; null: never", gt=0)
     lora: LoraConfig | None = setting(None, "train a LoRA adapter on frozen weights; null: all weights")
     moe: MoeConfig | None = setting(None, "load balancing and routing replay of a mixture of experts")
+
+    @property
+    def token_limit(self) -> int:
+        """Return the most tokens of one forward/backward, which no sequence exceeds."""
+        return TOKENS if self.max_tokens_per_microbatch is None else self.max_tokens_per_microbatch
+
+    def packed_tokens(self, longest: int, device: str) -> int:
+        """Return how many tokens share a micro-batch on a kind of device; `longest`: tokens that stay together."""
+        if self.max_tokens_per_microbatch is None and device == "cpu":
+            return min(max(CPU_TOKENS, longest), TOKENS)
+        return self.token_limit
 
     @property
     def routing_replay(self) -> str:

@@ -30,7 +30,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "config": frozenset({"composition", "other_frameworks", "registry"}),
     "explain": frozenset({"composition", "config", "registry"}),
     **dict.fromkeys(LEVEL_1, LEVEL_0),
-    "migration": frozenset({"composition", "registry"}),
+    "migration": frozenset({"composition", "other_frameworks", "registry"}),
     "diagnosis": frozenset({"composition", "tracking"}),
     "sandboxes": LEVEL_0 | {"processes"},  # a sandbox is a child process with less rights
     **dict.fromkeys(LEVEL_2, NOT_THE_MATHEMATICS),

@@ -13,7 +13,7 @@ from hone.data.preference_readers import PairMaker
 from hone.data.rendering import Renderer
 from hone.data.stream import ItemStream
 from hone.runtime.base import RankLost
-from hone.trainers.run.learners import Follower
+from hone.trainers.run.following import Follower
 from hone.trainers.run.settings import FollowConfig
 from hone.trainers.supervised.settings import PreferenceRunConfig
 from tests.trainers.preference_task import answer_logprob, prefer, written

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.trainers.forecast.forecast import Forecast
+from hone.trainers.forecast.setup import packed_tokens
 from hone.trainers.forecast.sizes import Sizes
 from hone.trainers.policy.settings import PolicyRunConfig
 
@@ -42,10 +43,8 @@ def arithmetic(config: Any, sizes: Sizes, found: Forecast, provenance: Mapping[s
     rows.append(Row("tokens per step", _shown(found.tokens), "sequences x their tokens"))
     parallel = policy.layout.replicate * policy.layout.shard
     rows.append(Row("ranks that split a batch", _shown(parallel), f"of {found.placement.trainer} ranks"))
-    budget = key(
-        "tokens of a micro-batch, at most", "actor.max_tokens_per_microbatch", config.actor.max_tokens_per_microbatch
-    )
-    rows.append(budget)
+    most = packed_tokens(config.actor, lengths, found.placement.machine)
+    rows.append(key("tokens of a micro-batch, at most", "actor.max_tokens_per_microbatch", most))
     rows.append(Row("micro-batches per optimizer step", _shown(policy.microbatches), "tokens of a rank / that budget"))
     rows.append(Row("tokens of its row", _shown(policy.tokens), "answers of a group share their prompt"))
     each = config.update.minibatches * config.update.epochs if rl else 1

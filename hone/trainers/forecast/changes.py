@@ -12,7 +12,7 @@ from hone.config import ConfigError, build, plain
 from hone.planner.devices import Machine
 from hone.planner.memory import peak, phases
 from hone.trainers.forecast.forecast import Forecast, Given, checked_setup, forecast, least_seconds
-from hone.trainers.forecast.setup import placement_of
+from hone.trainers.forecast.setup import packed_tokens, placement_of
 from hone.trainers.forecast.sizes import POLICY, Sizes
 from hone.trainers.policy.settings import PolicyRunConfig
 
@@ -103,7 +103,8 @@ def _savings(config: Any, sizes: Sizes, machine: Machine) -> Iterator[Overrides]
     longest = sizes.lengths.prompt_max + sizes.lengths.response_max * sizes.lengths.sequences
     for divisor in (2, 4, 8):
         smaller = {
-            f"{key}.max_tokens_per_microbatch": one.max_tokens_per_microbatch // divisor for key, one in engines.items()
+            f"{key}.max_tokens_per_microbatch": packed_tokens(one, sizes.lengths, machine) // divisor
+            for key, one in engines.items()
         }
         if min(smaller.values()) >= longest:
             yield smaller

@@ -230,7 +230,7 @@ def rates_of(config: Any, sizes: Sizes, placement: DevicePlacement) -> Rates:
     rl = isinstance(config, PolicyRunConfig)
     policy, machine = passes[0].role, placement.machine
     updates = config.update.minibatches * config.update.epochs if rl else 1
-    shared = shared_tokens(config, sizes.lengths, policy)
+    shared = shared_tokens(config, sizes.lengths, policy, machine)
     known = [machine.device.calibrated.get(shape_of(one.role)) for one in passes]
     if all(
         facts is not None and needed <= facts.keys() for facts, needed in zip(known, _parts(passes, rl), strict=True)

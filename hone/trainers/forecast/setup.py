@@ -164,7 +164,8 @@ class Models:
         anatomy = self._sizes.models.get(name) or self._sizes.models[POLICY]
         layout = layout_of(engine, self._placement.trainer)
         lora = engine.lora
-        tokens, count = microbatch_tokens(self._config, self._sizes.lengths, engine.max_tokens_per_microbatch, layout)
+        budget = packed_tokens(engine, self._sizes.lengths, self._placement.machine)
+        tokens, count = microbatch_tokens(self._config, self._sizes.lengths, budget, layout)
         return Role(
             name,
             anatomy,
@@ -210,14 +211,20 @@ def microbatch_tokens(config: Any, lengths: Lengths, budget: int, layout: Layout
     return max(math.ceil(row / layout.sequence), 1), max(math.ceil(whole / budget), 1)
 
 
-def shared_tokens(config: Any, lengths: Lengths, policy: Role) -> float:
+def packed_tokens(engine: EngineConfig, lengths: Lengths, machine: Machine) -> int:
+    """Tokens up to which sequences share a micro-batch; a run reads the longest one with its data."""
+    longest = lengths.prompt_max + lengths.response_max * lengths.sequences
+    return engine.packed_tokens(longest, "cpu" if machine.is_cpu else "")
+
+
+def shared_tokens(config: Any, lengths: Lengths, policy: Role, machine: Machine) -> float:
     """Tokens of a row for each counted token: the budget counts every sequence in full, and a group shares its prompt.
 
     Layers with a state compute each sequence in full.
     """
     if policy.anatomy.stateful:
         return 1.0
-    return _shared(config, lengths, float(config.actor.max_tokens_per_microbatch))
+    return _shared(config, lengths, float(packed_tokens(config.actor, lengths, machine)))
 
 
 def _shared(config: Any, lengths: Lengths, counted: float) -> float:

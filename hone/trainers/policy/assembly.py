@@ -40,7 +40,8 @@ from hone.trainers.policy.supply import CheckFn, PromptSupply
 from hone.trainers.policy.teachers import TeacherChoice, TeacherPlacement, Teachers
 from hone.trainers.policy.trainer import PolicyParts, PolicyTrainer
 from hone.trainers.run.context import RunContext
-from hone.trainers.run.learners import Follower, Learner, Trained
+from hone.trainers.run.following import Follower
+from hone.trainers.run.learners import Learner, Trained
 from hone.trainers.run.roles import (
     frozen_engine,
     is_its_own_reference,

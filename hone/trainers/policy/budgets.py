@@ -22,7 +22,7 @@ class TokenBudgets:
         self._longest = config.rollout.builtin.max_sequence_tokens if builtin else None
         engines = engines_of(config).items()
         scorers = {f"reward.components.{name}.model": one.model for name, one in config.reward.components.items()}
-        budgets = {f"{key}.max_tokens_per_microbatch": one.max_tokens_per_microbatch for key, one in engines}
+        budgets = {f"{key}.max_tokens_per_microbatch": one.token_limit for key, one in engines}
         budgets |= {f"{key}.max_tokens_per_batch": one.max_tokens_per_batch for key, one in scorers.items() if one}
         budgets |= _limits_of_served_teachers(config)
         self._key, self.longest = min(budgets.items(), key=lambda pair: pair[1])

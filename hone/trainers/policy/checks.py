@@ -29,7 +29,7 @@ from hone.schedule.settings import AsynchronyConfig
 from hone.trainers.policy.annotators import Stage, check_stages, declared_stages
 from hone.trainers.policy.budgets import TokenBudgets, engines_of
 from hone.trainers.policy.settings import PolicyRunConfig, learns_from_teachers
-from hone.trainers.run.learners import check_follow
+from hone.trainers.run.following import check_follow
 from hone.workers.rollout import is_batch_invariant, server_shape
 
 OBJECTIVE_OUTPUTS = frozenset({"entropy", "sum_pi_squared", FULL_KL})  # of an engine's forward, beyond log-probs

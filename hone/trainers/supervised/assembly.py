@@ -24,7 +24,7 @@ from hone.data.templates.rendered import tell_rendered
 from hone.models.settings import ModelConfig
 from hone.platforms.base import compute_dtype, current_platform
 from hone.trainers.run.context import RunContext
-from hone.trainers.run.learners import Follower, check_follow
+from hone.trainers.run.following import Follower, check_follow
 from hone.trainers.run.roles import (
     frozen_engine,
     is_its_own_reference,
@@ -147,7 +147,7 @@ def assemble_supervised(
 ) -> SupervisedTrainer[Any]:
     """A fine-tuning trainer with its data opened and its model loaded."""
     parts = SupervisedAssembly(config, model, renderer, context, data_key)
-    task = SftTask(config.aggregation, config.actor.max_tokens_per_microbatch)
+    task = SftTask(config.aggregation, config.actor.token_limit)
     return parts.trainer(maker_of(config), task, parts.model())
 
 
@@ -165,7 +165,7 @@ def assemble_preference(
         reference = LiveReference(following.model)
     elif loss.needs_reference:
         reference = _reference(config, parts, policy, context)
-    budget = config.actor.max_tokens_per_microbatch
+    budget = config.actor.token_limit
     if isinstance(loss, KtoSettings):
         judged = JudgedTask(loss, reference, budget, policy, context.recorder.record)
         return parts.trainer(maker_of(config), judged, policy, following)
@@ -215,7 +215,7 @@ def assemble_reward_model(
     parts = SupervisedAssembly(config, model, renderer, context)
     value_model = parts.model("value_model")
     if isinstance(config.loss, ProcessSettings):
-        steps = StepTask(config.loss, config.actor.max_tokens_per_microbatch)
+        steps = StepTask(config.loss, config.actor.token_limit)
         return parts.trainer(maker_of(config), steps, value_model)
-    task = ComparisonTask(config.loss, config.actor.max_tokens_per_microbatch)
+    task = ComparisonTask(config.loss, config.actor.token_limit)
     return parts.trainer(maker_of(config), task, value_model)

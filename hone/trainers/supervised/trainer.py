@@ -19,7 +19,7 @@ from hone.config import count_as_read
 from hone.data.packing import Sample, pack_samples
 from hone.trainers.run.checkpoints import Checkpoint, PartWriter
 from hone.trainers.run.context import RunContext
-from hone.trainers.run.learners import Follower
+from hone.trainers.run.following import Follower
 from hone.trainers.run.loop import Trainer
 from hone.trainers.run.settings import CheckpointConfig
 from hone.trainers.supervised.budget import RowBudget

@@ -86,7 +86,7 @@ class MegatronEngine(OffloadingEngine):
         config = body.config
         shape = model_shape(config, name, self.ranks, self._parallel, self.compute, self.device)
         sizes = self.ranks.sizes
-        longest = -(-spec.engine.max_tokens_per_microbatch // self.ranks.token_ranks) * self.ranks.token_ranks
+        longest = -(-spec.engine.token_limit // self.ranks.token_ranks) * self.ranks.token_ranks
         attention = choose_attention(shape, current_platform())
         length = longest if sizes.virtual > 1 else None
         self._rows = Rows(body, self.ranks, name, self.device, length, attention.lay)
