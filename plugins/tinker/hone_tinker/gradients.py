@@ -44,8 +44,11 @@ def fixed_weights(loss: LossFn, batch: Batch) -> Tensor | None:
     mask = batch.loss_mask
     start = batch.rollout_logprobs if batch.rollout_logprobs is not None else torch.full(mask.shape, -1.0)
     first, _ = token_weights(loss, batch, start.float() * mask)
-    for shift in (-0.75, -0.01, 0.01):
-        other, _ = token_weights(loss, batch, (start.float() + shift) * mask)
+    generator = torch.Generator().manual_seed(0)
+    for size in (0.75, 0.01):
+        # Each token moves by its own amount: differences of sequences, as in DPO, do not change if all move alike.
+        moved = start.float() + size * torch.randn(mask.shape, generator=generator)
+        other, _ = token_weights(loss, batch, moved * mask)
         if not torch.equal(first, other):
             return None
     return first

@@ -57,6 +57,15 @@ def test_supervised_weights_are_the_loss_weights():
     assert fixed_weights(SftObjective(), batch_of([0, 0, 0])).tolist() == [0, 0, 0.5, 0.5, 0.5]
 
 
+def test_weights_that_depend_on_the_difference_of_two_tokens_only_are_not_fixed():
+    def loss(output, batch):  # as in DPO: it stays the same if all log-probs move alike
+        values = torch.zeros_like(output.logprobs)
+        values[3] = torch.nn.functional.softplus(output.logprobs[4] - output.logprobs[3])
+        return LossOutput(values)
+
+    assert fixed_weights(loss, batch_of([0, 0, 0])) is None
+
+
 def test_a_large_batch_is_several_requests_with_numbers_in_order():
     one = Weighted(torch.tensor([5, 6, 7]), torch.tensor([0.0, 0.5, 1.0]))
     found = [

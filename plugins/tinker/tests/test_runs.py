@@ -1,6 +1,7 @@
 """Whole runs of hone on a service: they end as runs in one process, resume, and export."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,27 @@ def test_supervised_fine_tuning_on_a_service_has_the_figures_of_one_process(run_
     here = figures(train(supervised(run_file("sft-here", **steps)), command="sft"))
     there = figures(train(supervised(run_file("sft-there", server.url, **steps)), command="sft"))
     compare(here, there, {"train/nll", "train/loss", "train/grad_norm"})
+
+
+def preferring(path):
+    """The run file with the sections of direct preference optimisation."""
+    settings = yaml.safe_load(path.read_text())
+    (path.parent / "pairs.py").write_text(
+        "def pairs(seed, size):\n"
+        "    for number in range(size):\n"
+        "        text = 'abcdbca'[number % 5 :][:3]\n"
+        "        yield {'prompt': text, 'chosen': text[::-1], 'rejected': text}\n"
+    )
+    source = {"name": "python", "function": f"{path.parent / 'pairs.py'}:pairs", "size": 64, "seed": 1}
+    kept = {key: settings[key] for key in ("run", "model", "actor", "runtime")}
+    more = {"data": {"train": {"source": source}}, "tracking": {"trackers": ["jsonl"]}}
+    path.write_text(yaml.safe_dump({"kind": "prefer", "samples_per_step": 4, "loss": {"name": "dpo"}, **kept, **more}))
+    return path
+
+
+def test_preferences_on_a_service_have_the_figures_of_one_process(run_file, server, key):
+    steps = {"run": {"steps": 3}}
+    here = figures(train(preferring(run_file("dpo-here", **steps)), command="prefer"))
+    there = figures(train(preferring(run_file("dpo-there", server.url, **steps)), command="prefer"))
+    compare(here, there, {"train/loss", "train/grad_norm"})
+    assert here[-1]["train/loss"] < math.log(2) == pytest.approx(here[1]["train/loss"], abs=1e-4)
