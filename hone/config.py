@@ -227,7 +227,8 @@ class _Builder:
         if "." in key and own in key_paths(self.root):
             inner = key.replace(".", ": {")
             hint = f"; write it in its section: {inner}: ...{'}' * key.count('.')}"
-        hint = f"; {other_frameworks.INSTEAD[leaf]}" if leaf in other_frameworks.INSTEAD else hint
+        if "." not in path and leaf in other_frameworks.INSTEAD:  # deeper, it is a key of a part with its own meaning
+            hint = f"; {other_frameworks.INSTEAD[leaf]}"
         return f"unknown key {own!r}{hint} ({path or 'the top level'} has: {', '.join(known)})"
 
     def elsewhere(self, key: str, leaf: str) -> list[str]:

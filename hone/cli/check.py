@@ -144,6 +144,9 @@ def _memory(config: Any, model: ModelConfig) -> Iterator[str]:
     anatomy, platform = examine(model), current_platform()
     facts = platform.memory()
     yield f"model: {anatomy.family}, {anatomy.parameters / 1e6:,.1f} M parameters, context {anatomy.context:,} tokens"
+    if not config.actor.backend.computes_here:
+        yield f"memory: actor.backend {config.actor.backend.name} needs none here, the model is on a service"
+        return
     sizes = Sizes({POLICY: anatomy}, measured_lengths(config, model))
     try:
         machine = this_machine(known_devices())

@@ -35,13 +35,19 @@ def config(
     if recipe is None:
         if not explain_key:
             raise ConfigError("no run file was given: hone config RECIPE, or hone config --explain KEY-OR-WORDS")
-        console.print(_looked_up(explain_key))
+        found = _looked_up(explain_key)
+        if found is None:
+            raise ConfigError(
+                f"no key has {explain_key!r} in its path or its meaning; `hone config --schema` lists all keys"
+            )
+        console.print(found)
         return
     loaded = load_recipe(recipe, overrides or [])
     if explain_key:
         sections = {key.partition(".")[0] for key in loaded.provenance}
-        if "." not in explain_key and explain_key not in sections:  # no key of the file: words
-            console.print(_looked_up(explain_key, loaded.config.kind))
+        words = "." not in explain_key and explain_key not in sections  # no key of the file
+        if words and (found := _looked_up(explain_key, loaded.config.kind)):
+            console.print(found)
             return
         console.print(Text("\n\n").join(_paragraph(found) for found in explain(loaded, explain_key)))
     else:
@@ -70,11 +76,8 @@ def _print_settings(console: Console, loaded: Loaded[Any]) -> None:
         console.print(shown.append(f"  # {source}", style="green") if source else shown)
 
 
-def _looked_up(asked: str, only: str = "") -> Text:
-    """The keys of every kind of run (or of `only` one) at a path, or those whose path or meaning has all words.
-
-    Raises ConfigError if there is none.
-    """
+def _looked_up(asked: str, only: str = "") -> Text | None:
+    """The keys of every kind of run (or of `only` one) at a path, or else those whose path or meaning has all words."""
     kinds = {name: kind.load() for name, kind in KINDS.items() if name == (only or name)}
     for find in (at_path, lambda kind, settings, words: about(every_key(kind, settings), words)):
         found: dict[tuple[str, str], tuple[KnownKey, list[str]]] = {}
@@ -86,7 +89,7 @@ def _looked_up(asked: str, only: str = "") -> Text:
             if len(found) > MOST_KEYS:
                 shown.append(Text(f"and {len(found) - MOST_KEYS} more: add a word, or name a section", style="dim"))
             return Text("\n\n").join(shown)
-    raise ConfigError(f"no key has {asked!r} in its path or its meaning; `hone config --schema` lists all keys")
+    return None
 
 
 def keys_like(option: str) -> list[str]:

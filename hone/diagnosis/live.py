@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hone.composition import ConfigError
 from hone.diagnosis.evidence import Evidence, Finding, read_evidence, read_settings
@@ -22,6 +22,8 @@ from hone.diagnosis.rules import RULES, sorted_by_weight
 from hone.tracking.findings import add_finding, read_findings, replace_findings
 from hone.tracking.report.columns import Column, MetricsFile
 from hone.tracking.trackers.jsonl import METRICS_FILE
+
+T = TypeVar("T")
 
 LONGEST = 10_000  # steps that rules look at, at least; up to twice as many are kept
 SHARE = 20  # a look is due when the kept steps have grown by one part of so many
@@ -59,21 +61,25 @@ class LiveRules:
     def _begin(self, step: int) -> Evidence:
         """Read the metrics of the launches before this one, and their findings before this step."""
         metrics = MetricsFile(self._folder / METRICS_FILE)
-        settings: dict[str, Any] = {}
-        try:
-            while (self._folder / METRICS_FILE).is_file() and metrics.read():
+        no_findings: list[dict[str, Any]] = []
+        if (self._folder / METRICS_FILE).is_file():
+            while self._try(metrics.read, False, f"the steps before {step}"):
                 pass
-            before = read_findings(self._folder)
-            settings = read_settings(self._folder)
-        except (OSError, ConfigError) as error:  # a run does not end because of a hint
-            before = []
-            self._say(f"warning: the rules do not see the steps before {step}: {error}")
+        before = self._try(lambda: read_findings(self._folder), no_findings, "what was found before")
+        settings = self._try(lambda: read_settings(self._folder), {}, "the settings")
         self._columns, self._steps = dict(metrics.columns), metrics.columns.lines
         kept = [one for one in before if one["step"] < step]
         if len(kept) < len(before):
             self._write(lambda: replace_findings(self._folder, kept))
         self._absent = {(str(one.get("title")), tuple(one["metrics"])): 0 for one in kept}
         return Evidence(self._folder, {}, settings, last_step=metrics.columns.last_step)
+
+    def _try(self, read: Callable[[], T], default: T, what: str) -> T:
+        try:
+            return read()
+        except (OSError, ConfigError) as error:  # a run does not end because of a hint
+            self._say(f"warning: the rules do not see {what}: {error}")
+            return default
 
     def _add(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

@@ -31,11 +31,14 @@ _STEP = "step() should return (observation, reward, terminated, truncated, info)
 class GymClassEnv:
     """One episode of an object with `reset` and `step`, which run in threads."""
 
-    def __init__(self, made: Any, prompt: Prompt) -> None:
-        self._made = made
+    def __init__(self, make: Callable[[], Any], prompt: Prompt) -> None:
+        self._make = make
         self._prompt = prompt
+        self._made: Any = None
 
     async def start(self) -> Start:
+        self._made = await in_thread(self._make)
+        _require_text(self._made)
         takes = inspect.signature(self._made.reset).parameters
         seeded = "seed" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values())
         given = {"seed": seed_of(self._prompt)} if seeded else {}
@@ -71,35 +74,47 @@ class GymClass:
     """The environments of a run whose `episode.env` names such a class (`hone.envs.base.Shared`)."""
 
     def __init__(self, name: str, cls: type[Any]) -> None:
-        """Makes one object. Raises ConfigError for a class that cannot be made, or whose actions are no text."""
-        self._name = name
+        """Raises ConfigError for a class that cannot be made, or whose actions are no text.
+
+        An object is made for that, except of a class that takes the prompt, which may need a real one.
+        """
         self._cls = cls
-        self._wants_prompt = "prompt" in inspect.signature(cls).parameters
-        probe = Prompt("check/0", (0,), ({"role": "user", "content": "?"},), None, "check", {})
+        takes = inspect.signature(cls)
+        self._wants_prompt = "prompt" in takes.parameters
         try:
-            made = self._made(probe)
+            takes.bind(**({"prompt": None} if self._wants_prompt else {}))
+            made = cls if self._wants_prompt else cls()
         except Exception as error:  # foreign code may raise anything
             raise ConfigError(
                 f"episode.env: {name} cannot be made: {reason(error)} (each parameter of {cls.__name__}() needs a "
                 "default, except prompt, which gets the prompt)"
             ) from error
-        space = getattr(made, "action_space", None)
-        if space is not None and type(space).__name__ != "Text":
-            raise ConfigError(
-                f"episode.env: the actions of {name} are {space}, and a class in a file is given the text of an "
-                f"answer. Either let step() read the action from text and remove action_space, or register the class "
-                f"with {NUMBERED_ACTIONS} and set episode.env.name={NUMBERED_ACTIONS} episode.env.id=MODULE:NAME, "
-                f"which reads numbered actions: {how_to_get(elsewhere('environment')[NUMBERED_ACTIONS])}"
-            )
+        try:
+            _require_text(made)
+        except TypeError as error:
+            raise ConfigError(f"episode.env: {name}: {error}") from error
+        close = getattr(made, "close", None)
+        if made is not cls and callable(close) and not inspect.iscoroutinefunction(close):
+            close()
 
     def __call__(self, prompt: Prompt, sample: int, settings: EpisodeConfig) -> GymClassEnv:
-        return GymClassEnv(self._made(prompt), prompt)
+        given = {"prompt": prompt} if self._wants_prompt else {}
+        return GymClassEnv(lambda: self._cls(**given), prompt)
 
     async def close(self) -> None:
         return None
 
-    def _made(self, prompt: Prompt) -> Any:
-        return self._cls(**({"prompt": prompt} if self._wants_prompt else {}))
+
+def _require_text(made: Any) -> None:
+    """Raise TypeError for a class or an object that says that its actions are no text."""
+    space = getattr(made, "action_space", None)
+    if space is not None and not isinstance(space, property) and type(space).__name__ != "Text":
+        raise TypeError(
+            f"the actions are {space}, and a class in a file is given the text of an answer. Either let step() read "
+            f"the action from text and remove action_space, or register the class with {NUMBERED_ACTIONS} and set "
+            f"episode.env.name={NUMBERED_ACTIONS} episode.env.id=MODULE:NAME, which reads numbered actions: "
+            f"{how_to_get(elsewhere('environment')[NUMBERED_ACTIONS])}"
+        )
 
 
 def is_gym_class(found: Any) -> bool:

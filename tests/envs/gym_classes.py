@@ -26,6 +26,7 @@ class Old(Guess):
 
     def __init__(self, prompt):
         self.prompt = prompt
+        self.level = prompt.row.get("level", 0) + len(prompt.messages)  # there is a prompt, also in the checks
 
     async def reset(self):
         super().reset(seed=0)

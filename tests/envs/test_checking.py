@@ -113,7 +113,7 @@ def test_a_gym_class_reads_the_prompt_first_and_the_seed_of_its_row(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Numbered", "the actions of .*:Numbered are range.0, 4., and .* episode.env.name=gymnasium episode.env.id="),
+        ("Numbered", "Numbered: the actions are range.0, 4., and .* episode.env.name=gymnasium episode.env.id="),
         ("Unmade", "Unmade cannot be made: TypeError: .*'size'.*each parameter of Unmade.. needs a default"),
         ("Broken", "Broken.step.. should return .observation, reward, terminated, truncated, info., found .'lower'"),
     ],

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import masking_utils
+from transformers import masking_utils, modeling_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 
@@ -33,10 +33,12 @@ def test_the_function_is_given_the_empty_model_once(folder):
 
 
 def test_transformers_is_left_as_it_was():
-    before = DistributedMixin.__dict__["maybe_distribute_model"]
+    before = DistributedMixin.__dict__["maybe_distribute_model"], modeling_utils.convert_and_load_state_dict_in_model
     with pytest.raises(ZeroDivisionError), shard_while_loading(lambda model: None):
+        assert modeling_utils.convert_and_load_state_dict_in_model is not before[1]
         raise ZeroDivisionError
-    assert DistributedMixin.__dict__["maybe_distribute_model"] is before
+    after = DistributedMixin.__dict__["maybe_distribute_model"], modeling_utils.convert_and_load_state_dict_in_model
+    assert after == before
 
 
 def test_transformers_meshes_still_have_no_replicas():

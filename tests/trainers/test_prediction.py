@@ -66,13 +66,12 @@ def test_a_model_on_a_service_needs_no_memory_here(tmp_path):
         placement_of(config, Machine(Device("Any", 1, tflops=1, memory_gb_s=1, link_gb_s=1, network_gb_s=1)))
 
 
-def test_ranks_of_several_machines_are_counted(tmp_path, monkeypatch):
+def test_ranks_of_several_machines_are_counted(tmp_path):
     """torchrun on two machines of 8 devices: each launch sees its own machine."""
     machine = Machine(Device("Any", 1, tflops=1, memory_gb_s=1, link_gb_s=1, network_gb_s=1), devices=8)
     config = loaded(tmp_path).config
     assert placement_of(config, machine).trainer == 8
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    assert placement_of(config, machine).trainer == 16
+    assert placement_of(config, machine, ranks=16).trainer == 16
 
 
 def test_a_run_folder_that_cannot_be_written_ends_no_run(tmp_path, caplog):

@@ -47,7 +47,8 @@ class _Parts:
         """All weights by name, whole; without `read` only their shapes."""
         own = deepcopy(self._converter)
         for name, pattern, tensor in self._sources:
-            one: Any = tensor[...] if read else torch.empty(list(tensor.get_shape()), device="meta")
+            shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
+            one: Any = tensor[...] if read else torch.empty(list(shape), device="meta")
             own.add_tensor(self._first, name, pattern, one)
         found = own.convert(self._first, model=self._model, config=self._model.config)
         return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
@@ -63,7 +64,7 @@ class _Weight:
         return self._shape
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self._parts.convert()[self._name][index]
+        return self._parts.convert()[self._name][index].clone()  # a view would keep the whole weight
 
 
 def convert_first(

@@ -96,8 +96,9 @@ def _memory(found: Mapping[str, Any], file: Mapping[str, Any], peaks: Mapping[st
         here = max(predicted[name], predicted.get(WITH.get(name, ""), 0))
         there = max((measured[one] for one in names if one in measured), default=None)
         yield Row(name, here, there)
-    # peaks of processes count from their start, so that phases say more where they are known
-    most = max((measured or peaks.get("roles", {})).values(), default=None)
+    # a process on a CPU has one peak from its start, with what it did before the run: phases say more
+    whole = {} if on_cpu and measured else peaks.get("roles", {})
+    most = max([*measured.values(), *whole.values()], default=None)
     yield Row("peak", max(predicted.values()), most)
 
 

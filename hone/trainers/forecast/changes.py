@@ -82,7 +82,7 @@ def ways_to_fit(config: Any, sizes: Sizes, machine: Machine, given: Given) -> li
 
 
 def _peak(config: Any, sizes: Sizes, machine: Machine, given: Given) -> int:
-    return peak(phases(checked_setup(config, sizes, placement_of(config, machine), given))).total
+    return peak(phases(checked_setup(config, sizes, placement_of(config, machine, given.ranks), given))).total
 
 
 def _saving(config: Any, overrides: Overrides, sizes: Sizes, machine: Machine, given: Given) -> Change:

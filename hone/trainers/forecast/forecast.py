@@ -126,6 +126,7 @@ class Given:
     rates: Rates | None = None
     answers: LengthsOfAnswers | None = None
     base: int = 0  # bytes of the process before it loads anything
+    ranks: int = 0  # of a launch by torchrun; 0: as many as the machine has devices
 
 
 def forecast(config: Any, sizes: Sizes, placement: DevicePlacement, given: Given | None = None) -> Forecast:

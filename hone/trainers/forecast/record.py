@@ -46,9 +46,10 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
             copy = changed(config.model_copy(update={"model": model}), {})
             on_cpu = current_platform().device == CPU
             base = current_platform().memory().allocated if on_cpu else 0  # measuring a CPU takes memory itself
-            machine, given = this_machine(known_devices()), Given(base=base)
+            launched = ranks.ranks()
+            machine, given = this_machine(known_devices()), Given(base=base, ranks=launched if launched > 1 else 0)
             sizes = sizes_of(copy, Path(made), convert=False)
-            found = forecast(copy, sizes, placement_of(copy, machine), given)
+            found = forecast(copy, sizes, placement_of(copy, machine, given.ranks), given)
             why_not = why_refused(copy, sizes, machine, given, found) if refuse else ""
     except Exception as error:  # noqa: BLE001  of any model, data set or device: no run ends for its prediction
         why = " ".join(str(error).split()) or type(error).__name__

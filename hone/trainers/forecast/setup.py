@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,9 +52,10 @@ class DevicePlacement:
         return max(self.trainer, served) if self.shared else self.trainer + served
 
 
-def placement_of(config: Any, machine: Machine) -> DevicePlacement:
+def placement_of(config: Any, machine: Machine, ranks: int = 0) -> DevicePlacement:
     """Place a run as its settings do; a run in one process takes the whole `machine` where it has several devices.
 
+    `ranks` are those of a launch by torchrun on all its machines, if there is one.
     Raises ConfigError for a model that a service holds.
     """
     if not config.actor.backend.computes_here:
@@ -63,9 +63,8 @@ def placement_of(config: Any, machine: Machine) -> DevicePlacement:
     runtime, rl = config.runtime.backend, isinstance(config, PolicyRunConfig)
     ray = isinstance(runtime, RaySettings)
     trainer = runtime.devices * runtime.nodes if ray else machine.total
-    world = int(os.environ.get("WORLD_SIZE", "1"))  # of a launch by torchrun, on all its machines
-    if not ray and (machine.is_cpu or world > 1):
-        trainer = world
+    if ranks and not ray:
+        trainer = ranks
     if not rl:
         return DevicePlacement(machine, trainer)
     pools = runtime.pools if ray else {}

@@ -17,6 +17,7 @@ With more a copy is sent (`Snapshot`), so `publish` returns at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,6 +30,8 @@ from hone.schedule.seats import moves, needed
 from hone.types import Metric, Metrics, Versions, merge_metrics
 from hone.weights.base import Source, VersionWeights, WeightSyncError
 from hone.weights.snapshot import Snapshot
+
+LOG = logging.getLogger("hone")
 
 LOOK_S = 0.5  # between two looks at the replicas while nothing happens
 
@@ -99,6 +102,8 @@ class ToServers:
         self._kept.clear()
         while any(one.state == "updating" for one in self._router.pool.members):
             await self._wait(LOOK_S)
+        if self._failure is not None:  # of weights that nobody needs any more
+            LOG.warning("a weight sync that was given up had failed: %s", self._failure)
 
     def _keep(self, weights: VersionWeights) -> None:
         """Send these weights as soon as replicas may take them."""
@@ -194,7 +199,8 @@ class ToServers:
         except Exception as error:
             if self._copies or version > self._proven:
                 raise
-            self._failed(names, error)
+            proven = {one.name for one in self._router.pool.serving if one.version >= version}
+            self._failed(set(names) - proven, error)
             return
         if self._kept.get(version) is not weights:  # the trainer has published others meanwhile
             return
