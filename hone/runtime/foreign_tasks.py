@@ -29,6 +29,9 @@ def wind_up(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
         with suppress(KeyboardInterrupt, SystemExit):
             loop.run_forever()
     late.cancel()
+    loop.call_soon(loop.stop)  # one that was asked for already must not end what runs next
+    with suppress(KeyboardInterrupt, SystemExit):
+        loop.run_forever()
     if task.done() and not task.cancelled():
         task.exception()  # the caller raises the first one
 

@@ -123,6 +123,7 @@ def test_what_leaves_the_loop_out_of_a_task_ends_what_run_waited_for_and_not_the
     with pytest.raises(RuntimeError if left is SystemExit else KeyboardInterrupt):
         loop.run(waits_for_it())
     assert ended == [True]
+    assert loop._runner.get_loop().run_until_complete(asyncio.sleep(0.01, "closing")) == "closing"
     assert [loop.run(asyncio.sleep(0, number)) for number in range(4)] == [0, 1, 2, 3]
 
 
