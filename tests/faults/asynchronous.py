@@ -51,7 +51,7 @@ def settings(steps, replicas, new_weights="finish"):
 
 def servers():
     """The processes of this process's rollout servers that listen: one that is starting has no socket yet."""
-    return [one for one in descendants(os.getpid()) if _listens(_arguments(one))]
+    return [one for one in descendants(os.getpid()) if _listens(arguments_of(one))]
 
 
 def _listens(arguments):
@@ -59,7 +59,7 @@ def _listens(arguments):
     return arguments[3:4] == ["hone.workers.inside.builtin"] and Path(json.loads(arguments[4])["socket"]).exists()
 
 
-def _arguments(process):
+def arguments_of(process):
     try:
         return Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")
     except OSError:  # it has ended
@@ -85,7 +85,7 @@ class Faults:
     def notice(self):
         """Wait for the end of the process that was stopped: the run has to find that it hangs, and kill it."""
         if self.stopped:
-            self._until(lambda: not _arguments(self.stopped), "the server that hangs is killed")
+            self._until(lambda: not arguments_of(self.stopped), "the server that hangs is killed")
             self.done["noticed"] += 1
 
     def join(self):

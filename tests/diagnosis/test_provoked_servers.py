@@ -1,0 +1,60 @@
+"""Rules about servers and old tokens, provoked for real in asynchronous runs with servers of their own."""
+
+import os
+import signal
+import threading
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+
+from tests.diagnosis.test_provoked import train
+from tests.faults.asynchronous import arguments_of, servers
+
+SHORT = {"sampling": {"max_response_tokens": 3}, "builtin": {"process": "separate"}, "start_timeout_s": 240}
+
+
+def ahead(staleness):
+    return {"asynchrony": {"staleness": staleness}, "algorithm": {"correction": {"old": "rollout"}}}
+
+
+@contextmanager
+def stopped_most_of_the_time(process):
+    """Stop a process for 90 ms of every 100, as another tenant of its device would."""
+    ended = threading.Event()
+
+    def stop_and_go():
+        with suppress(ProcessLookupError):  # the run has ended, and its server with it
+            while not ended.is_set():
+                os.kill(process, signal.SIGSTOP)
+                ended.wait(0.09)
+                os.kill(process, signal.SIGCONT)
+                ended.wait(0.01)
+
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_a_replica_whose_device_is_shared(tmp_path):
+    with ExitStack() as faults:
+
+        def share(step, metrics):
+            if step == 1:
+                (second,) = [one for one in servers() if "builtin-1" in arguments_of(one)[4]]
+                faults.enter_context(stopped_most_of_the_time(second))
+
+        told, _ = train(tmp_path, 9, {"rollout": {**SHORT, "replicas": 2}}, on_step=share)
+    assert told["a rollout replica is slow"]["seen"].startswith("replica 1 generates at ")
+
+
+@pytest.mark.slow
+def test_a_generator_that_is_far_ahead_of_the_trainer(tmp_path):
+    many = {"update": {"prompts_per_step": 4, "samples_per_prompt": 4, "epochs": 8}}
+    told, found = train(tmp_path, 9, ahead(2), many, {"rollout": SHORT})
+    assert told["tokens are as old as allowed"]["seen"] == "schedule/staleness 2.00 of at most 2"
+    assert "tokens are as old as allowed" in found
