@@ -106,7 +106,5 @@ def test_settings_that_cannot_be_read_end_no_run(run):
     folder, rules, said = run
     (folder / "config.yaml").write_text("actor: [")
     steps(rules, 1, 8, rollout__zero_variance_fraction=1.0)
-    assert said[0].startswith(
-        f"warning: the rules do not see the steps before 1: {folder / 'config.yaml'} is not valid"
-    )
+    assert said[0].startswith(f"warning: the rules do not see the settings: {folder / 'config.yaml'} is not valid")
     assert [line.split(":")[1] for line in said[1:]] == [" groups without variance"]
