@@ -62,11 +62,12 @@ class LiveRules:
         """Read the metrics of the launches before this one, and their findings before this step."""
         metrics = MetricsFile(self._folder / METRICS_FILE)
         no_findings: list[dict[str, Any]] = []
+        no_settings: dict[str, Any] = {}
         if (self._folder / METRICS_FILE).is_file():
             while self._try(metrics.read, False, f"the steps before {step}"):
                 pass
         before = self._try(lambda: read_findings(self._folder), no_findings, "what was found before")
-        settings = self._try(lambda: read_settings(self._folder), {}, "the settings")
+        settings = self._try(lambda: read_settings(self._folder), no_settings, "the settings")
         self._columns, self._steps = dict(metrics.columns), metrics.columns.lines
         kept = [one for one in before if one["step"] < step]
         if len(kept) < len(before):

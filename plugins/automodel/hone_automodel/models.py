@@ -17,6 +17,13 @@ OPERATORS = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch", "rope_fusio
 # Exports name the class as the architecture, by which vLLM and SGLang choose a model: these are transformers' names.
 
 
+class Qwen3Model(qwen3.Qwen3Model):  # type: ignore[misc]
+    """The body of Automodel's Qwen3."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, BackendConfig(**OPERATORS))
+
+
 class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):  # type: ignore[misc]  # the package has no types
     """Automodel's Qwen3."""
 
@@ -24,13 +31,7 @@ class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):  # type: ignore[misc]  # the pac
 
     def __init__(self, config: Any) -> None:
         super().__init__(config, BackendConfig(**OPERATORS))
-
-
-class Qwen3Model(qwen3.Qwen3Model):  # type: ignore[misc]
-    """The body of Automodel's Qwen3, for a value model."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config, BackendConfig(**OPERATORS))
+        self.model.__class__ = Qwen3Model  # is built from its config alone, too: hone checks a small one
 
 
 def model_class(kind: str, is_value_model: bool, key: str) -> type[PreTrainedModel]:
