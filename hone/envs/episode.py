@@ -32,6 +32,7 @@ from hone.types import (
     Completion,
     GenerateFn,
     GenerationRequest,
+    Metric,
     Metrics,
     Prompt,
     PromptTooLong,
@@ -97,12 +98,14 @@ class _Record:
         self.response += text
         self.stop_reason = completion.stop_reason
 
-    def stepped(self, result: StepResult) -> None:
-        """Note what the environment said of the last turn."""
+    def stepped(self, result: StepResult) -> str:
+        """Note what the environment said of the last turn; returns what is wrong with it."""
         self.spans[-1] = replace(self.spans[-1], reward=result.reward, calls=result.calls)
         self.anchor = result.anchor
         self.answer = self.answer if result.answer is None else result.answer
-        self.metrics = merge_metrics(self.metrics, dict(result.metrics))
+        wrong = [f"{name}={one!r:.80}" for name, one in result.metrics.items() if not isinstance(one, Metric)]
+        self.metrics = merge_metrics(self.metrics, {} if wrong else dict(result.metrics))
+        return f"StepResult.metrics should be Metric.mean(...) and the like, found {wrong[0]}" if wrong else ""
 
     def refused(self, prompt: Prompt, error: ValueError) -> tuple[Status, str]:
         """Return the end of a trajectory whose request was refused: truncated if it was too long, else a failure."""
@@ -252,9 +255,8 @@ class EpisodeRunner:
             if completion.stop_reason is StopReason.ABORTED:
                 return Status.ENGINE_FAILED, "aborted by the rollout engine"
             result, failure = await _attempt(env.step(said, completion))
-            if result is None:
+            if result is None or (failure := record.stepped(result)):
                 return Status.ENV_FAILED, failure
-            record.stepped(result)
             full = completion.stop_reason is StopReason.LENGTH and (sampled < room or room == left)
             if result.done or full or result.status is not Status.OK:
                 return _ending(result, completion)
@@ -278,9 +280,7 @@ class EpisodeRunner:
 
 
 def _ending(result: StepResult, completion: Completion) -> tuple[Status, str]:
-    if not result.status.trainable:
-        return result.status, result.error
-    if completion.stop_reason is StopReason.LENGTH:
+    if result.status.trainable and completion.stop_reason is StopReason.LENGTH:
         return Status.TRUNCATED, ""
     return result.status, result.error
 

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 from hone.envs.base import Start, StepResult
 from hone.types import Status
@@ -115,6 +116,11 @@ class Returns(Good):
 class NoReward(Good):
     def reward(self):
         return math.nan
+
+
+class Figures(Good):
+    async def step(self, said, completion):
+        return replace(await super().step(said, completion), metrics={"placed": 1.0})
 
 
 class Speaks(Good):

@@ -76,6 +76,7 @@ def test_a_run_file_names_the_environment_of_a_file(run, tmp_path):
         ("Late", "start() did not return within 0.2 s"),
         ("Returns", "start() should return a Start with messages or token_ids, found 'a question'"),
         ("NoReward", "the reward of a turn is nan; expected a finite number"),
+        ("Figures", "metrics['placed'] is 1.0; expected hone.types.Metric.mean(...)"),
         ("Speaks", "an observation has a message of the role 'assistant'; expected system, developer, user, tool"),
         ("Unclosed", "close() raised OSError: it is busy"),
     ],

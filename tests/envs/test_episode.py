@@ -191,6 +191,17 @@ def test_an_environment_that_raises_is_a_failure_with_its_reason_and_harms_nobod
     assert [env.closed for env in made] == [1, 1]
 
 
+class Figures(TwoTurns):
+    async def step(self, said, completion):
+        return replace(await super().step(said, completion), metrics={"placed": 1.0})
+
+
+def test_figures_that_are_no_metrics_are_a_failure_of_the_environment():
+    (group,) = run(Engine(), [prompt()], Figures, samples=1)
+    (broken,) = group.trajectories
+    assert (broken.status, broken.error.partition(", found ")[2]) == (Status.ENV_FAILED, "placed=1.0")
+
+
 class Panic(BaseException):
     """What a library in another language raises."""
 

@@ -26,7 +26,7 @@ from hone.envs.settings import EpisodeConfig
 from hone.envs.tool_calls import Said
 from hone.processes.supervisor import descendants
 from hone.registry import reason
-from hone.types import Completion, Message, Prompt, Status, StopReason
+from hone.types import Completion, Message, Metric, Prompt, Status, StopReason
 
 R = TypeVar("R")
 ROLES = ("system", "developer", "user", "tool")
@@ -190,6 +190,9 @@ class Checker:
             raise _Failed
         if result.reward is not None and not (isinstance(result.reward, int | float) and math.isfinite(result.reward)):
             self.found.note("problem", f"the reward of a turn is {result.reward!r}; expected a finite number")
+        for name, one in result.metrics.items():
+            if not isinstance(one, Metric):
+                self.found.note("problem", f"metrics[{name!r}] is {one!r:.80}; expected hone.types.Metric.mean(...)")
         self._check_messages(result.messages, "an observation")
         return result
 
