@@ -59,7 +59,6 @@ class PolicyObjective:
         self._kl_kind: KlKind = kl.kind if kl else "k3"
         full = {FULL_KL} if self._kl_kind == "full" else set()
         self.needs: frozenset[str] = frozenset({"entropy"} | full)
-        self.skips_zero_advantages = settings.zero_without_advantage
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossOutput:
         """Compute the loss. Raises ValueError if batch or output lack a field that the settings need."""

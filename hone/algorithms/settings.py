@@ -211,8 +211,6 @@ class PolicyLossSettings(Choice):
     """The aggregation mode if the run file sets none."""
     selection: ClassVar[str] = ""
     """The "module:function" that picks tokens of the whole mini-batch for this loss; empty: no picking."""
-    zero_without_advantage: ClassVar[bool] = False
-    """True if a sequence whose advantages are all 0 has no gradient, whatever the ratio."""
     has_ratio: ClassVar[bool] = True
     """True if the loss compares the policy with the older one that sampled a token."""
     required_fields: ClassVar[frozenset[str]] = frozenset()
@@ -230,7 +228,6 @@ class PpoSettings(ClipSettings):
     """Clipped ratio."""
 
     name: str = "ppo"
-    zero_without_advantage = True
     dual_clip: float | None = setting(None, "bound of the loss at negative advantages, in units of |A|", gt=1)
 
 
@@ -238,7 +235,6 @@ class ReinforceSettings(PolicyLossSettings):
     """Plain policy gradient."""
 
     name: str = "reinforce"
-    zero_without_advantage = True
     has_ratio = False
 
 
@@ -246,7 +242,6 @@ class GspoSettings(PolicyLossSettings):
     """Clipped ratio of the whole sequence (geometric mean over its tokens)."""
 
     name: str = "gspo"
-    zero_without_advantage = True
     own_aggregation = "seq_mean_token_mean"
     clip_low: float = setting(3e-4, "how far the sequence ratio may fall below 1", ge=0, le=1)
     clip_high: float = setting(4e-4, "how far the sequence ratio may rise above 1", ge=0)
@@ -256,7 +251,6 @@ class CispoSettings(PolicyLossSettings):
     """Policy gradient weighted with a clipped, detached ratio."""
 
     name: str = "cispo"
-    zero_without_advantage = True
     clip_low: float = setting(1.0, "how far the weight may fall below 1 (1: no lower bound)", ge=0, le=1)
     clip_high: float = setting(4.0, "how far the weight may rise above 1", ge=0)
 
@@ -271,7 +265,6 @@ class SapoSettings(PolicyLossSettings):
     """Soft gate instead of a clip."""
 
     name: str = "sapo"
-    zero_without_advantage = True
     tau_positive: float = setting(1.0, "steepness of the gate where the advantage is positive", gt=0)
     tau_negative: float = setting(1.05, "steepness of the gate elsewhere", gt=0)
 
@@ -280,7 +273,6 @@ class DppoTvSettings(PolicyLossSettings):
     """Tokens whose probability moved too far get no loss."""
 
     name: str = "dppo_tv"
-    zero_without_advantage = True
     clip_low: float = setting(0.2, "how far a token's probability may fall", ge=0, le=1)
     clip_high: float = setting(0.2, "how far a token's probability may rise", ge=0, le=1)
     truncate: float = setting(20.0, "upper bound of the detached ratio", gt=0)
@@ -290,7 +282,6 @@ class DppoKlSettings(PolicyLossSettings):
     """Tokens whose Bernoulli KL is too large get no loss."""
 
     name: str = "dppo_kl"
-    zero_without_advantage = True
     threshold: float = setting(0.05, "largest Bernoulli KL of a token", unit="nats", ge=0)
     truncate: float = setting(20.0, "upper bound of the detached ratio", gt=0)
 
@@ -299,7 +290,6 @@ class GmpoSettings(PolicyLossSettings):
     """Geometric mean of clamped ratios."""
 
     name: str = "gmpo"
-    zero_without_advantage = True
     own_aggregation = "seq_mean_token_mean"
     clip_low: float = setting(0.4, "how far the log-ratio may fall below 0", unit="nats", ge=0)
     clip_high: float = setting(0.4, "how far the log-ratio may rise above 0", unit="nats", ge=0)
@@ -309,7 +299,6 @@ class ClipCovSettings(ClipSettings):
     """PPO without the loss of a few tokens that would cost the most entropy."""
 
     name: str = "clip_cov"
-    zero_without_advantage = True
     selection = "hone.algorithms.selection:random_by_covariance"
     share: float = setting(2e-4, "share of the mini-batch's tokens that get no loss", gt=0, le=1)
     cov_low: float = setting(1.0, "smallest covariance of a token that may be picked")
@@ -353,16 +342,11 @@ class TopEntropySettings(PolicyLossSettings):
     def own_aggregation(self) -> Mode:  # type: ignore[override]
         return self.loss.own_aggregation
 
-    @property
-    def zero_without_advantage(self) -> bool:  # type: ignore[override]
-        return self.loss.zero_without_advantage
-
 
 class GpgSettings(PolicyLossSettings):
     """Plain policy gradient without importance weights."""
 
     name: str = "gpg"
-    zero_without_advantage = True
     has_ratio = False
 
 
@@ -503,12 +487,6 @@ class AlgorithmConfig(Config):
     correction: CorrectionSettings = setting(
         factory=CorrectionSettings, meaning="correction of the difference between rollout and trainer"
     )
-
-    @property
-    def zero_without_advantage(self) -> bool:
-        """Return whether a sequence whose advantages are all 0 has no gradient of the whole objective."""
-        kl = self.penalty.coef > 0 and self.penalty.where == "in_loss"  # without a coefficient, nothing reads `where`
-        return self.loss.zero_without_advantage and not (kl or self.entropy_coef or self.positive_nll_coef)
 
     @property
     def penalty(self) -> KlSettings:

@@ -120,7 +120,7 @@ class Engine(ABC):
         Returns the loss's metrics (means over the tokens with a loss) and `train/loss` (the sum). Raises ValueError
         for a sequence that is longer than the micro-batch budget.
         """
-        cut = _cut_for_training(batch, self._packing, loss, self.experts is not None)
+        cut = _cut_for_training(batch, self._packing, loss)
         step, experts = ScoredStep(loss, self.experts), self.experts
         if experts is not None:
             experts.expect(batch, self.ranks, self.device)
@@ -299,12 +299,6 @@ class Engine(ABC):
         self.ranks.meet()
 
 
-def _rows_with(batch: Batch, tokens: Tensor) -> list[int]:
-    """The sequences that have one of these tokens, [T] bool."""
-    before = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))[batch.cu_seqlens]
-    return (before[1:] > before[:-1]).nonzero().flatten().tolist()
-
-
 def _budget(batch: Batch, packing: tuple[int, int], whole_groups: bool = False) -> int:
     """Tokens of a micro-batch of this batch; `packing`: tokens that are packed, and the limit of a sequence."""
     together = groups_of(batch) if whole_groups else [[i] for i in range(batch.num_sequences)]
@@ -313,24 +307,18 @@ def _budget(batch: Batch, packing: tuple[int, int], whole_groups: bool = False) 
     return min(max(packing[0], longest), packing[1])
 
 
-def _cut_for_training(batch: Batch, packing: tuple[int, int], loss: LossFn, has_experts: bool) -> list[list[int]]:
+def _cut_for_training(batch: Batch, packing: tuple[int, int], loss: LossFn) -> list[list[int]]:
     """Cut a training batch into index lists within the token budget; without those that have no loss.
 
-    Sequences whose advantages are all 0 are left out where the loss says that their gradient is 0, unless a mixture of
-    experts counts them. Raises ValueError for a sequence that is too long, and for a batch without loss weights.
+    Raises ValueError for a sequence that is too long, and for a batch without loss weights.
     """
     if batch.loss_weights is None:
         raise ValueError("batch.loss_weights is not set: the loss has no denominator (see aggregation)")
     whole = getattr(loss, "whole_groups", False)
-    trained = _rows_with(batch, batch.loss_mask)
-    if getattr(loss, "skips_zero_advantages", False) and not has_experts and trained:
-        # One stays if there is no other: a step with a gradient of 0 still changes the optimizer's moments.
-        moving = _rows_with(batch, batch.loss_mask & (batch.advantages != 0)) or trained[:1]
-        if len(moving) < batch.num_sequences:
-            part = select(batch, moving)
-            return [[moving[i] for i in indices] for indices in cut_batch(part, _budget(batch, packing, whole), whole)]
     cut = cut_batch(batch, _budget(batch, packing, whole), whole)
-    return [indices for indices in cut if not set(trained).isdisjoint(indices)]
+    tokens_before = torch.nn.functional.pad(batch.loss_mask.cumsum(0), (1, 0))[batch.cu_seqlens]
+    trained = (tokens_before[1:] > tokens_before[:-1]).tolist()
+    return [indices for indices in cut if any(trained[i] for i in indices)]
 
 
 class ScoredStep:
