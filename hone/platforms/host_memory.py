@@ -7,11 +7,14 @@ system at once, and the system has to clear every page again, which took half of
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from hone import machine
 
+CLEAR_REFS = Path("/proc/self/clear_refs")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST = (1 << 31) - 1  # bytes; an int
 _LITTLE = 0.25  # of the machine's memory
@@ -42,6 +45,12 @@ def give_back_when_short() -> None:
     total, free = machine.memory()
     if free < _LITTLE * total:
         give_back()
+
+
+def forget_peak() -> None:
+    """Let this process's peak of resident memory begin anew, where the system can (Linux: proc(5), clear_refs)."""
+    with suppress(OSError):
+        CLEAR_REFS.write_text("5", encoding="ascii")
 
 
 @lru_cache(maxsize=1)

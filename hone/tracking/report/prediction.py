@@ -96,9 +96,7 @@ def _memory(found: Mapping[str, Any], file: Mapping[str, Any], peaks: Mapping[st
         here = max(predicted[name], predicted.get(WITH.get(name, ""), 0))
         there = max((measured[one] for one in names if one in measured), default=None)
         yield Row(name, here, there)
-    # a process on a CPU has one peak from its start, with what it did before the run: phases say more
-    whole = {} if on_cpu and measured else peaks.get("roles", {})
-    most = max([*measured.values(), *whole.values()], default=None)
+    most = max([*measured.values(), *peaks.get("roles", {}).values()], default=None)
     yield Row("peak", max(predicted.values()), most)
 
 

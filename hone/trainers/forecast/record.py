@@ -20,6 +20,7 @@ from hone.config import ConfigError
 from hone.models.settings import ModelConfig
 from hone.planner.devices import CPU, GIB, Machine, known_devices, this_machine
 from hone.platforms.base import current_platform
+from hone.platforms.host_memory import forget_peak
 from hone.runtime import ranks
 from hone.tracking.report.prediction import PEAKS_FILE, PREDICTION_FILE
 from hone.trainers.forecast.changes import changed, ways_to_fit
@@ -45,6 +46,7 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
             # a copy, because what the planner reads is not read by the run
             copy = changed(config.model_copy(update={"model": model}), {})
             on_cpu = current_platform().device == CPU
+            current_platform().empty_cache()
             base = current_platform().memory().allocated if on_cpu else 0  # measuring a CPU takes memory itself
             launched = ranks.ranks()
             machine, given = this_machine(known_devices()), Given(base=base, ranks=launched if launched > 1 else 0)
@@ -55,6 +57,8 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
         why = " ".join(str(error).split()) or type(error).__name__
         _write(folder / PREDICTION_FILE, {"why_not": why})
         return f"no prediction of memory and time for this run: {why}"
+    current_platform().empty_cache()
+    forget_peak()  # of what the process did before, and of measuring the CPU: the run is compared
     if why_not:
         raise ConfigError(f"{why_not}. To launch it all the same, set {LAUNCH_ANYWAY}=1 in the environment")
     _write(folder / PREDICTION_FILE, {**found.plain(), "on_cpu": on_cpu, "ranks_apart": apart})
