@@ -204,7 +204,7 @@ def _call(call: Any, schemas: Mapping[str, Any] | None, filled: bool, lenient: b
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise MessageError(f"a tool call should have a function with a name, found {call!r:.80}")
     name = function["name"]
-    arguments = next((function[key] for key in _ARGUMENTS if function.get(key) is not None), None)
+    arguments = next((function[key] for key in _ARGUMENTS if function.get(key)), None)
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = _json(arguments)

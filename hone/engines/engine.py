@@ -299,12 +299,14 @@ class Engine(ABC):
         self.ranks.meet()
 
 
-def _budget(batch: Batch, packing: tuple[int, int], whole_groups: bool = False) -> int:
-    """Tokens of a micro-batch of this batch; `packing`: tokens that are packed, and the limit of a sequence."""
-    together = groups_of(batch) if whole_groups else [[i] for i in range(batch.num_sequences)]
+def _budget(batch: Batch, packing: tuple[int, int]) -> int:
+    """Tokens of a micro-batch of this batch; `packing`: tokens that are packed, and the limit of a sequence.
+
+    The largest group fits if the limit allows, because its sequences share their prompt where they are together.
+    """
     lengths = batch.lengths.tolist()
-    longest = max((sum(lengths[i] for i in rows) for rows in together), default=0)
-    return min(max(packing[0], longest), packing[1])
+    largest = max((sum(lengths[i] for i in rows) for rows in groups_of(batch)), default=0)
+    return min(max(packing[0], largest), packing[1])
 
 
 def _cut_for_training(batch: Batch, packing: tuple[int, int], loss: LossFn) -> list[list[int]]:
@@ -315,7 +317,7 @@ def _cut_for_training(batch: Batch, packing: tuple[int, int], loss: LossFn) -> l
     if batch.loss_weights is None:
         raise ValueError("batch.loss_weights is not set: the loss has no denominator (see aggregation)")
     whole = getattr(loss, "whole_groups", False)
-    cut = cut_batch(batch, _budget(batch, packing, whole), whole)
+    cut = cut_batch(batch, _budget(batch, packing), whole)
     tokens_before = torch.nn.functional.pad(batch.loss_mask.cumsum(0), (1, 0))[batch.cu_seqlens]
     trained = (tokens_before[1:] > tokens_before[:-1]).tolist()
     return [indices for indices in cut if any(trained[i] for i in indices)]

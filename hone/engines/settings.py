@@ -12,7 +12,7 @@ from hone.engines.registry import SCHEDULES, EngineRegistry
 from hone.models.settings import FourBitConfig
 
 TOKENS = 16_384  # of a micro-batch, unless a run file says otherwise
-CPU_TOKENS = 2_048  # a CPU is as fast with these, and needs half of the memory
+CPU_TOKENS = 2_048  # a CPU is as fast with these, if they hold a group that shares its prompt, and needs less memory
 
 
 class OptimizerConfig(Config):
@@ -162,7 +162,7 @@ class EngineConfig(Config):
     max_tokens_per_microbatch: int | None = setting(
         None,
         "hard cap of one forward/backward; sequences are never cut; null: 16,384, of which a CPU packs 2,048, or as "
-        "many as the longest sequence has",
+        "many as the largest group of answers has",
         unit="tokens",
         ge=1,
     )
@@ -196,7 +196,7 @@ class EngineConfig(Config):
         return TOKENS if self.max_tokens_per_microbatch is None else self.max_tokens_per_microbatch
 
     def packed_tokens(self, longest: int, device: str) -> int:
-        """Return how many tokens share a micro-batch on a kind of device; `longest`: tokens that stay together."""
+        """Return how many tokens share a micro-batch on a kind of device; `longest`: tokens that belong together."""
         if self.max_tokens_per_microbatch is None and device == "cpu":
             return min(max(CPU_TOKENS, longest), TOKENS)
         return self.token_limit

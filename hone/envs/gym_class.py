@@ -84,6 +84,9 @@ class GymClass:
         try:
             takes.bind(**({"prompt": None} if self._wants_prompt else {}))
             made = cls if self._wants_prompt else cls()
+            close = None if self._wants_prompt else getattr(made, "close", None)
+            if callable(close) and not inspect.iscoroutinefunction(close):
+                close()
         except Exception as error:  # foreign code may raise anything
             raise ConfigError(
                 f"episode.env: {name} cannot be made: {reason(error)} (each parameter of {cls.__name__}() needs a "
@@ -93,9 +96,6 @@ class GymClass:
             _require_text(made)
         except TypeError as error:
             raise ConfigError(f"episode.env: {name}: {error}") from error
-        close = getattr(made, "close", None)
-        if made is not cls and callable(close) and not inspect.iscoroutinefunction(close):
-            close()
 
     def __call__(self, prompt: Prompt, sample: int, settings: EpisodeConfig) -> GymClassEnv:
         given = {"prompt": prompt} if self._wants_prompt else {}

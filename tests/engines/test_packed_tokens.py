@@ -21,18 +21,19 @@ class Counted(PolicyObjective):
 
 
 @pytest.mark.parametrize(
-    ("budget", "lengths", "expected"),
+    ("budget", "lengths", "groups", "expected"),
     [
-        (None, (900, 900, 900), [1800, 900]),  # of a CPU: 2,048
-        (None, (900, 900, 2500), [1800, 2500]),  # longer ones fit
-        (4096, (900, 900, 900), [2700]),
-        (1000, (900, 900, 900), [900, 900, 900]),
+        (None, (900, 900, 900), [0, 1, 2], [1800, 900]),  # of a CPU: 2,048
+        (None, (900, 900, 900, 900), [0, 0, 0, 1], [2700, 900]),  # answers to one prompt stay together
+        (None, (900, 900, 2500), [0, 1, 2], [1800, 2500]),  # longer ones fit
+        (4096, (900, 900, 900), [0, 1, 2], [2700]),
+        (1000, (900, 900, 900), [0, 0, 0], [900, 900, 900]),
     ],
 )
-def test_a_cpu_packs_less_unless_the_run_file_says_how_much(make_engine, make_batch, budget, lengths, expected):
+def test_a_cpu_packs_less_unless_the_run_file_says_how_much(make_engine, make_batch, budget, lengths, groups, expected):
     loss = Counted()
     engine = make_engine(max_tokens_per_microbatch=budget)
-    engine.train_batch(make_batch(lengths), loss)
+    engine.train_batch(make_batch(lengths, groups=groups), loss)
     assert sorted(loss.tokens) == sorted(expected)
 
 

@@ -43,7 +43,7 @@ def arithmetic(config: Any, sizes: Sizes, found: Forecast, provenance: Mapping[s
     rows.append(Row("tokens per step", _shown(found.tokens), "sequences x their tokens"))
     parallel = policy.layout.replicate * policy.layout.shard
     rows.append(Row("ranks that split a batch", _shown(parallel), f"of {found.placement.trainer} ranks"))
-    most = packed_tokens(config.actor, lengths, found.placement.machine)
+    most = packed_tokens(config, config.actor, lengths, found.placement.machine)
     rows.append(key("tokens of a micro-batch, at most", "actor.max_tokens_per_microbatch", most))
     rows.append(Row("micro-batches per optimizer step", _shown(policy.microbatches), "tokens of a rank / that budget"))
     rows.append(Row("tokens of its row", _shown(policy.tokens), "answers of a group share their prompt"))

@@ -103,7 +103,7 @@ def _savings(config: Any, sizes: Sizes, machine: Machine) -> Iterator[Overrides]
     longest = sizes.lengths.prompt_max + sizes.lengths.response_max * sizes.lengths.sequences
     for divisor in (2, 4, 8):
         smaller = {
-            f"{key}.max_tokens_per_microbatch": packed_tokens(one, sizes.lengths, machine) // divisor
+            f"{key}.max_tokens_per_microbatch": packed_tokens(config, one, sizes.lengths, machine) // divisor
             for key, one in engines.items()
         }
         if min(smaller.values()) >= longest:

@@ -163,7 +163,7 @@ class Models:
         anatomy = self._sizes.models.get(name) or self._sizes.models[POLICY]
         layout = layout_of(engine, self._placement.trainer)
         lora = engine.lora
-        budget = packed_tokens(engine, self._sizes.lengths, self._placement.machine)
+        budget = packed_tokens(self._config, engine, self._sizes.lengths, self._placement.machine)
         tokens, count = microbatch_tokens(self._config, self._sizes.lengths, budget, layout)
         return Role(
             name,
@@ -210,10 +210,11 @@ def microbatch_tokens(config: Any, lengths: Lengths, budget: int, layout: Layout
     return max(math.ceil(row / layout.sequence), 1), max(math.ceil(whole / budget), 1)
 
 
-def packed_tokens(engine: EngineConfig, lengths: Lengths, machine: Machine) -> int:
-    """Tokens up to which sequences share a micro-batch; a run reads the longest one with its data."""
-    longest = lengths.prompt_max + lengths.response_max * lengths.sequences
-    return engine.packed_tokens(longest, "cpu" if machine.is_cpu else "")
+def packed_tokens(config: Any, engine: EngineConfig, lengths: Lengths, machine: Machine) -> int:
+    """Tokens up to which sequences share a micro-batch; a run reads the largest group with its data."""
+    group = config.update.samples_per_prompt if isinstance(config, PolicyRunConfig) else 1
+    largest = group * (lengths.prompt_max + lengths.response_max * lengths.sequences)
+    return engine.packed_tokens(largest, "cpu" if machine.is_cpu else "")
 
 
 def shared_tokens(config: Any, lengths: Lengths, policy: Role, machine: Machine) -> float:
@@ -223,7 +224,7 @@ def shared_tokens(config: Any, lengths: Lengths, policy: Role, machine: Machine)
     """
     if policy.anatomy.stateful:
         return 1.0
-    return _shared(config, lengths, float(packed_tokens(config.actor, lengths, machine)))
+    return _shared(config, lengths, float(packed_tokens(config, config.actor, lengths, machine)))
 
 
 def _shared(config: Any, lengths: Lengths, counted: float) -> float:

@@ -45,9 +45,10 @@ def fixed_weights(loss: LossFn, batch: Batch) -> Tensor | None:
     start = batch.rollout_logprobs if batch.rollout_logprobs is not None else torch.full(mask.shape, -1.0)
     first, _ = token_weights(loss, batch, start.float() * mask)
     generator = torch.Generator().manual_seed(0)
-    for size in (0.75, 0.01):
-        # Each token moves by its own amount: differences of sequences, as in DPO, do not change if all move alike.
-        moved = start.float() + size * torch.randn(mask.shape, generator=generator)
+    for size, shift in ((0.75, 0.0), (0.01, 0.0), (0.0, 5.0), (0.0, -5.0)):
+        # Tokens move by their own amounts, because differences of sequences, as in DPO, do not change if all move
+        # alike; and alike, because a mean over a long sequence, as in a rejection rule, hardly changes otherwise.
+        moved = start.float() + shift + size * torch.randn(mask.shape, generator=generator)
         other, _ = token_weights(loss, batch, moved * mask)
         if not torch.equal(first, other):
             return None

@@ -66,6 +66,16 @@ def test_weights_that_depend_on_the_difference_of_two_tokens_only_are_not_fixed(
     assert fixed_weights(loss, batch_of([0, 0, 0])) is None
 
 
+@pytest.mark.parametrize("bound", [{"low": 0.5}, {"high": 4.0}])
+def test_weights_that_depend_on_the_mean_of_a_long_sequence_are_not_fixed(bound):
+    rule = {"statistic": "k1", "level": "sequence_mean", "policy": "current", **bound}
+    settings = {"loss": "reinforce", "correction": {"rejections": [rule]}}
+    batch = pack_samples([Sample((5,) * 502, (0,) * 2 + (1,) * 500)])
+    ones = torch.ones(502)
+    batch = batch.with_(advantages=ones, loss_weights=ones / 500, rollout_logprobs=-2 * ones)
+    assert fixed_weights(PolicyObjective(build(AlgorithmConfig, settings, "")), batch) is None
+
+
 def test_a_large_batch_is_several_requests_with_numbers_in_order():
     one = Weighted(torch.tensor([5, 6, 7]), torch.tensor([0.0, 0.5, 1.0]))
     found = [
