@@ -88,7 +88,7 @@ def run() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; returns its exit code. Raises nothing but SystemExit."""
+    """Run one command; returns its exit code."""
     name = next((argument for argument in arguments if not argument.startswith("-")), "")
     try:
         if name and name not in COMMANDS:
@@ -98,6 +98,11 @@ def main(arguments: Sequence[str]) -> int:
         command = typer.main.get_command(_app(name, asks_help="--help" in arguments))
         arguments = _with_keys(name, arguments)
         code = command.main(args=list(arguments) or ["--help"], prog_name="hone", standalone_mode=False)
+    except SystemExit as stop:  # of foreign code, which must not look like success, or of a command with its code
+        code = stop.code
+        if not isinstance(code, int) or code == EXIT_DONE:
+            return report(RuntimeError(f"sys.exit({code!r}) was called before the command had ended"), name)
+        return code
     except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 (every error ends here)
         return _usage_error(error, name) or report(error, name)
     if code == EXIT_INTERRUPTED:  # typer turns Ctrl-C into this code

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hone.cli.errors import BAD_INPUT, EXIT_FAILED, RunFailed, keep_traceback, one_line, say
+from hone.cli.errors import BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, RunFailed, keep_traceback, one_line, say
 from hone.composition import ConfigError
 from hone.diagnosis.live import tell_of_memory
 from hone.runtime import ranks
@@ -19,17 +22,32 @@ from hone.tracking.facts import RUN_FILE
 from hone.tracking.report.answers import Answer, read_beside, reward_of, shown, titles
 from hone.tracking.report.build import build_report
 from hone.tracking.terminal import LastingConsole
-from hone.trainers.run.folder import set_aside
+from hone.trainers.run.folder import finished_steps, set_aside
 
 ON_SCREEN = 4  # prompts
 BAD_INPUT_OR_STOP: tuple[type[BaseException], ...] = (*BAD_INPUT, KeyboardInterrupt)
 
 
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt at a SIGTERM: a run that ends before or after its steps is recorded and closed, too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@sigterm_as_ctrl_c()
 def report_run(folder: Path, run: Callable[[], Path], restart: bool = False) -> None:
     """Call `run`, build the report page, and print where the results are. `restart`: set an earlier run aside first.
 
     Bad input raises unchanged (exit code 2). Any other failure raises RunFailed, which names the folder (1). A run that
-    was asked to stop raises KeyboardInterrupt (130). Whatever ended a run that has begun, it has a report.
+    was asked to stop raises KeyboardInterrupt (130), or SystemExit with the same code if it had finished before.
+    Whatever ended a run that has begun, it has a report.
     """
     console = LastingConsole(quiet=not ranks.is_first())
     if restart and ranks.is_first() and (aside := set_aside(folder)) is not None:
@@ -46,23 +64,41 @@ def report_run(folder: Path, run: Callable[[], Path], restart: bool = False) -> 
         _try_page(folder)
         raise SystemExit(EXIT_FAILED) from error
     except BAD_INPUT_OR_STOP as error:
+        if isinstance(error, KeyboardInterrupt) and _begun(folder) != before and finished_steps(folder) >= 0:
+            _show_finished(folder, console, interrupted=True)
         if _begun(folder) != before:
             if not isinstance(error, KeyboardInterrupt):
                 keep_traceback(folder, error)
             _try_page(folder)
         raise
-    except Exception as error:  # every other failure is reported with the run folder
+    except BaseException as error:  # every other failure, also of foreign code, is reported with the run folder
         kept = keep_traceback(folder, error)
         if ranks.is_first() and _begun(folder) != before:
             tell_of_memory(folder, say)
         _try_page(folder)
         raise RunFailed(folder, error, kept) from error
-    page = _build_page(folder)
-    if ranks.is_first():
-        _show_beside(folder, console)
+    _show_finished(folder, console)
+
+
+def _show_finished(folder: Path, console: LastingConsole, interrupted: bool = False) -> None:
+    """Build the report of a finished run, and print where the results are.
+
+    `interrupted`: the run was stopped while it closed. Then, and if the report is interrupted, raises SystemExit.
+    """
+    page: Path | None = None
+    try:
+        page = _build_page(folder)
+        if ranks.is_first():
+            _show_beside(folder, console)
+    except KeyboardInterrupt:
+        interrupted = True
     console.print(f"run:    {escape(str(folder))}", soft_wrap=True)
     console.print(f"model:  {escape(str(folder / 'export'))}", soft_wrap=True)
-    console.print(f"report: {escape(str(page))}", soft_wrap=True)
+    shown = f"hone report {folder}" if page is None else str(page)
+    console.print(f"report: {escape(shown)}", soft_wrap=True)
+    if interrupted:
+        say("interrupted; the run had finished")
+        raise SystemExit(EXIT_INTERRUPTED)
 
 
 def _build_page(folder: Path) -> Path | None:

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from hone.config import ConfigError
 from hone.platforms.base import PlatformBase, current_platform
 from hone.runtime.base import ActorLost
-from hone.runtime.ray_patches import LOOPBACK, forget_token, on_loopback, own_token
+from hone.runtime.ray_patches import LOOPBACK, forget_token, kept_sigterm, on_loopback, own_token
 from hone.runtime.settings import RaySettings
 
 SHARE_OF_CPU = 0.001  # CPU share of a rank or server: there may be more than cores, and no bundle may be empty
@@ -62,7 +62,7 @@ def connect(settings: RaySettings) -> None:
             here["_node_ip_address"] = host
         forget_token()  # of an earlier cluster of this process
         try:
-            with on_loopback():
+            with on_loopback(), kept_sigterm():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **here)
         except ConnectionError as error:
             raise ConfigError(
@@ -70,7 +70,7 @@ def connect(settings: RaySettings) -> None:
                 "run `ray start` on every machine first"
             ) from error
         return
-    with on_loopback(), own_token():
+    with on_loopback(), own_token(), kept_sigterm():
         ray.init(
             address="local",
             include_dashboard=False,

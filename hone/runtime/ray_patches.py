@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +30,20 @@ def on_loopback() -> Iterator[None]:
         yield
     finally:
         services.resolve_ip_for_localhost = original
+
+
+@contextmanager
+def kept_sigterm() -> Iterator[None]:
+    """Keep the process's handler of SIGTERM, which `ray.init` replaces by one that calls `sys.exit(15)`.
+
+    https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/_private/worker.py (`init`, `sigterm_handler`)
+    """
+    previous = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager

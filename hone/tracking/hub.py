@@ -121,7 +121,7 @@ class Tracking:
         """Show one line to the user; without a console tracker, print it to stderr."""
         text = printable(text)
         if "console" not in self._trackers:
-            with suppress(OSError):  # nobody reads it any more
+            with suppress(OSError, RuntimeError):  # nobody reads it any more; a signal came while it was written to
                 sys.stderr.write(f"{text}\n")
                 sys.stderr.flush()
         for name in list(self._trackers):
@@ -231,6 +231,6 @@ def _sentence(name: str, error: Exception) -> str:
 def _outcome(error: BaseException | None) -> str:
     if error is None:
         return FINISHED
-    if isinstance(error, Interrupted | KeyboardInterrupt | SystemExit):
+    if isinstance(error, Interrupted | KeyboardInterrupt):
         return INTERRUPTED
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"

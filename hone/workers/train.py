@@ -194,8 +194,7 @@ class TrainWorker:
             yield from self.stream(request)
 
     def export_hf(self, folder: Path) -> None:
-        with into_place(folder, writes=self.engine.ranks.rank == 0) as partial:
-            self.engine.export_hf(partial)
+        self.engine.export_hf(folder)
 
     def export_adapter(self, folder: Path) -> None:
         with into_place(folder, writes=self.engine.ranks.rank == 0) as partial:
@@ -307,11 +306,11 @@ class TrainHandle:
         self.updates += 1
         self._group.call("load_checkpoint", folder)
 
-    def export(self, folder: Path) -> None:
-        """Write the whole model to `folder`/export, and a LoRA adapter also to `folder`/adapter."""
-        self._group.call("export_hf", folder / "export")
+    def export(self, folder: Path, adapter: Path) -> None:
+        """Write the whole model to `folder`, a new one, and a LoRA adapter also to `adapter`."""
+        self._group.call("export_hf", folder)
         if self.adapter_config() is not None:
-            self._group.call("export_adapter", folder / "adapter")
+            self._group.call("export_adapter", adapter)
 
 
 def equal_cost_length(config: Mapping[str, Any]) -> float | None:

@@ -57,8 +57,9 @@ class Counting(Trainer):
     def restore(self, checkpoint):
         self.weights = int((checkpoint.part("actor") / "weights.txt").read_text())
 
-    def finish(self):
-        pass
+    def export(self, folder):
+        folder.mkdir()
+        (folder / "weights.txt").write_text(str(self.weights))
 
 
 def saved(folder):
@@ -66,7 +67,7 @@ def saved(folder):
     return {found.name: store.read(found).score for found in sorted((folder / "checkpoints").iterdir())}, store
 
 
-def test_a_stop_in_the_last_step_still_finishes_the_run(tmp_path):
+def test_a_stop_in_the_last_step_still_finishes_the_run(tmp_path, capsys):
     ends = []
 
     class Stopped(Counting):
@@ -75,7 +76,8 @@ def test_a_stop_in_the_last_step_still_finishes_the_run(tmp_path):
             if step == self.steps:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        def finish(self):
+        def export(self, folder):
+            super().export(folder)
             ends.append(self.weights)
             os.kill(os.getpid(), signal.SIGINT if len(ends) > 1 else 0)  # a second one during the export ends it
 
@@ -84,6 +86,27 @@ def test_a_stop_in_the_last_step_still_finishes_the_run(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         Stopped(tmp_path / "again", {}, every_steps=100).run()
     assert list(saved(tmp_path / "again")[0]) == ["step_00000000", "step_00000007"]
+    shown = capsys.readouterr().err
+    assert f"hone export {tmp_path / 'again'} FOLDER" in shown
+
+
+def test_an_export_is_whole_or_the_earlier_one(tmp_path, capsys):
+    class Broken(Counting):
+        def complete(self, folder):
+            (folder / "README.md").write_text("the model card")
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise OSError(errno.EROFS, "Read-only file system", str(folder))
+
+    Counting(tmp_path, {}).run()
+    again = Broken(tmp_path, {})
+    again.complete_export = again.complete
+    with pytest.raises(OSError, match="Read-only"):
+        again.run()
+    assert [one.name for one in (tmp_path / "export").iterdir()] == ["weights.txt"]
+    assert not list(tmp_path.glob(".export*"))
+    shown = capsys.readouterr().err
+    assert "stopping: the model is exported first" in shown
+    assert f"{tmp_path / 'export'} was not written. The model is in the checkpoint of step 7" in shown
 
 
 def test_a_stop_before_the_last_step_is_an_interrupted_run(tmp_path):

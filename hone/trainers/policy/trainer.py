@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -189,9 +190,9 @@ class PolicyTrainer(Trainer):
         self.algorithm.load_state_dict(checkpoint.state["algorithm"])
         self.feed.restore(checkpoint, self.supply.stream, self.play, self.actor)
 
-    def finish(self) -> None:
+    def export(self, folder: Path) -> None:
         self.rollout.make_room()
-        self.actor.export(self.folder)
+        self.actor.export(folder, self.folder / "adapter")
 
 
 def not_finite(batch: Batch) -> list[str]:

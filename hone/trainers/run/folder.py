@@ -76,7 +76,7 @@ def write_config(folder: Path, config: Config, steps: int | None = None) -> list
     if any(key.split(".")[0] in IDENTITY for key in changes):
         other = [one for key, one in zip(changes, shown, strict=True) if key.split(".")[0] in IDENTITY]
         raise ConfigError(f"run.dir: {folder} holds another run ({', '.join(other[:3])}); {_ELSEWHERE}")
-    if changes and steps is not None and _finished_steps(folder) >= steps:
+    if changes and steps is not None and finished_steps(folder) >= steps:
         raise ConfigError(f"run.dir: {folder} is finished with other settings ({', '.join(shown[:3])}); {_ELSEWHERE}")
     if changes:
         path.rename(next(one for number in count(1) if not (one := folder / f"config-{number:04d}.yaml").exists()))
@@ -131,7 +131,7 @@ def _same(before: Any, now: Any, places: tuple[str, str]) -> bool:
     return whole and bool(os.path.relpath(was, places[0]) == os.path.relpath(found, places[1]))
 
 
-def _finished_steps(folder: Path) -> int:
+def finished_steps(folder: Path) -> int:
     """Return how many steps a finished run took; -1 if it has not finished, or that is not known."""
     try:
         facts = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from hone.data.counting import count_items
 from hone.data.rendering import Renderer
 from hone.data.stream import PromptMaker, make_renderer
 from hone.engines.settings import EngineConfig
+from hone.full_disk import until_room
 from hone.models.loading import DTYPES
 from hone.models.numerics.products import described
 from hone.models.settings import ModelConfig
@@ -112,7 +113,7 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
             context.tracking.message(predicted)
             generation = generation or prepared(model)
             trainer = PolicyAssembly(config, model, renderer, context, generation).build()
-            trainer.watchers.append(Peaks(trainer.changing_roles, folder))
+            _prepare_end(trainer, config, renderer)
             _require_read_before_servers(loaded)
             trainer.actor.release_memory()  # for servers on the devices of its ranks
             require_room(trainer.actor, trainer.trained_roles(), generation.rollout)
@@ -120,8 +121,6 @@ def run_policy(loaded: Loaded[PolicyRunConfig], control: RunControl | None = Non
             generation.rollout.sync_from(trainer.actor, version=0)
             require_all_read(loaded)
             trainer.run()
-            write_rendering(folder / "export", config, config.data, renderer)
-            write_card(folder / "export", folder, config, trainer.steps)
     return folder
 
 
@@ -162,14 +161,22 @@ def _run(
             _introduce(config, context, changes)
             context.tracking.message(predicted)
             trainer = assemble(config, model, renderer, context)
-            trainer.watchers.append(Peaks(trainer.changing_roles, folder))
+            _prepare_end(trainer, config, renderer)
             if ranks.is_first():  # the trackers' settings are read by its trackers only
                 require_all_read(loaded)
             trainer.run()
-            if ranks.is_first():
-                write_rendering(folder / "export", config, config.data, renderer)
-                write_card(folder / "export", folder, config, trainer.steps)
     return folder
+
+
+def _prepare_end(trainer: Trainer, config: PolicyRunConfig | SupervisedConfig, renderer: Renderer) -> None:
+    """Measure the run's peak of memory, and complete its export with chat template, rendering and model card."""
+
+    def complete(export: Path) -> None:
+        until_room(lambda: write_rendering(export, config, config.data, renderer))
+        until_room(lambda: write_card(export, trainer.folder, config, trainer.steps))
+
+    trainer.watchers.append(Peaks(trainer.changing_roles, trainer.folder))
+    trainer.complete_export = complete
 
 
 def _check(config: PolicyRunConfig, loaded: Loaded[PolicyRunConfig]) -> None:

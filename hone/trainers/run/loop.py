@@ -19,10 +19,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 from hone.diagnosis.live import LiveRules
+from hone.models.building import into_place
 from hone.platforms.host_memory import give_back_when_short
 from hone.runtime import ranks
 from hone.runtime.base import WorkerFailed
@@ -54,6 +56,7 @@ class Trainer(ABC):
         self.recorder = context.recorder
         rules = [LiveRules(context.folder, context.tracking.message).look] if ranks.is_first() else []
         self.watchers: list[Callable[[Values], None]] = [*rules]  # see `step` and its metrics; may end the run
+        self.complete_export: Callable[[Path], None] = lambda folder: None  # adds what is not of the model
         self._profiler = context.profiler
         self._control = context.control
         self._stopping = context.stopping
@@ -93,8 +96,8 @@ class Trainer(ABC):
         """Restore what `parts` and `state` wrote."""
 
     @abstractmethod
-    def finish(self) -> None:
-        """After the last step: export and report."""
+    def export(self, folder: Path) -> None:
+        """Write the trained model into the new folder `folder`, on every rank."""
 
     def score_of(self, figures: Mapping[str, float]) -> float | None:
         """The evaluation figure that the best checkpoint is chosen by; None if there is none."""
@@ -124,7 +127,7 @@ class Trainer(ABC):
                         raise Interrupted(step)
                 self.save(step)
                 self._publish(wait=True)
-                self.finish()
+                self._finish(step)
             except (TrackingError, DiskFull):  # a checkpoint ahead of the record would leave a gap in it
                 raise
             except BaseException as error:
@@ -165,6 +168,21 @@ class Trainer(ABC):
             parts = {**self.parts(), "random": _by_the_first(save_random_state)}
             self.store.begin(step, parts, self._settled, self._scores.get(step), self.written)
         self._saved_step = step
+
+    def _finish(self, step: int) -> None:
+        """Export the model of the last step: the folder is whole, or not there."""
+        target, writes = self.folder / "export", ranks.is_first()
+        try:
+            with into_place(target, writes) as partial:
+                self.export(partial)
+                if writes:
+                    self.complete_export(partial)
+        except BaseException:
+            self.tracking.message(
+                f"{target} was not written. The model is in the checkpoint of step {step}: run the same command again "
+                f"to export it, or write it elsewhere with hone export {self.folder} FOLDER"
+            )
+            raise
 
     def _keep(self, step: int) -> None:
         """Publish what has been written, and save `step` if that is due."""
@@ -235,7 +253,9 @@ class Trainer(ABC):
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
-            self.tracking.message("stopping: the current step ends and is saved first; again to stop at once")
+            last = self._saved_step == self.steps
+            first = "the model is exported" if last else "the current step ends and is saved"
+            self.tracking.message(f"stopping: {first} first; again to stop at once")
 
         previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from hone.algorithms.aggregation import loss_weights
@@ -182,8 +183,8 @@ class SupervisedTrainer(Trainer, Generic[T]):
             role.load_checkpoint(checkpoint.part(role.role))
         self.source.load_state_dict(checkpoint.state["samples"])
 
-    def finish(self) -> None:
-        self.model.export(self.folder)
+    def export(self, folder: Path) -> None:
+        self.model.export(folder, self.folder / "adapter")
 
 
 def mean_of(result: LossOutput, name: str, batch: Batch) -> float:
