@@ -223,7 +223,7 @@ def _answer(engine: BuiltinEngine, rows: int, prompt: int, tokens: int) -> None:
 def _sequence_s(
     config: Any, model: ModelConfig, sizes: Sizes, shapes: Sequence[TimedShape], run: Run, made: Path
 ) -> float:
-    """Seconds that a sequence takes outside the models: processor time of a small run minus that of its parts."""
+    """Seconds of a sequence outside the models: processor time of a small run, minus the time of its models."""
     rl = isinstance(config, PolicyRunConfig)
     size = {"update.prompts_per_step": MINI_PROMPTS, "update.minibatches": 1} if rl else {"samples_per_step": 16}
     small: dict[str, Any] = {

@@ -25,7 +25,7 @@ def out_of_memory(run: Evidence) -> Iterator[Finding]:
     phases = [line.removeprefix(IN_PHASE) for line in run.failure.splitlines() if line.startswith(IN_PHASE)]
     where = f" in {phases[0]}" if phases else ""  # the innermost
     tokens = run.setting("actor.max_tokens_per_microbatch")
-    fewer = "8192, or 1024 on a CPU" if tokens is None else tokens // 2  # half of what the device has without the key
+    fewer = "1024 (more, if a sequence is longer)" if tokens is None else tokens // 2
     tries = [f"actor.max_tokens_per_microbatch={fewer}"]
     if not run.setting("actor.activation_checkpointing", False):
         tries.append("actor.activation_checkpointing=true")

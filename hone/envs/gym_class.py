@@ -37,8 +37,7 @@ class GymClassEnv:
         self._made: Any = None
 
     async def start(self) -> Start:
-        self._made = await in_thread(self._make)
-        _require_text(self._made)
+        await in_thread(self._begin)
         takes = inspect.signature(self._made.reset).parameters
         seeded = "seed" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values())
         given = {"seed": seed_of(self._prompt)} if seeded else {}
@@ -46,6 +45,10 @@ class GymClassEnv:
         if isinstance(observation, tuple) and len(observation) == 2:  # (observation, info)
             observation = observation[0]
         return Start(messages=opening(self._prompt, str(observation)), anchor=str(observation))
+
+    def _begin(self) -> None:
+        self._made = self._make()  # here, so that `close` finds it also if nobody waits for the thread any more
+        _require_text(self._made)
 
     async def step(self, said: Said, completion: Completion) -> StepResult:
         """Raises TypeError if the class returns something else than gym's `step` does."""
@@ -118,7 +121,7 @@ def _require_text(made: Any) -> None:
 
 
 def is_gym_class(found: Any) -> bool:
-    """Return whether it is a class with the methods of gym and without those of hone's own environments."""
+    """Return whether it is a class with `reset` and `step`, and without what hone's own environments have."""
     methods = inspect.isclass(found) and callable(getattr(found, "reset", None)) and callable(getattr(found, "step", 0))
     return bool(methods) and not hasattr(found, "start") and not hasattr(found, "for_run")
 

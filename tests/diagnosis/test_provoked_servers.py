@@ -36,7 +36,8 @@ def stopped_most_of_the_time(process):
         yield
     finally:
         ended.set()
-        thread.join()
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 @pytest.mark.slow

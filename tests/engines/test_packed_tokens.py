@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch packs, by device."""
+"""Tokens of a micro-batch, by device."""
 
 import pytest
 

@@ -92,7 +92,7 @@ def host(loop, request):
 
 
 async def play(host, acts):
-    """What a program and the one after it in the same folder gave, and the seconds that the first took."""
+    """Results of a program and of the next one in the same folder, and the seconds that the first took."""
     program = FIRST + "".join(f"tried(lambda: {act})\n" for act in acts)
     sandbox = host.open()
     try:

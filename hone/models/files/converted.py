@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 
 
 def keeps_shards(converter: WeightConverter) -> bool:
-    """Return whether shards of the tensors of the files convert to the shard of the weight: experts are stacked."""
+    """Return whether a rank may convert its shards of the files' tensors: true where experts are stacked."""
     chain = converter.operations
     return all(
         isinstance(one, MergeModulelist) or (isinstance(one, Concatenate) and one.dim == 1 and len(chain) == 2)
@@ -72,8 +72,8 @@ def convert_first(
 ) -> tuple[dict[str, Any], list[WeightConverter | WeightRenaming]]:
     """Put whole weights in place of the tensors whose shards do not convert by themselves.
 
-    `tensors` are those of the files, by name, read when they are indexed; `mapping` is transformers' list of changes
-    between files and `model`, which is empty and sharded. Returns the tensors and the changes that are left to make.
+    `tensors`: name in the files -> tensor, which is read when it is indexed. `mapping`: transformers' list of changes
+    between the files and `model`. `model` is empty and sharded. Returns the tensors, and the changes that are left.
     """
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     if all(keeps_shards(one) for one in converters):

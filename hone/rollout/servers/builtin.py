@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from hone import plugins
 from hone.config import ConfigError, plain
 from hone.data.routes import routes_of_text
+from hone.plugins import environment as plugin_environment
 from hone.rollout.adapters import AdapterKind, unfit_for_merging
 from hone.rollout.base import ServerSpec, WeightReceipt
 from hone.rollout.images import PlacedImages
@@ -82,7 +82,7 @@ class BuiltinServer(RolloutServer):
             "threads": torch.get_num_threads(),
         }
         path = os.pathsep.join(filter(None, [str(site.folder / "path"), os.environ.get("PYTHONPATH", "")]))
-        environment = {**plugins.environment(), **spec.environment, "HONE_TOKEN": spec.token, "PYTHONPATH": path}
+        environment = {**plugin_environment(), **spec.environment, "HONE_TOKEN": spec.token, "PYTHONPATH": path}
         return [spec.settings.python or site.python, *self.program, json.dumps(arguments)], environment
 
     async def _longest_sequence(self) -> int:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import hone
-from hone import plugins
 from hone.config import ConfigError
 from hone.platforms.base import current_platform
+from hone.plugins import environment as plugin_environment
 from hone.rollout.adapters import AdapterKind
 from hone.rollout.base import ServerSpec
 from hone.rollout.servers.adapter import RolloutServer, model_config
@@ -68,7 +68,7 @@ class EngineDefaults:
         given = {name: os.environ[name] for name in ours if name in os.environ and name != "OMP_NUM_THREADS"}
         path = [str(folder / "path"), spec.environment.get("PYTHONPATH", "")]
         return {
-            **plugins.environment(),
+            **plugin_environment(),
             **ours,
             **given,
             **spec.environment,

@@ -46,8 +46,7 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
             # a copy, because what the planner reads is not read by the run
             copy = changed(config.model_copy(update={"model": model}), {})
             on_cpu = current_platform().device == CPU
-            current_platform().empty_cache()
-            base = current_platform().memory().allocated if on_cpu else 0  # measuring a CPU takes memory itself
+            base = _held() if on_cpu else 0  # measuring a CPU takes memory itself
             launched = ranks.ranks()
             machine, given = this_machine(known_devices()), Given(base=base, ranks=launched if launched > 1 else 0)
             sizes = sizes_of(copy, Path(made), convert=False)
@@ -57,8 +56,9 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
         why = " ".join(str(error).split()) or type(error).__name__
         _write(folder / PREDICTION_FILE, {"why_not": why})
         return f"no prediction of memory and time for this run: {why}"
-    current_platform().empty_cache()
-    forget_peak()  # of what the process did before, and of measuring the CPU: the run is compared
+    if on_cpu:
+        _held()
+        forget_peak()  # of what the process did before, and of measuring the CPU
     if why_not:
         raise ConfigError(f"{why_not}. To launch it all the same, set {LAUNCH_ANYWAY}=1 in the environment")
     _write(folder / PREDICTION_FILE, {**found.plain(), "on_cpu": on_cpu, "ranks_apart": apart})
@@ -66,6 +66,12 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
         f"predicted: {found.peak_bytes / GIB:.2f} GiB at most, in {found.peak.name}, {found.step_s:.3g} s a step "
         f"({found.rates.source}); the report compares"
     )
+
+
+def _held() -> int:
+    """Bytes that this process holds, after what it has freed is given back."""
+    current_platform().empty_cache()
+    return current_platform().memory().allocated
 
 
 def why_refused(config: Any, sizes: Sizes, machine: Machine, given: Given, found: Forecast) -> str:

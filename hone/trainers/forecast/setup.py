@@ -55,8 +55,8 @@ class DevicePlacement:
 def placement_of(config: Any, machine: Machine, ranks: int = 0) -> DevicePlacement:
     """Place a run as its settings do; a run in one process takes the whole `machine` where it has several devices.
 
-    `ranks` are those of a launch by torchrun on all its machines, if there is one.
-    Raises ConfigError for a model that a service holds.
+    `ranks`: number of ranks that torchrun launched, on all machines; 0 without torchrun. Raises ConfigError for a model
+    that a service holds.
     """
     if not config.actor.backend.computes_here:
         raise ConfigError(f"actor.backend {config.actor.backend.name}: the model is on a service, not on this machine")
