@@ -36,7 +36,7 @@ from hone.engines.parts import Part, Weights, Whole, blend_parts
 from hone.models.dropout import seeded
 from hone.models.four_bit import plain_weights
 from hone.models.loading import DTYPES
-from hone.models.numerics.precision import in_dtype, plain_name, wide_weights
+from hone.models.numerics.precision import in_dtype, wide_weights
 from hone.models.numerics.products import prepare
 from hone.models.vision.image_processor import save_language
 from hone.platforms.base import AUTO, compute_dtype, current_platform
@@ -223,7 +223,7 @@ class Engine(ABC):
         adapted = self.adapter.adapted if self.adapter is not None else frozenset()
 
         def cast(name: str, tensor: Tensor) -> Tensor:
-            return tensor if dtype is None else in_dtype(plain_name(name), tensor, dtype, wide)
+            return tensor if dtype is None else in_dtype(name, tensor, dtype, wide)
 
         weights = self.weights.whole(lambda name, part: part if name in adapted else cast(name, part))
         if self.adapter is not None:

@@ -24,6 +24,7 @@ from hone.models.errors import ModelError
 from hone.models.files.progress_bars import without_progress_bars
 from hone.models.files.tensors import save_tensors
 from hone.models.four_bit import finish, quantise, reading_options
+from hone.models.numerics.precision import hold_in
 from hone.models.quantised import loading_options, method_of, refuse_leftovers
 from hone.models.rotary import fix_rotary
 from hone.models.settings import FourBitConfig, ModelConfig
@@ -208,7 +209,13 @@ def _from_pretrained(
     dtype = DTYPES[model.dtype]
     quantised = loading_options(config, _source(model), sharded=shard is not None)
     narrow = {} if four_bit is None else reading_options(_empty(cls, model), four_bit, str(model.path))
-    sharded: AbstractContextManager[dict[str, Any]] = nullcontext({}) if shard is None else shard_while_loading(shard)
+
+    def held(empty: PreTrainedModel) -> None:
+        hold_in(empty, dtype)  # FSDP gathers the weights of a layer in one dtype
+        assert shard is not None
+        shard(empty)
+
+    sharded: AbstractContextManager[dict[str, Any]] = nullcontext({}) if shard is None else shard_while_loading(held)
     try:
         _refuse_untrainable(model)
         with without_progress_bars(), sharded as options:
@@ -238,6 +245,8 @@ def _from_pretrained(
             result.to(dtype)  # type: ignore[arg-type]
     if four_bit is not None:
         finish(result)
+    elif shard is None:
+        hold_in(result, dtype)
     return result
 
 

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, masking_utils, modeling_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
@@ -32,7 +34,8 @@ def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
     transformers calls `maybe_distribute_model` on the empty model, and its loader reads only this rank's part of each
     DTensor. But its own meshes have no replica and no sequence dimension. Remove this when `from_pretrained` accepts a
     sharded model, or a function that shards it. The loader gets weights that are in several parts in the files as
-    whole ones (`convert_first`); remove that when it converts before it cuts.
+    whole ones (`convert_first`); remove that when it converts before it cuts. Buffers that a model fills in its layers
+    (Falcon-H1's multipliers) are computed; remove that when `is_custom_code` knows FSDP's classes.
     Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/distributed/mixin.py
     """
 
@@ -51,6 +54,13 @@ def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
         model._weight_conversions = [one for one in changes if one.was_used()]  # to be reverted where it is saved
         return found
 
+    def initialize(self: Any, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Compute what a module fills in other modules: by FSDP's class transformers takes a model for custom code."""
+        cls = next(one for one in type(self).__mro__ if not issubclass(one, FSDPModule))
+        holds = next(chain(module.parameters(recurse=False), module.buffers(recurse=False)), None) is not None
+        initialized(self, module, is_custom_code and (holds or not cls.__module__.startswith("transformers.")))
+
+    initialized = PreTrainedModel._initialize_weights
     loading: Any = modeling_utils
     loaded = loading.convert_and_load_state_dict_in_model
     names = ("prepare_distribute_model", "maybe_distribute_model")
@@ -59,9 +69,11 @@ def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
     for name, patch in patches.items():
         setattr(DistributedMixin, name, patch)
     loading.convert_and_load_state_dict_in_model = load
+    PreTrainedModel._initialize_weights = initialize  # type: ignore[method-assign]
     try:
         yield {"distributed_config": DistributedConfig()}
     finally:
+        PreTrainedModel._initialize_weights = initialized  # type: ignore[method-assign]
         loading.convert_and_load_state_dict_in_model = loaded
         for name, original in before.items():
             setattr(DistributedMixin, name, original)

@@ -5,18 +5,30 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3ForCausalLM
 
 from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig
+from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models import transformers_patches
 from hone.models.loading import load_language_model
 from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.runtime import ranks
-from tests.families.checks import make_engine
+from hone.workers.train import TrainSpec, TrainWorker
+from tests.families.checks import CLOSE, ROUNDED, make_batch, make_engine
 from tests.families.types import save_tiny
 from tests.ranks import run_ranks
 
 JOINED = ("kimi_linear", "olmo_hybrid")  # one convolution here, three in the files
 OTHER = ("qwen3_5_moe_text",)  # stacked experts
 MAY_BE_TRANSPOSED = "qwen3_vl_moe"  # experts: as it is published, and not as transformers saves it
+COMPUTED = "falcon_h1"  # its layers' multipliers are in no file: the model computes them
+WIDE_HEAD = "hy_v4"  # whose head, and parts of whose layers, stay in float32
+WIDE_STATE = "olmo_hybrid"  # whose rate of decay is read in float32 whatever the model's dtype
+STORED = {
+    f"{COMPUTED} float32": {"compute_dtype": "float32"},
+    f"{WIDE_HEAD} mixed": {"compute_dtype": "bfloat16"},
+    f"{WIDE_HEAD} bfloat16": {"compute_dtype": "bfloat16", "dtype": "bfloat16"},
+    f"{WIDE_HEAD} adapter": {"compute_dtype": "bfloat16", "lora": LoraConfig(rank=2)},
+    f"{WIDE_STATE} bfloat16": {"compute_dtype": "bfloat16", "dtype": "bfloat16"},
+}
 TEXT = {
     "vocab_size": 400,
     "hidden_size": 32,
@@ -101,6 +113,34 @@ def test_ranks_hold_the_weights_of_one_process(tmp_path):
         assert any(
             not torch.equal(alone[key.replace("unjoined", "olmo_hybrid shard", 1)], rank[key]) for key in unjoined
         )
+
+
+def scores(folders):
+    """Run by each rank: weights and log-probs of engines that store and compute in several dtypes."""
+    found = {}
+    for way, settings in STORED.items():
+        settings = dict(settings)
+        model = ModelConfig(path=folders[way.split()[0]], dtype=settings.pop("dtype", "float32"))
+        worker = TrainWorker(TrainSpec(model, EngineConfig(**settings), "language_model", total_steps=1))
+        worker.initialize()
+        found |= {f"{way} weights {key}": one for key, one in worker.engine.get_per_tensor_param()[0]}
+        found[f"{way} logprobs"] = worker.engine.infer_batch(make_batch(0)).logprobs
+    return found
+
+
+def test_ranks_store_and_compute_as_one_process_does(tmp_path):
+    kinds = {way.split()[0] for way in STORED}
+    folders = {kind: str(save_tiny(kind, tmp_path / kind)) for kind in kinds}
+    alone = scores(folders)
+    assert alone[f"{WIDE_HEAD} mixed weights lm_head.weight"].dtype == torch.float32
+    for rank in run_ranks(2, scores, folders):
+        for key, one in alone.items():
+            if " weights " in key:
+                assert (key, rank[key].dtype) == (key, one.dtype)
+                assert torch.equal(rank[key], one), key
+            else:
+                limit = CLOSE if "float32" in key else ROUNDED
+                assert float((rank[key] - one).abs().mean()) <= limit, key
 
 
 def test_a_class_of_another_package_is_read_in_shards(tmp_path):

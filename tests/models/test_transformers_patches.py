@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import masking_utils, modeling_utils
+from transformers import PreTrainedModel, masking_utils, modeling_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 
@@ -32,12 +32,19 @@ def test_the_function_is_given_the_empty_model_once(folder):
     assert loaded.config.distributed_config is None
 
 
+def patched():
+    return (
+        DistributedMixin.__dict__["maybe_distribute_model"],
+        modeling_utils.convert_and_load_state_dict_in_model,
+        PreTrainedModel._initialize_weights,
+    )
+
+
 def test_transformers_is_left_as_it_was():
-    before = DistributedMixin.__dict__["maybe_distribute_model"], modeling_utils.convert_and_load_state_dict_in_model
+    before = patched()
     with pytest.raises(ZeroDivisionError), shard_while_loading(lambda model: None):
-        raise ZeroDivisionError
-    after = DistributedMixin.__dict__["maybe_distribute_model"], modeling_utils.convert_and_load_state_dict_in_model
-    assert after == before
+        1 / sum(one is other for one, other in zip(patched(), before, strict=True))  # none is
+    assert patched() == before
 
 
 def test_transformers_meshes_still_have_no_replicas():

@@ -163,14 +163,36 @@ class Sharder:
         if self._mesh.sizes.expert > 1:
             for module in _experts(model):
                 self._fully_shard(module, self._mesh.expert_fsdp, policy)
-        wide = wide_weights(model)
-        for path, module in list(model.named_modules()):
-            weights = [f"{path}.{key}" for key, _ in module.named_parameters(recurse=False)]
-            if weights and policy.param_dtype is not None and all(wide(weight) for weight in weights):
-                self._fully_shard(module, self._mesh.fsdp, self._precision(wide=True))
+        root = self._shard_wide(model, policy) if self._compute == torch.bfloat16 else policy
         for layer in _layers(model):
             self._fully_shard(layer, self._mesh.fsdp, policy)
-        self._fully_shard(model, self._mesh.fsdp, policy, last=True)
+        if root is not policy:
+            self._shard_parts(model, policy, but=model.get_output_embeddings())
+        self._fully_shard(model, self._mesh.fsdp, root, last=True)
+
+    def _shard_wide(self, model: Any, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+        """Shard the modules whose weights stay in float32; returns the policy of what is in no module of its own.
+
+        The head is such a part: losses use its weight outside of its forward.
+        """
+        wide, root, head = wide_weights(model), policy, model.get_output_embeddings()
+        for path, module in reversed(list(model.named_modules())):
+            weights = [f"{path}.{key}" for key, _ in module.named_parameters(recurse=False)]
+            if not weights or not all(wide(weight) for weight in weights):
+                continue
+            if module is head:
+                root = self._precision(wide=True)
+            else:
+                self._shard_parts(module, policy)  # which it would take along
+                self._fully_shard(module, self._mesh.fsdp, self._precision(wide=True))
+        return root
+
+    def _shard_parts(self, module: nn.Module, policy: MixedPrecisionPolicy, but: nn.Module | None = None) -> None:
+        """Shard each part of a module that is not sharded yet: an adapter's layer as a whole, which PEFT expects."""
+        for part in module.children():
+            has_weights = next(part.parameters(), None) is not None
+            if has_weights and part is not but and not isinstance(part, FSDPModule):
+                self._fully_shard(part, self._mesh.fsdp, policy)
 
     def _precision(self, wide: bool = False) -> MixedPrecisionPolicy:
         """Gather in compute precision (`wide`: as stored), sum gradients in float32 at least, update as stored."""

@@ -22,7 +22,12 @@ def wide_weights(model: nn.Module) -> WideFn:
     lists = [getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in model.modules()]
     patterns = {pattern for patterns in lists for pattern in patterns}
     buffers = {plain_name(name) for name, _ in state_buffers(model)}
-    return lambda name: name in buffers or any(pattern in name for pattern in patterns)
+
+    def wide(name: str) -> bool:
+        plain = plain_name(name)
+        return plain in buffers or any(pattern in plain for pattern in patterns)
+
+    return wide
 
 
 def plain_name(name: str) -> str:
