@@ -169,9 +169,11 @@ def test_positions_are_those_of_the_model(architecture):
     assert ours[first + 10].tolist() == [first + 5] * 3  # text goes on after the larger side
 
 
-def test_a_frozen_tower_stays_as_it_is_and_the_rest_learns():
-    engine = make_engine(Case(frozen=True))
-    before = {name: one.clone() for name, one in engine.get_per_tensor_param()[0]}
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_frozen_tower_stays_as_it_is_and_the_rest_learns(compute):
+    plain = make_engine(Case(frozen=True))
+    before = {name: one.clone() for name, one in plain.get_per_tensor_param()[0]}
+    engine = make_engine(Case(frozen=True, engine={"compute_dtype": compute}))
     engine.train_batch(batch_of(), likelihood)
     after = dict(engine.get_per_tensor_param()[0])
     assert after.keys() == before.keys()

@@ -340,7 +340,9 @@ def _adapter(folder: Path, config: LoraConfig) -> None:
 def mesh(folder: str, parallel: dict[str, int]) -> dict[str, Any]:
     """Run by each rank: two steps, and the weights then; or why the model was refused."""
     try:
-        engine = make_engine(Path(folder), backend=Fsdp2Settings(parallel=ParallelConfig(**parallel)))
+        steady = OptimizerConfig(lr=1e-3, options={"eps": 1e-6})  # weights without a gradient do not follow rounding
+        backend = Fsdp2Settings(parallel=ParallelConfig(**parallel))
+        engine = make_engine(Path(folder), backend=backend, optimizer=steady)
     except ModelError as error:
         return {"refused": str(error)}
     losses = []

@@ -6,7 +6,7 @@
     python -m tests.families.table --show                           run nothing: the table of what is known
     python -m tests.families.table --all                            the other table: every causal model type, about ten
                                                                     minutes; goes on where it was stopped
-    python -m tests.families.table --all --families "dbrx,doge"     these types again
+    python -m tests.families.table --all --families "dbrx,doge"     these types again, or of them these `--columns`
 
 A cell is "yes", or what was said when it failed. Cells are kept in tests/families/results.json; the table is made from
 them alone. The column vllm needs .venv-vllm (make test-vllm).
@@ -18,7 +18,7 @@ import argparse
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Path], None] | None]] = {  # None: run f
     "builtin_bf16": ("built-in in bfloat16", checks.built_in_bfloat16),
     "value": ("value head", checks.value_head),
     "lora": ("LoRA", checks.lora),
+    "shard": ("2 shards", None),
     "tensor": ("tp2", None),
     "sequence": ("sp2", None),
     "expert": ("ep2", None),
@@ -122,35 +123,37 @@ def _put(text: str, begin: str, end: str) -> None:
     PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
-def run_all(kinds: Iterable[str]) -> None:
+def run_all(kinds: Iterable[str], columns: Collection[str]) -> None:
     """Run these model types, and write each row when it is known."""
     torch.set_num_threads(1)  # such small models wait for each other's threads
     for kind in kinds:
         try:
-            row = every.row(kind)
+            row = every.row(kind, columns)
         except Exception as error:  # noqa: BLE001  (the sweep goes on; the row says what has to be mended)
             text = f"error: {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
             row = {every.DOCTOR: text, every.RUN: text}
         print(f"{kind:24} {row[every.RUN] or ', '.join(f'{name}: {cell}' for name, cell in row.items())}", flush=True)
-        rows = every.read() | {kind: row}
+        rows = every.read()
+        rows[kind] = row if row[every.RUN] else rows.get(kind, {}) | row
         every.RESULTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n", encoding="utf-8")
         _put(every.page(rows), *EVERY)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the columns of docs/families.md.")
-    parser.add_argument("--columns", default=",".join(COLUMNS))
+    parser.add_argument("--columns", default="", help="by default all")
     parser.add_argument("--families", default="")
     parser.add_argument("--show", action="store_true", help="run nothing")
     parser.add_argument("--all", action="store_true", help="every causal model type; by default those without a row")
     asked = parser.parse_args()
     if asked.all:
         known = every.read()
-        run_all(asked.families.split(",") if asked.families else [kind for kind in TYPES if kind not in known])
+        kinds = asked.families.split(",") if asked.families else [kind for kind in TYPES if kind not in known]
+        run_all(kinds, asked.columns.split(",") if asked.columns else every.COLUMNS)
         return
     cells = read()
     names = [name.strip() for name in (asked.families or ",".join(FAMILIES)).split(",")]
-    for column in [] if asked.show else asked.columns.split(","):
+    for column in [] if asked.show else (asked.columns or ",".join(COLUMNS)).split(","):
         chosen = [name for name in names if applies(FAMILIES[name], column)]
         together = run_ranks(chosen, column) if COLUMNS[column][1] is None else {}
         for name in chosen:

@@ -63,3 +63,8 @@ def test_packed_rows_in_bfloat16_round_as_each_sequence_alone(kind):
 @pytest.mark.parametrize("kind", ["nemotron_h", "zamba2"])
 def test_a_single_token_s_step_size_is_limited_as_in_a_sequence(kind):
     assert every.row(kind, ("builtin",)) == {every.DOCTOR: "", every.RUN: "", "builtin": "yes"}
+
+
+def test_an_adapter_leaves_out_a_tower_with_layers_of_the_same_names():
+    """Gemma 4's tower wraps each linear layer in a class of its own that has the layer's name."""
+    assert every.row("gemma4", ("lora",)) == {every.DOCTOR: "", every.RUN: "", "lora": "yes"}

@@ -85,6 +85,8 @@ class Fsdp2Engine(OffloadingEngine):
             frozen = self.adapter.names
         elif self.spec.follows:  # a blend in compute precision would lose small differences
             frozen = frozenset(name for name, _ in self.model.named_parameters())
+        elif self.trained:  # an export has them as they were read (a tower)
+            frozen = frozenset(name for name, weight in self.model.named_parameters() if not weight.requires_grad)
         if not self.trained and not frozen:
             cast_working(self.model, self.compute)  # there are no masters, so the device never holds the wider weights
         move_tied(self.model, self.device)  # before masters are made of it, or they would stay in host memory

@@ -61,7 +61,7 @@ def find_targets(
         raise AdapterError(f"{config.key_of('targets')}: {path} of {name} cannot be adapted: {unfit[path]}; exclude it")
     if not wanted:
         raise AdapterError(f"{config.key_of('targets')}: nothing of {name} is left to adapt")
-    return _targets(wanted, linears, experts)
+    return _targets(model, wanted, linears, experts)
 
 
 def stored_targets(model: Any, stored: StoredAdapter, config: LoraConfig, name: str) -> Targets:
@@ -77,13 +77,14 @@ def stored_targets(model: Any, stored: StoredAdapter, config: LoraConfig, name: 
             raise AdapterError(f"{config.key_of('path')}: {config.path} adapts {one}, which {name} does not have")
         if one in unfit:
             raise AdapterError(f"{config.key_of('path')}: {config.path} adapts {one}, but {unfit[one]}")
-    return _targets([*modules, *adapted], linears, experts)
+    return _targets(model, [*modules, *adapted], linears, experts)
 
 
-def _targets(wanted: Sequence[str], linears: Sequence[str], experts: Sequence[str]) -> Targets:
+def _targets(model: nn.Module, wanted: Sequence[str], linears: Sequence[str], experts: Sequence[str]) -> Targets:
     modules = [path for path in linears if path in wanted]
     parameters = [path for path in experts if path in wanted]
-    return Targets(modules, parameters, _shortest(modules, linears, 1), _shortest(parameters, experts, 2))
+    there = [path for path, _ in model.named_modules()]  # PEFT compares names with those of other modules, too
+    return Targets(modules, parameters, _shortest(modules, there, 1), _shortest(parameters, experts, 2))
 
 
 def _shortest(chosen: Sequence[str], there: Iterable[str], parts: int) -> list[str]:
