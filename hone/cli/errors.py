@@ -1,6 +1,6 @@
 """End of a failed command: one line on stderr, and an exit code.
 
-    0 done   1 a run failed (its folder is named)   2 bad input   3 done, with decisions left   130 interrupted
+    0 done   1 a run failed (its folder is named), or a service   2 bad input   3 done, decisions left   130 interrupted
 
 The traceback is printed with `HONE_TRACEBACK=1`, and always for an unexpected error outside a run. A failed run writes
 it to its folder.
@@ -16,6 +16,7 @@ import typer
 
 from hone.composition import ConfigError
 from hone.models.errors import ModelError
+from hone.outage import Outage
 from hone.registry import CannotLoad, UnknownName
 from hone.tracking.base import FAILURE_FILE, printable
 
@@ -52,6 +53,9 @@ def report(error: BaseException, command: str = "") -> int:
     elif isinstance(error, BAD_INPUT) or (isinstance(error, FILE_ERRORS) and error.filename is not None):
         say(f"error: {one_line(error)}")
         code = EXIT_BAD_INPUT
+    elif isinstance(error, Outage):
+        say(f"error: {one_line(error)}")
+        code = EXIT_FAILED
     else:
         show = True
         say(f"error: {type(error).__name__}: {one_line(error)}")

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 LEVEL_0 = frozenset(
-    {"composition", "config", "deadline", "explain", "full_disk", "machine", "other_frameworks", "plugins"}
-    | {"registry", "spans", "types"}
+    {"composition", "config", "deadline", "explain", "full_disk", "machine", "other_frameworks", "outage"}
+    | {"plugins", "registry", "spans", "types"}
 )
 WITH_TORCH = frozenset({"spans"})  # arithmetic; whoever imports it has tensors already
 LEVEL_1 = frozenset({"algorithms", "data", "models", "platforms", "processes", "sandboxes", "schedule", "tracking"})
@@ -22,6 +22,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "deadline": frozenset(),
     "full_disk": frozenset(),
     "machine": frozenset(),
+    "outage": frozenset(),
     "plugins": frozenset(),
     "registry": frozenset({"plugins"}),
     "spans": frozenset(),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import yaml
 
 from hone.config import Config as Settings
 from hone.config import ConfigError, build
 from hone.data.stream import make_renderer
+from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.building import into_place
 from hone.models.errors import ModelError
 from hone.models.loading import folder_of
@@ -84,8 +86,6 @@ def export_checkpoint(
         raise ConfigError(f"--checkpoint should be latest, best or a step number, found {which!r}")
     config = read_run(folder)
     checkpoint = choose(folder, which)
-    if merge and not config.actor.backend.computes_here:
-        raise ConfigError("--merge: the service has the base model; leave it out, and merge the adapter with PEFT")
     if merge and config.actor.lora is None:
         raise ConfigError(f"--merge: the run in {folder} trained all weights, so there is no adapter to merge")
     if classifier and not (isinstance(config, RewardModelRunConfig) and config.loss.name == "bradley_terry"):
@@ -106,7 +106,9 @@ def export_checkpoint(
     tokenizer = load_tokenizer(model)
     renderer = make_renderer(config.data, tokenizer, load_image_processor(model))
     with into_place(output) as partial:
-        if config.actor.lora is None or merge or classifier:
+        if merge and not config.actor.backend.computes_here:
+            _merge_adapter_of_service(worker, model, config.actor, partial)
+        elif config.actor.lora is None or merge or classifier:
             worker.engine.export_hf(partial)
         else:
             worker.engine.export_adapter(partial)
@@ -117,3 +119,23 @@ def export_checkpoint(
             to_classifier(partial, pad)
             renderer.save_endless_template(partial)
     return checkpoint.folder
+
+
+def _merge_adapter_of_service(worker: TrainWorker, model: ModelConfig, actor: EngineConfig, folder: Path) -> None:
+    """Fetch a service's adapter, and merge it into the base model, which an engine of this process loads.
+
+    Raises ConfigError if the weights of the base model are not here, or the adapter does not fit them.
+    """
+    with TemporaryDirectory(prefix="hone-adapter-") as name:
+        worker.engine.export_adapter(Path(name))
+        here = EngineConfig(compute_dtype=actor.compute_dtype, lora=LoraConfig(path=name))
+        merging = TrainWorker(TrainSpec(model, here, total_steps=1))
+        try:
+            merging.initialize()
+        except ModelError as error:
+            raise ConfigError(
+                f"--merge: a service trained this run, so hone merges the adapter into the weights of {model.path}: "
+                f"{' '.join(str(error).replace(name, 'the adapter').split())}; put the base model's weights there, or "
+                "leave --merge out, which exports the adapter alone"
+            ) from error
+        merging.engine.export_hf(folder)

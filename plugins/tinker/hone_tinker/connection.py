@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from hone.config import ConfigError
+from hone.outage import Outage
 from hone.processes.http_client import http_session, proxy_of
 
 R = TypeVar("R")
@@ -42,9 +43,12 @@ AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 FINISH_S = 5.0
 KEY = "TINKER_API_KEY"
 ADDRESS = "TINKER_BASE_URL"
+IS_IT_ONE = "is actor.backend.url the address of a service of Tinker's protocol?"
+HINTS = {401: f"; is {KEY} a key of this service?", 403: f"; is {KEY} a key of this service?", 404: f"; {IS_IT_ONE}"}
+"""What to look at after a status that another try would get again."""
 
 
-class ServiceFailed(RuntimeError):
+class ServiceFailed(Outage):
     """A service refused a request, failed, or did not answer in time."""
 
 
@@ -78,8 +82,16 @@ class Connection:
         atexit.register(self._finish)
 
     def wait(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """The result of a coroutine that runs on the connection's loop."""
-        return self.start(coroutine).result(ROUNDS * self.timeout_s)
+        """The result of a coroutine that runs on the connection's loop. Raises ServiceFailed."""
+        started = self.start(coroutine)
+        try:
+            return started.result(ROUNDS * self.timeout_s)
+        except TimeoutError as error:
+            started.cancel()
+            raise ServiceFailed(
+                f"{self.url} has not answered all requests of a call after {ROUNDS} x actor.backend.timeout_s = "
+                f"{self.timeout_s:g} s; raise it if the service needs longer"
+            ) from error
 
     def start(self, coroutine: Coroutine[Any, Any, R]) -> Future[R]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -94,10 +106,9 @@ class Connection:
         body = {"tags": ["hone"], "user_metadata": None, "sdk_version": SDK}
         soon = time.monotonic() + min(self.timeout_s, OPEN_S)
         found = await self._again("POST", "create_session", body, soon)
-        if not isinstance(found, dict) or "session_id" not in found:
-            raise ServiceFailed(f"{self.url} opened no session: is actor.backend.url the address of a service?")
-        self._beating = asyncio.create_task(self._beat(found["session_id"]), name="heartbeat")
-        return str(found["session_id"])
+        session_id = str(field_of(found, "session_id", f"create_session at {self.url}"))
+        self._beating = asyncio.create_task(self._beat(session_id), name="heartbeat")
+        return session_id
 
     async def _beat(self, session_id: str) -> None:
         while True:
@@ -108,7 +119,7 @@ class Connection:
                 if error.status == 410:
                     self._ended = f"the service has ended the session: {error}"
                     return
-            except (aiohttp.ClientError, TimeoutError, OSError):
+            except (ServiceFailed, aiohttp.ClientError, TimeoutError, OSError):
                 continue  # the next request says so, if the service is gone
 
     def _finish(self) -> None:
@@ -117,7 +128,8 @@ class Connection:
 
         async def end() -> None:
             self._beating.cancel()
-            with suppress(_Refused, aiohttp.ClientError, TimeoutError, OSError):  # it ends when heartbeats stay out
+            failures = (_Refused, ServiceFailed, aiohttp.ClientError, TimeoutError, OSError)
+            with suppress(*failures):  # the session ends when heartbeats stay out
                 await self._once("POST", f"sessions/{self.session_id}/finish", {"reason": reason}, FINISH_S)
             await self._http.close()
 
@@ -149,26 +161,29 @@ class Connection:
         async with self._room:
             deadline = time.monotonic() + self.timeout_s  # without the time that it waits for room
             promise = await self._again("POST", path, body, deadline)
-            asked = {"request_id": promise["request_id"], "allow_metadata_only": False}
+            called = f"{path} at {self.url}"
+            asked = {"request_id": field_of(promise, "request_id", called), "allow_metadata_only": False}
             state = ""
             while time.monotonic() < deadline:
                 found = await self._again("POST", "retrieve_future", asked, deadline, pending=True)
                 if isinstance(found, bytes):
                     return found
+                if not isinstance(found, dict):
+                    raise ServiceFailed(f"{called}: its result is {found!r:.100}; {IS_IT_ONE}")
                 if "error" in found:
-                    raise ServiceFailed(f"{path} at {self.url}: {found['error']}")
+                    raise ServiceFailed(f"{called}: {found['error']}")
                 if found.get("type") != "try_again":
                     return found
                 state = " ".join(filter(None, (found.get("queue_state"), found.get("queue_state_reason"))))
         raise ServiceFailed(
-            f"{path} at {self.url} has no result after {self.timeout_s:g} s"
-            f"{f' (the service says: {state})' if state else ''}; raise actor.backend.timeout_s if it needs longer"
+            f"{called} has no result after {self.timeout_s:g} s"
+            f"{f' ({state})' if state else ''}; raise actor.backend.timeout_s if it needs longer"
         )
 
     async def _again(
         self, method: str, path: str, body: Mapping[str, Any] | bytes | None, deadline: float, pending: bool = False
     ) -> Any:
-        """Try until the deadline; `pending`: 408 is an answer."""
+        """Try until the deadline; `pending`: 408 is an answer, and the deadline gives the last reason as one."""
         elsewhere = path.startswith(("http://", "https://"))
         what = f"a file at {urlsplit(path).netloc}" if elsewhere else f"{path} at {self.url}"  # its address is a secret
         pause, reason, started = FIRST_WAIT_S, "no answer", time.monotonic()
@@ -176,6 +191,8 @@ class Connection:
             if self._ended:
                 raise ServiceFailed(self._ended)
             left = deadline - time.monotonic()
+            if left <= 0 and pending:
+                return {"type": "try_again", "queue_state": reason}
             if left <= 0:
                 raise ServiceFailed(f"{what}: {reason}, for {time.monotonic() - started:.1f} s")
             try:
@@ -184,7 +201,8 @@ class Connection:
                 if pending and error.status == 408 and error.body is not None:
                     return error.body
                 if error.status not in AGAIN:
-                    raise ServiceFailed(f"{what}: status {error.status}: {error}") from error
+                    hint = "" if elsewhere else HINTS.get(error.status, "")
+                    raise ServiceFailed(f"{what}: status {error.status}: {error}{hint}") from error
                 reason = f"status {error.status}: {error}"
             except aiohttp.ClientConnectorCertificateError as error:
                 raise ServiceFailed(
@@ -216,10 +234,21 @@ class Connection:
         ) as reply:
             content = await reply.read()
             is_json = reply.content_type == "application/json" and not elsewhere
-            parsed = json.loads(content) if is_json and content else None
+            text = content.decode(errors="replace")[:500]
+            try:
+                parsed = json.loads(content) if is_json and content else None
+            except ValueError as error:
+                raise ServiceFailed(f"{path} at {self.url} answered with broken JSON: {text!r:.100}") from error
             if reply.status >= 300:
-                raise _Refused(reply.status, parsed, content.decode(errors="replace")[:500])
+                raise _Refused(reply.status, parsed, text)
             return parsed if is_json else content
+
+
+def field_of(answer: Any, name: str, called: str) -> Any:
+    """A field of a JSON answer to the request `called`. Raises ServiceFailed if it is not there."""
+    if not isinstance(answer, dict) or name not in answer:
+        raise ServiceFailed(f"{called} answered {answer!r:.100}, without {name}; {IS_IT_ONE}")
+    return answer[name]
 
 
 class _Refused(Exception):
@@ -237,17 +266,27 @@ _connections: dict[str, Connection] = {}
 def connect(url: str, timeout_s: float) -> Connection:
     """The session of this process at a service; the first call opens it. Raises ConfigError without address or key."""
     url = (url or os.environ.get(ADDRESS, "")).rstrip("/")
-    if not url.startswith(("http://", "https://")):
+    if not _is_address(url):
         found = f"found {url!r}" if url else "it is empty, and so is the environment variable " + ADDRESS
         raise ConfigError(
             f"actor.backend.url should be the address of a service, such as http://127.0.0.1:8123; {found}"
         )
     if url not in _connections:
-        key = os.environ.get(KEY, "")
+        key = os.environ.get(KEY, "").strip()
         if not key:
             raise ConfigError(f"the key of {url} is missing: export {KEY}=tml-...")
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(f"{KEY} has characters that no key has; export it again, without line breaks")
         _connections[url] = Connection(url, key, timeout_s)
     return _connections[url]
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port beyond 65,535, half an IPv6 address
+        return False
 
 
 def connected(url: str) -> Connection:

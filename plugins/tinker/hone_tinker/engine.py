@@ -29,7 +29,7 @@ from hone.engines.settings import LoraConfig, OptimizerConfig
 from hone.models.vision.image_processor import save_language
 from hone.runtime import ranks
 from hone.types import Batch, LossFn, Metric, Metrics, ModelOutput, Need, merge_metrics
-from hone_tinker.connection import ServiceFailed, connect
+from hone_tinker.connection import ServiceFailed, connect, field_of
 from hone_tinker.gradients import check_needs, fixed_weights, token_weights
 from hone_tinker.messages import Weighted, read_answer, read_logprobs, sampling_request, training_requests
 from hone_tinker.settings import ServiceSettings
@@ -88,7 +88,8 @@ class ServiceEngine:
         }
         if self._lora is not None:
             body["lora_config"] = self._lora
-        self._model_id = str(self._service.wait(self._service.result("create_model", body))["model_id"])
+        made = self._service.wait(self._service.result("create_model", body))
+        self._model_id = str(field_of(made, "model_id", f"create_model at {backend.url}"))
         self._seq = 0
 
     # ------------------------------------------------------------------------------------------------------ training
@@ -140,6 +141,10 @@ class ServiceEngine:
         self._seq += 1
         return self._service.wait(self._service.result(verb, {"model_id": self._model_id, "seq_id": self._seq, **body}))
 
+    def _saved(self, verb: str, field: str, **body: Any) -> str:
+        """Run a command that saves weights; returns the name that the service gave them."""
+        return str(field_of(self._command(verb, **body), field, f"{verb} at {self._service.url}"))
+
     def optimizer_step(self) -> Metrics:
         rate = self._rate()
         found = self._command("optim_step", adam_params={**self._adam, "learning_rate": rate}).get("metrics") or {}
@@ -177,7 +182,7 @@ class ServiceEngine:
         number = next(self._service.sampling_numbers)
         body = {"session_id": self._service.session_id, "sampling_session_seq_id": number}
         found = await self._service.post("create_sampling_session", {**body, "base_model": self._base_model})
-        return str(found["sampling_session_id"])
+        return str(field_of(found, "sampling_session_id", f"create_sampling_session at {self._service.url}"))
 
     async def _scores(self, sequences: Sequence[list[int]]) -> list[Tensor]:
         first, self._asked = self._asked, self._asked + len(sequences)
@@ -213,8 +218,9 @@ class ServiceEngine:
 
     def _snapshot(self) -> Iterator[tuple[str, Tensor]]:
         number = next(self._service.sampling_numbers)
-        saved = self._command("save_weights_for_sampler", sampling_session_seq_id=number, kind="snapshot")
-        told = {"url": self._service.url, "session": saved["sampling_session_id"], "prices": self._prices}
+        named = {"sampling_session_seq_id": number, "kind": "snapshot"}
+        session = self._saved("save_weights_for_sampler", "sampling_session_id", **named)
+        told = {"url": self._service.url, "session": session, "prices": self._prices}
         yield SNAPSHOT, torch.tensor(list(json.dumps(told).encode()), dtype=torch.float32)
         if self._probe is not None and self._checks:
             request = training_requests(
@@ -229,8 +235,8 @@ class ServiceEngine:
     def save_checkpoint(self, folder: Path, wait: bool = True) -> None:
         """Have the service save weights and optimizer; its name and the schedule are written into the folder."""
         assert self._schedule is not None
-        saved = self._command("save_weights", path=f"hone-{folder.parent.name}-{secrets.token_hex(6)}")
-        state = {"url": self._service.url, "path": saved["path"], "schedule_step": self._schedule.step_count}
+        path = self._saved("save_weights", "path", path=f"hone-{folder.parent.name}-{secrets.token_hex(6)}")
+        state = {"url": self._service.url, "path": path, "schedule_step": self._schedule.step_count}
         (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
     def checkpoint_written(self, wait: bool = False) -> bool:
@@ -249,11 +255,12 @@ class ServiceEngine:
     def export_hf(self, folder: Path) -> None:
         """Fetch the trained weights as Hugging Face files: with LoRA the adapter, as the service holds the base."""
         saved = f"hone-{secrets.token_hex(6)}"
-        path = str(self._command("save_weights_external", path=saved, ttl_seconds=DOWNLOAD_S)["path"])
-        run, kind, checkpoint = path.removeprefix("tinker://").split("/")
-        place = f"training_runs/{run}/checkpoints/{kind}/{checkpoint}/external_weights_urls"
+        path = self._saved("save_weights_external", "path", path=saved, ttl_seconds=DOWNLOAD_S)
+        run, _, checkpoint = path.removeprefix("tinker://").partition("/")
+        place = f"training_runs/{run}/checkpoints/{checkpoint}/external_weights_urls"
         folder.mkdir(parents=True, exist_ok=True)
-        urls: Mapping[str, str] = self._service.wait(self._service.request("GET", place))["urls"]
+        found = self._service.wait(self._service.request("GET", place))
+        urls: Mapping[str, str] = field_of(found, "urls", f"{place} at {self._service.url}")
         for file, url in urls.items():
             name = Path(file).name
             if name in ("", ".."):

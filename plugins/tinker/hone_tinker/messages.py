@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from hone.service.protocol.wire import FLOAT32, INT64, MESSAGES, NUMPY
+from hone_tinker.connection import IS_IT_ONE, ServiceFailed
 
 DATUMS, BYTES = 1024, 5_000_000  # most of one request, as the services' own client cuts it
 
@@ -56,8 +58,8 @@ def _put(tensor: Any, array: Any, kind: int) -> None:
 
 
 def read_logprobs(body: bytes) -> list[Tensor]:
-    """The log-probs of each sequence of a ForwardBackwardOutput, [N - 1] float32."""
-    message = MESSAGES["ForwardBackwardOutput"].FromString(body)
+    """The log-probs of each sequence of a ForwardBackwardOutput, [N - 1] float32. Raises ServiceFailed."""
+    message = _parsed("ForwardBackwardOutput", body)
     rows: list[Tensor] = []
     for record in message.loss_fn_outputs:
         batched = record.fields["logprobs"]
@@ -84,8 +86,19 @@ class Answer:
     prompt_top: tuple[Tensor, Tensor] | None  # [len, k] ids and log-probs
 
 
+def _parsed(kind: str, body: Any) -> Any:
+    """A message of protobuf. Raises ServiceFailed for bytes that are none, and for JSON."""
+    try:
+        return MESSAGES[kind].FromString(body)
+    except (DecodeError, TypeError) as error:
+        raise ServiceFailed(f"the service answered {body!r:.100} in the place of a {kind}; {IS_IT_ONE}") from error
+
+
 def read_answer(body: bytes) -> Answer:
-    message = MESSAGES["SampleResponse"].FromString(body)
+    """Raises ServiceFailed for anything else than a SampleResponse with one sequence."""
+    message = _parsed("SampleResponse", body)
+    if len(message.sequences) != 1:
+        raise ServiceFailed(f"the service answered {len(message.sequences)} sequences, and one was asked for")
     (one,) = message.sequences
     top = None
     if message.HasField("topk_prompt_logprobs"):

@@ -2,11 +2,14 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hone.cli.main import main
@@ -71,12 +74,43 @@ def test_the_adapter_comes_back_and_tokens_are_counted(run_file, server, key, ba
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "adapter")
     assert adapted.peft_config["default"].r == 4
     assert any(bool(one.any()) for name, one in adapted.named_parameters() if "lora_B" in name)
+    merged = run.parent / "merged"
+    assert main(["export", "--merge", str(run), str(merged)]) == 0
+    assert not list(merged.glob("adapter*"))
+    whole, weights, adapter = (
+        load_file(folder / f"{name}.safetensors")
+        for folder, name in ((merged, "model"), (base, "model"), (run / "adapter", "adapter_model"))
+    )
+    scale, changed = adapted.peft_config["default"].lora_alpha / 4, 0
+    for name, weight in weights.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A.weight" in adapter:
+            weight = weight + scale * adapter[f"{layer}.lora_B.weight"] @ adapter[f"{layer}.lora_A.weight"]
+            changed += 1
+        torch.testing.assert_close(whole[name], weight, rtol=1e-5, atol=1e-6)
+    assert (changed, whole.keys()) == (14, weights.keys())  # 7 matrices in each of 2 layers
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = lines[-1]
     counts = [last[f"perf/remote_{kind}_tokens"] for kind in ("prefilled", "sampled", "trained")]
     assert min(counts) > 0
     assert last["perf/remote_cost"] == pytest.approx((counts[0] + 2 * counts[1] + 3 * counts[2]) / 1e6)
     assert last["weights/remote_gap"] < 1e-4 < last["weights/remote_moved"]
+
+
+def test_an_adapter_whose_base_has_no_weights_here_is_exported_alone_and_not_merged(
+    run_file, server, key, base, tmp_path, capsys
+):
+    bare = shutil.copytree(base, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    run = train(run_file("apart", server.url, run={"steps": 1}, model={"path": str(bare)}))
+    assert main(["export", str(run), str(tmp_path / "alone")]) == 0
+    capsys.readouterr()
+    assert main(["export", "--merge", str(run), str(tmp_path / "merged")]) == 2
+    said = capsys.readouterr().err
+    assert (tmp_path / "alone/adapter_config.json").exists()
+    assert not (tmp_path / "merged").exists()
+    assert said.count("\n") == 1
+    assert f"the weights of {bare}" in said
+    assert "leave --merge out" in said
 
 
 def supervised(path):
