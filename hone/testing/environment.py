@@ -14,7 +14,7 @@ from hone.envs.runners import environments
 from hone.envs.settings import EnvSettings, EpisodeConfig
 from hone.envs.tool_calls import Said
 from hone.testing.contract import Absent, Contract, require
-from hone.types import Completion, Message, Prompt, Status, StopReason
+from hone.types import Completion, Message, Metric, Prompt, Status, StopReason
 
 Seen = tuple[Any, ...]
 """One response of an environment: its messages, and what the step says of itself."""
@@ -56,6 +56,10 @@ class EnvironmentContract(Contract):
             done == [False] * (len(self.answers) - 1) + [True],
             f"the answers should end the episode in turn {len(self.answers)}, found done = {done}",
         )
+        for turn, result in enumerate(seen, start=1):
+            for name, one in result.metrics.items():
+                expected = f"metrics[{name!r}] is {one!r:.80}; expected hone.types.Metric.mean(...)"
+                require(isinstance(one, Metric), f"turn {turn}: {expected}")
         require(seen[-1].status is Status.OK, f"the last turn is {seen[-1].status}: {seen[-1].error}")
         if self.rewards:
             found = [result.reward for result in seen]

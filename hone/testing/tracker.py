@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ RECORD: Mapping[str, Any] = {
     "token_ids": [1, 2],
     "components": {"exact_match": 1.0},
 }
+Record = Iterable[tuple[int, Mapping[str, float]]] | Mapping[int, Mapping[str, float]]
 
 
 class TrackerContract(Contract):
@@ -33,8 +34,12 @@ class TrackerContract(Contract):
         """Return a tracker of this run that is ready to log."""
         raise NotImplementedError
 
-    def read(self, folder: Path) -> Mapping[int, Mapping[str, float]]:
-        """Return what the tracker holds of the run in this folder: step -> name -> value. Without it, not checked."""
+    def read(self, folder: Path) -> Record:
+        """Return what the tracker holds of the run in this folder, in its order. Without it, not checked.
+
+        Pairs of a step and its values, or of a step and some of them: [(0, {"reward/mean": 0.5}), ...]. A service that
+        cannot hold a step twice may return a mapping: {0: {"reward/mean": 0.5}, ...}.
+        """
         raise Absent("the suite cannot read back what the tracker wrote (`read`)")
 
     def test_every_metric_of_every_step_is_there(self) -> None:
@@ -51,6 +56,19 @@ class TrackerContract(Contract):
             self._log(RunInfo(run, config=CONFIG), range(4), "failed: ConnectionError: lost")
             self._log(RunInfo(run, resumed_from=2, config=CONFIG), range(3, 6))
             self._compare(self.read(run), {step: _values(step) for step in range(6)})
+
+    def test_a_killed_run_keeps_what_was_flushed(self) -> None:
+        """Steps logged before `flush` can be read although nobody called `close`, because nobody logs them again."""
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder, "run")
+            tracker = self.make(RunInfo(run, config=CONFIG))
+            try:
+                for step in range(3):
+                    tracker.log(step, _values(step))
+                tracker.flush()
+                self._compare(self.read(run), {step: _values(step) for step in range(3)})
+            finally:
+                tracker.close(INTERRUPTED)
 
     def test_everything_a_run_sends_is_taken(self) -> None:
         """Rollouts, messages, phases and flushes do not raise, nor does a run that logs nothing."""
@@ -81,7 +99,12 @@ class TrackerContract(Contract):
         tracker.flush()
         tracker.close(outcome)
 
-    def _compare(self, found: Mapping[int, Mapping[str, float]], expected: Mapping[int, Mapping[str, float]]) -> None:
+    def _compare(self, record: Record, expected: Mapping[int, Mapping[str, float]]) -> None:
+        found: dict[int, dict[str, float]] = {}
+        for step, values in record.items() if isinstance(record, Mapping) else record:
+            twice = sorted(found.get(step, {}).keys() & values.keys())
+            require(not twice, f"step {step} has {', '.join(twice)} twice: remove the steps after RunInfo.resumed_from")
+            found.setdefault(step, {}).update(values)
         require(sorted(found) == sorted(expected), f"it has the steps {sorted(found)}, expected {sorted(expected)}")
         for step, values in expected.items():
             for name, value in values.items():

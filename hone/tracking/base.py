@@ -56,7 +56,7 @@ class Tracker:
     where: str = ""  # path or address of this tracker's output, for display
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write all metrics of one step. Steps strictly increase, except that a resumed run repeats some."""
+        """Write all metrics of one step. Steps increase; a resumed run begins at `resumed_from` + 1, perhaps again."""
 
     def rollouts(self, step: int, records: Sequence[RolloutRecord]) -> None:
         """Write some of the step's trajectories. Called before the step's `log`."""
@@ -68,7 +68,7 @@ class Tracker:
         """Show the current phase: `generate`, `forward` ...; empty between steps."""
 
     def flush(self) -> None:
-        """Write everything logged so far to disk, if the tracker writes to disk."""
+        """Write everything logged so far out of this process: a killed run does not log it again."""
 
     def close(self, outcome: str = FINISHED) -> None:
         """Finish; no call follows. `outcome`: how the run ended: FINISHED, INTERRUPTED, or "failed: <error>"."""

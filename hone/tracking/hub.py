@@ -134,7 +134,7 @@ class Tracking:
             self._try(tracker, lambda one: one.phase(name))
 
     def flush(self) -> None:
-        """Write the record to disk (fsync). Called before a checkpoint becomes valid."""
+        """Write the record to disk (fsync), and have the others write. Called before a checkpoint becomes valid."""
         for name in list(self._trackers):
             self._try(name, lambda tracker: tracker.flush())
 

@@ -4,9 +4,11 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 
+from hone.tracking.trackers.jsonl import read_metrics
 from tests.docs.blocks import ROOT, read_blocks
 
 FILES = {  # language and beginning of a block -> the file that it is
@@ -14,8 +16,10 @@ FILES = {  # language and beginning of a block -> the file that it is
     ("python", '"""Adds'): "hone_guess/__init__.py",
     ("python", '"""An environment'): "hone_guess/game.py",
     ("python", '"""A reward'): "hone_guess/rewards.py",
-    ("python", "from hone.testing"): "tests/test_contract.py",
-    ("yaml", "episode"): "run.yaml",
+    ("python", '"""A data source'): "hone_guess/numbers.py",
+    ("python", '"""A tracker'): "hone_guess/csv_file.py",
+    ("python", "from hone.config"): "tests/test_contract.py",
+    ("yaml", "kind"): "run.yaml",
 }
 BLOCKS = read_blocks("docs/extend.md")
 
@@ -43,6 +47,13 @@ def run(command, folder, variables):
     return done.stdout
 
 
+def wait_for(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened within 120 s"
+        time.sleep(0.05)
+
+
 def command_of(program):
     """The command of the page that begins with these words, and what the page says that it prints."""
     ((command, block),) = [
@@ -55,7 +66,7 @@ def test_the_plug_in_of_the_page_passes_its_contracts(plugin):
     folder, variables = plugin
     (_, *arguments), _ = command_of("python")
     told = run([sys.executable, *arguments, "-p", "no:cacheprovider"], folder, variables)
-    assert "8 passed" in told, told
+    assert "18 passed, 1 skipped" in told, told
 
 
 def test_a_reward_that_raises_is_reported_as_the_page_says(plugin, tmp_path):
@@ -77,10 +88,28 @@ def test_hone_plays_it_and_takes_its_settings(plugin):
     folder, variables = plugin
     (_, *arguments), printed = command_of("hone env check")
     assert run([sys.executable, "-m", "hone", *arguments], folder, variables) == printed
-    recipe = (ROOT / "recipes/quickstart/grpo.yaml").read_text(encoding="utf-8")
-    lines = (folder / "run.yaml").read_text(encoding="utf-8").splitlines()
-    keys = ["=".join(line.split(": ", 1)) for line in lines]
-    (folder / "base.yaml").write_text(recipe, encoding="utf-8")
-    shown = run([sys.executable, "-m", "hone", "config", "base.yaml", *keys], folder, variables)
-    assert "attempts: 6" in shown
-    assert "reward: near" in shown
+    (_, *arguments), printed = command_of("hone check")
+    shown = run([sys.executable, "-m", "hone", *arguments], folder, variables)
+    assert shown.startswith(printed.removesuffix("...\n"))
+
+
+@pytest.mark.slow
+def test_its_run_file_trains_and_a_killed_run_continues_the_csv(plugin):
+    folder, variables = plugin
+    command = [sys.executable, "-m", "hone", "train", "run.yaml"]
+    record = folder / "runs/guess/metrics.jsonl"
+    with (folder / "log.txt").open("w") as log:
+        first = subprocess.Popen([*command, "run.steps=1000"], cwd=folder, env=variables, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: first.poll() is not None or (record.is_file() and record.read_bytes().count(b"\n") > 3))
+        assert first.poll() is None, (folder / "log.txt").read_text(encoding="utf-8")
+    finally:
+        first.kill()
+        first.wait(60)
+    saved = max(int(path.name.removeprefix("step_")) for path in record.parent.glob("checkpoints/step_*"))
+    run([*command, f"run.steps={saved + 3}"], folder, variables)
+    steps = read_metrics(record.parent)
+    expected = [(step["step"], name) for step in steps for name in step if name != "step"]
+    found = [line.split(",")[:2] for line in (record.parent / "metrics.csv").read_text(encoding="utf-8").splitlines()]
+    assert sorted((int(step), name) for step, name in found) == sorted(expected)
+    assert {step for step, _ in expected} == set(range(saved + 4))

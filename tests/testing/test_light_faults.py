@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from hone.testing import (
     SourceContract,
     TrackerContract,
 )
-from hone.tracking.base import Tracker
+from hone.tracking.base import FINISHED, Tracker
 from tests.testing.faults import failures
 
 HERE = Path(__file__).resolve()
@@ -111,11 +112,18 @@ class Raises(Guess):
         return await super().step(said, completion)
 
 
+class Counts(Guess):
+    """Its figures are numbers instead of metrics."""
+
+    async def step(self, said, completion):
+        return replace(await super().step(said, completion), metrics={"turns": 1})
+
+
 @pytest.fixture
 def registered(monkeypatch):
     """The environment classes of this file, under their names."""
     monkeypatch.setattr(ENVS, "_entries", dict(ENVS._entries))
-    for cls in (Guess, Shares, Forgets, Worthless, Later, Varies, Raises):
+    for cls in (Guess, Shares, Forgets, Worthless, Later, Varies, Raises, Counts):
         ENVS.register(cls.__name__, cls)
 
 
@@ -141,11 +149,15 @@ def suite_of(cls):
         (Later, {"test_the_answers_end_the_episode"}),
         (Varies, {"test_episodes_do_not_see_each_other"}),
         (Raises, {"test_scripted_and_random_policies_find_no_problem"}),
+        (Counts, {"test_scripted_and_random_policies_find_no_problem", "test_the_answers_end_the_episode"}),
     ],
 )
 def test_an_environment_with_a_fault_fails_the_check_of_it(cls, checks, registered):
     found = failures(suite_of(cls))
     assert found.keys() == checks, found
+    if cls is Counts:
+        wrong = "metrics['turns'] is 1; expected hone.types.Metric.mean(...)"
+        assert found["test_the_answers_end_the_episode"] == f"turn 1: {wrong}"
     if cls is Worthless:
         assert found.popitem()[1] == "the turns have rewards [0.0, 0.0], expected [0.0, 1.0]"
 
@@ -202,11 +214,13 @@ def test_a_reward_of_the_wrong_size_is_not_that_of_the_case():
 
 # --------------------------------------------------------------------------------------------------------- trackers
 
+KILLED = "a_killed_run_keeps_what_was_flushed"
+
 
 class Lines(Tracker):
     """A line of JSON for each step; a resumed run removes those that it writes again."""
 
-    keeps_nan = cuts = flushes = True
+    keeps_nan = cuts = True
 
     def __init__(self, run):
         self._path = run.run_dir / "lines.jsonl"
@@ -230,6 +244,21 @@ class Repeats(Lines):
     cuts = False
 
 
+class Buffers(Lines):
+    """Writes at the end, whatever `flush` asks for."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        self._kept = []
+
+    def log(self, step, values):
+        self._kept.append((step, values))
+
+    def close(self, outcome=FINISHED):
+        for step, values in self._kept:
+            super().log(step, values)
+
+
 class Shouts(Lines):
     def message(self, text):
         text.encode("ascii")
@@ -239,9 +268,10 @@ class Shouts(Lines):
     ("cls", "checks"),
     [
         (Lines, {}),
-        (DropsNan, {"test_every_metric_of_every_step_is_there", "test_a_resumed_run_continues_its_record"}),
-        (Repeats, {"test_a_resumed_run_continues_its_record"}),
-        (Shouts, {"test_everything_a_run_sends_is_taken"}),
+        (DropsNan, {"every_metric_of_every_step_is_there", "a_resumed_run_continues_its_record", KILLED}),
+        (Repeats, {"a_resumed_run_continues_its_record"}),
+        (Buffers, {KILLED}),
+        (Shouts, {"everything_a_run_sends_is_taken"}),
     ],
 )
 def test_a_tracker_with_a_fault_fails_the_check_of_it(cls, checks):
@@ -250,12 +280,13 @@ def test_a_tracker_with_a_fault_fails_the_check_of_it(cls, checks):
             return cls(run)
 
         def read(self, folder):
-            lines = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
-            steps = [step for step, _ in lines]
-            assert len(steps) == len(set(steps)), "a step is there twice"
-            return dict(lines)
+            return [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
 
-    assert failures(Suite).keys() == set(checks)
+    found = failures(Suite)
+    assert found.keys() == {f"test_{check}" for check in checks}
+    if cls is Repeats:
+        (said,) = found.values()
+        assert said.startswith("step 3 has eval/sort/mean@4, perf/tokens, reward/mean, train/kl twice: remove"), said
 
 
 # ----------------------------------------------------------------------------------------------------- data sources

@@ -14,9 +14,7 @@ class TestJsonl(TrackerContract):
         return TRACKERS.get("jsonl")(Choice(name="jsonl"), run)
 
     def read(self, folder):
-        steps = [int(line["step"]) for line in read_metrics(folder)]
-        assert len(steps) == len(set(steps))
-        return {int(line.pop("step")): line for line in read_metrics(folder)}
+        return [(int(line.pop("step")), line) for line in read_metrics(folder)]
 
 
 class TestConsole(TrackerContract):
@@ -45,8 +43,5 @@ class TestTensorBoard(TrackerContract):
 
         events = EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=True)
         events.Reload()
-        found = {}
-        for name in events.Tags()["scalars"]:
-            for event in events.Scalars(name):
-                found.setdefault(event.step, {})[name] = event.value
-        return found
+        names = events.Tags()["scalars"]
+        return [(event.step, {name: event.value}) for name in names for event in events.Scalars(name)]

@@ -42,6 +42,9 @@ class Recording(Tracker):
     def rollouts(self, step, records):
         self.seen.append((step, [record["response"] for record in records]))
 
+    def flush(self):
+        self.seen.append("flushed")
+
     def close(self, outcome):
         self.seen.append(outcome)
 
@@ -113,8 +116,10 @@ def test_a_step_and_its_rollouts_reach_every_tracker(start, tmp_path, group, lin
     hub.rollouts(1, [group((3,), (4,))], {(0, 1): OfTrainer((0.0, 0.0, -0.75))})
     hub.evaluated(1, "held_out", [group((5, 6))])
     hub.log(1, {"reward/mean": 0.5})
+    hub.flush()
     hub.close()
-    assert Recording.seen == [(1, [" 3", " 1"]), (1, ["\n</script>"]), (1, {"reward/mean": 0.5}), "finished"]
+    assert Recording.seen[:2] == [(1, [" 3", " 1"]), (1, ["\n</script>"])]
+    assert Recording.seen[2:] == [(1, {"reward/mean": 0.5}), "flushed", "finished"]
     assert lines(tmp_path / METRICS_FILE) == [{"step": 1, "reward/mean": 0.5}]
     first, second, third = lines(tmp_path / ROLLOUTS_FILE)
     assert (first["step"], first["set"], first["logprob_gap"]) == (1, None, None)

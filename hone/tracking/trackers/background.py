@@ -48,6 +48,10 @@ class Background(Tracker):
     def rollouts(self, step: int, records: Sequence[RolloutRecord]) -> None:
         self._queue(lambda tracker: tracker.rollouts(step, records))
 
+    def flush(self) -> None:
+        """Have what was logged so far written, without waiting for it."""
+        self._queue(lambda tracker: tracker.flush())
+
     def _queue(self, call: Callable[[Tracker], None]) -> None:
         self._raise_failure()
         since = self._busy_since
