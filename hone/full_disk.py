@@ -33,6 +33,13 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in FULL
 
 
+def system_error(error: Exception, path: str) -> OSError | None:
+    """Return the error of the system that a library in Rust names by its number, in the text of an exception."""
+    _, found, number = str(error).rpartition("(os error ")
+    number = number.removesuffix(")")
+    return OSError(int(number), str(error), path) if found and number.isdecimal() else None
+
+
 def wait_for_room(error: OSError, since: float) -> float:
     """Wait a moment after a failed attempt to write; returns when the first failed, in seconds of `time.monotonic`.
 
@@ -59,4 +66,4 @@ def until_room(write: Callable[[], R]) -> R:
             since = wait_for_room(error, since)
 
 
-__all__ = ["PATIENCE_S", "PAUSE_S", "is_full", "until_room", "wait_for_room"]
+__all__ = ["PATIENCE_S", "PAUSE_S", "is_full", "system_error", "until_room", "wait_for_room"]

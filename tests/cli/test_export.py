@@ -1,12 +1,16 @@
 """`hone export`: the model card, and the upload to a hub, against a server on this machine that speaks its protocol."""
 
 import base64
+import errno
 import hashlib
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -15,6 +19,8 @@ import yaml
 from hone import __version__
 from hone.cli.main import main
 from hone.composition import ConfigError
+from hone.models.settings import ModelConfig
+from hone.models.vision.image_processor import save_language
 from hone.trainers.exports.push import planned
 from tests.trainers.tiny import recipe
 
@@ -171,3 +177,40 @@ def test_options_of_an_upload_that_cannot_be(options, expected, run, tmp_path, c
     assert main(["export", str(run), str(tmp_path / "out"), *options]) == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@contextmanager
+def files_of_at_most(size):
+    """Larger ones fail with "File too large", as on a file system with a quota."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_export_that_cannot_be_written_is_one_error_and_leaves_nothing(run, tmp_path, capfd):
+    output = tmp_path / "out"
+    with files_of_at_most(2000):  # the weights have more
+        code = main(["export", str(run), str(output)])
+    shown = capfd.readouterr().err
+    assert code == 2
+    (error,) = (line for line in shown.splitlines() if line.startswith("error:"))
+    assert re.fullmatch(
+        rf"error: {output} cannot be written \(.*File too large.*\) and is not there; {run}/checkpoints/step_00000001 "
+        "is unchanged: make room, or name another folder",
+        error,
+    )
+    assert "Traceback" not in shown
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert main(["export", str(run), str(tmp_path / "file" / "out")]) == 2
+    assert f"because {tmp_path / 'file'} is no folder that can be written to" in capfd.readouterr().err
+
+
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_system(run, tmp_path):
+    """The library that writes tokenizer.json has one class for all its errors, so a full disk was not waited for."""
+    with files_of_at_most(2000), pytest.raises(OSError, match="File too large") as caught:
+        save_language(ModelConfig(path=str(run / "export")), tmp_path)
+    assert caught.value.errno == errno.EFBIG

@@ -56,6 +56,11 @@ def with_data(path, **settings):
         (lambda tmp: {"model": {"build": {"architecture": "qwen33"}}}, "did you mean 'qwen3'"),
         (lambda tmp: {"reward": {"components": {"x": {"reward": "exact_matsch"}}}}, "did you mean 'exact_match'"),
         (lambda tmp: {"reward": {"components": {"x": {"reward": "json:no_such"}}}}, "no_such"),
+        (lambda tmp: {"reward": {"components": {}}},
+         "error: reward.components: name at least one; the environment chat gives no reward"),
+        (lambda tmp: {"reward": {"components": {"x": {"reward": "exact_match", "weight": 0}}}},
+         "error: reward.components: every weight is 0, so every reward is 0, and the policy learns nothing; "
+         "set reward.components.x.weight=1"),
         (lambda tmp: {"algorithm": {"advantage": "gae"}}, "needs a critic; add the section"),
         (lambda tmp: {"algorithm": {"preset": "vapo"}},
          "critic: algorithm.advantage gae needs a critic; add the section `critic: {}`, on the command line critic={} "

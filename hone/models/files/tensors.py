@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hone.full_disk import until_room
+from hone.full_disk import system_error, until_room
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -27,8 +27,8 @@ def _save_synced(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
             os.fsync(file.fileno())  # some file systems find out here that they are full
     except SafetensorError as error:  # it names an error of the system by its number only
         path.unlink(missing_ok=True)  # half a file would take the room that the record of the run needs
-        number = str(error).rpartition("(os error ")[2].removesuffix(")")
-        raise OSError(int(number) if number.isdecimal() else errno.EIO, f"safetensors: {error}", str(path)) from error
+        known = system_error(error, str(path))
+        raise known or OSError(errno.EIO, f"safetensors: {error}", str(path)) from error
 
 
 __all__ = ["save_tensors"]

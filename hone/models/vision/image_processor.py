@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import struct
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from PIL import Image as Pillow
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
+from hone.full_disk import system_error, until_room
 from hone.models.errors import ModelError
 from hone.models.settings import ModelConfig, VisionBuildConfig, VisionConfig
 from hone.models.source import check_source, locate
@@ -150,11 +152,20 @@ def load_image_processor(model: ModelConfig) -> ImageProcessor | None:
 
 
 def save_language(model: ModelConfig, folder: str | Path) -> None:
-    """Save a model's tokenizer, and its image processor if it has one, into a folder."""
-    load_tokenizer(model).save_pretrained(folder)
-    processor = load_image_processor(model)
-    if processor is not None:
-        processor.save_pretrained(folder)
+    """Save a model's tokenizer, and its image processor if it has one, into a folder. Raises OSError."""
+    for one in (load_tokenizer(model), load_image_processor(model)):
+        if one is not None:
+            until_room(partial(_save, one, folder))
+
+
+def _save(one: Any, folder: str | Path) -> None:
+    try:
+        one.save_pretrained(folder)
+    except Exception as error:
+        known = system_error(error, str(folder))  # of the library tokenizers, which has one class for all errors
+        if isinstance(error, OSError) or known is None:
+            raise
+        raise known from error
 
 
 def build_image_processor(vision: VisionBuildConfig) -> Qwen2VLImageProcessorPil:

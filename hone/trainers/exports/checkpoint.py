@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -82,6 +85,9 @@ def export_checkpoint(
     """
     if output.exists():
         raise ConfigError(f"{output} exists already; name a new folder")
+    above = next(one for one in output.absolute().parents if one.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ConfigError(f"{output} cannot be made, because {above} is no folder that can be written to; name another")
     if which not in ("latest", "best") and not which.isdecimal():
         raise ConfigError(f"--checkpoint should be latest, best or a step number, found {which!r}")
     config = read_run(folder)
@@ -105,7 +111,7 @@ def export_checkpoint(
     worker.engine.load_checkpoint(checkpoint.part("actor"))
     tokenizer = load_tokenizer(model)
     renderer = make_renderer(config.data, tokenizer, load_image_processor(model))
-    with into_place(output) as partial:
+    with _written(output, checkpoint) as partial:
         if merge and not config.actor.backend.computes_here:
             _merge_adapter_of_service(worker, model, config.actor, partial)
         elif config.actor.lora is None or merge or classifier:
@@ -119,6 +125,21 @@ def export_checkpoint(
             to_classifier(partial, pad)
             renderer.save_endless_template(partial)
     return checkpoint.folder
+
+
+@contextmanager
+def _written(output: Path, checkpoint: Checkpoint) -> Iterator[Path]:
+    """A folder to write an export into, which is then put into place. Raises ConfigError if the disk does not take it."""
+    try:
+        with into_place(output) as partial:
+            yield partial
+    except (ConnectionError, TimeoutError):  # of a service
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"{output} cannot be written ({error.strerror or error}) and is not there; {checkpoint.folder} is "
+            "unchanged: make room, or name another folder"
+        ) from error
 
 
 def _merge_adapter_of_service(worker: TrainWorker, model: ModelConfig, actor: EngineConfig, folder: Path) -> None:

@@ -32,6 +32,7 @@ from hone.trainers.policy.settings import PolicyRunConfig, learns_from_teachers
 from hone.trainers.run.following import check_follow
 from hone.workers.rollout import is_batch_invariant, server_shape
 
+WITHOUT_REWARDS = ("chat", "mcp", "python", "search", "shell")  # environments whose turns have no rewards
 OBJECTIVE_OUTPUTS = frozenset({"entropy", "sum_pi_squared", FULL_KL})  # of an engine's forward, beyond log-probs
 
 PRODUCED_BY = {"process_rewards": "process_reward"}  # field -> the section of the run file that fills it
@@ -99,8 +100,7 @@ def optimizer_steps(config: PolicyRunConfig) -> dict[str, int]:
 
 def check_policy_run(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequence[Stage]) -> None:
     """Raise ConfigError for parts of a run file that do not fit each other."""
-    if not config.reward.components and config.episode.env.name == "chat" and not learns_from_teachers(config):
-        raise ConfigError("reward.components: name at least one; the environment chat gives no reward")
+    _check_rewards(config, algorithm)
     _check_critic(config, algorithm)
     _check_reference(config, algorithm)
     _check_process_rewards(config, algorithm)
@@ -117,6 +117,21 @@ def check_policy_run(config: PolicyRunConfig, algorithm: Algorithm, stages: Sequ
         _check_streaming(config, config.asynchrony, stages)
     if config.asynchrony is not None and config.asynchrony.lend_trainer:
         _check_lending(config, config.asynchrony)
+
+
+def _check_rewards(config: PolicyRunConfig, algorithm: Algorithm) -> None:
+    """Something gives a reward: a component that counts, the environment, or teachers."""
+    env, parts = config.episode.env.name, config.reward.components
+    if env not in WITHOUT_REWARDS or learns_from_teachers(config):
+        return
+    if not parts:
+        raise ConfigError(f"reward.components: name at least one; the environment {env} gives no reward")
+    reads_parts = algorithm.required_fields & {f"components.{name}" for name in parts}
+    if not any(one.weight for one in parts.values()) and not reads_parts:
+        raise ConfigError(
+            "reward.components: every weight is 0, so every reward is 0, and the policy learns nothing; "
+            f"set reward.components.{next(iter(parts))}.weight=1"
+        )
 
 
 def check_replay(config: PolicyRunConfig, journal: Path) -> None:
