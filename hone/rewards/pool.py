@@ -54,7 +54,9 @@ class Outcome:
 
     def of_each(self, answers: int) -> tuple[Outcome, ...]:
         """The outcome of each answer of a group; a call that failed has failed for all."""
-        return self.answers or (self,) * answers
+        found = self.answers or (self,) * (answers if self.error else 1)
+        wrong = replace(self, answers=(), error=f"its process gave {len(found)} values for {answers} answers")
+        return found if len(found) == answers else (wrong,) * answers
 
 
 Texts = str | Sequence[str]
@@ -230,9 +232,7 @@ class RewardPool:
         with self._changed:
             self._closed = self._closed or reason
             self._closing.set()
-            left = [job for jobs in self._waiting.values() for job in jobs]
-            for jobs in self._waiting.values():
-                jobs.clear()
+            left = [jobs.popleft() for jobs in self._waiting.values() for _ in range(len(jobs))]
             self._changed.notify_all()
         self._refuse(left)
 
@@ -387,10 +387,10 @@ def _outcome(reply: Mapping[str, Any], timeout_s: float) -> tuple[int, Outcome]:
         index, seconds = int(reply["item"]), float(reply["seconds"])
         if reply.get("late"):
             return index, replace(_late(timeout_s), printed=str(reply.get("printed", "")))
-        if "answers" in reply:
+        if reply.get("answers"):
             return index, Outcome(seconds=seconds, answers=tuple(_value(one) for one in reply["answers"]))
         return index, replace(_value(reply), seconds=seconds)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ChildLost(f"the reward process broke the protocol: {error!r} in {reply!s:.200}") from error
 
 
