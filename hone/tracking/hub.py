@@ -106,7 +106,7 @@ class Tracking:
             figures["perf/rollouts_left_out"] = float(self._left_out)
             self._left_out = 0
         for name in list(self._trackers):
-            self._try(name, lambda tracker: tracker.log(step, figures))
+            self._try(name, lambda tracker: tracker.log(step, dict(figures)))  # a copy, which it may change
         self._last_step = step
 
     def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], of_trainer: ByPlace | None = None) -> None:
@@ -140,7 +140,7 @@ class Tracking:
 
     def places(self) -> dict[str, str]:
         """Return the output of each tracker: name -> path or address."""
-        return {name: tracker.where for name, tracker in self._trackers.items() if tracker.where}
+        return {name: str(tracker.where) for name, tracker in self._trackers.items() if tracker.where}
 
     def close(self, outcome: str = FINISHED) -> None:
         """Close every tracker, each within its `timeout_s`. The report and the trackers show `outcome`."""

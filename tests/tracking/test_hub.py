@@ -77,6 +77,18 @@ class Stuck(Tracker):
         self.free.wait(30)
 
 
+class Exiting(Tracker):
+    """Has a path, takes figures away, and leaves at its second step, as a login that asks in vain does."""
+
+    def __init__(self, settings, run):
+        self.where = run.run_dir / "elsewhere"
+
+    def log(self, step, values):
+        values.clear()
+        if step >= 2:
+            sys.exit(0)
+
+
 class BrokenConsole(Broken):
     own_thread = False
 
@@ -87,7 +99,7 @@ class BrokenConsole(Broken):
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Starts a Tracking with the trackers named, at the step given; everything is closed afterwards."""
-    for cls in (Recording, Broken, Unstartable, Stuck):
+    for cls in (Recording, Broken, Exiting, Unstartable, Stuck):
         monkeypatch.setitem(TRACKERS._entries, cls.__name__.lower(), Entry(cls, TrackerSettings))
     opened = []
 
@@ -214,6 +226,17 @@ def test_a_tracker_that_breaks_is_switched_off_said_and_counted(start, tmp_path,
     last = read_metrics(tmp_path)[-1]
     assert (last["step"], last["perf/trackers_failed"]) == (5, 1.0)
     assert [entry[0] for entry in Recording.seen[:-1]] == [1, 2, 3, 4, 5]
+
+
+def test_a_tracker_that_exits_is_switched_off_too(start, tmp_path, capsys):
+    hub = start("jsonl", "exiting", "recording")
+    hub.log(1, {"reward/mean": 0.5})
+    hub.log(2, {"reward/mean": 0.5})
+    assert json.loads((tmp_path / RUN_FILE).read_text())["trackers"]["exiting"] == str(tmp_path / "elsewhere")
+    hub.close()
+    assert "tracker 'exiting' failed: SystemExit: 0; it is switched off" in capsys.readouterr().err
+    assert Recording.seen == [(1, {"reward/mean": 0.5}), (2, {"reward/mean": 0.5}), "finished"]
+    assert [step["reward/mean"] for step in read_metrics(tmp_path)] == [0.5, 0.5]
 
 
 def test_a_tracker_that_does_not_answer_is_switched_off(start, tmp_path, capsys):

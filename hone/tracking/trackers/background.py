@@ -29,7 +29,7 @@ class Background(Tracker):
         self._timeout_s = timeout_s
         self._items: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_WAITING_CALLS)
         self._tracker: Tracker | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._outcome = FINISHED
         self._busy_since: float | None = time.monotonic()
         self._ready = threading.Event()
@@ -103,15 +103,15 @@ class Background(Tracker):
                 self._busy_since = None
             closing, tracker = tracker, None
             closing.close(self._outcome)
-        except Exception as error:  # noqa: BLE001 (foreign code may raise anything; the next call reports it)
+        except BaseException as error:  # noqa: BLE001 (sys.exit() and panics too: the next call reports it)
             self._error = error
         finally:
             self._ready.set()
             if tracker is not None:
-                with suppress(Exception):  # it has failed, and that is reported
+                with suppress(BaseException):  # it has failed, and that is reported
                     tracker.close(self._outcome)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
