@@ -129,7 +129,7 @@ def export_checkpoint(
 
 @contextmanager
 def _written(output: Path, checkpoint: Checkpoint) -> Iterator[Path]:
-    """A folder to write an export into, which is then put into place. Raises ConfigError if the disk does not take it."""
+    """A folder for an export, which is put into place at the end. Raises ConfigError if the disk does not take it."""
     try:
         with into_place(output) as partial:
             yield partial
