@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from hone.cli.finding import Finding
 from hone.cli.recipe import load_recipe
+from hone.config import ConfigError
 from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
 from hone.planner.anatomy import Anatomy, examine
 from hone.planner.memory import Layout, Role, activation_bytes_per_token, logits_bytes, static
 from hone.rollout import ROLLOUT_ENGINES
+from hone.rollout.servers.engine import check_packages, environment_python
+from hone.runtime.settings import RaySettings
 from hone.trainers.run.run_model import FOLDER, local_model
 
 LARGEST_DEGREE = 64
 DEVICES = (1, 2, 4, 8)
+INSTALL = "see docs/rollout.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +80,33 @@ def run_report(recipe: Path, overrides: Sequence[str], machine: Iterable[Finding
     wanted = {"machine", "platforms", *backends} | ({"sandboxes"} if rollout is not None else set())
     for found in machine:
         if found.section in wanted and found.name in backends.get(found.section, {found.name}):
-            yield found
+            named = found.section == "rollout servers" and rollout is not None and rollout.python
+            yield _named_python(rollout.backend, rollout.python) if named else found
+    if isinstance(config.runtime.backend, RaySettings):
+        yield _ray(config.runtime.backend)
     if not config.actor.backend.computes_here:
         yield Finding("model", "on a service", None, f"actor.backend {config.actor.backend.name} needs no memory here")
     else:
         yield from _model_of(config)
     yield Finding("data and rewards", "not tried", None, f"hone check {recipe} tries them, and the memory of this run")
+
+
+def _named_python(backend: str, python: str) -> Finding:
+    """The interpreter that `rollout.python` names, and whether it has the server's packages."""
+    try:
+        found = environment_python(backend, python, INSTALL)
+        check_packages(found, backend, INSTALL)
+    except ConfigError as error:
+        return Finding("rollout servers", backend, False, str(error))
+    return Finding("rollout servers", backend, True, str(found))
+
+
+def _ray(backend: RaySettings) -> Finding:
+    """Whether Ray is installed here, and the ranks that the run asks a cluster for."""
+    if find_spec("ray") is None:
+        return Finding("runtime", "ray", False, "the package ray is not installed: pip install 'ray>=2.60'")
+    wanted = f"{backend.nodes} node(s) with {backend.devices} device(s) each"
+    return Finding("runtime", "ray", True, f"ray {version('ray')}; the run asks for {wanted}: compare `ray status`")
 
 
 def _model_of(config: Any) -> Iterator[Finding]:

@@ -175,6 +175,24 @@ def test_a_run_file_is_shown_with_its_engine_its_server_and_its_model(capsys, mo
     assert "596.54 k" in shown
 
 
+def test_a_run_file_is_shown_with_its_ray_and_the_interpreter_that_it_names(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("ray", reason="ray is not installed")
+    monkeypatch.setenv("COLUMNS", "300")
+    run = [str(ROOT / "recipes/quickstart/grpo.yaml"), "rollout.backend=vllm"]
+    cluster = ["runtime.backend=ray", "runtime.backend.nodes=4", "runtime.backend.devices=8"]
+    assert main(["doctor", *run, *cluster, f"rollout.python={tmp_path / 'python'}"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"rollout servers\s+vllm +no +rollout.python: there is no interpreter {tmp_path}/python;", shown)
+    assert re.search(r"runtime\s+ray +yes +ray [\d.]+; the run asks for 4 node\(s\) with 8 device\(s\) each", shown)
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho broken\n", encoding="utf-8")
+    program.chmod(0o755)
+    assert main(["doctor", *run, f"rollout.python={program}"]) == 0
+    shown = capsys.readouterr().out
+    assert f"rollout.python: {program} is no Python that runs" in shown
+    assert "ray status" not in shown
+
+
 def test_a_folder_is_no_run_file(capsys):
     assert main(["doctor", str(ROOT / "recipes")]) == 2
     assert "no run file" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from tests.docs.blocks import Block
 RECIPES = {  # stands for the run file that the reader has
     "train": "recipes/quickstart/grpo.yaml",
     "eval": "recipes/quickstart/grpo.yaml",
+    "check": "recipes/quickstart/grpo.yaml",
     "plan": "recipes/quickstart/grpo.yaml",
     "check-loss": "recipes/quickstart/grpo.yaml",
     "sft": "recipes/sft/chat.yaml",
