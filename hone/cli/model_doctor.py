@@ -102,7 +102,7 @@ def _named_python(backend: str, python: str) -> Finding:
 
 
 def _ray(backend: RaySettings) -> Finding:
-    """Whether Ray is installed here, and the ranks that the run asks a cluster for."""
+    """Look for Ray here, and name the ranks that the run asks a cluster for."""
     if find_spec("ray") is None:
         return Finding("runtime", "ray", False, "the package ray is not installed: pip install 'ray>=2.60'")
     wanted = f"{backend.nodes} node(s) with {backend.devices} device(s) each"

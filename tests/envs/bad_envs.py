@@ -50,6 +50,10 @@ class Good:
         return 0.5
 
 
+class Unparsed(Good):
+    tools = (spec("add", a={"type": "integer"}),)
+
+
 class TwoOfOneName(Good):
     tools = (spec("add", a={"type": "integer"}), spec("add"))
 

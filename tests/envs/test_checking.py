@@ -92,6 +92,11 @@ def test_each_fault_is_a_problem(run, name, problem):
     ("name", "warning"),
     [
         ("Special", "an observation contains the special token <|im_end|>; hone encodes it as plain text"),
+        (
+            "Unparsed",
+            "it offers tools, but its settings have no key parser, so a run finds no call in an answer; derive the "
+            "settings from hone.envs.settings.ToolCallSettings",
+        ),
         ("RandomStep", "the same answers led to another response in turn 1, so no run can be repeated"),
     ],
 )

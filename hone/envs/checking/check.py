@@ -217,6 +217,9 @@ class Checker:
         for one in tool_findings(start.tools):
             self.found.note(one.kind, one.text)
         self.found.tools = tuple(str(_function(one).get("name")) for one in start.tools)
+        if start.tools and not hasattr(self._config.env, "parser"):
+            missing = "it offers tools, but its settings have no key parser, so a run finds no call in an answer"
+            self.found.note("warning", f"{missing}; derive the settings from hone.envs.settings.ToolCallSettings")
         if self._language is None or not start.messages or not start.tools:
             return
         if not self._language.renders_tools(start.messages, start.tools):
