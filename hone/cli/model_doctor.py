@@ -80,8 +80,9 @@ def run_report(recipe: Path, overrides: Sequence[str], machine: Iterable[Finding
     wanted = {"machine", "platforms", *backends} | ({"sandboxes"} if rollout is not None else set())
     for found in machine:
         if found.section in wanted and found.name in backends.get(found.section, {found.name}):
-            named = found.section == "rollout servers" and rollout is not None and rollout.python
-            yield _named_python(rollout.backend, rollout.python) if named else found
+            if found.section == "rollout servers" and rollout is not None and rollout.python:
+                found = _named_python(rollout.backend, rollout.python)
+            yield found
     if isinstance(config.runtime.backend, RaySettings):
         yield _ray(config.runtime.backend)
     if not config.actor.backend.computes_here:
