@@ -49,6 +49,7 @@ from hone.workers.control import CONTROL
 from hone.workers.hosts.attaching import attached, serve_at
 from hone.workers.hosts.placing import hosts_of, reaching
 from hone.workers.hosts.spanning import SpanningHost
+from hone.workers.publishing.concurrent import Concurrent
 from hone.workers.publishing.probe import QUANTISED, Probe
 from hone.workers.publishing.publication import ToServers
 from hone.workers.publishing.sending import WeightSender
@@ -124,12 +125,7 @@ def prepare_rollout(spec: RolloutSpec, loop: Loop, phase: PhaseFn) -> RolloutHan
         _require_server(engine_class, backend)
     if in_process and inside:
         if spec.new_weights is not None:
-            separate = not getattr(engine_class, "only_inside", False)
-            instead = "rollout.builtin.process=separate" if separate else "asynchrony.staleness=0"
-            raise ConfigError(
-                f"asynchrony.staleness is above 0, but rollout.backend={backend} runs inside the trainer, which cannot "
-                f"generate and train at the same time; set {instead}"
-            )
+            _check_concurrent(spec, engine_class)
         return RolloutHandle(_inside(spec, engine_class, rule), loop, phase)
     if not in_process:
         count_as_read(spec.settings.builtin)
@@ -149,6 +145,29 @@ async def serve_rollout(spec: RolloutSpec, address: str, ready: Callable[[str], 
     alone = replace(spec, settings=spec.settings.model_copy(update={"replicas": 1, "addresses": ()}))
     (one,) = _specs(alone, shared_token(os.environ), rule, routed)
     await serve_at(engine_class(one), one, address, spec.tokenizer, ready)
+
+
+def _check_concurrent(spec: RolloutSpec, engine_class: Any) -> None:
+    """Raise ConfigError unless an engine of this process can answer while the policy is trained, as it is set."""
+    backend = spec.settings.backend
+    if not getattr(engine_class, "answers_while_training", False):
+        separate = not getattr(engine_class, "only_inside", False)
+        instead = "rollout.builtin.process=separate" if separate else "asynchrony.staleness=0"
+        raise ConfigError(
+            f"asynchrony.staleness is above 0, but rollout.backend={backend} runs inside the trainer, which cannot "
+            f"generate and train at the same time; set {instead}"
+        )
+    refused = {
+        "asynchrony.new_weights=finish": spec.new_weights != "finish",
+        "asynchrony.lend_trainer=false": spec.lends,
+        "rollout.replicas=1": spec.settings.replicas > 1,
+    }
+    for instead, is_so in refused.items():
+        if is_so:
+            raise ConfigError(
+                f"asynchrony.staleness is above 0, and rollout.backend={backend} answers each request from one version "
+                f"of the weights, which the service holds; set {instead}"
+            )
 
 
 def _require_server(engine_class: Any, backend: str) -> None:
@@ -234,9 +253,9 @@ def _inside(spec: RolloutSpec, engine_class: Any, rule: AdapterRule | None) -> R
         engine=engines[0] if router is None else router,
         dtype=dtype,
         in_files=False,
-        publication=InProcess(engines, spec.weights),
+        publication=(InProcess if spec.new_weights is None else Concurrent)(engines, spec.weights),
         replicas=lambda: engines,
-        sleep_level=_sleep_level(settings, level_auto=1),
+        sleep_level=_sleep_level(settings, level_auto=1) if spec.new_weights is None else 0,
         probe=_probe(spec, dtype),
         adapter=rule,
         end=None if router is None else router.close,

@@ -30,6 +30,7 @@ from hone.types import (
     SamplingParams,
     Scored,
     StopReason,
+    Versions,
 )
 from hone.weights.base import WeightSyncError
 from hone_tinker.connection import Connection, Usage, connected
@@ -45,12 +46,13 @@ class ServiceRollout:
     """See `hone.rollout.base.RolloutEngine`. It knows its service from the first weight sync."""
 
     in_process = only_inside = True
+    answers_while_training = True  # the service computes, and each version has a sampler of its own
     has_base = False
 
     def __init__(self, settings: BuiltinSettings, config: Any, tokenizer: Any, device: str, name: str) -> None:
         self._name = name
         self._service: Connection | None = None
-        self._session = ""  # the sampler
+        self._samplers: dict[int, str] = {}  # version -> session: open draws may need earlier ones
         self._numbers = itertools.count()  # of requests, to all samplers: the same number again is the same request
         self._version = -1
         self._open: set[asyncio.Future[Any]] = set()
@@ -76,20 +78,23 @@ class ServiceRollout:
         """Sample from the sampler that the stream names. Raises WeightSyncError if it answers like the one before."""
         tensors = {name: tensor.clone() for name, tensor in stream}
         told = json.loads(bytes(int(code) for code in tensors[SNAPSHOT]))
-        self._service, before = connected(told["url"]), self._session
-        self._session, self._prices = told["session"], told["prices"]
-        if before and PROBE_TOKENS in tensors:
-            await self._check(tensors[PROBE_TOKENS].tolist(), tensors[PROBE_LOGPROBS], before, version)
-        self._version = version
+        self._service, self._prices = connected(told["url"]), told["prices"]
+        before = self._samplers.get(self._version)
+        if before is not None and PROBE_TOKENS in tensors:
+            samplers = told["session"], before
+            await self._check(tensors[PROBE_TOKENS].tolist(), tensors[PROBE_LOGPROBS], samplers, version)
+        older = {one: session for one, session in self._samplers.items() if one < version}
+        self._samplers, self._version = {**older, version: told["session"]}, version
         return LoadedWeights(self._name, version, tensors)
 
-    async def _check(self, tokens: list[int], trained: Tensor, before: str, version: int) -> None:
-        new, old = await asyncio.gather(self._probed(tokens, self._session), self._probed(tokens, before))
+    async def _check(self, tokens: list[int], trained: Tensor, samplers: tuple[str, str], version: int) -> None:
+        """Compare the new sampler and the one before with the trainer."""
+        new, old = await asyncio.gather(*(self._probed(tokens, session) for session in samplers))
         moved, gap = float((old - trained).abs().mean()), float((new - trained).abs().mean())
         self._checked = {"weights/remote_gap": Metric.mean(gap), "weights/remote_moved": Metric.mean(moved)}
         if moved > MOVED and float((new - old).abs().mean()) < SAME * moved:
             raise WeightSyncError(
-                f"the service's new sampler {self._session} answers like the one before: version {version} changed the "
+                f"the service's new sampler {samplers[0]} answers like the one before: version {version} changed the "
                 f"trainer's log-probs of a sequence by {moved:.3g} per token, and the sampler's by "
                 f"{float((new - old).abs().mean()):.3g}. It serves old weights; actor.backend.check_snapshot=false "
                 "trains on"
@@ -113,14 +118,14 @@ class ServiceRollout:
         """See `Generating`. Raises ValueError for what the protocol has no place for, ServiceFailed."""
         await self._resumed()
         sampling = request.sampling
-        version = self._version
+        version = self._fitting(request.versions)
         if sampling.max_tokens == 0:
-            scored = await self.score(request.id, request.tokens, sampling.prompt_logprobs or 0)
+            scored = await self._scored_by(request.tokens, sampling.prompt_logprobs or 0, version)
             return Completion(request.id, (), (), (), StopReason.LENGTH, prompt_scores=scored)
         more: dict[str, Any] = {}
         if sampling.prompt_logprobs is not None:
             more = {"prompt_logprobs": True, "topk_prompt_logprobs": sampling.prompt_logprobs}
-        asked = asyncio.ensure_future(self._ask(request.tokens, _params(request), self._session, **more))
+        asked = asyncio.ensure_future(self._ask(request.tokens, _params(request), self._samplers[version], **more))
         self._open.add(asked)
         try:
             answer = await asyncio.shield(asked)
@@ -141,19 +146,33 @@ class ServiceRollout:
         )
 
     async def score(self, request_id: str, token_ids: tuple[int, ...], top_k: int = 0) -> Scored:
+        return await self._scored_by(token_ids, top_k, self._fitting(None))
+
+    async def _scored_by(self, token_ids: tuple[int, ...], top_k: int, version: int) -> Scored:
         params = {"max_tokens": 1, "seed": 0, "temperature": 1.0}
         more = {"prompt_logprobs": True, "topk_prompt_logprobs": top_k}
-        return _scored(await self._ask(token_ids, params, self._session, **more))
+        return _scored(await self._ask(token_ids, params, self._samplers[version], **more))
+
+    def _fitting(self, versions: Versions | None) -> int:
+        """The newest version with a sampler of those that may answer; None: the newest of all."""
+        fitting = [one for one in self._samplers if versions is None or versions[0] <= one <= versions[1]]
+        if not fitting:
+            wanted = "any" if versions is None else f"{versions[0]} to {versions[1]}"
+            raise RuntimeError(f"no sampler has weights of version {wanted}; synced: {sorted(self._samplers)}")
+        return max(fitting)
 
     async def _ask(self, tokens: Iterable[int], params: Mapping[str, Any], session: str, **more: Any) -> Answer:
-        if self._service is None:
-            raise RuntimeError("no weights were synced: the rollout has no sampler yet")
-        body = sampling_request(tokens, params, sampling_session_id=session, seq_id=next(self._numbers), **more)
-        found = await asyncio.wrap_future(self._service.start(self._service.result("asample", body)))
-        answer = read_answer(found)
-        self._service.usage.prefilled += len(body["prompt"]["chunks"][0]["tokens"])
-        self._service.usage.sampled += len(answer.tokens)
-        return answer
+        assert self._service is not None  # `update_weights` named the session
+        service, numbered = self._service, {"sampling_session_id": session, "seq_id": next(self._numbers)}
+        body = sampling_request(tokens, params, **numbered, **more)
+
+        async def answered() -> Answer:
+            answer = read_answer(await service.result("asample", body))
+            service.usage.prefilled += len(body["prompt"]["chunks"][0]["tokens"])  # on the connection's thread: the
+            service.usage.sampled += len(answer.tokens)  # trainer's thread may have the base score at the same time
+            return answer
+
+        return await asyncio.wrap_future(service.start(answered()))
 
     async def sleep(self, level: int) -> None:
         """Does nothing: no memory of this machine is used."""

@@ -161,6 +161,33 @@ def test_a_new_sampler_that_answers_like_the_one_before_ends_the_run(server, key
     asyncio.run(run())
 
 
+def test_a_request_is_answered_by_the_sampler_of_its_version_after_later_ones_were_synced(server, key, base):
+    engine = made(server, base)
+    rollout, batch = ServiceRollout(None, None, None, "cpu", "one"), batch_of([1.0, 1.0, 1.0])
+
+    async def asked(number, versions):
+        """Tokens and log-probs of the same answer."""
+        params = SamplingParams(max_tokens=4, seed=7, ignore_eos=True)
+        found = await rollout.generate(GenerationRequest(str(number), (5, 6, 7), params, versions=versions))
+        return found.token_ids, found.logprobs, set(found.weight_versions)
+
+    async def run():
+        await rollout.update_weights(list(engine.get_per_tensor_param()[0]), 0)
+        first = await asked(0, (0, 0))
+        for _ in range(3):
+            engine.train_batch(batch, SftObjective())
+        await rollout.update_weights(list(engine.get_per_tensor_param()[0]), 1)
+        assert await asked(1, (0, 0)) == first
+        newest = await asked(2, (1, 1))
+        assert (first[2], newest[2]) == ({0}, {1})
+        assert newest[:2] != first[:2]
+        assert await asked(3, (0, 9)) == await asked(4, None) == newest
+        with pytest.raises(RuntimeError, match=r"no sampler has weights of version 2 to 3; synced: \[0, 1\]"):
+            await asked(5, (2, 3))
+
+    asyncio.run(run())
+
+
 PARSE = """
 import json, sys
 import tinker.types as types

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hone.cli.main import main
+from hone.schedule.journal import JOURNAL, read_journal
 from tests.trainers.tiny import metrics
 
 NOT_COMPARED = ("weights/", "train/entropy")
@@ -56,6 +57,37 @@ def test_a_run_on_a_service_has_the_figures_of_a_run_in_one_process(run_file, se
     there = figures(train(run_file("there", server.url, **steps, **changes)))
     assert len(here) == 4
     compare(here, there, RL)
+
+
+AHEAD = {
+    "run": {"steps": 4},
+    "algorithm": {"correction": {"old": "rollout"}},
+    "asynchrony": {"staleness": 1},
+}
+
+
+def test_answers_that_a_service_samples_while_it_trains_are_those_of_a_server_beside_the_trainer(run_file, server, key):
+    rollout = {"sampling": {"max_response_tokens": 3}}
+    beside = {**rollout, "builtin": {"process": "separate"}}
+    here = train(run_file("here", **AHEAD, rollout=beside))
+    there = train(run_file("there", server.url, **AHEAD, rollout={**rollout, "backend": "tinker_api"}))
+    wanted, found = ([*read_journal(run / JOURNAL)] for run in (here, there))
+    for one in (*wanted, *found):
+        del one["batch"]  # digest: log-probs differ by rounding
+    assert found == wanted  # draws and the version that sampled each token
+    versions = [{span[0] for answers in one["spans"].values() for spans in answers for span in spans} for one in found]
+    assert versions == [{0}, {0}, {1}, {2}]
+    compare(figures(here), figures(there), RL)  # the ratios are to log-probs of these versions
+    assert [line["schedule/staleness_max"] for line in metrics(there)[1:]] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [("asynchrony.new_weights", "recompute", "finish"), ("rollout.replicas", 2, 1)],
+)
+def test_what_a_service_cannot_do_beside_training_is_refused(run_file, capsys, key, value, instead):
+    assert main(["train", str(run_file("refused", "http://127.0.0.1:1", **AHEAD)), f"{key}={value}"]) == 2
+    assert f"set {key}={instead}" in capsys.readouterr().err
 
 
 def test_a_run_on_a_service_continues_from_its_checkpoint(run_file, server, key):
