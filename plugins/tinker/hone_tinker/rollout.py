@@ -52,7 +52,7 @@ class ServiceRollout:
     def __init__(self, settings: BuiltinSettings, config: Any, tokenizer: Any, device: str, name: str) -> None:
         self._name = name
         self._service: Connection | None = None
-        self._samplers: dict[int, str] = {}  # version -> session: open draws may need earlier ones
+        self._sessions: dict[int, str] = {}  # version -> session: open draws may need earlier ones
         self._numbers = itertools.count()  # of requests, to all samplers: the same number again is the same request
         self._version = -1
         self._open: set[asyncio.Future[Any]] = set()
@@ -79,22 +79,22 @@ class ServiceRollout:
         tensors = {name: tensor.clone() for name, tensor in stream}
         told = json.loads(bytes(int(code) for code in tensors[SNAPSHOT]))
         self._service, self._prices = connected(told["url"]), told["prices"]
-        before = self._samplers.get(self._version)
+        before = self._sessions.get(self._version)
         if before is not None and PROBE_TOKENS in tensors:
-            samplers = told["session"], before
-            await self._check(tensors[PROBE_TOKENS].tolist(), tensors[PROBE_LOGPROBS], samplers, version)
-        older = {one: session for one, session in self._samplers.items() if one < version}
-        self._samplers, self._version = {**older, version: told["session"]}, version
+            sessions = told["session"], before
+            await self._check(tensors[PROBE_TOKENS].tolist(), tensors[PROBE_LOGPROBS], sessions, version)
+        older = {one: session for one, session in self._sessions.items() if one < version}
+        self._sessions, self._version = {**older, version: told["session"]}, version
         return LoadedWeights(self._name, version, tensors)
 
-    async def _check(self, tokens: list[int], trained: Tensor, samplers: tuple[str, str], version: int) -> None:
+    async def _check(self, tokens: list[int], trained: Tensor, sessions: tuple[str, str], version: int) -> None:
         """Compare the new sampler and the one before with the trainer."""
-        new, old = await asyncio.gather(*(self._probed(tokens, session) for session in samplers))
+        new, old = await asyncio.gather(*(self._probed(tokens, session) for session in sessions))
         moved, gap = float((old - trained).abs().mean()), float((new - trained).abs().mean())
         self._checked = {"weights/remote_gap": Metric.mean(gap), "weights/remote_moved": Metric.mean(moved)}
         if moved > MOVED and float((new - old).abs().mean()) < SAME * moved:
             raise WeightSyncError(
-                f"the service's new sampler {samplers[0]} answers like the one before: version {version} changed the "
+                f"the service's new sampler {sessions[0]} answers like the one before: version {version} changed the "
                 f"trainer's log-probs of a sequence by {moved:.3g} per token, and the sampler's by "
                 f"{float((new - old).abs().mean()):.3g}. It serves old weights; actor.backend.check_snapshot=false "
                 "trains on"
@@ -125,7 +125,7 @@ class ServiceRollout:
         more: dict[str, Any] = {}
         if sampling.prompt_logprobs is not None:
             more = {"prompt_logprobs": True, "topk_prompt_logprobs": sampling.prompt_logprobs}
-        asked = asyncio.ensure_future(self._ask(request.tokens, _params(request), self._samplers[version], **more))
+        asked = asyncio.ensure_future(self._ask(request.tokens, _params(request), self._sessions[version], **more))
         self._open.add(asked)
         try:
             answer = await asyncio.shield(asked)
@@ -151,14 +151,14 @@ class ServiceRollout:
     async def _scored_by(self, token_ids: tuple[int, ...], top_k: int, version: int) -> Scored:
         params = {"max_tokens": 1, "seed": 0, "temperature": 1.0}
         more = {"prompt_logprobs": True, "topk_prompt_logprobs": top_k}
-        return _scored(await self._ask(token_ids, params, self._samplers[version], **more))
+        return _scored(await self._ask(token_ids, params, self._sessions[version], **more))
 
     def _fitting(self, versions: Versions | None) -> int:
         """The newest version with a sampler of those that may answer; None: the newest of all."""
-        fitting = [one for one in self._samplers if versions is None or versions[0] <= one <= versions[1]]
+        fitting = [one for one in self._sessions if versions is None or versions[0] <= one <= versions[1]]
         if not fitting:
             wanted = "any" if versions is None else f"{versions[0]} to {versions[1]}"
-            raise RuntimeError(f"no sampler has weights of version {wanted}; synced: {sorted(self._samplers)}")
+            raise RuntimeError(f"no sampler has weights of version {wanted}; synced: {sorted(self._sessions)}")
         return max(fitting)
 
     async def _ask(self, tokens: Iterable[int], params: Mapping[str, Any], session: str, **more: Any) -> Answer:
