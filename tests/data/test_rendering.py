@@ -1,5 +1,7 @@
 """Rendering: whatever the template's shape, a sample has the ids of a rollout and the loss is on the answers only."""
 
+import re
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -484,6 +486,54 @@ def test_a_role_that_the_template_leaves_out_is_an_error_and_never_an_empty_prom
     text = SOME_ROLES.replace("R %}", "['user', 'assistant'] %}")
     dropping = Renderer(make_tokenizer(text), unrendered="drop")
     assert dropping.render_prompt(conversation) == dropping.render_prompt([user("?")])
+
+
+FIRST_ONLY = CHATML.replace("messages %}", "messages if message.role != 'system' or message == messages[0] %}", 1)
+"""As gpt-oss: a system message is rendered where it is the first message."""
+REST = CHATML.replace("messages %}", "messages if message.role != 'system' %}", 1)
+JOINED = "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}" + REST
+"""As DeepSeek-V3: all system messages stand before the conversation."""
+LAST_WINS = "{% set n = namespace(t='') %}{% for m in messages if m.role == 'system' %}{% set n.t = m.content %}"
+LAST_WINS += "{% endfor %}{{ n.t }}" + REST
+"""As DeepSeek-R1: the last system message stands before the conversation."""
+
+
+@pytest.mark.parametrize(
+    ("template", "conversation", "said"),
+    [
+        (FIRST_ONLY, "uas", "message 2 has the role 'system', and the chat template leaves it out there; put its text"),
+        (FIRST_ONLY, "us", "message 1 .* leaves it out there"),
+        (FIRST_ONLY, "suas", "message 3 .* leaves it out there"),
+        (FIRST_ONLY, "ss", "message 1 .* leaves it out there"),
+        (FIRST_ONLY, "su", None),
+        (JOINED, "uas", "message 2 .* moves it before earlier messages"),
+        (JOINED, "ss", None),
+        (LAST_WINS, "uas", "message 2 .* moves it before earlier messages"),
+        (LAST_WINS, "ss", "message 1 .* then leaves out message 0"),
+        (CHATML, "suassuas", None),
+    ],
+)
+def test_a_late_system_message_neither_vanishes_nor_moves(make_tokenizer, template, conversation, said):
+    """In prompts, samples and continuations, whatever the texts are."""
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [{"role": roles[one], "content": f"text {i}"} for i, one in enumerate(conversation)]
+    renderer, dropping = (Renderer(make_tokenizer(template), unrendered=one) for one in ("error", "drop"))
+    samples = [*messages, user("?"), assistant("4")]
+    if said is None:
+        ids, text = renderer.render_prompt(samples[:-1]), ""
+        for one in samples[:-1]:
+            text += f".*{one['content'].replace('?', '[?]')}"
+        assert re.search(text, renderer.decode(ids, keep_special=True), re.DOTALL)
+        return
+    for _ in "again":  # the answer about a place is kept
+        with pytest.raises(RenderingError, match=said):
+            renderer.render_prompt(samples[:-1])
+    with pytest.raises(RenderingError, match=said):
+        renderer.render_sample(samples)
+    if conversation == "uas":
+        with pytest.raises(RenderingError, match=said):
+            renderer.render_continuation(renderer.render_prompt(messages[:1]), [messages[-1], user("?")])
+    assert dropping.render_prompt(samples[:-1])
 
 
 def test_a_template_of_parts_gets_parts(make_tokenizer):

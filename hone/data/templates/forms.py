@@ -34,6 +34,7 @@ THOUGHT = re.compile(r"[<\[◁]\|?(?P<end>/?)(?:seed:)?(?:think|thinking|thought
 """A mark around a thought."""
 
 _PROBE = "answer-1b60f4"
+_USUAL = ("user", "assistant", "tool")  # roles that templates show wherever they accept them
 _THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -89,6 +90,7 @@ class TemplateForm:
         self._render = render
         self._unrendered = unrendered
         self._lost: dict[str, bool] = {}  # role -> whether the template leaves its messages out
+        self._misplaced: dict[tuple[str, ...], str] = {}  # roles up to a message -> what becomes of it; empty: nothing
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in the template's form. Raises RenderingError for a field or role that it does not show."""
@@ -103,7 +105,39 @@ class TemplateForm:
                     "this one, or set data.chat.unrendered=drop"
                 )
             found.append(shown)
+        if self._unrendered == "error":
+            for index, message in enumerate(found):
+                if index and message["role"] not in _USUAL:
+                    self._check_place(found, index)
         return found
+
+    def _check_place(self, messages: Sequence[Message], index: int) -> None:
+        """Raises RenderingError if the template does not show a message where it is, such as a late system prompt."""
+        roles = tuple(message["role"] for message in messages[: index + 1])
+        if roles not in self._misplaced:
+            self._misplaced[roles] = self._misplaces(messages, index)
+        if self._misplaced[roles]:
+            raise RenderingError(
+                f"message {index} has the role {roles[-1]!r:.60}, and the chat template {self._misplaced[roles]}; put "
+                "its text into the first system message or into a message of the user, set data.chat_template to one "
+                "that renders it in its place, or accept this with data.chat.unrendered=drop"
+            )
+
+    def _misplaces(self, messages: Sequence[Message], index: int) -> str:
+        """What becomes of a message in this place, found by rendering the conversation with other texts."""
+        before = next((i for i in range(index - 1, -1, -1) if messages[i]["role"] == "user"), None)
+        probed = [i for i in range(index + 1) if i == before or messages[i]["role"] not in _USUAL]
+        example = list(messages)
+        for i in probed:
+            example[i] = Message(role=messages[i]["role"], content=self._content(f"{_PROBE}-{i}."))
+        text = self._render(example)
+        if text is None:
+            return ""
+        at = {i: text.find(f"{_PROBE}-{i}.") for i in probed}
+        lost = [i for i in probed if at[i] < 0 and i != before]
+        if lost:
+            return "leaves it out there" if index in lost else f"then leaves out message {lost[0]}"
+        return "moves it before earlier messages" if before is not None and at[index] < at[before] else ""
 
     def _loses(self, role: str) -> bool:
         """Return whether the template takes messages of a role in some place, and shows them in none."""
