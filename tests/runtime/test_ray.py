@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -220,6 +221,11 @@ def test_nothing_listens_beyond_loopback_and_tokens_are_asked_for(pool):
     assert len(found) > 6  # Ray's servers, the ranks, their meeting point
     assert {one for one in found if one not in ("0100007F", "0000000000000000FFFF00000100007F")} == set()
     assert os.environ.get("RAY_AUTH_MODE", "token") == "token"
+
+
+def test_ray_leaves_the_end_of_a_run_to_hone(pool):
+    """Ray's own handler calls `sys.exit(15)`, which would be a failed run and no stopped one."""
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_the_patch_is_still_needed(pool):

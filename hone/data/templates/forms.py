@@ -124,7 +124,7 @@ class TemplateForm:
             )
 
     def _misplaces(self, messages: Sequence[Message], index: int) -> str:
-        """What becomes of a message in this place, found by rendering the conversation with other texts."""
+        """Fate of a message in this place, found by rendering the conversation with other texts; empty: it is shown."""
         before = next((i for i in range(index - 1, -1, -1) if messages[i]["role"] == "user"), None)
         probed = [i for i in range(index + 1) if i == before or messages[i]["role"] not in _USUAL]
         example = list(messages)
