@@ -144,6 +144,8 @@ def _memory(config: Any, model: ModelConfig) -> Iterator[str]:
     anatomy, platform = examine(model), current_platform()
     facts = platform.memory()
     yield f"model: {anatomy.family}, {anatomy.parameters / 1e6:,.1f} M parameters, context {anatomy.context:,} tokens"
+    if anatomy.files.left_out:
+        yield f"not read of the model's files: {anatomy.files.unread()}"
     if not config.actor.backend.computes_here:
         yield f"memory: actor.backend {config.actor.backend.name} needs none here, the model is on a service"
         return

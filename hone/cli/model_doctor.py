@@ -167,6 +167,8 @@ def _what(anatomy: Anatomy) -> Iterator[Finding]:
         "weights",
         f"{count}{files.dtype or 'dtype unknown'}" + (f", quantised: {files.quantised}" * bool(files.quantised)),
     )
+    if files.left_out:
+        yield fact("not read", files.unread())
 
 
 def _shapes(anatomy: Anatomy) -> Iterator[str]:

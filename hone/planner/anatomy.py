@@ -23,6 +23,7 @@ from hone.models.attention.stateful import state_layers, unknown_states
 from hone.models.attention.support import obstacle
 from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
+from hone.models.files.left_out import left_out
 from hone.models.loading import check_model_source, folder_of
 from hone.models.quantised import method_of
 from hone.models.settings import ModelConfig
@@ -44,6 +45,12 @@ class Files:
     dtype: str  # of most elements; empty: unknown
     quantised: str  # the method; empty: not quantised
     head: str  # "language model", "value head" or "sequence classifier"
+    left_out: dict[str, int]  # parts that the model's class does not read, with their numbers of weights
+
+    def unread(self) -> str:
+        """A sentence about `left_out`; empty if everything is read."""
+        parts = ", ".join(f"{name} ({count} weight{'s' * (count != 1)})" for name, count in self.left_out.items())
+        return f"{parts}: not trained, not served, and not in an export" if parts else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +126,7 @@ def examine(model: ModelConfig) -> Anatomy:
     reason = reason or obstacle(config, type(empty)) or unknown_states(empty)
     if reason and getattr(empty.config.get_text_config(), "num_hidden_layers", None) is None:
         raise ModelError(f"model.path {model.path!r} cannot be trained: {reason}")
-    return _measured(empty, reason, _files(folder, stored, config))
+    return _measured(empty, reason, _files(folder, stored, empty))
 
 
 def _layers(text: Any) -> int:
@@ -248,7 +255,7 @@ def _linear_layers(model: Any) -> Iterator[tuple[str, int, int, int]]:
         yield name, count, inputs, outputs
 
 
-def _files(folder: Path, stored: dict[str, Any], config: Any) -> Files:
+def _files(folder: Path, stored: dict[str, Any], empty: Any) -> Files:
     """Describe the weight files from names and headers; for a model that is still on a hub, from its index."""
     index = folder / "model.safetensors.index.json"
     paths = [path for path in sorted(folder.glob("*.safetensors")) if path.name != VALUE_HEAD_FILE]
@@ -257,7 +264,7 @@ def _files(folder: Path, stored: dict[str, Any], config: Any) -> Files:
         listed = json.loads(index.read_text(encoding="utf-8"))
         count = len(set(listed["weight_map"].values()))
         size = int(listed.get("metadata", {}).get("total_size", size))
-    dtype = str(getattr(config, "dtype", None) or "").removeprefix("torch.")
+    dtype = str(getattr(empty.config, "dtype", None) or "").removeprefix("torch.")
     if paths:
         dtype = _dtype_in(paths[0]) or dtype
     head = "language model"
@@ -265,7 +272,7 @@ def _files(folder: Path, stored: dict[str, Any], config: Any) -> Files:
         head = "sequence classifier"
     elif (folder / VALUE_HEAD_FILE).is_file():
         head = "value head"
-    return Files(count, size, dtype, method_of(stored), head)
+    return Files(count, size, dtype, method_of(stored), head, left_out(folder, empty))
 
 
 def _dtype_in(path: Path) -> str:

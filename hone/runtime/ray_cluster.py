@@ -55,6 +55,7 @@ def connect(settings: RaySettings) -> None:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves ranks beside any other busy program
     if address != "local":
         host = address.rpartition(":")[0]
         here: dict[str, Any] = {}

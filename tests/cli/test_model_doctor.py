@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, RecurrentGemmaConfig
 
 from hone.cli.main import main
@@ -49,6 +51,16 @@ def test_layers_that_carry_a_state_train_and_have_no_ranks_for_heads(tmp_path, c
     assert "layers with a state yes MambaMixer: they see one sequence of a packed row at a time" in lines
     assert "parallel.sequence no layers that carry a state do not support it" in lines
     assert any(line.startswith("rollout builtin yes uses the same attention as training, and keeps") for line in lines)
+
+
+def test_parts_that_are_not_read_are_named(tmp_path, capsys, monkeypatch):
+    """A head for several tokens, and nothing of what the model computes itself."""
+    monkeypatch.setenv("COLUMNS", "200")
+    file = save(FAMILIES["Qwen3-Next"], tmp_path) / "model.safetensors"
+    others = {name: torch.ones(2) for name in ("mtp.fc.weight", "mtp.norm.weight", "model.rotary_emb.inv_freq")}
+    save_file(load_file(file) | others, file, {"format": "pt"})
+    lines = [" ".join(line.split()) for line in said(tmp_path, capsys).splitlines()]
+    assert "not read mtp (2 weights): not trained, not served, and not in an export" in lines
 
 
 def test_states_that_hone_cannot_separate_are_no_good(tmp_path, capsys, monkeypatch):

@@ -146,19 +146,11 @@ def _by_hone(folder: Path, dtype: str, names: Sequence[str], routes: Tensor | No
     return found, torch.cat([one.float().flatten() for one in gradients if one is not None])
 
 
-def on_two_shards(folder: Path) -> None:
-    """Two ranks that share the weights give the gradient norms and weights of one process."""
-    cell = checks.on_ranks({folder.name: folder})[folder.name]
-    assert cell == checks.YES, cell
-
-
 COLUMNS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "packed": ("packed", packed),
     "bfloat16": ("in bfloat16", packed_in_bfloat16),
     "builtin": ("built-in rollout", checks.built_in_rollout),
-    "value": ("value head", checks.value_head),
     "lora": ("LoRA", checks.lora),
-    "shard": ("2 shards", on_two_shards),
 }
 DOCTOR, RUN = "doctor", "run"  # cells besides: the reason for a refusal, or nothing
 

@@ -50,7 +50,7 @@ ANATOMY = Anatomy(
     expert_layers=0,
     expert_width=0,
     largest_weight=200,
-    files=Files(1, 4000, "F32", "", "language model"),
+    files=Files(1, 4000, "F32", "", "language model", {}),
 )
 ACTOR = Role("actor", ANATOMY, stored=4, computed=4, tokens=50, microbatches=1)
 

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from hone.cli.main import main
 from hone.cli.recipe import load_recipe
@@ -16,6 +18,7 @@ from hone.trainers.forecast.setup import placement_of
 from hone.trainers.forecast.sizes import sizes_of
 from hone.trainers.run.launch import run_policy
 from hone.trainers.run.run_model import local_model
+from tests.families.types import save_tiny
 from tests.trainers import tiny
 
 MIB = 2**20
@@ -95,6 +98,15 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_loaded(tmp_path, mo
         foretell(config, model, tmp_path)
     monkeypatch.setenv("HONE_LAUNCH_OVER_MEMORY", "1")
     assert foretell(config, model, tmp_path).startswith("predicted: ")
+
+
+def test_a_launch_names_the_parts_of_the_files_that_are_not_read(tmp_path):
+    folder = save_tiny("qwen3_next", tmp_path / "model")
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(2)}, file, {"format": "pt"})
+    said = foretell(loaded(tmp_path).config, ModelConfig(path=str(folder)), tmp_path).splitlines()
+    assert said[0] == ("not read of the model's files: mtp (1 weight): not trained, not served, and not in an export")
+    assert said[1].startswith("predicted: ")
 
 
 def test_a_folder_without_a_prediction_is_an_error(tmp_path, capsys):

@@ -46,7 +46,7 @@ PATTERNS: Mapping[str, str] = {
     "*.override_config.*_pdrop": "model.use.dropout is 0 here",
     "*.override_config.attn_implementation": "hone has packed attention for every model",
     "*.attn_implementation": "hone has packed attention for every model",
-    "*.mtp.*": "hone neither trains nor uses heads for several tokens; they are left as they are",
+    "*.mtp.*": "hone does not read heads for several tokens; an export does not have them",
     "actor_rollout_ref.rollout.mode": "servers are always asynchronous",
     "actor_rollout_ref.rollout.load_format": "weights always come from the trainer",
     "actor_rollout_ref.rollout.prompt_length": "the limit is data.train.max_prompt_tokens",

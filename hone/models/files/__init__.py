@@ -1,5 +1,5 @@
 """Models that are not Hugging Face folders yet: `packaged` fetches one with pip, `gguf` converts a GGUF file.
 
-`converted` joins weights that the files have in other parts; `tensors` writes files that wait for room on a disk;
-`progress_bars` turns off transformers' own.
+`converted` joins weights that the files have in other parts; `left_out` finds parts that a model does not read;
+`tensors` writes files that wait for room on a disk; `progress_bars` turns off transformers' own.
 """
