@@ -198,6 +198,7 @@ OF_THE_USER: dict[str, str] = {  # file -> whose text its expressions read
     "hone/data/templates/": "chat templates, and marks made of their special tokens",
     "hone/envs/functions.py": "docstrings of the user's tools",
     "hone/migration/": "scripts of another framework, which their owner migrates",
+    "hone/models/files/left_out.py": "names of weights, read by expressions of transformers",
     "hone/models/source.py": "run files",
     "hone/platforms/": "versions of drivers",
     "hone/rollout/adapters.py": "names of modules",
