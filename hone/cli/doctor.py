@@ -67,7 +67,8 @@ CPU_FEATURES = {  # flag of /proc/cpuinfo -> what it speeds up
     "avx512_bf16": "bf16 kernels",
     "amx_bf16": "bf16 matrix tiles: a step in bf16 takes up to half the time of one in fp32",
 }
-SERVERS = ("vllm", *elsewhere("rollout engine"))  # rollout engines that run in a Python environment of their own
+# rollout engines that run in a Python environment of their own; one that trains too is a service
+SERVERS = ("vllm", *(name for name in elsewhere("rollout engine") if name not in elsewhere("training engine")))
 UNWANTED = ("torchvision", "torchaudio")  # their CUDA builds break every model import when torch is a CPU build
 CONFORMANCE = "hone.cli.conformance.kit:conformance"  # imports engines and rollouts
 RUN_REPORT = "hone.cli.model_doctor:run_report"

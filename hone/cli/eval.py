@@ -168,6 +168,12 @@ def _model(config: PolicyRunConfig, model: str) -> ModelConfig:
     export = Path(config.run.dir) / "export"
     if (export / "config.json").is_file():
         return config.model.at(export)
+    if not config.actor.backend.computes_here:
+        merge = "" if config.actor.lora is None else "--merge "
+        raise ConfigError(
+            f"a service holds the model of {config.run.dir}, and hone evaluates a model of this machine: write it with "
+            f"`hone export {merge}{config.run.dir} FOLDER`, and add --model FOLDER"
+        )
     if config.model.build is not None:
         raise ConfigError(f"run.dir {config.run.dir} has no export yet: train first, or give a model with --model")
     return config.model

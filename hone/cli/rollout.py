@@ -77,6 +77,11 @@ def _serve(run_file: Path, rest: list[str]) -> None:
         raise ConfigError(
             f"{run_file} has kind: {config.kind}, which has no rollout; give a run file of kind rl or distill"
         )
+    if not config.actor.backend.computes_here:
+        raise ConfigError(
+            f"{run_file}: actor.backend {config.actor.backend.name} is a service, which answers itself; there is no "
+            "server to start"
+        )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     resolve("hone.trainers.policy.evaluate_model:serve_run")(

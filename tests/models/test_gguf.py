@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import GgufConfig
 
 from hone.cli.main import main
+from hone.engines.lora.adapter_files import base_identity
+from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.errors import ModelError
 from hone.models.files.packaged import PACKAGED, Packaged
 from hone.models.files.progress_bars import without_progress_bars
@@ -18,6 +20,7 @@ from hone.models.loading import load_language_model
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.trainers.run.run_model import local_model
+from hone.workers.tenants.training import Base
 
 HIDDEN, LAYERS, HEADS, MLP = 64, 2, 2, 96
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
@@ -113,6 +116,16 @@ def test_a_command_generates_with_a_gguf_file(file, capsys):
     """Also a chat template without a generation prompt, and the cache of another run's copy, which stays whole."""
     assert main(["generate", str(file), "--prompt", "hi", "--max-response-tokens", "3", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("hi\n")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_on_a_gguf_file_is_saved_and_loaded_and_belongs_to_the_converted_weights(file, tmp_path):
+    base = Base(ModelConfig(path=str(file)), EngineConfig(compute_dtype="float32"))
+    base.open(LoraConfig(rank=2)).save(tmp_path / "saved")
+    base.open(LoraConfig(rank=2)).load(tmp_path / "saved", optimizer=True)
+    (folder,) = (tmp_path / "cache" / "gguf").iterdir()
+    identities = [base_identity(ModelConfig(path=str(one)))["digest"] for one in (file, folder)]
+    assert identities[0] == identities[1]
 
 
 def test_what_is_no_gguf_file_is_one_clear_error(tmp_path, monkeypatch):

@@ -17,11 +17,11 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
 from hone.full_disk import until_room
 from hone.models.errors import ModelError
 from hone.models.files.tensors import save_tensors
+from hone.models.loading import folder_of
 from hone.models.settings import ModelConfig
 from hone.models.value_head import VALUE_HEAD_FILE
 
@@ -118,7 +118,7 @@ def base_identity(model: ModelConfig) -> dict[str, Any]:
     if model.build is not None:
         digest.update(model.build.model_dump_json().encode())
         return {"path": None, "revision": None, "digest": digest.hexdigest()}
-    folder = _folder(model)
+    folder = folder_of(model)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key in ("_name_or_path", "transformers_version"):  # of the writer, not of the model
         config.pop(key, None)
@@ -152,11 +152,3 @@ def _name(identity: dict[str, Any]) -> str:
     path = identity["path"] or "a model built on the spot"
     revision = f" at {identity['revision']}" if identity["revision"] else ""
     return f"{path}{revision} (digest {identity['digest'][:12]})"
-
-
-def _folder(model: ModelConfig) -> Path:
-    folder = Path(str(model.path)).expanduser()
-    if folder.is_dir():
-        return folder
-    found = cached_file(str(model.path), "config.json", revision=model.revision or "main")
-    return Path(str(found)).parent

@@ -98,11 +98,16 @@ def answering(model: ModelConfig, how: Answering, loop: EventLoop) -> Iterator[A
 def finished_model(name: str) -> ModelConfig:
     """The model that a command names: a model folder, GGUF file or hub name, or the export of a run's folder.
 
-    Raises ConfigError for a run without an export.
+    Raises ConfigError for a run without an export, or whose export is an adapter alone (a service's).
     """
     folder = Path(name).expanduser()
     if not (folder / RUN_FILE).is_file():
         return ModelConfig(path=name)
+    if (folder / EXPORT / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{folder} was trained on a service, so its export is an adapter without its base model: write both as one "
+            f"model with `hone export --merge {folder} FOLDER`, and give FOLDER"
+        )
     if not (folder / EXPORT / "config.json").is_file():
         raise ConfigError(f"{folder} has no export yet: let its run end, or write one: hone export {folder} FOLDER")
     return ModelConfig(path=str(folder / EXPORT))

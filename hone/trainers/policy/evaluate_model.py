@@ -11,9 +11,11 @@ from tempfile import TemporaryDirectory
 
 from hone.data.settings import PromptSetConfig
 from hone.data.stream import make_renderer
+from hone.engines.settings import EngineConfig
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.models.vision.image_processor import load_image_processor
+from hone.rollout.settings import RolloutConfig
 from hone.runtime import ranks
 from hone.tracking.base import RunInfo
 from hone.tracking.muted import MutedTracking
@@ -82,6 +84,7 @@ def _answering(
     config: PolicyRunConfig, model: ModelConfig, adapters: Mapping[str, str], on_group: OnGroup | None = None
 ) -> Iterator[tuple[Generation, RunContext]]:
     """The generation of a run file with the weights of a model, and a context that writes nothing."""
+    config = _computed_here(config)
     prepare_process(config.runtime)
     renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
     context = untracked_context(Path(config.run.dir), renderer)
@@ -96,6 +99,15 @@ def _answering(
         yield generation, context
     finally:
         generation.close()
+
+
+def _computed_here(config: PolicyRunConfig) -> PolicyRunConfig:
+    """The settings, in which hone's own engines take the place of a service, as the model is in a folder here."""
+    if config.actor.backend.computes_here:
+        return config
+    actor = config.actor.model_copy(update={"backend": EngineConfig().backend})
+    rollout = config.rollout.model_copy(update={"backend": RolloutConfig().backend})
+    return config.model_copy(update={"actor": actor, "rollout": rollout})
 
 
 def serve_run(config: PolicyRunConfig, address: str, ready: Callable[[str], None]) -> None:

@@ -129,6 +129,40 @@ def test_the_adapter_comes_back_and_tokens_are_counted(run_file, server, key, ba
     assert last["weights/remote_gap"] < 1e-4 < last["weights/remote_moved"]
 
 
+def test_commands_on_a_run_of_a_service_work_or_say_what_to_type(run_file, server, key, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HONE_ROLLOUT_TOKEN", "0" * 32)
+    path = run_file("told", server.url, run={"steps": 6})
+    run = train(path)
+    merge, merged = f"hone export --merge {run} FOLDER", tmp_path / "merged"
+
+    def said(*command):
+        capsys.readouterr()
+        code = main([*map(str, command)])
+        found = capsys.readouterr()
+        return code, found.out + found.err
+
+    for refused, instead in {
+        ("generate", run, "--prompt", "abc"): merge,
+        ("chat", run): merge,
+        ("eval", run): merge,
+        ("eval", path): "add --model FOLDER",
+        ("plan", path, "--calibrate"): "add actor.backend=fsdp2 rollout.backend=builtin",
+        ("rollout", "serve", path, "127.0.0.1:0"): "no server to start",
+    }.items():
+        code, text = said(*refused)
+        assert (code, text.count("\n"), instead in text) == (2, 1, True), text
+    assert said("plan", path, "actor.backend=fsdp2", "rollout.backend=builtin")[0] == 0
+    assert said("check", path, "--baseline", "--prompts", 2)[0] == 0
+    code, text = said("doctor", path)
+    assert code == 0
+    assert "rollout servers" not in text  # the service answers: no environment of a server is needed
+    assert said("export", "--merge", run, merged)[0] == 0
+    assert said("eval", run, "--model", merged, "--output", tmp_path / "figures.json")[0] == 0
+    last, found = metrics(run)[-1], json.loads((tmp_path / "figures.json").read_text())
+    assert found["eval/held_out/share"] > 0
+    assert found == {name: pytest.approx(last[name]) for name in found}
+
+
 def test_an_adapter_whose_base_has_no_weights_here_is_exported_alone_and_not_merged(
     run_file, server, key, base, tmp_path, capsys
 ):
