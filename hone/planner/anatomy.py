@@ -262,7 +262,7 @@ def _files(folder: Path, stored: dict[str, Any], empty: Any) -> Files:
     count, size = len(paths), sum(path.stat().st_size for path in paths)
     if index.is_file():
         listed = json.loads(index.read_text(encoding="utf-8"))
-        count = len(set(listed["weight_map"].values()))
+        count = len(set(listed.get("weight_map", {}).values()))
         size = int(listed.get("metadata", {}).get("total_size", size))
     dtype = str(getattr(empty.config, "dtype", None) or "").removeprefix("torch.")
     if paths:

@@ -4,6 +4,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3ForCausalLM
 
+from hone.data.packing import select
 from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig
 from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models import transformers_patches
@@ -12,7 +13,7 @@ from hone.models.settings import BuildConfig, ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from hone.runtime import ranks
 from hone.workers.train import TrainSpec, TrainWorker
-from tests.families.checks import CLOSE, ROUNDED, make_batch, make_engine
+from tests.families.checks import CLOSE, ROUNDED, likelihood, make_batch, make_engine
 from tests.families.types import save_tiny
 from tests.ranks import run_ranks
 
@@ -25,7 +26,6 @@ WIDE_STATE = "olmo_hybrid"  # whose rate of decay is read in float32 whatever th
 STORED = {
     f"{COMPUTED} float32": {"compute_dtype": "float32"},
     f"{WIDE_HEAD} mixed": {"compute_dtype": "bfloat16"},
-    f"{WIDE_HEAD} bfloat16": {"compute_dtype": "bfloat16", "dtype": "bfloat16"},
     f"{WIDE_HEAD} adapter": {"compute_dtype": "bfloat16", "lora": LoraConfig(rank=2)},
     f"{WIDE_STATE} bfloat16": {"compute_dtype": "bfloat16", "dtype": "bfloat16"},
 }
@@ -124,7 +124,11 @@ def scores(folders):
         worker = TrainWorker(TrainSpec(model, EngineConfig(**settings), "language_model", total_steps=1))
         worker.initialize()
         found |= {f"{way} weights {key}": one for key, one in worker.engine.get_per_tensor_param()[0]}
-        found[f"{way} logprobs"] = worker.engine.infer_batch(make_batch(0)).logprobs
+        batch, size = make_batch(0), worker.engine.ranks.data_parallel_size
+        found[f"{way} logprobs"] = worker.engine.infer_batch(batch).logprobs
+        part = select(batch, [[0, 1, 2, 3, 4], [5]][worker.engine.ranks.data_parallel_rank] if size == 2 else range(6))
+        worker.engine.train_batch(part, likelihood)
+        found[f"{way} logprobs, trained"] = worker.engine.infer_batch(batch).logprobs
     return found
 
 

@@ -22,7 +22,7 @@ from hone.engines.forward import Forward, head_of_reference, language_forward, v
 from hone.engines.fsdp2.compiled import compile_layers
 from hone.engines.fsdp2.mesh import Mesh, open_mesh
 from hone.engines.fsdp2.settings import Fsdp2Settings, ParallelConfig, ShardConfig, ShardedSettings
-from hone.engines.fsdp2.sharding import Sharder, Sharding, inside, sharded_forward
+from hone.engines.fsdp2.sharding import Sharder, Sharding, inside, reshard_all, sharded_forward
 from hone.engines.fsdp2.shards import local_part, place, whole_weight
 from hone.engines.fsdp2.weights import ProcessWeights, ShardedWeights, cast_working
 from hone.engines.logprobs import Head
@@ -108,7 +108,7 @@ class Fsdp2Engine(OffloadingEngine):
         if not self._compiler:  # which fuses them itself
             fuse_norms(self.model)
         forward = inside(self.model, self._checked_forward)
-        self.model.reshard()  # type: ignore[operator]
+        reshard_all(self.model)
         self.weights = ShardedWeights(self.model, mesh, self.trained, sharder.partial)
         return sharded_forward(self.model, forward, mesh.sequence)
 
@@ -195,7 +195,7 @@ class Fsdp2Engine(OffloadingEngine):
     def _infer(self, batch: Batch, cut: list[list[int]], needs: frozenset[Need]) -> list[ModelOutput]:
         outputs = super()._infer(batch, cut, needs)
         if self.mesh is not None:
-            self.model.reshard()  # type: ignore[operator]
+            reshard_all(self.model)
         return outputs
 
     def memory_needs(self) -> MemoryNeeds:

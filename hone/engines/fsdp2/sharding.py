@@ -108,7 +108,7 @@ class Sharder:
     def wrap(self, model: nn.Module) -> None:
         """Shard what a wrapper adds to a model (a value head), and let `inside` run in its forward."""
         if not isinstance(model, FSDPModule):
-            self._fully_shard(model, self._mesh.fsdp, self._precision(), last=True)
+            self._fully_shard(model, self._mesh.fsdp, self._precision(), reshard=None)
         let_inside(model)
 
     # ---------------------------------------------------------------------------------------------------- tensor
@@ -168,7 +168,7 @@ class Sharder:
             self._fully_shard(layer, self._mesh.fsdp, policy)
         if root is not policy:
             self._shard_parts(model, policy, but=model.get_output_embeddings())
-        self._fully_shard(model, self._mesh.fsdp, root, last=True)
+        self._fully_shard(model, self._mesh.fsdp, root, reshard=None)
 
     def _shard_wide(self, model: Any, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """Shard the modules whose weights stay in float32; returns the policy of what is in no module of its own.
@@ -176,6 +176,7 @@ class Sharder:
         The head is such a part: losses use its weight outside of its forward.
         """
         wide, root, head = wide_weights(model), policy, model.get_output_embeddings()
+        called_for_each_run = {part for indexer in indexers(model) for part in indexer.modules()}
         for path, module in reversed(list(model.named_modules())):
             weights = [f"{path}.{key}" for key, _ in module.named_parameters(recurse=False)]
             if not weights or not all(wide(weight) for weight in weights):
@@ -184,7 +185,8 @@ class Sharder:
                 root = self._precision(wide=True)
             else:
                 self._shard_parts(module, policy)  # which it would take along
-                self._fully_shard(module, self._mesh.fsdp, self._precision(wide=True))
+                often = module in called_for_each_run  # ranks have different numbers of runs
+                self._fully_shard(module, self._mesh.fsdp, self._precision(wide=True), reshard=not often)
         return root
 
     def _shard_parts(self, module: nn.Module, policy: MixedPrecisionPolicy, but: nn.Module | None = None) -> None:
@@ -203,8 +205,10 @@ class Sharder:
             cast_forward_inputs=False,
         )
 
-    def _fully_shard(self, module: nn.Module, mesh: Any, policy: MixedPrecisionPolicy, last: bool = False) -> None:
-        reshard = None if last else True
+    def _fully_shard(
+        self, module: nn.Module, mesh: Any, policy: MixedPrecisionPolicy, reshard: bool | None = True
+    ) -> None:
+        """`reshard` after its forward; None: unless it is the outermost module."""
         fully_shard(
             module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=still_empty(module)
         )
@@ -216,6 +220,13 @@ def sum_gradients(module: nn.Module) -> None:
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Give back the gathered weights of every module: after an inference, nothing else does."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def sum_all_gradients(model: nn.Module) -> None:

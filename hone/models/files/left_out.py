@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import PreTrainedModel
 
 from hone.models.errors import ModelError
@@ -22,20 +23,30 @@ def left_out(folder: Path, model: PreTrainedModel) -> dict[str, int]:
     Empty for a folder whose weights are still on a hub and which has no index. Raises ModelError for a damaged file.
     """
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    known = {name for name, _ in model.named_modules()}
-    found: Counter[str] = Counter()
-    for name in _names(folder) if ignored else ():
-        parts = name.split(".")
-        parents = [".".join(parts[:count]) for count in range(1, len(parts))]
-        unknown = next((one for one in parents if one not in known), "")
-        if unknown and any(pattern.search(name) for pattern in ignored):
-            found[unknown] += not name.endswith("inv_freq")  # older files have what is computed
-    return dict(+found)
+    known = dict(model.named_modules())
+    short = f"{model.base_model_prefix}."
+    known |= {name.removeprefix(short): module for name, module in known.items()}  # older files, such as GPT-2's
+    found = Counter(_unknown(name, known) for name in (_names(folder) if ignored else ()))
+    return {part: count for part, count in found.items() if part and any(one.search(f"{part}.") for one in ignored)}
+
+
+def _unknown(name: str, known: Mapping[str, nn.Module]) -> str:
+    """The outermost module of a weight's name that the model does not have; empty: it has them all."""
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        parent, module = ".".join(parts[: count - 1]), ".".join(parts[:count])
+        if module not in known:
+            is_stacked = parts[count - 1].isdigit() and not isinstance(known[parent], nn.ModuleList)  # experts
+            return "" if is_stacked else module
+    return ""
 
 
 def _names(folder: Path) -> Iterator[str]:
     if (folder / INDEX).is_file():
-        yield from json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        if not isinstance(listed.get("weight_map"), dict):
+            raise ModelError(f"{folder / INDEX} has no weight_map, the file of each weight")
+        yield from listed["weight_map"]
         return
     for path in sorted(folder.glob("*.safetensors")):
         try:
