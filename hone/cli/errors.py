@@ -9,7 +9,11 @@ it to its folder.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -37,6 +41,19 @@ class RunFailed(Exception):
         super().__init__(f"{type(cause).__name__}: {one_line(cause)}")
         self.folder = folder
         self.kept = kept
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt at a SIGTERM, so that the command closes what it started; the handler is put back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def report(error: BaseException, command: str = "") -> int:

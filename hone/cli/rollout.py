@@ -6,13 +6,13 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-import signal
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 import yaml
 
+from hone.cli.errors import sigterm_as_ctrl_c
 from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
 from hone.registry import resolve
@@ -83,10 +83,10 @@ def _serve(run_file: Path, rest: list[str]) -> None:
             "server to start"
         )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    resolve("hone.trainers.policy.evaluate_model:serve_run")(
-        config, rest[0], lambda address: typer.echo(f"serving {run_file} at {address}")
-    )
+    with sigterm_as_ctrl_c():
+        resolve("hone.trainers.policy.evaluate_model:serve_run")(
+            config, rest[0], lambda address: typer.echo(f"serving {run_file} at {address}")
+        )
 
 
 def _is_everywhere(host: str) -> bool:

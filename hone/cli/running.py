@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hone.cli.errors import BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, RunFailed, keep_traceback, one_line, say
+from hone.cli.errors import (
+    BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    RunFailed,
+    keep_traceback,
+    one_line,
+    say,
+    sigterm_as_ctrl_c,
+)
 from hone.composition import ConfigError
 from hone.diagnosis.live import tell_of_memory
 from hone.runtime import ranks
@@ -26,19 +32,6 @@ from hone.trainers.run.folder import finished_steps, set_aside
 
 ON_SCREEN = 4  # prompts
 BAD_INPUT_OR_STOP: tuple[type[BaseException], ...] = (*BAD_INPUT, KeyboardInterrupt)
-
-
-@contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt at a SIGTERM: a run that ends before or after its steps is recorded and closed, too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @sigterm_as_ctrl_c()
@@ -87,8 +80,8 @@ def _show_finished(folder: Path, console: LastingConsole, interrupted: bool = Fa
     """
     page: Path | None = None
     try:
-        page = _build_page(folder)
-        if ranks.is_first():
+        page = _try_page(folder)
+        if page is not None:
             _show_beside(folder, console)
     except KeyboardInterrupt:
         interrupted = True
@@ -99,11 +92,6 @@ def _show_finished(folder: Path, console: LastingConsole, interrupted: bool = Fa
     if interrupted:
         say("interrupted; the run had finished")
         raise SystemExit(EXIT_INTERRUPTED)
-
-
-def _build_page(folder: Path) -> Path | None:
-    """Build the report on the rank that writes the run folder."""
-    return build_report(folder) if ranks.is_first() else None
 
 
 def _show_beside(folder: Path, console: LastingConsole) -> None:
@@ -119,12 +107,16 @@ def _cell(answer: Answer) -> Text:
     return Text.assemble(printable(shown(answer)), (f"  reward {reward_of(answer)}", "dim"))
 
 
-def _try_page(folder: Path) -> None:
-    """Build the report of a run that did not finish: another error must not take the place of the one that ended it."""
+def _try_page(folder: Path) -> Path | None:
+    """Build the report on the rank that writes the run folder; None: there is none, and a line said why.
+
+    An error of the report must not take the place of what the run ended with.
+    """
     try:
-        _build_page(folder)
+        return build_report(folder) if ranks.is_first() else None
     except (ConfigError, TrackingError, OSError) as error:
         say(f"there is no report: {one_line(error)}")
+        return None
 
 
 def _begun(folder: Path) -> int:

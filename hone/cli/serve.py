@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hone.cli.errors import EXIT_DONE
+from hone.cli.errors import EXIT_DONE, sigterm_as_ctrl_c
 from hone.cli.flags import Threads
 from hone.cli.service import KEY, manage_keys, serve_run_file
 from hone.composition import COMMAND_LINE, read_overrides
@@ -67,9 +66,9 @@ def serve(
         typer.echo(f"key: {key}" if KEY_VARIABLE not in os.environ else f"key: as in {KEY_VARIABLE}")
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        resolve("hone.trainers.answering.serving:serve_model")(model, answering, address, ready)
+        with sigterm_as_ctrl_c():
+            resolve("hone.trainers.answering.serving:serve_model")(model, answering, address, ready)
     except KeyboardInterrupt as stop:
         raise typer.Exit(EXIT_DONE) from stop
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape as markup
 from rich.table import Table
 
-from hone.cli.errors import EXIT_FAILED, say
+from hone.cli.errors import EXIT_FAILED, say, sigterm_as_ctrl_c
 from hone.cli.recipe import KINDS, load_recipe
 from hone.composition import ConfigError
 from hone.tracking.names import Headline, held_out_headlines, training_headlines
@@ -70,6 +69,7 @@ class SweptRun:
         return shown, [(line["step"], line[key]) for line in lines if key in line and math.isfinite(line[key])]
 
 
+@sigterm_as_ctrl_c()  # the runs end with this process
 def run_sweep(kind: str, recipe: Path, keys: Sequence[str], sweeps: Sequence[str], at_once: int) -> None:
     """Run all combinations, print the table, and write the chart. Raises ConfigError before any run begins."""
     config = load_recipe(recipe, keys, kind).config
@@ -81,7 +81,6 @@ def run_sweep(kind: str, recipe: Path, keys: Sequence[str], sweeps: Sequence[str
     for run, other in itertools.combinations(runs, 2):
         if run.folder == other.folder:
             raise ConfigError(f"--sweep: {run.values} and {other.values} would share the folder {run.folder}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the runs end with this process
     folder.mkdir(parents=True, exist_ok=True)
     command = KINDS[kind].command.removeprefix("hone ")
     say(f"{len(runs)} runs in {folder}, {at_once} at a time")

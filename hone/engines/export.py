@@ -1,7 +1,7 @@
 """Export of a sharded model to a Hugging Face folder, written while it is gathered: no rank ever holds all of it.
 
-The folder is as transformers would write it, with two differences: it is whole or absent (`into_place`), and its
-configs are no stricter than transformers is when it loads them.
+The folder is as transformers would write it, except that its configs are no stricter than transformers is
+when it loads them. Callers put it into place when it is whole (`into_place`).
 """
 
 from __future__ import annotations

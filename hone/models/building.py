@@ -114,6 +114,8 @@ def into_place(folder: Path, writes: bool = True) -> Iterator[Path]:
     if not writes:
         yield partial
         return
+    if old.exists() and not folder.exists():  # a process was killed between the two renames below
+        old.rename(folder)
     for one in (partial, old):  # of a process that was killed
         shutil.rmtree(one, ignore_errors=True)
     try:

@@ -18,6 +18,7 @@ from hone.machine import cores, memory
 from hone.tracking.base import RunInfo
 
 RUN_FILE = "run.json"
+STOPPED = (130, 143, 15)  # codes of a SystemExit that SIGINT or SIGTERM caused: as shells count them, and Ray's
 _GIT_S = 5.0  # a command of git that takes longer is not waited for
 
 

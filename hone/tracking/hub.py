@@ -32,7 +32,7 @@ from hone.tracking.base import (
     note,
     printable,
 )
-from hone.tracking.facts import RUN_FILE, write_facts
+from hone.tracking.facts import RUN_FILE, STOPPED, write_facts
 from hone.tracking.rollouts import NONE, ByPlace, Decode, TokenTexts, places_to_keep, rollout_record
 from hone.tracking.settings import JsonlSettings, TrackerSettings, TrackingConfig
 from hone.tracking.trackers.background import Background
@@ -231,6 +231,6 @@ def _sentence(name: str, error: Exception) -> str:
 def _outcome(error: BaseException | None) -> str:
     if error is None:
         return FINISHED
-    if isinstance(error, Interrupted | KeyboardInterrupt):
+    if isinstance(error, Interrupted | KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in STOPPED):
         return INTERRUPTED
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +22,9 @@ from hone.cli.main import main
 from hone.composition import ConfigError
 from hone.models.settings import ModelConfig
 from hone.models.vision.image_processor import save_language
+from hone.trainers.exports.checkpoint import _written
 from hone.trainers.exports.push import planned
+from hone.trainers.run.checkpoints import Checkpoint
 from tests.trainers.tiny import recipe
 
 REPOSITORY, TOKEN = "team/reverse", "hf_of_the_test"
@@ -111,6 +114,17 @@ def test_every_export_has_a_model_card(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     before, after = (f"{line['eval/held_out/share']:.4f}" for line in lines)
     assert f"| held_out/share | {before} | {after} |" in text
+
+
+def test_a_damaged_record_does_not_cost_the_weights(run, tmp_path, caplog):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    with (copy / "metrics.jsonl").open("a") as record:
+        record.write("{damaged}\n")
+    assert main(["export", str(copy), str(tmp_path / "out")]) == 0
+    assert "## Held-out figures\n\nmetrics.jsonl of the run is damaged.\n" in (tmp_path / "out/README.md").read_text()
+    assert "the model card is without figures" in caplog.text
+    assert "metrics.jsonl" in caplog.text
 
 
 def test_a_dry_run_asks_nobody_and_the_upload_sends_every_file(run, hub, tmp_path):
@@ -207,6 +221,22 @@ def test_an_export_that_cannot_be_written_is_one_error_and_leaves_nothing(run, t
     (tmp_path / "file").touch()
     assert main(["export", str(run), str(tmp_path / "file" / "out")]) == 2
     assert f"because {tmp_path / 'file'} is no folder that can be written to" in capfd.readouterr().err
+
+
+def test_an_export_names_the_file_that_failed_and_leaves_files_elsewhere_to_their_own_error(tmp_path):
+    checkpoint = Checkpoint(tmp_path / "checkpoints", 1, {}, None)
+    with pytest.raises(FileNotFoundError) as caught, _written(tmp_path / "out", checkpoint):
+        (tmp_path / "base" / "merges.txt").read_text()
+    assert caught.value.filename == str(tmp_path / "base" / "merges.txt")
+    missing = tmp_path / ".out.partial" / "none"
+    expected = re.escape(
+        f"{tmp_path / 'out'} cannot be written (No such file or directory: {missing}) and is not there"
+    )
+    with pytest.raises(ConfigError, match=expected), _written(tmp_path / "out", checkpoint):
+        missing.write_text("")
+    expected = r"cannot be written \(No space left on device\) and is not there"
+    with pytest.raises(ConfigError, match=expected), _written(tmp_path / "out", checkpoint):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_system(run, tmp_path):

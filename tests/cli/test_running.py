@@ -1,5 +1,6 @@
 """The end of a training command: what it raises, what the run folder records, and that there is a report."""
 
+import errno
 import json
 import os
 import signal
@@ -81,6 +82,19 @@ def test_a_report_that_is_interrupted_can_be_built_later(tmp_path, capsys, monke
         report_run(tmp_path, one_run(tmp_path, nothing, nothing))
     assert caught.value.code == EXIT_INTERRUPTED
     assert f"report: hone report {tmp_path}\n" in capsys.readouterr().out
+
+
+def test_a_full_disk_does_not_replace_the_end_of_a_finished_run(tmp_path, capsys, monkeypatch):
+    def no_room(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("hone.cli.running.build_report", no_room)
+    with pytest.raises(SystemExit) as caught:
+        report_run(tmp_path, one_run(tmp_path, nothing, stop))
+    assert caught.value.code == EXIT_INTERRUPTED
+    shown = capsys.readouterr()
+    assert "there is no report: [Errno 28] No space left on device\ninterrupted; the run had finished\n" in shown.err
+    assert f"model:  {tmp_path / 'export'}\nreport: hone report {tmp_path}\n" in shown.out
 
 
 def test_a_command_that_foreign_code_leaves_has_not_succeeded(capsys, monkeypatch):

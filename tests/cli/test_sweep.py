@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 
 import pytest
 
@@ -14,8 +15,9 @@ from tests.trainers.tiny import metrics, recipe
 
 
 def test_two_values_are_two_runs_in_one_table_and_one_chart(tmp_path, capsys):
-    run_file = str(recipe(tmp_path, {"run": {"steps": 1}}))
+    run_file, handler = str(recipe(tmp_path, {"run": {"steps": 1}})), signal.getsignal(signal.SIGTERM)
     assert main(["train", run_file, "--sweep", "actor.optimizer.lr=1e-3,0.1", "--at-once", "2"]) == 0
+    assert signal.getsignal(signal.SIGTERM) is handler
     out, err = capsys.readouterr()
     folder = tmp_path / "run-sweep"
     last = {}

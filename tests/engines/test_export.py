@@ -87,6 +87,16 @@ def test_a_folder_is_replaced_when_the_new_one_is_whole(tmp_path):
     assert [one.name for one in tmp_path.rglob("*")] == ["export", "new"]
 
 
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
+    old, partial, folder = tmp_path / ".export.old", tmp_path / ".export.partial", tmp_path / "export"
+    old.mkdir()
+    (old / "weights").write_text("")
+    partial.mkdir()
+    with pytest.raises(OSError, match="full"), into_place(folder):
+        raise OSError("the disk is full")
+    assert [one.name for one in tmp_path.rglob("*")] == ["export", "weights"]
+
+
 def test_what_a_kill_left_behind_goes_and_a_link_stays(tmp_path):
     disk, link = tmp_path / "disk", tmp_path / "export"
     disk.mkdir()

@@ -318,6 +318,8 @@ def test_settings_that_cannot_be_meant(settings, message):
         (None, "finished"),
         (KeyboardInterrupt(), "interrupted"),
         (Interrupted(3), "interrupted"),
+        (SystemExit(143), "interrupted"),
+        (SystemExit(1), "failed: SystemExit: 1"),
         (OSError("disk\ngone"), "failed: OSError: disk gone"),
     ],
 )

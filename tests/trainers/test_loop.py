@@ -83,6 +83,8 @@ def test_a_stop_in_the_last_step_still_finishes_the_run(tmp_path, capsys):
 
     Stopped(tmp_path, {}, every_steps=100).run()
     assert ends == [7]
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "config.yaml").touch()
     with pytest.raises(KeyboardInterrupt):
         Stopped(tmp_path / "again", {}, every_steps=100).run()
     assert list(saved(tmp_path / "again")[0]) == ["step_00000000", "step_00000007"]
@@ -107,6 +109,7 @@ def test_an_export_is_whole_or_the_earlier_one(tmp_path, capsys):
     shown = capsys.readouterr().err
     assert "stopping: the model is exported first" in shown
     assert f"{tmp_path / 'export'} was not written. The model is in the checkpoint of step 7" in shown
+    assert "run the same command again to export it\n" in shown, "as a warm start it is no folder of a run"
 
 
 def test_a_stop_before_the_last_step_is_an_interrupted_run(tmp_path):

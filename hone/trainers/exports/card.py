@@ -5,6 +5,7 @@ The header is what model hubs read. Paths of the machine that trained are shorte
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 from hone import __version__
 from hone.composition import to_yaml
 from hone.data.settings import DatasetConfig
-from hone.tracking.base import printable
+from hone.tracking.base import TrackingError, printable
 from hone.tracking.trackers.jsonl import METRICS_FILE, read_metrics
 from hone.trainers.policy.settings import PolicyRunConfig
 from hone.trainers.supervised.settings import PreferenceRunConfig, RewardModelRunConfig, SupervisedConfig
 
+LOG = logging.getLogger("hone")
 CARD = "README.md"
 TITLES = {
     "rl": "reinforcement learning",
@@ -54,7 +56,11 @@ def write_card(export: Path, run: Path, config: PolicyRunConfig | SupervisedConf
     header["tags"] = ["hone", config.kind]
     facts = "".join(f"| {name} | {_cell(value)} |\n" for name, value in _facts(config, step))
     loading = VALUE_LOADING if config.kind == "reward_model" else ADAPTER_LOADING if adapter else LOADING
-    figures = "".join(_figures(run, step)) or "No held-out set was measured.\n"
+    try:
+        figures = "".join(_figures(run, step)) or "No held-out set was measured.\n"
+    except TrackingError as error:  # no weights are lost for their card
+        LOG.warning("the model card is without figures: %s", error)
+        figures = f"{METRICS_FILE} of the run is damaged.\n"
     text = (
         f"---\n{to_yaml(header)}---\n\n# {run.resolve().name}\n\n"
         f"Trained by {TITLES[config.kind]} with hone {__version__}."

@@ -129,17 +129,32 @@ def export_checkpoint(
 
 @contextmanager
 def _written(output: Path, checkpoint: Checkpoint) -> Iterator[Path]:
-    """A folder for an export, which is put into place at the end. Raises ConfigError if the disk does not take it."""
+    """A folder for an export, which is put into place at the end.
+
+    Raises ConfigError if the disk does not take it. An error of a file elsewhere, such as the base model's, is raised.
+    """
     try:
         with into_place(output) as partial:
             yield partial
     except (ConnectionError, TimeoutError):  # of a service
         raise
     except OSError as error:
+        if not _is_of(error, output.resolve()):
+            raise
+        reason = error.strerror or str(error)
+        why = reason if error.filename is None else f"{reason}: {error.filename}"
         raise ConfigError(
-            f"{output} cannot be written ({error.strerror or error}) and is not there; {checkpoint.folder} is "
+            f"{output} cannot be written ({why}) and is not there; {checkpoint.folder} is "
             "unchanged: make room, or name another folder"
         ) from error
+
+
+def _is_of(error: OSError, output: Path) -> bool:
+    """Tell whether an error is of `output`: it names no file (a full disk), or one in a folder above or made for it."""
+    if not isinstance(error.filename, str | bytes):
+        return True
+    path = Path(os.fsdecode(error.filename)).resolve()
+    return output.is_relative_to(path) or str(path).startswith(str(output.with_name(f".{output.name}.")))
 
 
 def _merge_adapter_of_service(worker: TrainWorker, model: ModelConfig, actor: EngineConfig, folder: Path) -> None:
@@ -147,7 +162,8 @@ def _merge_adapter_of_service(worker: TrainWorker, model: ModelConfig, actor: En
 
     Raises ConfigError if the weights of the base model are not here, or the adapter does not fit them.
     """
-    with TemporaryDirectory(prefix="hone-adapter-") as name:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f"{folder.name}-adapter-", dir=folder.parent) as name:  # on the disk with room
         worker.engine.export_adapter(Path(name))
         here = EngineConfig(compute_dtype=actor.compute_dtype, lora=LoraConfig(path=name))
         merging = TrainWorker(TrainSpec(model, here, total_steps=1))

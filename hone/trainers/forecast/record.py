@@ -63,10 +63,10 @@ def foretell(config: Any, model: ModelConfig, folder: Path) -> str:
         raise ConfigError(f"{why_not}. To launch it all the same, set {LAUNCH_ANYWAY}=1 in the environment")
     _write(folder / PREDICTION_FILE, {**found.plain(), "on_cpu": on_cpu, "ranks_apart": apart})
     unread = sizes.models[POLICY].files.unread()
-    return (f"not read of the model's files: {unread}\n" if unread else "") + (
+    return (
         f"predicted: {found.peak_bytes / GIB:.2f} GiB at most, in {found.peak.name}, {found.step_s:.3g} s a step "
         f"({found.rates.source}); the report compares"
-    )
+    ) + (f"; not read of the model's files: {unread}" if unread else "")
 
 
 def _held() -> int:

@@ -170,7 +170,7 @@ class Trainer(ABC):
         self._saved_step = step
 
     def _finish(self, step: int) -> None:
-        """Export the model of the last step: the folder is whole, or not there."""
+        """Export the model of the last step: the folder is whole, or as it was before."""
         target, writes = self.folder / "export", ranks.is_first()
         try:
             with into_place(target, writes) as partial:
@@ -178,9 +178,11 @@ class Trainer(ABC):
                 if writes:
                     self.complete_export(partial)
         except BaseException:
+            is_run = (self.folder / "config.yaml").is_file()  # a warm start has none
+            elsewhere = f", or write it elsewhere with hone export {self.folder} FOLDER" if is_run else ""
             self.tracking.message(
                 f"{target} was not written. The model is in the checkpoint of step {step}: run the same command again "
-                f"to export it, or write it elsewhere with hone export {self.folder} FOLDER"
+                f"to export it{elsewhere}"
             )
             raise
 
