@@ -68,7 +68,7 @@ class Tracker:
         """Show the current phase: `generate`, `forward` ...; empty between steps."""
 
     def flush(self) -> None:
-        """Write everything logged so far out of this process: a killed run does not log it again."""
+        """Write everything logged so far out of this process, then return: a continued run does not log it again."""
 
     def close(self, outcome: str = FINISHED) -> None:
         """Finish; no call follows. `outcome`: how the run ended: FINISHED, INTERRUPTED, or "failed: <error>"."""

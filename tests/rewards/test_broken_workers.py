@@ -47,7 +47,6 @@ def replying(body):
 
 PROCESSES = {  # what a process writes -> why its answer failed
     "half a header, then dead": (raw(b"\0\0\0", dies=True), "the reward process ended with exit status 3"),
-    "half a frame, then silent": (raw(HEADER.pack(len(BODY), 4, 1, 1) + BODY[:9]), "no answer within 1 s"),
     "a frame of 4 GB": (raw(HEADER.pack(2**32 - 1, 4, 1, 1)), "broke the protocol: a frame of kind 4 and 4294967295"),
     "text": (raw(b"Traceback (most recent call last):\n"), "broke the protocol: a frame of kind"),
     "no reply": (raw(HEADER.pack(2, 4, 1, 1) + b"[]"), "broke the protocol: a frame is not an object"),
@@ -72,11 +71,14 @@ REPLIES = [
 ]
 
 
+HALF = raw(HEADER.pack(len(BODY), 4, 1, 1) + BODY[:9])
+
+
 @pytest.fixture
 def broken(tmp_path):
     path = tmp_path / "breaks.py"
     path.write_text(BREAKS, encoding="utf-8")
-    return lambda name: {"a": {"reward": f"{path}:{name}", "timeout_s": 1}}
+    return lambda name, timeout_s=60: {"a": {"reward": f"{path}:{name}", "timeout_s": timeout_s}}
 
 
 def test_each_process_fails_its_own_answer_only(score, group, broken):
@@ -88,6 +90,13 @@ def test_each_process_fails_its_own_answer_only(score, group, broken):
         assert one.status is Status.REWARD_FAILED, name
         assert reason in one.error, name
     assert metrics["reward/worker_restarts"] == len(PROCESSES)
+
+
+def test_a_process_that_falls_silent_in_a_frame_is_not_waited_for(score, group, broken):
+    (scored,), _ = score(broken("breaks", timeout_s=1), [group([HALF])])
+    (one,) = scored.trajectories
+    assert one.status is Status.REWARD_FAILED
+    assert "no answer within 1 s" in one.error
 
 
 def test_a_group_gets_as_many_values_as_it_has_answers(score, group, broken):

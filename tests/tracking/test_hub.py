@@ -77,6 +77,20 @@ class Stuck(Tracker):
         self.free.wait(30)
 
 
+class Late(Recording):
+    """Writes nothing until it is free."""
+
+    free = threading.Event()
+
+    def __init__(self, settings, run):
+        super().__init__(settings, run)
+        self.free.clear()
+
+    def log(self, step, values):
+        assert self.free.wait(30)
+        super().log(step, values)
+
+
 class Exiting(Tracker):
     """Has a path, takes figures away, and leaves at its second step, as a login that asks in vain does."""
 
@@ -99,7 +113,7 @@ class BrokenConsole(Broken):
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Starts a Tracking with the trackers named, at the step given; everything is closed afterwards."""
-    for cls in (Recording, Broken, Exiting, Unstartable, Stuck):
+    for cls in (Recording, Broken, Exiting, Late, Unstartable, Stuck):
         monkeypatch.setitem(TRACKERS._entries, cls.__name__.lower(), Entry(cls, TrackerSettings))
     opened = []
 
@@ -112,6 +126,7 @@ def start(tmp_path, monkeypatch):
 
     yield make
     Stuck.free.set()
+    Late.free.set()
     for hub in opened:
         hub.close()
 
@@ -247,6 +262,26 @@ def test_a_tracker_that_does_not_answer_is_switched_off(start, tmp_path, capsys)
     hub.log(3, {})
     assert "tracker 'stuck' has not answered for 0.05 s; it is switched off" in capsys.readouterr().err
     assert read_metrics(tmp_path)[-1]["perf/trackers_failed"] == 1.0
+
+
+def test_a_flush_waits_until_all_of_it_is_written(start):
+    hub = start("jsonl", "late")
+    for step in (1, 2, 3):
+        hub.log(step, {})
+    threading.Timer(0.1, Late.free.set).start()  # a flush that does not wait is back by then
+    hub.flush()
+    assert [seen if isinstance(seen, str) else seen[0] for seen in Late.seen] == [1, 2, 3, "flushed"]
+
+
+def test_a_tracker_that_is_not_flushed_in_time_or_fails_then_is_switched_off(start, capsys):
+    hub = start("jsonl", {"name": "stuck", "timeout_s": 0.05}, "broken")
+    hub.log(1, {})
+    hub.log(2, {})
+    hub.flush()
+    said = capsys.readouterr().err
+    assert "tracker 'stuck' did not write all steps before a checkpoint within 0.05 s; it is switched" in said
+    assert "tracker 'broken' failed: ConnectionError: no route to host; it is switched off" in said
+    assert set(hub._trackers) == {"jsonl"}
 
 
 def test_closing_waits_no_longer_than_the_deadline(start, capsys):

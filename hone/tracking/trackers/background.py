@@ -1,11 +1,11 @@
-"""Run a tracker of another library in its own thread, so that a slow network never delays the run.
+"""Run a tracker of another library in its own thread, so that a slow network delays no step, only a checkpoint.
 
     run's thread --queue (bounded)--> tracker's thread --> library --> network or disk
          ^                                  |
          `------ its error, at the next call'
 
-The run's thread waits only to start and to close the tracker, each for at most `timeout_s`. The tracker's thread waits
-for the next item; it is a daemon, so a library that never returns cannot keep the process alive.
+The run's thread waits only to start, flush and close the tracker, each for at most `timeout_s`. The tracker's
+thread waits for the next item; it is a daemon, so a library that never returns cannot keep the process alive.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Background(Tracker):
         self._outcome = FINISHED
         self._busy_since: float | None = time.monotonic()
         self._ready = threading.Event()
+        self._flushed = threading.Event()  # of the last flush; a new one for each
         self._given_up = threading.Event()  # the run calls no more, and does not wait for the end
         self._thread = threading.Thread(target=self._serve, args=(build,), name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -49,8 +50,21 @@ class Background(Tracker):
         self._queue(lambda tracker: tracker.rollouts(step, records))
 
     def flush(self) -> None:
-        """Have what was logged so far written, without waiting for it."""
-        self._queue(lambda tracker: tracker.flush())
+        """Have what was logged so far written, and wait for it: a checkpoint becomes valid next."""
+        flushed = self._flushed = threading.Event()
+
+        def flush(tracker: Tracker) -> None:
+            tracker.flush()
+            flushed.set()
+
+        self._queue(flush)
+        in_time = flushed.wait(self._timeout_s)
+        self._raise_failure()
+        if not in_time:
+            self._given_up.set()
+            raise TrackingError(
+                f"tracker {self._name!r} did not write all steps before a checkpoint within {self._timeout_s:g} s"
+            )
 
     def _queue(self, call: Callable[[Tracker], None]) -> None:
         self._raise_failure()
@@ -107,6 +121,7 @@ class Background(Tracker):
             self._error = error
         finally:
             self._ready.set()
+            self._flushed.set()
             if tracker is not None:
                 with suppress(BaseException):  # it has failed, and that is reported
                     tracker.close(self._outcome)

@@ -3,8 +3,8 @@
     trainer's thread   take: every tensor --.     train                         take --.
     event loop         answers ............ '-> engine.update_weights, answers ......   '-> ...
 
-The engine answers each request from weights of the request's own versions, so it keeps the versions that open draws
-need, and nothing waits for answers to end.
+The engine answers each request from weights of the request's own versions, so it keeps every version that open draws
+may need (a service: all of the run, a name each), and nothing waits for answers to end.
 """
 
 from __future__ import annotations

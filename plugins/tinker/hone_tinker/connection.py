@@ -44,8 +44,10 @@ FINISH_S = 5.0
 KEY = "TINKER_API_KEY"
 ADDRESS = "TINKER_BASE_URL"
 IS_IT_ONE = "is actor.backend.url the address of a service of Tinker's protocol?"
-HINTS = {401: f"; is {KEY} a key of this service?", 403: f"; is {KEY} a key of this service?", 404: f"; {IS_IT_ONE}"}
+IS_IT_A_KEY = f"; is {KEY} a key of this service?"
+HINTS = {401: IS_IT_A_KEY, 403: IS_IT_A_KEY}
 """What to look at after a status that another try would get again."""
+OPENING = "create_session"  # the first request: 404 to a later one is about what it names, such as a lost checkpoint
 
 
 class ServiceFailed(Outage):
@@ -105,8 +107,8 @@ class Connection:
         self._room = asyncio.Semaphore(REQUESTS)
         body = {"tags": ["hone"], "user_metadata": None, "sdk_version": SDK}
         soon = time.monotonic() + min(self.timeout_s, OPEN_S)
-        found = await self._again("POST", "create_session", body, soon)
-        session_id = str(field_of(found, "session_id", f"create_session at {self.url}"))
+        found = await self._again("POST", OPENING, body, soon)
+        session_id = str(field_of(found, "session_id", f"{OPENING} at {self.url}"))
         self._beating = asyncio.create_task(self._beat(session_id), name="heartbeat")
         return session_id
 
@@ -201,9 +203,12 @@ class Connection:
                 if pending and error.status == 408 and error.body is not None:
                     return error.body
                 if error.status not in AGAIN:
-                    hint = "" if elsewhere else HINTS.get(error.status, "")
+                    no_service = error.status == 404 and path == OPENING
+                    hint = f"; {IS_IT_ONE}" if no_service else "" if elsewhere else HINTS.get(error.status, "")
                     raise ServiceFailed(f"{what}: status {error.status}: {error}{hint}") from error
                 reason = f"status {error.status}: {error}"
+            except _Broken as error:
+                reason = str(error)
             except aiohttp.ClientConnectorCertificateError as error:
                 raise ServiceFailed(
                     f"{what}: its certificate cannot be verified ({error.certificate_error}), so nothing was sent; "
@@ -238,7 +243,9 @@ class Connection:
             try:
                 parsed = json.loads(content) if is_json and content else None
             except ValueError as error:
-                raise ServiceFailed(f"{path} at {self.url} answered with broken JSON: {text!r:.100}") from error
+                if reply.status < 300:  # perhaps the connection broke, and no length said that bytes are missing
+                    raise _Broken(f"answered with broken JSON: {text!r:.100}") from error
+                parsed = None  # the status counts, and the text of a proxy says why
             if reply.status >= 300:
                 raise _Refused(reply.status, parsed, text)
             return parsed if is_json else content
@@ -249,6 +256,10 @@ def field_of(answer: Any, name: str, called: str) -> Any:
     if not isinstance(answer, dict) or name not in answer:
         raise ServiceFailed(f"{called} answered {answer!r:.100}, without {name}; {IS_IT_ONE}")
     return answer[name]
+
+
+class _Broken(aiohttp.ClientPayloadError):
+    """An answer that ends in the middle of its JSON, or is none."""
 
 
 class _Refused(Exception):

@@ -107,7 +107,8 @@ JSON, HTML = "application/json", "text/html"
         ((401, JSON, b'{"error": "no such key"}'), "status 401: no such key; is TINKER_API_KEY a key of this service?"),
         ((404, HTML, b"<p>not here</p>"), "status 404: <p>not here</p>; is actor.backend.url the address"),
         ((429, JSON, b'{"error": "busy"}'), "status 429: busy, for 1"),
-        ((200, JSON, b'{"session'), "answered with broken JSON"),
+        ((503, JSON, b"upstream connect error"), "status 503: upstream connect error, for 1"),
+        ((200, JSON, b'{"session'), "answered with broken JSON: '{\"session', for 1"),
         ((200, JSON, b"[]"), "without session_id; is actor.backend.url the address"),
         ((200, HTML, b"hello"), "without session_id; is actor.backend.url the address"),
         ((200, JSON, b'{"session_id": "s"}'), "answered {'session_id': 's'}, without request_id"),
@@ -128,7 +129,9 @@ def test_a_wrong_key_a_service_that_is_not_there_and_one_that_lost_the_checkpoin
     assert "is TINKER_API_KEY a key" in refusal(trained, server.url, tmp_path / "out", capsys, 60.0)
     assert "create_session at http://127.0.0.1:1" in refusal(trained, "http://127.0.0.1:1", tmp_path / "out", capsys)
     monkeypatch.setenv("TINKER_API_KEY", server.add_key("stranger"))
-    assert "load_weights at" in refusal(trained, server.url, tmp_path / "out", capsys, 60.0)
+    lost = refusal(trained, server.url, tmp_path / "out", capsys, 60.0)
+    assert "load_weights at" in lost
+    assert connection.IS_IT_ONE not in lost  # the address has just opened a session
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8123", "http://127.0.0.1:99999", "http://[::1", "http://"])

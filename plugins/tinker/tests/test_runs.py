@@ -83,7 +83,11 @@ def test_answers_that_a_service_samples_while_it_trains_are_those_of_a_server_be
 
 @pytest.mark.parametrize(
     ("key", "value", "instead"),
-    [("asynchrony.new_weights", "recompute", "finish"), ("rollout.replicas", 2, 1)],
+    [
+        ("asynchrony.new_weights", "recompute", "finish"),
+        ("rollout.replicas", 2, 1),
+        ("weights.verify", "probe", "digest"),
+    ],
 )
 def test_what_a_service_cannot_do_beside_training_is_refused(run_file, capsys, key, value, instead):
     assert main(["train", str(run_file("refused", "http://127.0.0.1:1", **AHEAD)), f"{key}={value}"]) == 2
