@@ -11,7 +11,10 @@ The class needs no package. A plug-in has an environment that reads numbered act
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
+import threading
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +28,7 @@ from hone.plugins import NUMBERED_ACTIONS, elsewhere, how_to_get
 from hone.registry import reason
 from hone.types import Completion, Message, Prompt
 
+LOG = logging.getLogger(__name__)
 _STEP = "step() should return (observation, reward, terminated, truncated, info)"
 
 
@@ -35,6 +39,8 @@ class GymClassEnv:
         self._make = make
         self._prompt = prompt
         self._made: Any = None
+        self._closed = False
+        self._lock = threading.Lock()  # of these two: an object may be made after `close`, when nobody waits for it
 
     async def start(self) -> Start:
         await in_thread(self._begin)
@@ -47,8 +53,13 @@ class GymClassEnv:
         return Start(messages=opening(self._prompt, str(observation)), anchor=str(observation))
 
     def _begin(self) -> None:
-        self._made = self._make()  # here, so that `close` finds it also if nobody waits for the thread any more
-        _require_text(self._made)
+        made = self._make()
+        with self._lock:
+            self._made, late = made, self._closed
+        if late:
+            _close_unused(made)
+            return
+        _require_text(made)
 
     async def step(self, said: Said, completion: Completion) -> StepResult:
         """Raises TypeError if the class returns something else than gym's `step` does."""
@@ -65,8 +76,10 @@ class GymClassEnv:
         )
 
     async def close(self) -> None:
-        if callable(getattr(self._made, "close", None)):
-            await self._called(self._made.close)
+        with self._lock:
+            self._closed, made = True, self._made
+        if callable(getattr(made, "close", None)):
+            await self._called(made.close)
 
     async def _called(self, method: Callable[[], Any]) -> Any:
         returned = await in_thread(method)
@@ -106,6 +119,18 @@ class GymClass:
 
     async def close(self) -> None:
         return None
+
+
+def _close_unused(made: Any) -> None:
+    """Close an object whose episode ended while it was made, in the thread that made it."""
+    if not callable(getattr(made, "close", None)):
+        return
+    try:
+        returned = made.close()
+        if inspect.iscoroutine(returned):
+            asyncio.run(returned)
+    except Exception as error:  # noqa: BLE001  foreign code may raise anything, and nobody waits for this thread
+        LOG.warning("an environment that was made too late did not close: %s", reason(error))
 
 
 def _require_text(made: Any) -> None:

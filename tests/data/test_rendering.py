@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hone.data.messages import RenderingError
 from hone.data.rendering import Renderer
+from hone.data.templates.forms import TemplateForm
 from hone.data.templates.guard import ESCAPED_GUARD, GUARD
 
 CHATML = (
@@ -534,6 +535,52 @@ def test_a_late_system_message_neither_vanishes_nor_moves(make_tokenizer, templa
         with pytest.raises(RenderingError, match=said):
             renderer.render_continuation(renderer.render_prompt(messages[:1]), [messages[-1], user("?")])
     assert dropping.render_prompt(samples[:-1])
+
+
+NOT_EMPTY = "{% for m in messages if not m.content %}{{ raise_exception('empty') }}{% endfor %}" + FIRST_ONLY
+LAST_ONLY = CHATML.replace("messages %}", "messages if message.role != 'system' or message == messages[-1] %}", 1)
+BEFORE_ANSWERS = "{% for r in ['user', 'system', 'assistant'] %}{% for m in messages if m.role == r %}"
+BEFORE_ANSWERS += "{{ m.content }}{% endfor %}{% endfor %}"
+
+
+def test_the_fate_of_a_late_system_message_depends_on_the_whole_conversation(make_tokenizer):
+    def told(form, messages):
+        try:
+            return form.render_prompt(messages) and ""
+        except RenderingError as error:
+            return str(error)
+
+    system = {"role": "system", "content": "be brief"}
+    form = Renderer(make_tokenizer(NOT_EMPTY))
+    assert "empty" in told(form, [user("?"), assistant(""), system, user("!")])
+    for _ in "again":
+        assert "message 2 has the role 'system'" in told(form, [user("?"), assistant("4"), system, user("!")])
+
+    shown, lost = [user("?"), system], [user("?"), system, user("!")]
+    for order in ([shown, lost], [lost, shown]):
+        form = Renderer(make_tokenizer(LAST_ONLY))
+        for messages in order:
+            assert ("message 1 has the role 'system'" in told(form, messages)) is (messages is lost)
+
+    form = Renderer(make_tokenizer(BEFORE_ANSWERS))
+    assert "message 2 has the role 'system', and the chat template moves it before earlier messages" in told(
+        form, [user("?"), assistant("4"), system]
+    )
+
+
+def test_a_long_conversation_with_many_system_messages_is_probed_once():
+    rendered = []
+
+    def render(messages):
+        rendered.append(len(messages))
+        return "".join(str(message["content"]) for message in messages)
+
+    form = TemplateForm(render, "error")
+    turn = [user("?"), assistant("4"), {"role": "system", "content": "go on"}]
+    form.fitted(turn * 300)
+    assert rendered.count(900) == 1
+    form.fitted(turn * 300)
+    assert rendered.count(900) == 1
 
 
 def test_a_template_of_parts_gets_parts(make_tokenizer):

@@ -1,5 +1,7 @@
 """Classes with the methods of Gymnasium, which is not imported."""
 
+import threading
+
 
 class Guess:
     """Guess a number in six turns; the reward of a turn is minus the distance."""
@@ -58,3 +60,21 @@ class Broken(Guess):
 
     def step(self, action):
         return "lower", 0.0, False
+
+
+class Slow(Guess):
+    """Is made when `go` is set."""
+
+    begun, go, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def __init__(self):
+        self.begun.set()
+        assert self.go.wait(30)
+
+    def close(self):
+        self.closed.set()
+
+
+class SlowAsync(Slow):
+    async def close(self):
+        self.closed.set()

@@ -12,7 +12,7 @@ from hone.cli.main import main
 from hone.envs.checking import check
 from hone.envs.checking.policies import Random, fitting
 from hone.envs.functions import Signature
-from hone.envs.gym_class import GymClass
+from hone.envs.gym_class import GymClass, GymClassEnv
 from hone.envs.settings import EpisodeConfig
 from hone.registry import resolve
 from hone.types import Prompt
@@ -139,6 +139,26 @@ def test_a_gym_class_is_closed_once_per_episode_and_is_no_tool(run):
     code, told, _ = run("tools", f"episode.env.tools={GYM}:Guess")
     assert code == 1
     assert told[-1].endswith(f"a class with the reset and step of gym is an environment: episode.env={GYM}:Guess")
+
+
+@pytest.mark.parametrize("name", ["Slow", "SlowAsync"])
+def test_an_object_that_is_made_after_its_episode_ended_is_closed(name):
+    cls = resolve(f"{GYM}:{name}")
+    for event in (cls.begun, cls.go, cls.closed):
+        event.clear()
+    env = GymClassEnv(cls, Prompt("p/0", (1,), ({"role": "user", "content": "Play."},), None, "p", {}))
+
+    async def cancelled():
+        starting = asyncio.create_task(env.start())
+        assert await asyncio.to_thread(cls.begun.wait, 30)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await env.close()
+
+    asyncio.run(cancelled())
+    assert not cls.closed.is_set()
+    cls.go.set()
+    assert cls.closed.wait(30)
 
 
 def test_a_call_that_blocks_the_event_loop_is_given_up(run, monkeypatch):

@@ -34,6 +34,8 @@ THOUGHT = re.compile(r"[<\[◁]\|?(?P<end>/?)(?:seed:)?(?:think|thinking|thought
 """A mark around a thought."""
 
 _PROBE = "answer-1b60f4"
+_PROBES = re.compile(_PROBE + r"-(\d+)\.")
+_PLACES = 256  # answers that are kept; one is some kB for a long conversation
 _USUAL = ("user", "assistant", "tool")  # roles that templates show wherever they accept them
 _THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -90,7 +92,7 @@ class TemplateForm:
         self._render = render
         self._unrendered = unrendered
         self._lost: dict[str, bool] = {}  # role -> whether the template leaves its messages out
-        self._misplaced: dict[tuple[str, ...], str] = {}  # roles up to a message -> what becomes of it; empty: nothing
+        self._misplaced: dict[str, tuple[int, str] | None] = {}  # shape of a conversation -> a fault
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in the template's form. Raises RenderingError for a field or role that it does not show."""
@@ -106,38 +108,41 @@ class TemplateForm:
                 )
             found.append(shown)
         if self._unrendered == "error":
-            for index, message in enumerate(found):
-                if index and message["role"] not in _USUAL:
-                    self._check_place(found, index)
+            self._check_places(found)
         return found
 
-    def _check_place(self, messages: Sequence[Message], index: int) -> None:
+    def _check_places(self, messages: Sequence[Message]) -> None:
         """Raises RenderingError if the template does not show a message where it is, such as a late system prompt."""
-        roles = tuple(message["role"] for message in messages[: index + 1])
-        if roles not in self._misplaced:
-            self._misplaced[roles] = self._misplaces(messages, index)
-        if self._misplaced[roles]:
+        if all(message["role"] in _USUAL for message in messages[1:]):
+            return
+        # all that the probe keeps of them, except the texts of calls and thoughts
+        shape = " ".join(
+            f"{message['role']!r}{bool(message.get('content')):d}{'tool_calls' in message:d}" for message in messages
+        )
+        if shape in self._misplaced:
+            found = self._misplaced[shape]
+        else:
+            text = self._render(self._probing(messages))
+            if text is None:  # perhaps because of one of these texts: another conversation may tell
+                return
+            found = _misplaced(messages, text)
+            if len(self._misplaced) >= _PLACES:
+                self._misplaced.clear()
+            self._misplaced[shape] = found
+        if found is not None:
+            index, fate = found
             raise RenderingError(
-                f"message {index} has the role {roles[-1]!r:.60}, and the chat template {self._misplaced[roles]}; put "
+                f"message {index} has the role {messages[index]['role']!r:.60}, and the chat template {fate}; put "
                 "its text into the first system message or into a message of the user, set data.chat_template to one "
                 "that renders it in its place, or accept this with data.chat.unrendered=drop"
             )
 
-    def _misplaces(self, messages: Sequence[Message], index: int) -> str:
-        """Fate of a message in this place, found by rendering the conversation with other texts; empty: it is shown."""
-        before = next((i for i in range(index - 1, -1, -1) if messages[i]["role"] == "user"), None)
-        probed = [i for i in range(index + 1) if i == before or messages[i]["role"] not in _USUAL]
-        example = list(messages)
-        for i in probed:
-            example[i] = Message(role=messages[i]["role"], content=self._content(f"{_PROBE}-{i}."))
-        text = self._render(example)
-        if text is None:
-            return ""
-        at = {i: text.find(f"{_PROBE}-{i}.") for i in probed}
-        lost = [i for i in probed if at[i] < 0 and i != before]
-        if lost:
-            return "leaves it out there" if index in lost else f"then leaves out message {lost[0]}"
-        return "moves it before earlier messages" if before is not None and at[index] < at[before] else ""
+    def _probing(self, messages: Sequence[Message]) -> list[Message]:
+        """The conversation with the number of each message as its text, except where that is empty."""
+        return [
+            Message(**{**message, "content": self._content(f"{_PROBE}-{i}.")}) if message.get("content") else message
+            for i, message in enumerate(messages)
+        ]
 
     def _loses(self, role: str) -> bool:
         """Return whether the template takes messages of a role in some place, and shows them in none."""
@@ -227,6 +232,24 @@ class TemplateForm:
         function = {"name": _PROBE, "arguments": {"hone_key": "hone_value"}}
         call = _with_arguments({"id": "call00000", "type": "function", "function": function}, form.as_text)
         return self._render([QUESTION, Message(role="assistant", content=form.empty, tool_calls=[call])]) or ""
+
+
+def _misplaced(messages: Sequence[Message], text: str) -> tuple[int, str] | None:
+    """The first message that the rendered probe of a conversation does not show in its place, and its fate."""
+    at: dict[int, int] = {}  # message -> its first place in the text
+    for probe in _PROBES.finditer(text):
+        at.setdefault(int(probe[1]), probe.start())
+    reached = -1  # by the messages so far
+    for i, message in enumerate(messages):
+        if i and message["role"] not in _USUAL and message.get("content"):
+            if i not in at:
+                return i, "leaves it out there"
+            if messages[0]["role"] not in _USUAL and messages[0].get("content") and 0 not in at:
+                return i, "then leaves out message 0"
+            if at[i] < reached:
+                return i, "moves it before earlier messages"
+        reached = max(reached, at.get(i, -1))
+    return None
 
 
 def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
