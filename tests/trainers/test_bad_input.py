@@ -11,7 +11,7 @@ from hone.cli.main import main
 from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
 from hone.trainers.policy.annotators import Stage
-from hone.trainers.policy.checks import TokenBudgets, check_policy_run
+from hone.trainers.policy.checks import TokenBudgets, check_policy_run, check_settings
 from hone.trainers.run.checkpoints import CheckpointStore
 from tests.trainers.tiny import BASE, PPO, metrics, recipe
 
@@ -61,6 +61,10 @@ def with_data(path, **settings):
         (lambda tmp: {"reward": {"components": {"x": {"reward": "exact_match", "weight": 0}}}},
          "error: reward.components: every weight is 0, so every reward is 0, and the policy learns nothing; "
          "set reward.components.x.weight=1"),
+        (lambda tmp: {"reward": {"components": {"x": {"reward": "exact_match", "weight": 0}}},
+                      "algorithm": {"preset": "dapo"}},
+         "error: reward.components: every weight is 0, so algorithm.dynamic_sampling, which compares rewards, drops "
+         "every group; set algorithm.dynamic_sampling.metric=x, or reward.components.x.weight=1"),
         (lambda tmp: {"algorithm": {"advantage": "gae"}}, "needs a critic; add the section"),
         (lambda tmp: {"algorithm": {"preset": "vapo"}},
          "critic: algorithm.advantage gae needs a critic; add the section `critic: {}`, on the command line critic={} "
@@ -274,6 +278,29 @@ def test_a_broken_plug_in_is_named_and_does_not_stop_the_run(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "warning: plug-in broken_plugin failed to load: RuntimeError: half installed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more"),
+    [
+        ({"preset": "dapo", "dynamic_sampling": {"metric": "x"}}, {}),
+        ({"preset": "dapo", "dynamic_sampling": None}, {}),
+        ({"preset": "prime", "dynamic_sampling": {"metric": "x"}}, {"process_reward": {"outcome": "x"}}),
+        ({"advantage": {"name": "gdpo", "weights": {"x": 1.0}}}, {}),
+        ({"loss": "sft"}, {}),
+    ],
+)
+def test_a_run_that_learns_from_something_else_needs_no_weight(tmp_path, algorithm, more):
+    reward = {"components": {"x": {"reward": "exact_match", "weight": 0}}}
+    file = recipe(tmp_path, {"reward": reward, "algorithm": algorithm, "evaluation": {}, **more})
+    config = load_recipe(file, []).config
+    check_settings(config)
+    if more:  # rewards that are all 0 teach the process reward model nothing
+        config = config.model_copy(
+            update={"process_reward": config.process_reward.model_copy(update={"outcome": "reward"})}
+        )
+        with pytest.raises(ConfigError, match="every reward is 0, and the policy learns nothing"):
+            check_settings(config)
 
 
 def test_the_budget_of_a_reward_model_is_held_against_the_longest_sequence(tmp_path):

@@ -13,6 +13,7 @@ from hone.algorithms.distillation.losses import Distillation
 from hone.algorithms.filtering.group_filter import GREEDY_REWARD
 from hone.algorithms.filtering.overlong import OVERLONG
 from hone.algorithms.objective import FULL_KL
+from hone.algorithms.settings import SftSettings
 from hone.config import ConfigError
 from hone.data.settings import PromptSetConfig
 from hone.data.sources.base import check_path
@@ -126,12 +127,34 @@ def _check_rewards(config: PolicyRunConfig, algorithm: Algorithm) -> None:
         return
     if not parts:
         raise ConfigError(f"reward.components: name at least one; the environment {env} gives no reward")
-    reads_parts = algorithm.required_fields & {f"components.{name}" for name in parts}
-    if not any(one.weight for one in parts.values()) and not reads_parts:
+    if any(one.weight for one in parts.values()):
+        return
+    name = next(iter(parts))
+    if not _learns_without_weights(config, algorithm):
         raise ConfigError(
             "reward.components: every weight is 0, so every reward is 0, and the policy learns nothing; "
-            f"set reward.components.{next(iter(parts))}.weight=1"
+            f"set reward.components.{name}.weight=1"
         )
+    sampling = config.algorithm.dynamic_sampling
+    if sampling is not None and sampling.metric == "reward":  # before any penalty
+        raise ConfigError(
+            "reward.components: every weight is 0, so algorithm.dynamic_sampling, which compares rewards, drops every "
+            f"group; set algorithm.dynamic_sampling.metric={name}, or reward.components.{name}.weight=1"
+        )
+
+
+def _learns_without_weights(config: PolicyRunConfig, algorithm: Algorithm) -> bool:
+    """Return whether something other than the weighted sum of the components changes the policy."""
+    overlong, process, reference = config.algorithm.overlong, config.process_reward, config.reference
+    reads = {name.partition("/")[0] for name in algorithm.required_fields}
+    return (
+        not reads.isdisjoint(f"components.{name}" for name in config.reward.components)  # it weighs them itself
+        or (overlong is not None and overlong.punishes)
+        or (process is not None and process.outcome != "reward")
+        or config.distillation is not None
+        or (algorithm.needs_reference and reference is not None and reference.model is not None)
+        or isinstance(config.algorithm.loss, SftSettings)
+    )
 
 
 def check_replay(config: PolicyRunConfig, journal: Path) -> None:
