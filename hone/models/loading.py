@@ -21,6 +21,7 @@ from hone.models.attention.support import obstacle
 from hone.models.building import build_model
 from hone.models.dropout import set_dropout
 from hone.models.errors import ModelError
+from hone.models.files.left_out import INDEX, read_index
 from hone.models.files.progress_bars import without_progress_bars
 from hone.models.files.tensors import save_tensors
 from hone.models.four_bit import finish, quantise, reading_options
@@ -29,7 +30,7 @@ from hone.models.quantised import loading_options, method_of, refuse_leftovers
 from hone.models.rotary import fix_rotary
 from hone.models.settings import FourBitConfig, ModelConfig
 from hone.models.source import check_source, locate
-from hone.models.transformers_patches import ShardFn, shard_while_loading
+from hone.models.transformers_patches import ShardFn, loaded_weights_stay, shard_while_loading
 from hone.models.value_head import SCORE, VALUE_HEAD_FILE, read_value_head, values_of
 from hone.models.vision.model import FAMILIES, attention_names, auto_class, freeze_tower
 from hone.registry import unknown
@@ -216,9 +217,11 @@ def _from_pretrained(
         shard(empty)
 
     sharded: AbstractContextManager[dict[str, Any]] = nullcontext({}) if shard is None else shard_while_loading(held)
+    if (folder_of(model) / INDEX).is_file():
+        read_index(folder_of(model))  # what is wrong with it is a sentence here, and a traceback in transformers
     try:
         _refuse_untrainable(model)
-        with without_progress_bars(), sharded as options:
+        with without_progress_bars(), loaded_weights_stay(), sharded as options:
             loaded, report = cls.from_pretrained(
                 folder_of(model),
                 trust_remote_code=model.trust_remote_code,

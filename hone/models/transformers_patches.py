@@ -34,8 +34,7 @@ def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
     transformers calls `maybe_distribute_model` on the empty model, and its loader reads only this rank's part of each
     DTensor. But its own meshes have no replica and no sequence dimension. Remove this when `from_pretrained` accepts a
     sharded model, or a function that shards it. The loader gets weights that are in several parts in the files as
-    whole ones (`convert_first`); remove that when it converts before it cuts. Buffers that a model fills in its layers
-    (Falcon-H1's multipliers) are computed; remove that when `is_custom_code` knows FSDP's classes.
+    whole ones (`convert_first`); remove that when it converts before it cuts.
     Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/distributed/mixin.py
     """
 
@@ -54,13 +53,6 @@ def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
         model._weight_conversions = [one for one in changes if one.was_used()]  # to be reverted where it is saved
         return found
 
-    def initialize(self: Any, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Compute what a module fills in other modules: by FSDP's class transformers takes a model for custom code."""
-        cls = next(one for one in type(self).__mro__ if not issubclass(one, FSDPModule))
-        holds = next(chain(module.parameters(recurse=False), module.buffers(recurse=False)), None) is not None
-        initialized(self, module, is_custom_code and (holds or not cls.__module__.startswith("transformers.")))
-
-    initialized = PreTrainedModel._initialize_weights
     loading: Any = modeling_utils
     loaded = loading.convert_and_load_state_dict_in_model
     names = ("prepare_distribute_model", "maybe_distribute_model")
@@ -69,14 +61,36 @@ def shard_while_loading(shard: ShardFn) -> Iterator[dict[str, Any]]:
     for name, patch in patches.items():
         setattr(DistributedMixin, name, patch)
     loading.convert_and_load_state_dict_in_model = load
-    PreTrainedModel._initialize_weights = initialize  # type: ignore[method-assign]
     try:
         yield {"distributed_config": DistributedConfig()}
     finally:
-        PreTrainedModel._initialize_weights = initialized  # type: ignore[method-assign]
         loading.convert_and_load_state_dict_in_model = loaded
         for name, original in before.items():
             setattr(DistributedMixin, name, original)
+
+
+@contextmanager
+def loaded_weights_stay() -> Iterator[None]:
+    """Within the block, `from_pretrained` computes what the files lack, and changes nothing that it has read.
+
+    transformers runs the initialisation of loaded modules, too, and trusts it to leave them alone: Youtu's sets the
+    embedding of the padding token to 0. For classes outside of transformers, of which FSDP's are some, it passes over
+    modules without weights, whose initialisation may fill buffers of their parts (Falcon-H1's multipliers). Remove this
+    when neither is so.
+    Upstream: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/modeling_utils.py
+    """
+
+    def initialize(self: Any, module: nn.Module, is_custom_code: bool = False) -> None:
+        cls = next(one for one in type(self).__mro__ if not issubclass(one, FSDPModule))
+        holds = next(chain(module.parameters(recurse=False), module.buffers(recurse=False)), None) is not None
+        initialized(self, module, is_custom_code=holds or not cls.__module__.startswith("transformers."))
+
+    initialized = PreTrainedModel._initialize_weights
+    PreTrainedModel._initialize_weights = initialize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PreTrainedModel._initialize_weights = initialized  # type: ignore[method-assign]
 
 
 def replace_search_for_packed_rows(replacement: Callable[[SearchFn], SearchFn]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hone.models.errors import ModelError
+from hone.models.files.left_out import INDEX, read_index
 from hone.models.files.tensors import save_tensors
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -84,7 +85,7 @@ def to_classifier(folder: Path, pad_token_id: int) -> None:
     for path in paths:
         tensors = {f"{prefix}{name}": tensor for name, tensor in load_file(path).items()}
         save_tensors(tensors | ({SCORE: head} if path == paths[-1] else {}), path)
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         said = json.loads(index.read_text(encoding="utf-8"))
         where = {f"{prefix}{name}": file for name, file in said["weight_map"].items()}
@@ -97,10 +98,9 @@ def to_classifier(folder: Path, pad_token_id: int) -> None:
 
 
 def _find(folder: Path) -> Tensor | None:
-    index = folder / "model.safetensors.index.json"
     name = "model.safetensors"
-    if index.is_file():
-        name = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(SCORE, name)
+    if (folder / INDEX).is_file():
+        name = read_index(folder)[0].get(SCORE, name)
     if not (folder / name).is_file():
         return None
     with safe_open(folder / name, framework="pt") as file:

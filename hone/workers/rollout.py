@@ -161,7 +161,7 @@ def _check_concurrent(spec: RolloutSpec, engine_class: Any) -> None:
         "asynchrony.new_weights=finish": spec.new_weights != "finish",
         "asynchrony.lend_trainer=false": spec.lends,
         "rollout.replicas=1": spec.settings.replicas > 1,
-        "weights.verify=digest": spec.weights.verify == "probe",  # it counts no tokens: those of open draws neither
+        "weights.verify=digest": spec.weights.verify == "probe",  # a probe discards the counts of open draws
     }
     for instead, is_so in refused.items():
         if is_so:

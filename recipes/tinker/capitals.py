@@ -41,7 +41,7 @@ class Chat:
         return list(self.tokenizer.encode(text))
 
     def example(self, country: str, capital: str) -> types.Datum:
-        """The tokens of an answer have weight 1, those of the prompt 0; a target is the next token of its place."""
+        """Question and answer: the loss counts the answer's tokens only, and each target is the next token."""
         prompt = self.prompt(country)
         answer = self.tokenizer.encode(f'{{"capital": "{capital}"}}<|im_end|>')
         tokens, weights = [*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer)

@@ -21,10 +21,12 @@ JOINED = ("kimi_linear", "olmo_hybrid")  # one convolution here, three in the fi
 OTHER = ("qwen3_5_moe_text",)  # stacked experts
 MAY_BE_TRANSPOSED = "qwen3_vl_moe"  # experts: as it is published, and not as transformers saves it
 COMPUTED = "falcon_h1"  # its layers' multipliers are in no file: the model computes them
+SHARED = "zamba2"  # layers share the weights of a block, and have other layers inside
 WIDE_HEAD = "hy_v4"  # whose head, and parts of whose layers, stay in float32
 WIDE_STATE = "olmo_hybrid"  # whose rate of decay is read in float32 whatever the model's dtype
 STORED = {
     f"{COMPUTED} float32": {"compute_dtype": "float32"},
+    f"{SHARED} float32": {"compute_dtype": "float32"},
     f"{WIDE_HEAD} mixed": {"compute_dtype": "bfloat16"},
     f"{WIDE_HEAD} adapter": {"compute_dtype": "bfloat16", "lora": LoraConfig(rank=2)},
     f"{WIDE_STATE} bfloat16": {"compute_dtype": "bfloat16", "dtype": "bfloat16"},

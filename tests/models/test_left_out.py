@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.models.errors import ModelError
-from hone.models.files.left_out import left_out
+from hone.models.files.left_out import INDEX, left_out, read_index
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
 MIXTURE = {**SIZES, "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
@@ -37,14 +37,19 @@ def test_parts_are_named_that_no_module_reads(kind, tmp_path):
     options, names, expected = KINDS[kind]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(names.split(), "model.safetensors")}))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names.split(), "model.safetensors")}))
     assert left_out(tmp_path, model) == expected
 
 
-def test_an_index_without_a_map_is_one_sentence(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1, n_embd=8, n_head=1))
-    with pytest.raises(ModelError, match=r"index.json has no weight_map"):
-        left_out(tmp_path, model)
+@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight'])
+def test_a_damaged_index_is_one_sentence(tmp_path, text):
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ModelError, match=r"index.json is damaged: ") as raised:
+        read_index(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("metadata", ["null", '{"total_size": "z"}', "[]"])
+def test_an_index_may_lack_the_size(tmp_path, metadata):
+    (tmp_path / INDEX).write_text(f'{{"weight_map": {{"a": "b"}}, "metadata": {metadata}}}')
+    assert read_index(tmp_path) == ({"a": "b"}, 0)

@@ -4,14 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import PreTrainedModel, masking_utils, modeling_utils
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils, modeling_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 
 from hone.models.attention.packed import packed
 from hone.models.loading import load_language_model, without_progress_bars
 from hone.models.settings import BuildConfig, ModelConfig
-from hone.models.transformers_patches import shard_while_loading
+from hone.models.transformers_patches import loaded_weights_stay, shard_while_loading
+from tests.families.types import save_tiny
 
 
 @pytest.fixture
@@ -32,6 +34,16 @@ def test_the_function_is_given_the_empty_model_once(folder):
     assert loaded.config.distributed_config is None
 
 
+def test_what_the_files_have_is_what_is_loaded(tmp_path):
+    """Once transformers leaves the padding token's embedding alone, `loaded_weights_stay` may go in one process."""
+    folder = save_tiny("youtu", tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    plain = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert [name for name, one in stored.items() if not torch.equal(plain[name], one)] == ["model.embed_tokens.weight"]
+    loaded = load_language_model(ModelConfig(path=str(folder))).state_dict()
+    assert [name for name, one in stored.items() if not torch.equal(loaded[name], one)] == []
+
+
 def patched():
     return (
         DistributedMixin.__dict__["maybe_distribute_model"],
@@ -42,7 +54,7 @@ def patched():
 
 def test_transformers_is_left_as_it_was():
     before = patched()
-    with pytest.raises(ZeroDivisionError), shard_while_loading(lambda model: None):
+    with pytest.raises(ZeroDivisionError), loaded_weights_stay(), shard_while_loading(lambda model: None):
         1 / sum(one is other for one, other in zip(patched(), before, strict=True))  # none is
     assert patched() == before
 

@@ -82,4 +82,4 @@ def test_two_hundred_waiting_connections_of_which_half_die_keep_nobody_waiting(s
     answers = asyncio.run(crowd())
     assert len(answers) == CROWD // 2
     assert all(one.startswith(b"HTTP/1.1 200") and b"loss:sum" in one for one in answers)
-    asyncio.run(until(lambda: sockets(server) <= before + 2))  # those of the dead too
+    asyncio.run(until(lambda: sockets(server) <= before + 2))  # the dead ones are closed

@@ -9,6 +9,7 @@ Gradients are summed over ranks, not averaged: the loss weights contain the deno
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -108,7 +109,7 @@ class Sharder:
     def wrap(self, model: nn.Module) -> None:
         """Shard what a wrapper adds to a model (a value head), and let `inside` run in its forward."""
         if not isinstance(model, FSDPModule):
-            self._fully_shard(model, self._mesh.fsdp, self._precision(), reshard=None)
+            self._fully_shard(model, mesh=self._mesh.fsdp, policy=self._precision(), reshard=None)
         let_inside(model)
 
     # ---------------------------------------------------------------------------------------------------- tensor
@@ -162,13 +163,13 @@ class Sharder:
         policy = self._precision()
         if self._mesh.sizes.expert > 1:
             for module in _experts(model):
-                self._fully_shard(module, self._mesh.expert_fsdp, policy)
+                self._fully_shard(module, mesh=self._mesh.expert_fsdp, policy=policy)
         root = self._shard_wide(model, policy) if self._compute == torch.bfloat16 else policy
-        for layer in _layers(model):
-            self._fully_shard(layer, self._mesh.fsdp, policy)
+        for layers in _layers(model):
+            self._fully_shard(*layers, mesh=self._mesh.fsdp, policy=policy)
         if root is not policy:
             self._shard_parts(model, policy, but=model.get_output_embeddings())
-        self._fully_shard(model, self._mesh.fsdp, root, reshard=None)
+        self._fully_shard(model, mesh=self._mesh.fsdp, policy=root, reshard=None)
 
     def _shard_wide(self, model: Any, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """Shard the modules whose weights stay in float32; returns the policy of what is in no module of its own.
@@ -186,7 +187,7 @@ class Sharder:
             else:
                 self._shard_parts(module, policy)  # which it would take along
                 often = module in called_for_each_run  # ranks have different numbers of runs
-                self._fully_shard(module, self._mesh.fsdp, self._precision(wide=True), reshard=not often)
+                self._fully_shard(module, mesh=self._mesh.fsdp, policy=self._precision(wide=True), reshard=not often)
         return root
 
     def _shard_parts(self, module: nn.Module, policy: MixedPrecisionPolicy, but: nn.Module | None = None) -> None:
@@ -194,7 +195,7 @@ class Sharder:
         for part in module.children():
             has_weights = next(part.parameters(), None) is not None
             if has_weights and part is not but and not isinstance(part, FSDPModule):
-                self._fully_shard(part, self._mesh.fsdp, policy)
+                self._fully_shard(part, mesh=self._mesh.fsdp, policy=policy)
 
     def _precision(self, wide: bool = False) -> MixedPrecisionPolicy:
         """Gather in compute precision (`wide`: as stored), sum gradients in float32 at least, update as stored."""
@@ -206,13 +207,12 @@ class Sharder:
         )
 
     def _fully_shard(
-        self, module: nn.Module, mesh: Any, policy: MixedPrecisionPolicy, reshard: bool | None = True
+        self, *modules: nn.Module, mesh: Any, policy: MixedPrecisionPolicy, reshard: bool | None = True
     ) -> None:
-        """`reshard` after its forward; None: unless it is the outermost module."""
-        fully_shard(
-            module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=still_empty(module)
-        )
-        sum_gradients(module)
+        """Gather these together; `reshard` after the forward, None: unless one is the outermost module."""
+        ignored = set().union(*(still_empty(one) for one in modules))
+        fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
+        sum_gradients(modules[0])
 
 
 def sum_gradients(module: nn.Module) -> None:
@@ -288,8 +288,15 @@ def _cloned(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+def _layers(model: nn.Module) -> list[list[nn.Module]]:
+    """The layers; one inside of another comes before it, and those that share weights are together (Zamba's)."""
+    names = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    found: dict[frozenset[int] | nn.Module, list[nn.Module]] = {}
+    for layer in reversed(list(model.modules())):
+        if isinstance(layer, GradientCheckpointingLayer):
+            shared = frozenset(id(one) for one in layer.parameters() if names[id(one)] > 1)
+            found.setdefault(shared or layer, []).append(layer)
+    return sorted(found.values(), key=len)  # what several share may have unshared layers inside
 
 
 def _experts(model: Any) -> Iterator[nn.Module]:

@@ -83,7 +83,7 @@ def stored_targets(model: Any, stored: StoredAdapter, config: LoraConfig, name: 
 def _targets(model: nn.Module, wanted: Sequence[str], linears: Sequence[str], experts: Sequence[str]) -> Targets:
     modules = [path for path in linears if path in wanted]
     parameters = [path for path in experts if path in wanted]
-    there = [path for path, _ in model.named_modules()]  # PEFT compares names with those of other modules, too
+    there = [path for path, _ in model.named_modules()]  # PEFT would adapt every module with such a name
     return Targets(modules, parameters, _shortest(modules, there, 1), _shortest(parameters, experts, 2))
 
 

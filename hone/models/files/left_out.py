@@ -41,12 +41,24 @@ def _unknown(name: str, known: Mapping[str, nn.Module]) -> str:
     return ""
 
 
+def read_index(folder: Path) -> tuple[dict[str, str], int]:
+    """The file of each weight, and the bytes of all (0: unknown), from a folder's index. Raises ModelError."""
+    path = folder / INDEX
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
+    found = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        raise ModelError(f"{path} is damaged: weight_map should give the file of each weight, found {found!r:.60}")
+    metadata = said.get("metadata")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return found, int(size) if isinstance(size, int | float) else 0
+
+
 def _names(folder: Path) -> Iterator[str]:
     if (folder / INDEX).is_file():
-        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        if not isinstance(listed.get("weight_map"), dict):
-            raise ModelError(f"{folder / INDEX} has no weight_map, the file of each weight")
-        yield from listed["weight_map"]
+        yield from read_index(folder)[0]
         return
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -56,4 +68,4 @@ def _names(folder: Path) -> Iterator[str]:
             raise ModelError(f"{path} is damaged: {error}") from error
 
 
-__all__ = ["left_out"]
+__all__ = ["INDEX", "left_out", "read_index"]

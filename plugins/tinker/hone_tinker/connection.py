@@ -46,7 +46,7 @@ ADDRESS = "TINKER_BASE_URL"
 IS_IT_ONE = "is actor.backend.url the address of a service of Tinker's protocol?"
 IS_IT_A_KEY = f"; is {KEY} a key of this service?"
 HINTS = {401: IS_IT_A_KEY, 403: IS_IT_A_KEY}
-"""What to look at after a status that another try would get again."""
+"""Status that another try would get again -> a question to the user."""
 OPENING = "create_session"  # the first request: 404 to a later one is about what it names, such as a lost checkpoint
 
 

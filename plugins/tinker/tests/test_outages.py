@@ -51,7 +51,7 @@ class Between(BaseHTTPRequestHandler):
         self.close_connection = cut
 
     def log_message(self, *arguments):
-        """The test looks at what comes of it."""
+        """Nothing: the tests read stderr."""
 
 
 @pytest.fixture
