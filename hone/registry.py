@@ -20,6 +20,7 @@ from typing import Any
 
 from hone.plugins import elsewhere, how_to_get, load_plugins
 
+SHORTEST_BEGINNING = 3  # characters of a name that is taken for the beginning of another
 _FILE_MODULE = "hone_file_"  # the names of modules that were loaded by path begin with it
 
 
@@ -151,7 +152,8 @@ def unknown(kind: str, name: str, known: list[str]) -> str:
     plugins = {name: plugin for name, plugin in elsewhere(kind).items() if name not in known}
     if name in plugins:
         return f"unknown {kind} {name!r}: it is in {how_to_get(plugins[name])}"
-    near = difflib.get_close_matches(name, [*known, *plugins], n=1, cutoff=0.5)
+    begun = [one for one in known if len(name) >= SHORTEST_BEGINNING and one.startswith(name.removesuffix("s"))]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(name, [*known, *plugins], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     if near and near[0] in plugins:
         hint = f"; did you mean {near[0]!r}, in {how_to_get(plugins[near[0]])}"

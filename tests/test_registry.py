@@ -58,6 +58,8 @@ def test_an_unknown_name_lists_what_exists_nearest_first():
         assert str(caught.value) == (
             "unknown colour 'rde'; did you mean 'red'? (there is: blue, empty, gone, needy, red)"
         )
+    with pytest.raises(UnknownName, match="'envs'; did you mean 'environments'"):  # and not engines, which is nearer
+        Registry("kind", {"engines": "", "environments": ""}).get("envs")
     with pytest.raises(UnknownName, match=r"unknown thing 'x' \(there is: nothing\)"):
         Registry("thing").get("x")
 

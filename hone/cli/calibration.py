@@ -201,19 +201,20 @@ def _generate(
         asyncio.run(sync(worker.weights(DTYPES[dtype]), engine.update_weights, next(versions)))
 
     timings["sync"][layers, 1] = _seconds(send)
-    prompt = max(round(config.rollout.sampling.max_response_tokens / 2), 8)
+    vocabulary = architecture.get_text_config().vocab_size
+    prompt = min(max(round(config.rollout.sampling.max_response_tokens / 2), 8), engine.longest - LONG)
     step_s = {}
     for rows in (FEW_ROWS, MOST_ROWS):
-        short, long = (_seconds(partial(_answer, engine, rows, prompt, n)) for n in (SHORT, LONG))
+        short, long = (_seconds(partial(_answer, engine, vocabulary, rows, prompt, n)) for n in (SHORT, LONG))
         step_s[rows] = max((long - short) / (LONG - SHORT), 0.0)
         timings["decode"][layers, rows] = step_s[rows]
         timings["prefill"][layers, rows * prompt] = max(short - SHORT * step_s[rows], 0.0)
 
 
-def _answer(engine: BuiltinEngine, rows: int, prompt: int, tokens: int) -> None:
+def _answer(engine: BuiltinEngine, vocabulary: int, rows: int, prompt: int, tokens: int) -> None:
     async def all_rows() -> None:
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        prompts = [tuple(3 + (row * 7 + at) % 20 for at in range(prompt)) for row in range(rows)]
+        prompts = [tuple((row * 7 + at) % vocabulary for at in range(prompt)) for row in range(rows)]
         asked = [GenerationRequest(str(row), one, sampling) for row, one in enumerate(prompts)]
         await asyncio.gather(*(engine.generate(one) for one in asked))
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from hone.cli.baseline import judged
+from hone.cli.env import Subject, findings, played
 from hone.cli.errors import EXIT_FAILED
 from hone.cli.init import READERS
 from hone.cli.recipe import load_recipe
@@ -22,7 +23,8 @@ from hone.cli.score import outcomes_of
 from hone.composition import ConfigError
 from hone.data.columns import PromptReader
 from hone.data.rendering import Renderer
-from hone.data.stream import PromptMaker, TooLong, make_renderer
+from hone.data.stream import PromptMaker, PromptStream, TooLong, make_renderer
+from hone.envs import ENVS
 from hone.envs.runners import make_runner
 from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
@@ -44,6 +46,7 @@ from hone.trainers.run.run_model import FOLDER, local_model
 
 ROWS = 3  # that rewards score
 RENDERED = 200  # rows whose length is measured
+CALL_S = 30.0  # deadline of one call of an environment, in seconds
 SHOWN = 300  # last characters of the first prompt
 
 
@@ -57,7 +60,8 @@ def check(
 ) -> None:
     """Try a run file without training: settings, data, template, rewards on three rows, model and memory.
 
-    Nothing is written. The exit code is 2 for a mistake in the run file, and 1 if no reward can score.
+    Nothing is written. An environment plays one prompt without a model. The exit code is 2 for a mistake in the run
+    file, and 1 if no reward can score or the environment has a problem.
     """
     config = load_recipe(recipe, overrides or []).config
     with TemporaryDirectory(prefix="hone-check-") as folder:
@@ -68,9 +72,11 @@ def check(
             check_room(config, model)
             renderer = make_renderer(config.data, load_tokenizer(model), load_image_processor(model))
             _say(_prompts(config, renderer))
-            _say(_environment(config, renderer))
+            found = _environment(config, renderer)
+            _say(found)
             tried = list(_rewards(config))
             failed = bool(tried) and all("failed" in line for line in tried)
+            failed |= any(line.startswith("environment: problem: ") for line in found)
             _say(tried)
         else:
             reader = READERS[config.kind]("train", config.data.train, "data.train")
@@ -107,11 +113,21 @@ def _prompts(config: PolicyRunConfig, renderer: Renderer) -> Iterator[str]:
     yield f"first prompt, as the model reads it: {shown[-SHOWN:]!r}"
 
 
-def _environment(config: PolicyRunConfig, renderer: Renderer) -> Iterator[str]:
-    """Make the environments as a run does before its first step. Raises ConfigError for one that cannot be used."""
+def _environment(config: PolicyRunConfig, renderer: Renderer) -> list[str]:
+    """Make the environments as a run does before its first step, and play one prompt with policies without a model.
+
+    Raises ConfigError for one that cannot be used.
+    """
     asyncio.run(make_runner(config.episode, renderer).close())
-    if config.episode.env.name != "chat":
-        yield f"environment: {config.episode.env.name} can be made (`hone env check` plays it)"
+    name = config.episode.env.name
+    if name == "chat":
+        return []
+    if name not in ENVS:
+        return [f"environment: {name} can be made; it leads its episodes itself, so only a run plays it"]
+    drawn = PromptStream(config.data, renderer, config.run.seed).take(1)
+    found = played(Subject(config.episode, drawn, renderer), CALL_S)
+    lines = [f"{name}: {found.episodes} episodes of one prompt, {found.turns} turns", *findings(found)]
+    return [f"environment: {line}" for line in lines]
 
 
 def _rewards(config: PolicyRunConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ run file, file.py:NAME or name --> environment, prompts, tokenizer (of a run fil
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -34,7 +34,7 @@ RUN_FILES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True)
-class _Subject:
+class Subject:
     """Subject of a check: the episodes' settings, prompts to play, and the language of the run's model."""
 
     episode: EpisodeConfig
@@ -60,22 +60,36 @@ def env(
         subject = _of_run_file(target, keys or (), prompts)
     else:
         subject = _of_name(target, keys or (), row)
-    found = Checkup()
+    found = played(subject, timeout_s)
+    for line in (*_summary(target, found), *findings(found)):
+        typer.echo(line)
+    if found.problems:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def played(subject: Subject, timeout_s: float) -> Checkup:
+    """Play each prompt twice with each policy. `timeout_s` is the deadline of one call."""
     try:
         if subject.renderer is not None and isinstance(subject.episode.env, ToolCallSettings):
             parser_of(subject.episode.env.parser, subject.renderer.template)
         make_env, shared = environments(subject.episode)
         checker = Checker(make_env, subject.episode, subject.renderer, timeout_s)
     except ConfigError as error:
+        found = Checkup()
         found.note("problem", str(error))
-    else:
-        found = watched(checker, subject.prompts, shared, timeout_s)
-    _tell(target, found)
-    if found.problems:
-        raise typer.Exit(EXIT_FAILED)
+        return found
+    return watched(checker, subject.prompts, shared, timeout_s)
 
 
-def _of_run_file(target: str, keys: Sequence[str], prompts: int) -> _Subject:
+def findings(found: Checkup) -> Iterator[str]:
+    """A line for each finding, problems first."""
+    for one in sorted(found.findings, key=lambda finding: finding.kind):
+        yield f"{one.kind}: {one.text}"
+    if not found.problems:
+        yield "no problem found"
+
+
+def _of_run_file(target: str, keys: Sequence[str], prompts: int) -> Subject:
     config: Any = load_recipe(Path(target), keys).config
     if getattr(config, "episode", None) is None:
         raise ConfigError(f"{target} has kind: {config.kind}, which has no environment; expected kind: rl or distill")
@@ -83,10 +97,10 @@ def _of_run_file(target: str, keys: Sequence[str], prompts: int) -> _Subject:
         _refuse(config.episode.env.name)
     renderer = make_renderer(config.data, load_tokenizer(config.model), load_image_processor(config.model))
     drawn = PromptStream(config.data, renderer, config.run.seed).take(prompts)
-    return _Subject(config.episode, drawn, renderer)
+    return Subject(config.episode, drawn, renderer)
 
 
-def _of_name(target: str, keys: Sequence[str], row: str) -> _Subject:
+def _of_name(target: str, keys: Sequence[str], row: str) -> Subject:
     chosen: dict[str, Any] = {"name": target}
     if target.partition(":")[0].endswith(".py"):
         chosen = {"name": target} if _is_environment(target) else {"name": "tools", "tools": target}
@@ -94,7 +108,7 @@ def _of_name(target: str, keys: Sequence[str], row: str) -> _Subject:
         _refuse(target)
     layers = [Layer(target, {"episode": {"env": chosen}}), Layer(COMMAND_LINE, read_overrides(keys))]
     episode = load_layers(EnvCheckConfig, layers).config.episode
-    return _Subject(episode, [_prompt(row)])
+    return Subject(episode, [_prompt(row)])
 
 
 def _refuse(name: str) -> NoReturn:
@@ -126,13 +140,8 @@ def _prompt(row: str) -> Prompt:
     return Prompt("check/0", ids, messages, columns.get("ground_truth"), "check", columns)  # type: ignore[arg-type]
 
 
-def _tell(target: str, found: Checkup) -> None:
-    episodes = sum(sum(endings.values()) for endings in found.endings.values())
+def _summary(target: str, found: Checkup) -> Iterator[str]:
     tools = f"tools: {', '.join(found.tools)}; " if found.tools else ""
-    typer.echo(f"{target}: {tools}{episodes} episodes, {found.turns} turns, longest text {found.longest:,} characters")
+    yield f"{target}: {tools}{found.episodes} episodes, {found.turns} turns, longest text {found.longest:,} characters"
     for policy, endings in found.endings.items():
-        typer.echo(f"{policy} policy: {', '.join(f'{count} {ending}' for ending, count in sorted(endings.items()))}")
-    for one in sorted(found.findings, key=lambda finding: finding.kind):  # problems first
-        typer.echo(f"{one.kind}: {one.text}")
-    if not found.problems:
-        typer.echo("no problem found")
+        yield f"{policy} policy: {', '.join(f'{count} {ending}' for ending, count in sorted(endings.items()))}"

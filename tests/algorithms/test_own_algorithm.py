@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.installing import install
 from tests.trainers.tiny import metrics, recipe
 
 ROOT = Path(__file__).parents[2]
@@ -17,13 +18,6 @@ BROKEN = {
     "pyproject.toml": (SOURCE / "pyproject.toml").read_text(encoding="utf-8").replace("quantile", "snapped"),
     "hone_snapped/__init__.py": "from hone.algorithms import POLICY_LOSS\n",
 }
-
-
-def install(source, target):
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    command += ["--disable-pip-version-check", "--target", str(target), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")

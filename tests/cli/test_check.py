@@ -1,5 +1,7 @@
 """`hone check`: what it says of a run file, and its verdict on a model's first answers."""
 
+from pathlib import Path
+
 import pytest
 
 from hone.cli.baseline import judged, measured, verdict
@@ -7,6 +9,8 @@ from hone.cli.main import main
 from hone.cli.recipe import load_recipe
 from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup
 from tests.trainers.tiny import recipe
+
+BAD = Path(__file__).parents[1] / "envs" / "bad_envs.py"
 
 
 def group(*rewards, text="a text", status=Status.OK):
@@ -89,6 +93,19 @@ def test_an_environment_that_cannot_be_made_is_found(tmp_path, capsys):
     path = recipe(tmp_path, {"episode": {"env": {"name": "tools", "tools": f"{tmp_path}/play.py:Play"}}})
     assert main(["check", str(path)]) == 2
     assert "tool act: parameter move has no annotation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("Good", 0, "4 episodes of one prompt, 8 turns\nenvironment: no problem found\n"),
+        ("Raises", 1, "environment: problem: "),
+    ],
+)
+def test_an_environment_is_played(tmp_path, capsys, name, code, said):
+    changes = {"episode": {"env": {"name": f"{BAD}:{name}"}}}
+    assert main(["check", str(recipe(tmp_path, changes))]) == code
+    assert said in capsys.readouterr().out
 
 
 def test_the_line_of_figures(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from hone.tracking.trackers.jsonl import read_metrics
 from tests.docs.blocks import ROOT, read_blocks
+from tests.installing import install
 
 FILES = {  # language and beginning of a block -> the file that it is
     ("toml", "[build-system]"): "pyproject.toml",
@@ -35,8 +36,7 @@ def plugin(tmp_path_factory):
                 (folder / name).write_text(block.text, encoding="utf-8")
     assert all((folder / name).is_file() for name in FILES.values())
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    run([*install, "--target", str(folder / "site"), "."], folder, variables)
+    install(folder, folder / "site")
     return folder, {**variables, "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT)])}
 
 

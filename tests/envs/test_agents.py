@@ -6,19 +6,13 @@ import pytest
 
 from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
-from hone.data.rendering import Renderer
 from hone.envs.agents.program import load_program
 from hone.envs.agents.runner import AgentRunner
 from hone.envs.episode import Play
 from hone.envs.settings import AgentSettings, EpisodeConfig
-from hone.models.building import build_model
-from hone.models.loading import DTYPES
-from hone.models.settings import BuildConfig
-from hone.models.tokenizer import build_tokenizer
-from hone.rollout.builtin.engine import BuiltinEngine
-from hone.rollout.settings import BuiltinSettings
 from hone.trainers.run.launch import run_policy
-from hone.types import Prompt, PromptTooLong, SamplingParams, Status
+from hone.types import PromptTooLong, SamplingParams, Status
+from tests.envs.playing import Stage
 from tests.trainers.tiny import BASE, metrics, recipe
 
 PROGRAMS = """
@@ -117,42 +111,14 @@ def test_an_agent_that_asks_once_trains_as_the_plain_environment_does(tmp_path, 
 
 
 @pytest.fixture(scope="module")
-def language():
-    return Renderer(build_tokenizer(BuildConfig()))
-
-
-@pytest.fixture(scope="module")
-def engine(language):
-    build = BuildConfig(hidden_size=32, layers=1, heads=2, mlp_size=64, max_positions=256)
-    return BuiltinEngine(BuiltinSettings(), build_model(build, DTYPES["float32"]), language.tokenizer)
+def stage():
+    return Stage()
 
 
 @pytest.fixture
-def play(programs, language, engine):
-    """`play(program)`: the group of two samples of one prompt."""
-
-    async def unjudged(group):
-        return group
-
-    def run(program, generate=None, timeout_s=30, budget=40):
-        runner = AgentRunner(
-            EpisodeConfig(timeout_s=timeout_s), AgentSettings(program=f"{programs}:{program}"), language
-        )
-        message = {"role": "user", "content": "ab"}
-        prompt = Prompt("task/0", language.render_prompt([message]), (message,), None, "task")
-        sampling = SamplingParams(budget, stop_token_ids=tuple(language.end_token_ids))
-        how = Play(generate or engine.generate, sampling, seed=0, samples=2)
-
-        async def played():
-            try:
-                return await asyncio.wait_for(runner.run([prompt], how, unjudged), 60)
-            finally:
-                await runner.close()
-
-        (group,) = asyncio.run(played())
-        return group.trajectories
-
-    return run
+def play(programs, stage):
+    """`play(program)`: the trajectories of two samples of one prompt."""
+    return lambda program, **options: stage.play(AgentSettings(program=f"{programs}:{program}"), **options)
 
 
 def test_branches_belong_to_their_episode_and_what_it_returns_is_judged(play):
@@ -170,18 +136,16 @@ def test_a_program_may_give_its_episode_a_reward_and_figures(play):
     assert [{name: metric.value for name, metric in one.metrics.items()} for one in found] == [{"files": 3}, {}] * 2
 
 
-def test_one_endpoint_serves_the_whole_run_and_ends_with_it(programs, language, engine):
+def test_one_endpoint_serves_the_whole_run_and_ends_with_it(programs, stage):
     async def unjudged(group):
         return group
 
     async def all_of_it():
-        runner = AgentRunner(EpisodeConfig(), AgentSettings(program=f"{programs}:once"), language)
-        message = {"role": "user", "content": "ab"}
-        prompt = Prompt("task/0", language.render_prompt([message]), (message,), None, "task")
-        how = Play(engine.generate, SamplingParams(4), seed=0, samples=1)
+        runner = AgentRunner(EpisodeConfig(), AgentSettings(program=f"{programs}:once"), stage.language)
+        how = Play(stage.engine.generate, SamplingParams(4), seed=0, samples=1)
         seen = []
         for _ in range(2):
-            await runner.run([prompt], how, unjudged)
+            await runner.run([stage.prompt], how, unjudged)
             seen.append(runner._endpoint.base_url)
         await runner.close()
         await runner.close()
@@ -230,11 +194,11 @@ def test_a_late_program_is_ended_and_who_was_waited_for_is_named(play):
 
 
 @pytest.mark.parametrize(("refusal", "status"), [(PromptTooLong, Status.TRUNCATED), (ValueError, Status.ENV_FAILED)])
-def test_only_a_refusal_for_its_length_truncates_an_episode(play, engine, refusal, status):
+def test_only_a_refusal_for_its_length_truncates_an_episode(play, stage, refusal, status):
     async def first_turns_only(request):
         if not request.id.endswith("/0"):
             raise refusal("not this prompt")
-        return await engine.generate(request)
+        return await stage.engine.generate(request)
 
     found = play("twice", generate=first_turns_only)
     assert [(one.status, one.turns) for one in found] == [(status, 1)] * 2

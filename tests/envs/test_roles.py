@@ -1,7 +1,5 @@
 """Episodes in which the policy plays several roles: each has tracks, rewards and a baseline of its own."""
 
-import asyncio
-
 import pytest
 import torch
 from pydantic import ValidationError
@@ -14,19 +12,11 @@ from hone.algorithms.turns import mt_grpo
 from hone.cli.recipe import load_recipe
 from hone.config import ConfigError
 from hone.data.packing import pack, select
-from hone.data.rendering import Renderer
-from hone.envs.agents.runner import AgentRunner
-from hone.envs.episode import Play
-from hone.envs.settings import AgentSettings, EpisodeConfig
-from hone.models.building import build_model
-from hone.models.loading import DTYPES
-from hone.models.settings import BuildConfig
-from hone.models.tokenizer import build_tokenizer
-from hone.rollout.builtin.engine import BuiltinEngine
-from hone.rollout.settings import BuiltinSettings
+from hone.envs.settings import AgentSettings
 from hone.trainers.policy.group_metrics import describe
 from hone.trainers.run.launch import run_policy
-from hone.types import Prompt, SamplingParams, Status, StopReason, Trajectory, TrajectoryGroup, TurnSpan
+from hone.types import Prompt, Status, StopReason, Trajectory, TrajectoryGroup, TurnSpan
+from tests.envs.playing import Stage
 from tests.trainers.tiny import BASE, metrics, recipe
 
 PROGRAMS = """
@@ -84,30 +74,8 @@ def programs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def play(programs):
     """`play(program)`: the trajectories of two samples of one prompt."""
-    language = Renderer(build_tokenizer(BuildConfig()))
-    build = BuildConfig(hidden_size=32, layers=1, heads=2, mlp_size=64, max_positions=256)
-    engine = BuiltinEngine(BuiltinSettings(), build_model(build, DTYPES["float32"]), language.tokenizer)
-
-    async def unjudged(group):
-        return group
-
-    def run(program):
-        settings = AgentSettings(program=f"{programs}:{program}", roles=ROLES)
-        runner = AgentRunner(EpisodeConfig(timeout_s=30), settings, language)
-        message = {"role": "user", "content": "ab"}
-        prompt = Prompt("task/0", language.render_prompt([message]), (message,), None, "task")
-        how = Play(engine.generate, SamplingParams(40), seed=0, samples=2)
-
-        async def played():
-            try:
-                return await asyncio.wait_for(runner.run([prompt], how, unjudged), 60)
-            finally:
-                await runner.close()
-
-        (group,) = asyncio.run(played())
-        return group.trajectories
-
-    return run
+    stage = Stage()
+    return lambda program: stage.play(AgentSettings(program=f"{programs}:{program}", roles=ROLES))
 
 
 def test_each_role_has_a_track_of_its_own_even_for_equal_messages(play):

@@ -83,11 +83,11 @@ def test_memory_by_hand(tmp_path):
     assert training_memory(found, 1, lora_rank=16).optimizer == 8 * adapter
 
 
-def test_an_engine_holds_what_is_said(tmp_path):
-    save(FAMILIES["Qwen3"], tmp_path)
+def loaded_engine(folder, **settings):
+    config = EngineConfig(compute_dtype="bfloat16", **settings)  # as the estimate has it: auto is float32 on some CPUs
     spec = SimpleNamespace(
-        model=ModelConfig(path=str(tmp_path)),
-        engine=EngineConfig(compute_dtype="bfloat16"),  # as the estimate has it: auto is float32 on some CPUs
+        model=ModelConfig(path=str(folder)),
+        engine=config,
         model_type="language_model",
         temperature=1.0,
         total_steps=1,
@@ -96,6 +96,12 @@ def test_an_engine_holds_what_is_said(tmp_path):
     )
     engine = Fsdp2Engine(spec, "cpu")
     engine.initialize()
+    return engine
+
+
+def test_an_engine_holds_what_is_said(tmp_path):
+    save(FAMILIES["Qwen3"], tmp_path)
+    engine = loaded_engine(tmp_path)
     batch = pack_samples([Sample((1, 9, 8, 2), (0, 1, 1, 1))])
     batch = batch.with_(loss_weights=torch.full((4,), 1 / 3))
     engine.train_batch(batch, lambda output, part: LossOutput(-output.logprobs))
@@ -112,18 +118,7 @@ def test_an_engine_in_four_bits_holds_what_is_said(tmp_path):
     pytest.importorskip("bitsandbytes", reason="comes with hone-rl[qlora]")
     save(FAMILIES["Qwen3"], tmp_path)
     model = ModelConfig(path=str(tmp_path))
-    config = EngineConfig(compute_dtype="bfloat16", lora={"rank": 16, "quantise": {}})
-    spec = SimpleNamespace(
-        model=model,
-        engine=config,
-        model_type="language_model",
-        temperature=1.0,
-        total_steps=1,
-        reference=None,
-        follows=False,
-    )
-    engine = Fsdp2Engine(spec, "cpu")
-    engine.initialize()
+    engine = loaded_engine(tmp_path, lora={"rank": 16, "quantise": {}})
     said = training_memory(examine(model), 1, lora_rank=16, four_bit=True)
     found = {id(one): one for one in [*engine.weights.masters.values(), *engine.model.parameters()]}
     held = sum(one.nbytes for one in found.values())

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from tests.installing import install
 from tests.trainers.tiny import recipe
 
 PLATFORM = """
@@ -69,16 +70,13 @@ TRAIN = """
 """
 
 
-def install(folder, target, name, code):
-    """Write a package with an entry point, and install it with pip into `target`."""
+def write_and_install(folder, target, name, code):
+    """Write a package with an entry point, and install it into `target`."""
     source = folder / f"source_{name}"
     (source / f"hone_{name}").mkdir(parents=True)
     (source / "pyproject.toml").write_text(textwrap.dedent(PYPROJECT.format(name=name)))
     (source / f"hone_{name}" / "__init__.py").write_text(textwrap.dedent(code))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    command += ["--disable-pip-version-check", "--target", str(target), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    install(source, target)
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +84,8 @@ def installed(tmp_path_factory):
     """A folder into which two plug-ins are installed: `toy` works, `torn` raises when it is imported."""
     folder = tmp_path_factory.mktemp("plugins")
     target = folder / "site"
-    install(folder, target, "toy", PLATFORM)
-    install(folder, target, "torn", "raise RuntimeError('torn off')\n")
+    write_and_install(folder, target, "toy", PLATFORM)
+    write_and_install(folder, target, "torn", "raise RuntimeError('torn off')\n")
     return target
 
 

@@ -8,16 +8,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hone.config import ConfigError, load
+from hone.config import ConfigError
 from hone.engines import forward
 from hone.engines.fsdp2 import engine as fsdp2
 from hone.trainers.exports.checkpoint import export_checkpoint
-from hone.trainers.policy.settings import PolicyRunConfig
-from hone.trainers.run.launch import run_policy, run_supervised
-from hone.trainers.supervised.settings import SupervisedRunConfig
 from tests.trainers.preference_task import prefer, train_reward_model, written
 from tests.trainers.test_supervised import sft_recipe
-from tests.trainers.tiny import BASE, PPO, metrics, recipe
+from tests.trainers.tiny import BASE, PPO, fine_tune, metrics, recipe, reinforce
 
 KL = {"algorithm": {"kl": {"kind": "k3", "where": "in_loss", "coef": 0.1}}}
 FULL_KL = {"algorithm": {"kl": {"kind": "full", "where": "in_loss", "coef": 0.1}}}
@@ -25,16 +22,6 @@ FULL_KL = {"algorithm": {"kl": {"kind": "full", "where": "in_loss", "coef": 0.1}
 
 def lora(section, *more):
     return [f"{section}.lora.{one}" for one in ("rank=4", "alpha=8", *more)]
-
-
-def fine_tune(path, *overrides):
-    run_supervised(load(SupervisedRunConfig, path, list(overrides)))
-    return path.parent / "run"
-
-
-def reinforce(path, *overrides):
-    run_policy(load(PolicyRunConfig, path, list(overrides)))
-    return path.parent / "run"
 
 
 @pytest.fixture

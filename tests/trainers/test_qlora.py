@@ -12,11 +12,9 @@ from hone.engines.settings import EngineConfig, LoraConfig
 from hone.models.settings import FourBitConfig, ModelConfig
 from hone.trainers.exports.checkpoint import export_checkpoint
 from hone.trainers.policy.settings import PolicyRunConfig
-from hone.trainers.run.launch import run_policy, run_supervised
-from hone.trainers.supervised.settings import SupervisedRunConfig
 from hone.workers.train import TrainSpec, TrainWorker
 from tests.trainers.test_supervised import sft_recipe
-from tests.trainers.tiny import PPO, metrics, recipe
+from tests.trainers.tiny import PPO, fine_tune, metrics, recipe, reinforce
 
 pytest.importorskip("bitsandbytes", reason="comes with hone-rl[qlora]")
 
@@ -25,16 +23,6 @@ KL = {"algorithm": {"kl": {"kind": "k3", "where": "in_loss", "coef": 0.1}}}
 
 def qlora(section, *more):
     return [f"{section}.lora.{one}" for one in ("rank=4", "alpha=8", "quantise.kind=nf4", *more)]
-
-
-def fine_tune(path, *overrides):
-    run_supervised(load(SupervisedRunConfig, path, list(overrides)))
-    return path.parent / "run"
-
-
-def reinforce(path, *overrides):
-    run_policy(load(PolicyRunConfig, path, list(overrides)))
-    return path.parent / "run"
 
 
 def of_run(run, key):

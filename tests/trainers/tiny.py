@@ -7,7 +7,11 @@ from pathlib import Path
 
 import yaml
 
+from hone.config import load
 from hone.tracking.catalogue import describe_metric
+from hone.trainers.policy.settings import PolicyRunConfig
+from hone.trainers.run.launch import run_policy, run_supervised
+from hone.trainers.supervised.settings import SupervisedRunConfig
 
 TASK = '''
 import random
@@ -66,6 +70,18 @@ def recipe(folder: Path, *changes: dict) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return path
+
+
+def reinforce(path: Path, *overrides: str) -> Path:
+    """Train as a run file of `recipe` says; returns the run folder."""
+    run_policy(load(PolicyRunConfig, path, list(overrides)))
+    return path.parent / "run"
+
+
+def fine_tune(path: Path, *overrides: str) -> Path:
+    """Train as a supervised run file says; returns the run folder."""
+    run_supervised(load(SupervisedRunConfig, path, list(overrides)))
+    return path.parent / "run"
 
 
 def metrics(run: Path) -> list[dict]:

@@ -91,6 +91,10 @@ class Checkup:
     def problems(self) -> int:
         return sum(one.kind == "problem" for one in self.findings)
 
+    @property
+    def episodes(self) -> int:
+        return sum(endings.total() for endings in self.endings.values())
+
 
 @dataclass(slots=True)
 class _Played:
