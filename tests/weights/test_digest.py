@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import time
+import timeit
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -219,6 +222,17 @@ def test_devices_without_a_product_of_bytes_say_the_same():
         assert torch.equal(row_digest._slow_product(rows, numbers).long(), rows.long() @ numbers.long())
         assert torch.equal(row_digest._product(rows).long(), rows.long() @ numbers.long())
     assert (numbers % 2 != 0).all()
+
+
+def test_a_processor_multiplies_in_the_way_that_is_faster_on_it():
+    """Without instructions for int8, an int8 product takes twelve times as long as the same in float32."""
+    rows, numbers = make(torch.int8, 512, row_digest.ROW), row_digest._numbers(torch.device("cpu"))
+    products = (torch._int_mm, row_digest._slow_product, lambda rows, _: row_digest._product(rows))
+    first, second, chosen = (
+        min(timeit.repeat(partial(product, rows, numbers), timer=time.process_time, number=1, repeat=5))
+        for product in products
+    )
+    assert chosen < 3 * min(first, second)
 
 
 def test_reads_a_parameter_without_touching_its_graph(one):
